@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs site clean
+.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs size clean
 
 # A process writes the bytecode of what it imports, and the next process reads it, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -44,7 +44,7 @@ test-slow: .venv/installed  ## run the tests that take several seconds each: pro
 	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $@ triton==3.7.1
 
 test-kernels: .venv/triton  ## compile the Triton kernels for GPUs that are not here, and run some in its interpreter
-	PYTHONPATH=.venv/triton $(BIN)/python -m pytest -m triton -n 2 --dist worksteal tests/ops tests/int8
+	PYTHONPATH=.venv/triton $(BIN)/python -m pytest -m triton -n 2 --dist worksteal tests/ops
 
 test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... names a python with a CUDA build of torch
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
@@ -57,7 +57,7 @@ test-gpu:  ## run the tests that need a GPU, from the source tree; PYTHON=... na
 	touch $@
 
 test-vllm: .venv-vllm/installed  ## open packed folders in vLLM's CPU build, in an environment of its own
-	.venv-vllm/bin/python -m pytest tests/runtime/test_vllm.py
+	.venv-vllm/bin/python -m pytest tests/inference/test_vllm.py
 
 .venv-compressor/installed: pyproject.toml constraints.txt tests/llmcompressor.txt
 	$(PYTHON) -m venv .venv-compressor
@@ -67,7 +67,7 @@ test-vllm: .venv-vllm/installed  ## open packed folders in vLLM's CPU build, in 
 	touch $@
 
 test-compressor: .venv-compressor/installed  ## open folders that llm-compressor writes, in an environment of its own
-	.venv-compressor/bin/python -m pytest tests/runtime/test_llmcompressor.py
+	.venv-compressor/bin/python -m pytest tests/inference/test_llmcompressor.py
 
 # torchvision for CUDA, which timm requires, does not load beside a torch for the CPU. The tests of timm are skipped then.
 .venv-integrations/installed: pyproject.toml constraints.txt tests/integrations.txt
@@ -81,9 +81,9 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
 	.venv-integrations/bin/python -m pytest tests/integrations
 
-# Those of several GPUs are below; training runs of the GPT are started by hand (bench/gpu/gpt_parity.py).
-BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start kv_cache weight_only schemes packed_experts int8 \
-	attention attention_loss vision compile_time watch recipes
+# Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
+BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start linears packed_experts attention vision \
+	compile_time watch recipes
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done
@@ -100,26 +100,28 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
-	$(BIN)/python -m bench.cpu.packing_quality
-	$(BIN)/python -m bench.cpu.kv_cache_quality
-	$(BIN)/python -m bench.cpu.attention_quality
+	$(BIN)/python -m bench.cpu.quality
 	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.cpu.vision
 	$(BIN)/python -m bench.cpu.watch
 	$(BIN)/python -m bench.report.pages
 
-docs: .venv/installed  ## write README's table and the pages of measurements from bench/results; draw the pictures
-	$(BIN)/python -m bench.report.pages
-	$(BIN)/python -m bench.figures
-
-.venv-site/installed: docs/requirements.txt
+.venv-site/installed: docs/requirements.txt .venv/installed
 	$(PYTHON) -m venv .venv-site
 	.venv-site/bin/python -m pip install --quiet -r docs/requirements.txt
+	$(BIN)/python -c "$(PACKAGES)" > "$$(.venv-site/bin/python -c "$(PACKAGES)")/installed.pth"  # torch: the reference imports it
 	touch $@
 
-site: .venv-site/installed  ## build docs into build/site, a site that opens and is searched offline
-	.venv-site/bin/sphinx-build -W --keep-going -q -b html docs build/site
+PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
+
+docs: .venv-site/installed  ## write the pages of measurements from bench/results, draw the pictures, build the site
+	$(BIN)/python -m bench.report.pages
+	$(BIN)/python -m bench.figures
+	PYTHONPATH=src .venv-site/bin/sphinx-build -W --keep-going -q -b html docs build/site
 	@echo open build/site/index.html
+
+size:  ## print the lines and files of src, tests, bench and docs
+	@$(PYTHON) tests/support/sizes.py
 
 clean:  ## remove the environments, the runs and the build
 	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations .venv-site runs build

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from octavo.extras import installed
-from octavo.speed.machine import facts
+from octavo.speed import facts
+from octavo.util import installed
 
 __all__ = ["RESULTS", "facts", "installed", "rows_before", "write"]
 

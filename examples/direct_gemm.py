@@ -46,7 +46,7 @@ def main() -> None:
         compare(m, n, k, options.format)
 
 
-def compare(m: int, n: int, k: int, fmt: str) -> None:
+def compare(m: int, n: int, k: int, fmt: Any) -> None:
     """Each way of computing one product: its SQNR and its time."""
     a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     for scales in SCALINGS:

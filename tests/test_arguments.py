@@ -1,23 +1,35 @@
 """Arguments that a person types by mistake in Python: the message says what to give."""
 
+import json
+import typing
+from dataclasses import replace
+from html import unescape
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 import octavo
 from octavo.calibration import calibrate
-from octavo.dist import expert_parallel
+from octavo.data import read_text
+from octavo.distributed import expert_parallel
 from octavo.evaluation import Budget
-from octavo.folding import fold
-from octavo.gguf import export_gguf
+from octavo.inference.kv_cache import check_settings
+from octavo.numerics.formats import EIGHT_BIT_FORMATS
+from octavo.numerics.qtensor import ROUNDINGS, SCALE_KINDS
 from octavo.packing import convert_layout, freeze_folder, pack, pack_frozen, pack_within, unpack
+from octavo.packing.gguf_export import export_gguf
 from octavo.packing.options import PackOptions
-from octavo.text import read_text
+from octavo.packing.transforms import fold
+from octavo.recipe import PRESETS
 from octavo.verification import verify
 
 
 def enter_cast_once(model):
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         pass
 
 
@@ -26,7 +38,7 @@ def enter_cast_once(model):
     [
         ("convert", octavo.convert),
         ("restore", octavo.restore),
-        ("update_scales", octavo.update_scales),
+        ("update_scales", octavo.scales.update_scales),
         ("watch", octavo.watch),
         ("cast_once", enter_cast_once),
         ("expert_parallel", lambda model: expert_parallel(model, None)),
@@ -42,11 +54,6 @@ def test_something_else_than_a_mesh():
         expert_parallel(nn.Linear(8, 8), None)
 
 
-def test_a_converted_layer_is_made_by_convert():
-    with pytest.raises(TypeError, match=r"octavo.Linear is made of an nn.Linear: .*octavo.convert"):
-        octavo.Linear(8, 8)
-
-
 def test_a_string_for_a_list():
     """A string is a sequence too, of its letters."""
     with pytest.raises(TypeError, match=r"skip takes a list of globs, got the string 'head': give \['head'\]"):
@@ -55,6 +62,55 @@ def test_a_string_for_a_list():
         PackOptions(skip="head")
     with pytest.raises(TypeError, match=r"data is a list of sources, got the string 'book.txt': give \['book.txt'\]"):
         read_text("book.txt")
+
+
+@pytest.mark.parametrize(("skip", "got"), [(None, "None"), (5, "5"), ([5], r"\[5\]"), ([None], r"\[None\]")])
+@pytest.mark.parametrize("use", [lambda s: octavo.convert(nn.Linear(8, 8), skip=s), lambda s: PackOptions(skip=s)])
+def test_globs_that_are_no_strings(use, skip, got):
+    with pytest.raises(TypeError, match=rf"skip takes a list of globs, got {got}: give \['lm_head'\]"):
+        use(skip)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (None, r"takes a list of batches, got NoneType: give \[batch\]"),
+        (5, r"takes a list of batches, got int: give \[batch\]"),
+        ({"x": torch.ones(2, 8)}, r"takes a list of batches, got dict: give \[batch\]"),
+        ([None], "the layer '0' takes a tensor, got NoneType"),
+        (["text"], "the layer '0' takes a tensor, got str"),
+        ([torch.ones(2, 8).numpy()], "the layer '0' takes a tensor, got ndarray"),
+    ],
+)
+@pytest.mark.parametrize("function", [octavo.scales.freeze_scales, octavo.scales.saturation])
+def test_batches_that_are_none(function, batches, message):
+    model = nn.Sequential(nn.Linear(8, 8))
+    octavo.convert(model, "delayed")
+    octavo.scales.seed_scales(model, SimpleNamespace(input_histories={"0": [1.0]}))
+    with pytest.raises(TypeError, match=message):
+        function(model, batches)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
+def test_an_input_that_is_no_tensor(recipe):
+    model = nn.Sequential(nn.Linear(8, 8))
+    octavo.convert(model, recipe)
+    with pytest.raises(TypeError, match="the layer '0' takes a tensor, got NoneType"):
+        model(None)
+
+
+LAZY = [nn.LazyLinear(8), nn.Sequential(nn.LazyConv2d(4, 1)), nn.LazyBatchNorm1d()]
+
+
+@pytest.mark.parametrize("lazy", LAZY, ids=lambda module: type(module).__name__)
+def test_a_model_whose_parameters_have_no_shape_yet_stays_as_it_is(lazy):
+    model = nn.Sequential(nn.Linear(8, 8), lazy)
+    before = [(type(module), vars(module).keys()) for module in model.modules()]
+    with pytest.raises(
+        ValueError, match=r"1\..*(weight|running_mean) \(\d such.*no shape yet: run the model on one batch"
+    ):
+        octavo.convert(model)
+    assert [(type(module), vars(module).keys()) for module in model.modules()] == before
 
 
 @pytest.mark.parametrize(
@@ -77,6 +133,54 @@ def test_a_string_for_a_list():
 def test_folders_may_be_strings(function, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*none: give"):
         function(str(tmp_path / "none"), str(tmp_path / "out"))
+
+
+def test_an_editor_knows_every_name():
+    """The names in the types of arguments are those that the functions take."""
+    recipes = get_args(typing.get_type_hints(octavo.convert)["recipe"])
+    names = {name for kind in recipes for name in get_args(kind)}
+    assert names == {*PRESETS, "auto"}
+    hints = typing.get_type_hints(octavo.quantize)
+    assert set(get_args(hints["format"])) == EIGHT_BIT_FORMATS.keys() - {"int8"}
+    assert (get_args(hints["scale"]), get_args(hints["rounding"])) == (SCALE_KINDS, ROUNDINGS)
+    hints = typing.get_type_hints(octavo.load, localns={"PreTrainedModel": PreTrainedModel})
+    assert hints["return"] is PreTrainedModel
+    assert get_args(hints["attention"]) == ("bf16", "fp8")
+    for cache in get_args(hints["kv_cache"]):
+        assert cache == "auto" or check_settings(cache, None, None) is None
+
+
+@pytest.mark.parametrize("value", [octavo.quantize(torch.randn(512, 512)), *(preset() for preset in PRESETS.values())])
+def test_a_repr_fits_on_two_lines(value):
+    assert len(repr(value)) < 240
+    assert "\n" not in repr(value)
+
+
+def test_reprs_name_what_differs():
+    assert repr(octavo.quantize(torch.ones(4, 8))) == "QTensor(e4m3 [4, 8], row scales float32 [4, 1], cpu)"
+    assert repr(PRESETS["rowwise_dw_bf16"]()) == (
+        "Recipe('rowwise_dw_bf16', y: e4m3 row x e4m3 row floor 0.00390625, dx: e4m3 row x e4m3 row floor 0.00390625, "
+        "dw: bf16, rotate=(), emulate=False)"
+    )
+    assert repr(PRESETS["mxfp8"]()).count("e4m3 group:32 e8m0") == 6
+    assert "rotate=('y',)" in repr(PRESETS["tensorwise_rotated"]())
+    assert repr(PRESETS["delayed"]()).count("delayed") == 1 + 6
+
+
+def test_a_report_is_data_and_a_table_of_a_notebook():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    report = octavo.convert(model, skip=["1"])
+    found = json.loads(json.dumps(report.to_dict()))
+    assert [(row["name"], row["shape"], row["reason"] == "") for row in found["layers"]] == [
+        ("0", [8, 8], True), ("1", [4, 8], False),
+    ]  # fmt: skip
+    assert found["recipe"] == octavo.recipe.PRESETS["rowwise"]().to_dict()
+    assert found["backends"]["y"]["name"] == report.backends["y"].name
+    assert found["coverage"]["parameters"] == report.coverage.parameters
+    html = replace(report, rows=(replace(report.rows[0], name="<script>"), report.rows[1]))._repr_html_()
+    assert "<script>" not in html
+    assert html.count("<tr>") == 3
+    assert report.skipped["1"] in unescape(html)
 
 
 def test_reports_are_shown_as_tables():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.device import choose_device
+from octavo.util import choose_device
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.extras import hub_hint, import_extra, open_local
+from octavo.util import hub_hint, import_extra, open_local
 
 ROOT = Path(__file__).parents[1]
 

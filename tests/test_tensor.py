@@ -51,6 +51,30 @@ def test_ranks_one_to_four_by_tensor(shape):
     assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
 
 
+EYE = torch.eye(32)
+NOT_DENSE = {
+    "sparse": EYE.to_sparse,
+    "sparse rows": EYE.to_sparse_csr,
+    "mkldnn": EYE.to_mkldnn,
+    "nested": lambda: torch.nested.nested_tensor([EYE, EYE[:3]], layout=torch.jagged),
+    "qint8": lambda: torch.quantize_per_tensor(EYE, 0.1, 0, torch.qint8),
+    "meta": lambda: EYE.to("meta"),
+    "e4m3": lambda: EYE.to(torch.float8_e4m3fn),
+    "complex64": lambda: EYE + 0j,
+    "bool": EYE.bool,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns about its own sparse and quantized tensors
+@pytest.mark.parametrize("name", NOT_DENSE)
+def test_a_tensor_of_another_kind_is_refused_in_a_sentence(name):
+    x = NOT_DENSE[name]()
+    with pytest.raises(
+        ValueError, match=r"^quantize takes a dense tensor of float32, bfloat16 or float16, got .*: convert it first"
+    ):
+        octavo.quantize(x)
+
+
 @pytest.mark.parametrize("granularity", ["tensor", "row", "group:32"])
 def test_a_single_number_is_refused_and_told_what_to_do(granularity):
     with pytest.raises(ValueError, match=r"needs at least one dimension, got a scalar: pass x.view\(1\)"):
@@ -102,7 +126,7 @@ def test_mx():
 def test_the_error_is_within_the_formats_spacing(fmt, dtype, rounding):
     x = tensor((8, 64), dtype)
     q = octavo.quantize(x, fmt, rounding=rounding)
-    facts = octavo.FORMATS[fmt]
+    facts = octavo.numerics.FORMATS[fmt]
     spacing = torch.maximum(x.float().abs() * facts.epsilon, q.scale * facts.smallest_subnormal)
     bound = spacing * (0.5 if rounding == "nearest" else 1.0) * 1.0001
     assert ((q.dequantize() - x.float()).abs() <= bound).all()
@@ -177,7 +201,12 @@ def test_a_finite_tensor_is_finite_again(size: float, scale: str) -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     codes = torch.tensor([[0x7C, 0x7E, 0xFC, 0x3C]], dtype=torch.uint8).view(torch.float8_e5m2)
-    y = octavo.QTensor(codes, torch.ones(1, 1), octavo.FORMATS["e5m2"], ROW).dequantize()
+    y = octavo.QTensor(codes, torch.ones(1, 1), octavo.numerics.FORMATS["e5m2"], ROW).dequantize()
     assert torch.equal(y.isinf(), torch.tensor([[True, False, True, False]]))
     assert y[0, 1].isnan()
-    assert octavo.QTensor(codes, torch.full((1, 1), torch.nan), octavo.FORMATS["e5m2"], ROW).dequantize().isnan().all()
+    assert (
+        octavo.QTensor(codes, torch.full((1, 1), torch.nan), octavo.numerics.FORMATS["e5m2"], ROW)
+        .dequantize()
+        .isnan()
+        .all()
+    )

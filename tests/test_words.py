@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.words import plural, some_of
+from octavo.util import plural, some_of
 
 
 @pytest.mark.parametrize(

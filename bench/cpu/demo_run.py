@@ -8,8 +8,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from examples import demo
-from octavo.artifact.files import read_json
-from octavo.artifact.run import RunFolder
+from octavo.checkpoint.files import read_json
+from octavo.checkpoint.run import RunFolder
 from octavo.train.config import Config
 from octavo.train.start import start_run
 

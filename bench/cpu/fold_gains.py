@@ -28,9 +28,8 @@ from bench.cpu.demo_run import write_model
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
-from octavo.folding import fold
-from octavo.numerics.codec import cast
-from octavo.numerics.formats import E4M3
+from octavo.numerics.formats import E4M3, cast
+from octavo.packing.transforms import fold
 from octavo.train.config import Config
 from octavo.train.start import start_run
 

@@ -15,13 +15,13 @@ import torch
 from bench import record
 from bench.cpu.demo_run import train
 from examples import demo
-from octavo.artifact.run import RunFolder
+from octavo.checkpoint.run import RunFolder
+from octavo.inference.opening import load_packed
 from octavo.packing import pack
-from octavo.runtime import load_packed
-from octavo.train.evaluation import mean_loss
+from octavo.train.config import read_settings
 from octavo.train.finished import held_out
-from octavo.train.records import read_run
-from octavo.train.run_settings import read_settings
+from octavo.train.loss import mean_loss
+from octavo.train.run_records import read_run
 
 SEEDS = (0, 1, 2)
 RECIPES = ("bf16", "rowwise")  # the last is packed

@@ -16,8 +16,8 @@ from bench import record
 from octavo import ops
 from octavo.recipe import PRESETS, ROW_W, ROW_X
 from octavo.train.config import Config
-from octavo.train.loop import Trainer
 from octavo.train.start import start_run
+from octavo.train.trainer import Trainer
 
 ROUNDS = 15
 MODES = [("bf16", "bf16"), ("bf16", "fp32"), *((name, "bf16") for name in PRESETS if name != "bf16")]

@@ -1,4 +1,4 @@
-"""A vision transformer and a diffusion transformer on scikit-learn's digits, trained in BF16 and in FP8, with 6 seeds.
+"""A vision transformer and a diffusion transformer on scikit-learn's digits, trained in BF16 and in FP8, by seed.
 
 The digits are 1,797 images of 8 x 8 pixels that scikit-learn ships, 10 classes. For each seed all recipes start from
 the same weights and see the same batches, noise and times. The classifier is judged by its accuracy and loss on
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from octavo.models.diffusion import DiffusionTransformer, flow_loss, sample
-from octavo.models.vision import ImageConfig, VisionTransformer
+from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransformer, flow_loss, sample
+from octavo.recipe import get_recipe
 
-SEEDS = range(6)
+SEEDS = {"classifier": range(24), "diffusion": range(6)}
 RECIPES = ("bf16", "rowwise")
 CONFIG = ImageConfig(image=8, patch=2, channels=1, classes=10, layers=2, width=64, heads=4)
 HELD_OUT, BATCH = 360, 64
@@ -71,7 +71,7 @@ def train(
 
 def converted(model: nn.Module, recipe: str, batch: Any) -> float:
     """Convert `model`, and return the share of the FLOPs of a forward pass that FP8 computes."""
-    return 0.0 if recipe == "bf16" else octavo.convert(model, recipe, batch=batch).coverage.flops
+    return 0.0 if recipe == "bf16" else octavo.convert(model, get_recipe(recipe), batch=batch).coverage.flops
 
 
 def classify(recipe: str, seed: int, steps: int) -> dict[str, Any]:
@@ -140,7 +140,8 @@ def run(task: str, recipe: str, seed: int, steps: dict[str, int]) -> dict[str, A
 def main() -> None:
     quick = "--quick" in sys.argv
     steps = {name: 3 if quick else count for name, count in STEPS.items()}
-    jobs = [(task, recipe, seed) for task in STEPS for seed in SEEDS[: 1 if quick else None] for recipe in RECIPES]
+    seeds = {task: each[: 1 if quick else None] for task, each in SEEDS.items()}
+    jobs = [(task, recipe, seed) for task in STEPS for seed in seeds[task] for recipe in RECIPES]
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         runs = [(job[0], pool.submit(run, *job, steps)) for job in jobs]
         found = {task: [job.result() for name, job in runs if name == task] for task in STEPS}

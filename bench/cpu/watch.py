@@ -16,13 +16,13 @@ from typing import Any
 from rich.console import Console
 
 from bench import record
-from bench.options import option
+from bench.gpu.harness import option
 from examples import demo
-from octavo.telemetry import watch
-from octavo.telemetry.collection import CHECK_INTERVAL
 from octavo.train.config import Config
-from octavo.train.loop import Trainer
 from octavo.train.start import start_run
+from octavo.train.trainer import Trainer
+from octavo.watching import watch
+from octavo.watching.collection import CHECK_INTERVAL
 
 INTERVAL = 100
 BRIEF_ALONE = INTERVAL // CHECK_INTERVAL - 1  # steps with a brief sample; one more has both

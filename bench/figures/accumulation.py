@@ -16,7 +16,7 @@ from torch import Tensor
 import octavo
 from bench.figures.scales import sqnr
 from bench.figures.style import BLUE, GREY, INK, ORANGE, canvas
-from bench.report.tables import load
+from bench.report.filler import load
 
 STEP, FRACTION, PROMOTED = 32, 13, 128
 LENGTHS = (4096, 8192, 28672)

@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from bench.figures.style import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, PINK, bare, canvas
-from octavo.numerics.codec import decode, encode
-from octavo.numerics.formats import BF16, E4M3, E5M2, FP16, Format
+from octavo.numerics.formats import BF16, E4M3, E5M2, FP16, Format, decode, encode
 
 COLORS = {"e4m3": BLUE, "e5m2": ORANGE, "bf16": GREEN, "fp16": PINK, "int8": GREY}
 

@@ -28,9 +28,7 @@ def run(*pages: str) -> dict[str, Any]:
         try:
             Path("book.txt").write_text(inspect.getsource(argparse))
             for page in pages:
-                for block in re.findall(
-                    r"^```python\n(.*?)^```", (LESSONS / page).read_text(), re.DOTALL | re.MULTILINE
-                ):
+                for block in BLOCK.findall((LESSONS / page).read_text()):
                     exec(block, names)
         finally:
             os.chdir(before)

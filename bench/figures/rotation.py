@@ -9,7 +9,7 @@ from torch import Tensor
 import octavo
 from bench.figures.scales import int8, sqnr
 from bench.figures.style import BLUE, GREY, canvas
-from octavo.numerics.rotation import hadamard
+from octavo.numerics.scaling import hadamard
 
 WIDTH, OUTLIER, CHANNEL = 64, 40.0, 21
 

@@ -8,8 +8,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from bench.figures.style import BLUE, GREY, INK, ORANGE, canvas
-from octavo.numerics.codec import decode, encode
-from octavo.numerics.formats import BF16
+from octavo.numerics.formats import BF16, decode, encode
 
 LEVELS = 4  # steps between black and white
 STEPS, UPDATE, RUNS = 400, 0.001, 200

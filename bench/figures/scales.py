@@ -97,10 +97,7 @@ def granularity() -> Figure:
     exponents = range(2, 31)
     matrices = [with_outlier(2.0**e) for e in exponents]
     for name, color in GRANULARITIES.items():
-        found = [
-            others(x, octavo.quantize(x, granularity=name).dequantize())
-            for x in (with_outlier(2.0**e) for e in exponents)
-        ]
+        found = [others(x, octavo.quantize(x, granularity=name).dequantize()) for x in matrices]
         axes.plot(exponents, found, color=color, label=f"E4M3, {name}")
     axes.plot(exponents, [others(x, int8(x)) for x in matrices], color=GREY, linestyle="--", label="INT8, tensor")
     axes.set_xticks(range(5, 31, 5), [f"$2^{{{e}}}$" for e in range(5, 31, 5)])

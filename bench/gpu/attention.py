@@ -20,17 +20,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import record
-from bench.gpu.attention_oracle import attention64
-from bench.gpu.attention_prefill import prefill_llama
-from bench.gpu.timing import Captured, decibels, interleaved
-from octavo.kv_cache.fp8_prompts import fp8_prompt_attention
-from octavo.nn.quantized_attention import GradientScales, attend_fp8, quantize_heads
+from bench.gpu import llama
+from bench.gpu.harness import DEVICE, Captured, decibels, interleaved
+from bench.gpu.serve import prefill_fp8_attention
+from octavo.inference.kv_cache import fp8_prompt_attention
+from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
 from octavo.ops import fp8_attention, fp8_attention_backward
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 TOKENS = (2048, 4096, 8192, 32768)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for a rehearsal
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
+ROWS = 1024  # queries that the oracle computes at a time
 OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
 Step = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
@@ -45,7 +45,7 @@ def main() -> None:
         print(tokens, {which: cell[which]["ms"] for which in ("forward", "both")}, flush=True)
         print(tokens, {mode: {name: round(db, 1) for name, db in found.items()} for mode, found in cell["db"].items()})
         record.write("gpu_attention", result)
-    result["prefill"] = prefill_llama(layers=4 if quick else 32, rounds=3 if quick else 8)
+    result["prefill"] = prefill_fp8_attention(llama.CONFIG, 4 if quick else 32, 3 if quick else 8, "cuda")
     print(result["prefill"], flush=True)
     print(record.write("gpu_attention", result))
 
@@ -131,6 +131,26 @@ def quality(y: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, *given: Tensor) -> di
     found = y[0, :group], dq[0, :group], dk[0, 0], dv[0, 0]
     named = zip(("y", "dq", "dk", "dv"), expected, found, strict=True)
     return {name: decibels(exact, actual.double()) for name, exact, actual in named}
+
+
+def attention64(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y and dq [H, T, D], dk and dv [T, D], of q and dy [H, T, D] and of the k and v [T, D] that all heads share,
+    in float64, some queries at a time."""
+    wide_q, wide_k, wide_v, wide_dy = (x.double() for x in (q, k, v, dy))
+    y, dq, dk, dv = (torch.zeros_like(x) for x in (wide_q, wide_q, wide_k, wide_v))
+    scale, tokens = q.shape[2] ** -0.5, q.shape[1]
+    places = torch.arange(tokens, device=q.device)
+    for head in range(q.shape[0]):
+        for begin in range(0, tokens, ROWS):
+            rows = slice(begin, min(begin + ROWS, tokens))
+            x, g, seen = wide_q[head, rows], wide_dy[head, rows], places <= places[rows, None]
+            p = (x @ wide_k.t() * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+            y[head, rows] = p @ wide_v
+            dv += p.t() @ g
+            ds = p * (g @ wide_v.t() - (g * y[head, rows]).sum(-1, keepdim=True)) * scale
+            dq[head, rows] = ds @ wide_k
+            dk += ds.t() @ x
+    return y, dq, dk, dv
 
 
 if __name__ == "__main__":

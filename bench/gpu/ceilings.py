@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from bench import record
+from bench.gpu.harness import decibels, interleaved, summary
 from bench.gpu.llama import CONFIG, GEMMS, MLP_WIDTH, TOKENS
-from bench.gpu.timing import decibels, interleaved, summary
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
 

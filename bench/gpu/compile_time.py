@@ -29,6 +29,7 @@ import torch
 import octavo
 from bench import record
 from bench.gpu import vision
+from bench.gpu.harness import DEVICE
 
 MODES = ("bf16", "ours")
 SCOPES = ("whole", "block")
@@ -79,7 +80,7 @@ def first_step(options: argparse.Namespace) -> dict[str, Any]:
     known = vision.TINY if options.cpu else vision.SHAPES
     shape = replace(known["ViT-H/14"], layers=options.depth)
     torch.manual_seed(0)
-    with torch.device(vision.DEVICE):
+    with torch.device(DEVICE):
         model = vision.Stack(shape).to(torch.bfloat16)
     if options.mode == "ours":
         octavo.convert(model, "rowwise", skip=[])

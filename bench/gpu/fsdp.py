@@ -22,10 +22,10 @@ from torch import Tensor, distributed
 from bench import record
 from bench.gpu import llama
 from bench.gpu.communication import profiled
+from bench.gpu.harness import interleaved, once, summary
 from bench.gpu.modes import BASE
 from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, chosen, read_options, say, slowest, start
 from bench.gpu.sharded import MODES, Runner, gradient_error, gradient_problem
-from bench.gpu.timing import interleaved, once, summary
 from octavo.models.llama import LlamaConfig
 
 REPEAT = 3  # steps between two readings of the clock

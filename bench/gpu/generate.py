@@ -2,7 +2,7 @@
 transformers in BF16, eager and with a static cache.
 
 The model is written to a folder once, and packed by `octavo pack`. Then the models are opened, and their ways take
-turns in one process (`octavo.speed`): the first token of prompts, and 64 new tokens of prompts of 1,024. The same
+turns in one process (`bench.gpu.programs`): the first token of prompts, and 64 new tokens of prompts of 1,024. The same
 decoding is also timed as CUDA graphs that are captured by hand, of models in memory: the share of their speed that
 `generate` reaches is the cost of its loop. Each section is printed and written when it is done.
 
@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,32 @@ import torch
 from transformers import LlamaConfig
 
 from bench import record
-from bench.gpu import decoding, llama
+from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.modes import FP8_CACHE, HOOKED
-from octavo.hf.quiet import quiet_transformers
+from bench.gpu.programs import (
+    EAGER,
+    OCTAVO,
+    Meter,
+    Opened,
+    Program,
+    Prompts,
+    Way,
+    check_tokens,
+    drop_caches,
+    generation,
+    measure_cell,
+    octavo_program,
+    open_program,
+    transformers_program,
+)
+from bench.gpu.serve import decode as decode_graphs
+from octavo.hf.meta_model import quiet_transformers
+from octavo.inference.packed_fusion import fuse
 from octavo.loading import load
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.runtime.fused import fuse
-from octavo.speed import Grid, Opened, Program, SpeedReport
-from octavo.speed.grid import Prompts
-from octavo.speed.measurement import Way, check_tokens, measure_cell, open_program
-from octavo.speed.memory import Meter
-from octavo.speed.programs import EAGER, LOOP, OCTAVO, drop_caches, generation, own_loop, transformers_program
+from octavo.speed import Grid
 
 NAME = "gpu_generate"
 PROMPTS, PROMPT, TOKENS = (128, 2048), 1024, 64
@@ -136,12 +149,11 @@ class Bench:
         for program in programs(wide, packed, self.device):
             say(f"loading: {program.name}")
             opened, start = open_program(program, checked)
-            assert opened is not None, start.problem
-            starts.append(asdict(start))
+            starts.append(start._asdict())
             say(f"{program.name}: {start.load_seconds:.1f} s, and {start.first_token_seconds:.1f} s to the first token")
             if (check := check_tokens(opened, checked)) is not None:
                 say(f"{check.way}: {check.equal} of {check.tokens} leading greedy tokens as {check.reference}")
-                self.facts[f"check of {check.way}"] = asdict(check)
+                self.facts[f"check of {check.way}"] = check._asdict()
             for name, generate in opened.ways.items():
                 meter = Meter(self.device, start.weight_bytes or 0)
                 self._ways[name] = Way(name, generate, program.baseline, meter, opened.forget)
@@ -150,10 +162,6 @@ class Bench:
 
 def programs(wide: Path, packed: Path, device: torch.device) -> list[Program]:
     """`octavo.load` with the cache of the folder and with one in FP8, and transformers."""
-
-    def ours() -> Opened:
-        model = load(packed, device)
-        return Opened({OCTAVO: generation(model)}, own_loop(model), LOOP, partial(drop_caches, model))
 
     def eager() -> Opened:
         model = load(packed, device)
@@ -165,9 +173,9 @@ def programs(wide: Path, packed: Path, device: torch.device) -> list[Program]:
         return Opened({FP8_CACHE: generation(model)}, forget=partial(drop_caches, model))
 
     return [
-        Program(OCTAVO, (OCTAVO,), packed, ours),
-        Program(HOOKED, (HOOKED,), packed, eager),
-        Program(FP8_CACHE, (FP8_CACHE,), packed, with_fp8_cache),
+        octavo_program(packed, device),
+        Program(HOOKED, eager),
+        Program(FP8_CACHE, with_fp8_cache),
         transformers_program(wide, device),
     ]
 
@@ -207,11 +215,8 @@ def decode(bench: Bench, batch: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def measured(ways: Sequence[Way], prompts: Prompts) -> list[dict[str, Any]]:
-    """The rows of all sizes, as `octavo bench --json` has them."""
-    report = SpeedReport({}, prompts.grid, str(prompts.device))
-    for cell in prompts.grid.cells:
-        report.rows += measure_cell(ways, cell, prompts, say)
-    rows: list[dict[str, Any]] = report.to_dict()["rows"]
+    """The rows of all sizes."""
+    rows = [row for cell in prompts.grid.cells for row in measure_cell(ways, cell, prompts, say)]
     for row in rows:
         ms, rate = 1e3 * (row["first_token_seconds"] or 0), row["tokens_per_second"] or 0
         figures = f"first token {ms:.1f} ms, {rate:.0f} tokens/s, {row['tokens_per_second_speedup'] or 0:.2f}x"
@@ -223,7 +228,7 @@ def graphs(bench: Bench, batch: int) -> dict[str, Any]:
     """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context that `decode` covers."""
     torch._dynamo.config.recompile_limit = 64  # each layer has a cache of its own
     wide, packed = bench.in_memory()
-    found = decoding.decode(wide, packed, batch, PROMPT + TOKENS // 2)
+    found = decode_graphs(wide, packed, batch, PROMPT + TOKENS // 2)
     rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
     say(", ".join(f"{mode}: {rate:.0f} tokens/s" for mode, rate in rates.items()))
     return found | {"tokens_per_second": rates}

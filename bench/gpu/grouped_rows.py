@@ -3,7 +3,7 @@
 y, dx and dw of the inner layer of Mixtral's experts and of many small ones, with promoted and with fast accumulation,
 and with E5M2 gradients, which CUTLASS's kernel does not take. Scales are ones. The SQNR against a BF16 product of the
 same operands comes first. Then the kernels take turns, and at last our kernel runs with many tilings. Change `choose`
-in octavo.ops.grouped_gemm.row_scaled_kernel by these, and the choice in octavo.ops.grouped_gemm.backend by the table.
+in octavo.ops.kernels.grouped_gemm by these, and the choice in octavo.ops.dispatch by the table.
 
     python -m bench.gpu.grouped_rows
 """
@@ -18,16 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.gpu.gemms import fastest
+from bench.gpu.harness import decibels, fastest, once
 from bench.gpu.moe import SHAPES, Products, Shape, transposed
-from bench.gpu.timing import decibels, once
 from octavo.numerics import Cast
+from octavo.ops import library_gemms as cutlass
 from octavo.ops import quantize
-from octavo.ops.compiling import compile_only
-from octavo.ops.grouped_gemm import cutlass
-from octavo.ops.grouped_gemm import row_scaled_kernel as ours
-from octavo.ops.grouped_gemm.block_scaled_kernel import likely_rows
-from octavo.ops.grouped_gemm.row_scaled_kernel import Tiling, choose, choose_dw
+from octavo.ops.kernels import grouped_gemm as ours
+from octavo.ops.kernels.grouped_gemm import Tiling, choose, choose_dw, likely_rows
+from octavo.ops.launching import compile_only
 
 Product = Callable[[], Tensor]
 BF16 = torch.bfloat16

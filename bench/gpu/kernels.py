@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.timing import replayed
+from bench.gpu.harness import replayed
 from octavo import ops
 from octavo.numerics import Cast
-from octavo.numerics.granularity import TENSOR
-from octavo.ops.activation.reference import activation_backward_reference, activation_quantize_reference
-from octavo.ops.norm.reference import norm_quantize_reference
-from octavo.ops.quantization.reference import quantize_reference, quantize_scaled_reference
-from octavo.ops.requantization.reference import requantize_norm_reference, requantize_transposed_reference
-from octavo.ops.rotation.reference import rotate_reference
-from octavo.ops.transposition.reference import transpose_reference
+from octavo.numerics.qtensor import TENSOR
+from octavo.ops.activation import activation_backward_reference, activation_quantize_reference
+from octavo.ops.norm import norm_quantize_reference
+from octavo.ops.quantization import quantize_reference, quantize_scaled_reference
+from octavo.ops.requantization import requantize_norm_reference, requantize_transposed_reference
+from octavo.ops.rotation import rotate_reference
+from octavo.ops.transposition import transpose_reference
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 T = 8192

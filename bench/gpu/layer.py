@@ -1,10 +1,13 @@
 """Layer norm -> linear -> sigmoid, forward and backward, over tokens M, inputs K, outputs N: the sizes where FP8 pays.
 
-Compiling the modes of a cell takes longer than measuring them, so that several processes compile the cells of a batch,
-and then measure them, one at a time on each GPU. The cells come in an order that covers the range first, and the run
-ends before `--seconds`. The result is written after each batch. Cells that bench/results has already, of this machine
-and commit, are not measured again. The result holds every round, since modes are compared round by round: the host
-takes most of the time of a short step, and its speed varies by more than the modes differ.
+Compiling the modes of a cell takes longer than measuring them, so several processes compile the cells of a batch, one
+each, and then measure them, one at a time on each GPU. One process at a time on a GPU times the candidates of a Triton
+kernel that Inductor generated, since the fastest candidate is what will be measured.
+
+The cells come in an order that covers the range first, and the run ends before `--seconds`. The result is written after
+each batch. Cells that bench/results has already, of this machine and commit, are not measured again. The result holds
+every round, since modes are compared round by round: the host takes most of the time of a short step, and its speed
+varies by more than the modes differ.
 
 "ours, only if faster" either converts the layer or leaves it as it is. So it has the rounds of "ours" or of "bf16".
 
@@ -12,11 +15,13 @@ takes most of the time of a short step, and its speed varies by more than the mo
 """
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,17 +29,16 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
+from bench.gpu.harness import DEVICE, interleaved, own_code
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.timing import interleaved, own_code
-from bench.gpu.workers import Workers
 from octavo.nn import NormLinear
 
 Cell = tuple[int, int, int]
 Rounds = dict[str, list[float]]
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768) if DEVICE == "cuda" else (16, 48)
+TIMEOUT = 3600  # seconds that a batch may take to compile, and a cell to be measured
 CONTEXT = 1 << 30  # bytes of a GPU that a process takes before it allocates
 PER_ELEMENT = 16  # bytes for each element of x, w and y while a cell is compiled: more than any mode takes
 
@@ -51,18 +55,21 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    options = parse()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=3600)
+    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
+    options = parser.parse_args()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
     rows = measured_before()
     left = [cell for cell in order() if cell not in {(row["m"], row["k"], row["n"]) for row in rows}]
     memory = 0.9 * torch.cuda.mem_get_info()[1] if DEVICE == "cuda" else float("inf")
     began, before, longest = time.monotonic(), len(rows), 0.0
-    workers = Workers(prepare, options.processes)
-    for batch in batches(left, options.processes, memory, workers.gpus):
+    gpus = max(1, torch.cuda.device_count())
+    for batch in batches(left, options.processes, memory, gpus):
         start = time.monotonic()
         if start - began + longest > options.seconds:
             break
-        for (m, k, n), rounds in workers.measure(batch):
+        for (m, k, n), rounds in measure(batch, gpus):
             if isinstance(rounds, str):
                 print(m, k, n, rounds, flush=True)
                 continue
@@ -74,13 +81,6 @@ def main() -> None:
         print(f"{len(rows)} of {len(SIZES) ** 3} cells, {now - began:.0f} s; {rest:.0f} s for the others", flush=True)
         if DEVICE == "cuda":
             record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3})
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
-    return parser.parse_args()
 
 
 def measured_before() -> list[dict[str, Any]]:
@@ -119,6 +119,55 @@ def bytes_of(cell: Cell) -> int:
     """Bytes of the GPU that compiling a cell takes."""
     m, k, n = cell
     return CONTEXT + PER_ELEMENT * (m * k + k * n + m * n)
+
+
+# --- The processes of a batch ----------------------------------------------------------------------------------
+
+
+def measure(batch: Sequence[Cell], gpus: int) -> Iterator[tuple[Cell, Rounds | str]]:
+    """Each cell with its rounds, or with the exception that it raised, as text."""
+    context = multiprocessing.get_context("spawn")
+    locks, compiled = [context.RLock() for _ in range(gpus)], context.Barrier(len(batch))
+    results: Any = context.Queue()
+    for i, cell in enumerate(batch):
+        arguments = cell, i % gpus, locks[i % gpus], compiled, results
+        context.Process(target=work, args=arguments, daemon=True).start()
+    for _ in batch:
+        yield results.get(timeout=TIMEOUT)
+
+
+def work(cell: Cell, gpu: int, lock: Any, compiled: Any, results: Any) -> None:
+    """Compile a cell, wait until all cells of the batch are compiled, and measure it alone on its GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(gpu)
+    time_candidates_alone(lock)
+    found: Rounds | str = ""
+    try:
+        run = prepare(cell)
+        torch.cuda.empty_cache()  # the others need the memory that compiling took
+    except Exception as error:  # the other cells are measured all the same
+        found, run = f"{type(error).__name__}: {error}", dict
+    compiled.wait(TIMEOUT)
+    with lock:
+        found = found or run()
+    results.put((cell, found))
+
+
+def time_candidates_alone(lock: Any) -> None:
+    """Let Inductor time the candidates of a kernel only while it has `lock`."""
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    found = benchmarker.benchmark_gpu
+
+    @functools.wraps(found)
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return found(*args, **kwargs)
+
+    benchmarker.benchmark_gpu = alone
+
+
+# --- A cell ----------------------------------------------------------------------------------------------------
 
 
 def prepare(cell: Cell) -> Callable[[], Rounds]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.models.cache import causal_attention
+from octavo.models.decoder import causal_attention
 from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
 
 CONFIG = LlamaConfig(
@@ -22,6 +22,7 @@ GEMMS = {  # (outputs N, inputs K) of a layer, with q, k, v and gate, up as one
     "gate_up": (2 * MLP_WIDTH, WIDTH),
     "down": (WIDTH, MLP_WIDTH),
 }
+SHAPES = tuple(GEMMS.values())
 
 
 class Fused(nn.Module):

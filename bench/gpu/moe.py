@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from bench import record
+from bench.gpu.harness import DEVICE, decibels, interleaved, kernels_of, made, own_code, summary
 from bench.gpu.modes import speedup
-from bench.gpu.timing import decibels, interleaved, own_code, summary
 from octavo.nn import Experts, GroupedLinear
 from octavo.numerics import QTensor
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
@@ -45,7 +44,6 @@ class Shape:
 
 SHAPES = {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)}
 TINY = {"tiny": Shape(4, 64, 48, 2, 96)}  # for a rehearsal on a CPU
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Layer(nn.Module):
@@ -197,34 +195,19 @@ def gemms(shape: Shape) -> dict[str, float]:
     return p.tflops(ways)
 
 
-def kernels(step: Callable[[], None]) -> list[Any]:
-    """The longest kernels of a step: name, calls, milliseconds."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        step()
-        torch.cuda.synchronize()
-    longest = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:24]
-    return [[event.key[:90], event.count, round(event.self_device_time_total / 1e3, 3)] for event in longest]
-
-
-def runners(shape: Shape) -> dict[str, Runner]:
-    """The modes that run here, after two steps."""
-    found = {}
-    for mode in MODES:
-        try:
-            runner = Runner(mode, shape)
-            for _ in range(2):
-                runner.step()
-        except Exception as error:  # a mode that does not run here must not end the others
-            print(f"{mode}: {type(error).__name__}: {str(error)[:400]}", flush=True)
-            continue
-        found[mode] = runner
-    return found
+def build(mode: str, shape: Shape) -> Runner:
+    """A mode after two steps."""
+    runner = Runner(mode, shape)
+    for _ in range(2):
+        runner.step()
+    return runner
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     result: dict[str, Any] = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape)}
     print(result, flush=True)
-    modes = runners(shape)
+    built = {mode: made(mode, partial(build, mode, shape)) for mode in MODES}
+    modes = {mode: runner for mode, runner in built.items() if runner is not None}
     exact = modes["bf16"].results()
     others = {mode: runner.results() for mode, runner in modes.items() if mode != "bf16"}
     result["db"] = {
@@ -240,7 +223,10 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
     print(result["ms"], result["speedup"], flush=True)
     if DEVICE == "cuda":
-        result["kernels"] = {mode: kernels(runner.step) for mode, runner in modes.items()}
+        result["kernels"] = {
+            mode: [[name[:90], calls, round(ms, 3)] for name, calls, ms in kernels_of(runner.step, 1)[:24]]
+            for mode, runner in modes.items()
+        }
     return result
 
 

@@ -20,10 +20,10 @@ from torch import distributed
 
 from bench import record
 from bench.gpu import llama
+from bench.gpu.harness import interleaved, summary
 from bench.gpu.modes import BASE
 from bench.gpu.ranks import Deadline, Network, bandwidth, say, slowest, start
 from bench.gpu.sharded import MODES, OURS, TORCHAO, WIDE, Runner
-from bench.gpu.timing import interleaved, summary
 from octavo.models.llama import LlamaConfig
 
 TRANSPORT = "socket" if os.environ.get("NCCL_NET") == "Socket" else "direct"

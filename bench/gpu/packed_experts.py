@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.moe import DEVICE, SHAPES, TINY, Shape
-from bench.gpu.timing import Captured, against, interleaved, summary
-from octavo.artifact.packed.scheme import get_scheme
+from bench.gpu.harness import DEVICE, Captured, against, interleaved, summary
+from bench.gpu.moe import SHAPES, TINY, Shape
+from octavo.checkpoint.scheme import get_scheme
+from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts
 from octavo.ops import quantize
-from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear
 
 SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")
 TOKENS = {"decode": (1, 16), "prefill": (512, 8192)}

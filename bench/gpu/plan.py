@@ -26,18 +26,16 @@ import torch
 
 from bench import record
 from bench.gpu.communication import profiled
-from bench.gpu.timing import host_once, once
-from octavo.nn import cast_once
-from octavo.plan.hardware import Gpu, known_gpus
-from octavo.plan.models import find_architecture
+from bench.gpu.harness import host_once, once
+from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
-from octavo.plan.training import TrainingPlan
+from octavo.rates.measured import Gpu, known_gpus
+from octavo.scales import cast_once
 from octavo.train.config import Config
-from octavo.train.garbage import collect_between_steps
-from octavo.train.log import training_console
-from octavo.train.processes import run_in_group
-from octavo.train.ranks import rank
+from octavo.train.processes import rank, run_in_group
 from octavo.train.start import start_run
+from octavo.train.step_metrics import training_console
+from octavo.train.trainer import collect_between_steps
 
 WARM, STRETCHES, STEPS = 6, 3, 5  # steps before the clock starts; then stretches of so many steps
 LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})

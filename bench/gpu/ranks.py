@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from bench import record
-from bench.gpu.timing import once
+from bench.gpu.harness import once
 
 GATHERED = 256 << 20  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time

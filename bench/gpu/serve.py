@@ -1,53 +1,97 @@
 """Serving Llama-3-8B's shape on one GPU: BF16 compiled, torchao's dynamic row-wise FP8, and packed models.
 
-The weights are random, made and packed on the GPU. First the logits in FP8 are compared with BF16's, and those of fused
-layers with those of single ones. Then the bytes of the weights are counted, and three things are timed: decode of one
-token at a context of 1,024, for 1 and for 64 texts, with BF16 and FP8 caches; prefill of 8,192 tokens to the logits of
-the last; and the GEMM of small M alone. Layers are compiled and all modes take turns in one process. Each part is
-printed and written when it is done.
+The weights are random, made and packed on the GPU. Layers are compiled, all modes take turns in one process, and their
+logits are compared with BF16's first. A decoding step is one token of each text, the last that the cache has room for,
+as a CUDA graph that is captured by hand.
 
-    python -m bench.gpu.serve [--layers 32]
+    serve       the logits of fused layers; the bytes of the weights; decode at a context of 1,024, for 1 and 64 texts,
+                with BF16 and FP8 caches; prefill of 8,192 tokens to the logits of the last; the GEMM of small M alone
+    kv-cache    decoding with keys and values in BF16, E4M3 and INT8: the attention alone, over contexts and batches,
+                beside a copy of as many bytes as the cache has, and beside PyTorch's attention over BF16, which reads
+                the cache unchanged (gqa) or expanded to the heads of the queries; then whole steps of a packed model
+                with batch 8 and a context of 32,768 tokens
+
+Each part is printed and written when it is done.
+
+    python -m bench.gpu.serve [--only kv-cache] [--layers 32]
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
 
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.decoding import decode, runs
-from bench.gpu.gemms import SHAPES, beyond_cache, in_turn
+from bench.gpu.harness import Captured, against, beyond_cache, decibels, in_turn, interleaved, option, replayed, summary
 from bench.gpu.kernels import copy_ms
-from bench.gpu.llama import TOKENS
-from bench.gpu.modes import BASE, SERVE, SERVE_GRAPH, SERVE_TORCHAO
-from bench.gpu.timing import Captured, against, decibels, interleaved, summary
-from bench.options import option
+from bench.gpu.llama import GEMMS, SHAPES, TOKENS
+from bench.gpu.modes import (
+    BASE,
+    CACHE_BF16,
+    CACHE_FP8,
+    CACHE_TORCH,
+    ENGINE,
+    ENGINE_FP8_ATTENTION,
+    SERVE,
+    SERVE_FP8_ATTENTION,
+    SERVE_FP8_CACHE,
+    SERVE_GRAPH,
+    SERVE_TORCHAO,
+    W8A8,
+    WEIGHT_ONLY,
+    WEIGHT_ONLY_EAGER,
+)
+from octavo.checkpoint.scheme import WEIGHT
+from octavo.inference.engine import Engine
+from octavo.inference.kv_cache import DTYPES, LayerKVCache, fp8_prompt_attention
+from octavo.inference.packed_fusion import fuse
+from octavo.inference.session import pad_prompts
+from octavo.models import LlamaConfig
 from octavo.numerics import ROW, Cast, QTensor
-from octavo.ops import quantize
-from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
-from octavo.ops.gemm.kernel import scaled_mm as scaled_mm_triton
-from octavo.runtime.fused import fuse
+from octavo.ops import find_backend, quantize
+from octavo.ops.attention import widened_attention
+from octavo.ops.library_gemms import scaled_mm_cublaslt
 
 CONTEXT, BATCHES = 1024, (1, 64)
 ROWS = (1, 8, 16, 32, 64, 128)
+HEADS, KV_HEADS, DIM = llama.CONFIG.heads, llama.CONFIG.kv_heads, llama.CONFIG.head_dim
+CACHE_CONTEXTS, CACHE_BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)
+LONG_CONTEXT, LONG_BATCH = 32768, 8  # of the whole steps over caches
+ATTENTION = "bench_fp8"
+SCALE = 0.03  # of keys and values: they are below 13
 Step = Callable[[], Tensor]
+Result = dict[str, Any]
 
 
 def main() -> None:
-    layers = int(option("--layers", "32"))
+    layers, only = int(option("--layers", "32")), option("--only", "")
+    torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
-    result: dict[str, Any] = {"layers": layers}
+    if only in ("", "serve"):
+        serve(partial(note, "gpu_serve", {"layers": layers}), layers)
+    torch.cuda.empty_cache()
+    if only in ("", "kv-cache"):
+        cache = partial(note, "gpu_kv_cache", {})
+        cache("attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)])
+        torch.cuda.empty_cache()
+        cache("decode", decode_caches(layers))
 
-    def note(section: str, found: Any) -> None:
-        result[section] = found
-        print(section, found, flush=True)
-        record.write("gpu_serve", result)
 
+def note(name: str, result: Result, section: str, found: Any) -> None:
+    """Add a section to a result, print it and write the result."""
+    result[section] = found
+    print(section, found, flush=True)
+    record.write(name, result)
+
+
+def serve(note: Callable[[str, Any], None], layers: int) -> None:
     wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
     packed = models.build_fp8(wide, "cuda")
     note("check", check(wide, packed))
@@ -58,9 +102,23 @@ def main() -> None:
     note("kernels", kernels())
 
 
+def turns(base: str, steps: dict[str, Step], *, rounds: int, repeat: int) -> Result:
+    """The SQNR of each mode's logits against those of `base`, and its milliseconds."""
+    quality = against(base, steps)
+    times = interleaved(steps, rounds=rounds, repeat=repeat, warmup=2)
+    return {"sqnr": quality, "rounds": times, "ms": {name: summary(found) for name, found in times.items()}}
+
+
+def tokens(model: Any, batch: int, length: int = 1) -> Tensor:
+    return torch.randint(0, model.config.vocab_size, (batch, length), device=model.device)
+
+
+# --- The parts of serve ----------------------------------------------------------------------------------------
+
+
 def check(wide: Any, packed: Any) -> dict[str, float]:
     """SQNR of the packed model's logits, fused, against BF16's and against its own before it was fused."""
-    ids = torch.randint(0, wide.config.vocab_size, (4, 64), device="cuda")
+    ids = tokens(wide, 4, 64)
     exact, apart = models.forward(wide, ids), models.forward(packed, ids)
     with torch.no_grad():
         theirs = wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0]
@@ -81,8 +139,56 @@ def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
     }
 
 
-def prefill(wide: Any, packed: Any) -> dict[str, Any]:
-    ids = torch.randint(0, wide.config.vocab_size, (1, TOKENS), device="cuda")
+def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
+    """Decoding steps of BF16, and of the packed model with caches in BF16 and in FP8."""
+    ids = tokens(wide, batch)
+    stores = models.random_stores(wide.config, batch, context, "cuda", "bf16", "fp8")
+    plain = [models.PlainCache(store) for store in stores["bf16"]]
+    torch._dynamo.reset()
+    steps: dict[str, Step] = {}
+    for name, model in ((BASE, wide), (SERVE, packed)):
+        models.compile_layers(model)
+        steps[name] = Captured(partial(models.forward, model, ids, context - 1, plain))
+    attention = packed.config._attn_implementation
+    caches = models.octavo_caches(packed, stores["fp8"])
+    steps[SERVE_FP8_CACHE] = Captured(partial(models.forward_again, packed, ids, context - 1, caches))
+    packed.set_attn_implementation(attention)  # for the measurements after this one
+    backend = " and ".join(sorted({runs(batch, n) for n, _ in GEMMS.values()}))
+    found = turns(BASE, steps, rounds=8, repeat=8)
+    return {"batch": batch, "context": context, "gemm": backend, "sqnr": found["sqnr"], "ms": found["ms"]}
+
+
+def runs(m: int, n: int) -> str:
+    """The backend that octavo chooses for a GEMM of m rows and n columns."""
+    return find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), (m, n)).name
+
+
+def weight_only_step(layers: int) -> Result:
+    """A decoding step of one text: BF16, W8A8 and weight-only; and weight-only in eager code."""
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    ids = tokens(wide, 1)
+    caches = [
+        models.PlainCache(store) for store in models.random_stores(wide.config, 1, CONTEXT, "cuda", "bf16")["bf16"]
+    ]
+    packed = {W8A8: models.build_fp8(wide, "cuda"), WEIGHT_ONLY: models.build_fp8(wide, "cuda", WEIGHT)}
+    for model in packed.values():
+        fuse(model)
+
+    def captured(model: Any) -> Captured:
+        return Captured(partial(models.forward, model, ids, CONTEXT - 1, caches))
+
+    steps: dict[str, Step] = {WEIGHT_ONLY_EAGER: captured(packed[WEIGHT_ONLY])}
+    for name, model in {BASE: wide, **packed}.items():
+        models.compile_layers(model)
+        steps[name] = captured(model)
+    return {"context": CONTEXT, **turns(BASE, steps, rounds=8, repeat=8)}
+
+
+# --- Prompts ---------------------------------------------------------------------------------------------------
+
+
+def prefill(wide: Any, packed: Any) -> Result:
+    ids = tokens(wide, 1, TOKENS)
     torch._dynamo.reset()
     compared = {BASE: wide, SERVE: packed}
     if record.installed("torchao"):
@@ -90,29 +196,69 @@ def prefill(wide: Any, packed: Any) -> dict[str, Any]:
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
-    quality = against(BASE, steps)
     steps[SERVE_GRAPH] = Captured(steps[SERVE])
-    times = interleaved(steps, rounds=6, repeat=2, warmup=2)
-    return {"tokens": TOKENS, "sqnr": quality, "ms": {name: summary(t) for name, t in times.items()}}
+    found = turns(BASE, steps, rounds=6, repeat=2)
+    return {"tokens": TOKENS, "sqnr": found["sqnr"], "ms": found["ms"]}
+
+
+def prefill_fp8_attention(shape: LlamaConfig, layers: int, rounds: int, device: str) -> Result:
+    """The prefill of a Llama in BF16, packed, and packed with the attention of the prompt in FP8.
+
+    The layers are compiled, without a cache. The engine of `octavo.load` runs the same prompt eagerly, into an FP8
+    cache whose scales are known, which is read by the attention in FP8.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    AttentionInterface.register(ATTENTION, _attention)
+    wide = models.build_bf16(replace(shape, layers=layers), device)
+    packed = {mode: models.build_fp8(wide, device) for mode in (SERVE, SERVE_FP8_ATTENTION, ENGINE)}
+    packed[SERVE_FP8_ATTENTION].set_attn_implementation(ATTENTION)
+    for model in packed.values():
+        fuse(model)
+    ids = tokens(wide, 1, shape.context)
+    compared = {BASE: wide, **{mode: packed[mode] for mode in (SERVE, SERVE_FP8_ATTENTION)}}
+    for model in compared.values():
+        models.compile_layers(model)
+    steps: dict[str, Step] = {mode: partial(models.forward, model, ids) for mode, model in compared.items()}
+    for mode, attention in ((ENGINE, "bf16"), (ENGINE_FP8_ATTENTION, "fp8")):
+        steps[mode] = engine_step(packed[ENGINE], ids, attention)
+    found = turns(BASE, steps, rounds=rounds, repeat=2)
+    ms = {mode: each["median"] for mode, each in found["ms"].items()}
+    return {"layers": layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
+
+
+def engine_step(model: Any, ids: Tensor, attention: str) -> Step:
+    for number, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = number  # `serve_models` gives all layers the same
+    scales = [(torch.tensor([SCALE]), torch.tensor([SCALE]))] * len(model.model.layers)
+    engine = Engine(model, context=ids.shape[1], kv_cache="fp8", kv_scales=scales, attention=attention)
+    session, prompts = engine._new_session(1, ids.shape[1]), pad_prompts(ids.tolist(), ids.device)
+    return partial(torch.no_grad()(session.prefill), prompts)
+
+
+def _attention(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **kwargs: Any
+) -> tuple[Tensor, None]:
+    return fp8_prompt_attention(q, k, v, scale=scaling).transpose(1, 2), None
 
 
 # --- The GEMM alone --------------------------------------------------------------------------------------------
 
 
-def kernels() -> list[dict[str, Any]]:
+def kernels() -> list[Result]:
     """Microseconds of our kernel, of cuBLASLt, of BF16, and of a copy of the FP8 bytes, by shape and rows."""
     rows = []
     for n, k in SHAPES:
         for m in ROWS:
-            row = gemm(m, n, k)
-            rows.append(row)
-            print(row, flush=True)
+            rows.append(gemm(m, n, k))
+            print(rows[-1], flush=True)
         torch.cuda.empty_cache()
     return rows
 
 
-def gemm(m: int, n: int, k: int) -> dict[str, Any]:
+def gemm(m: int, n: int, k: int) -> Result:
     """One shape."""
+    from octavo.ops.kernels.gemm import scaled_mm as scaled_mm_triton  # Triton is not everywhere that this file is read
+
     x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     count = beyond_cache(n, k)
     wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
@@ -130,6 +276,69 @@ def gemm(m: int, n: int, k: int) -> dict[str, Any]:
     times = {"us": in_turn(ours, bs), "cublaslt_us": in_turn(native, bs), "bf16_us": in_turn(lambda w: x @ w.t(), wide)}
     copy = 1e3 * copy_ms(moved) / count
     return {"m": m, "n": n, "k": k, **times, "copy_us": copy, "share": copy / times["us"], "runs": runs(m, n)}
+
+
+# --- Caches ----------------------------------------------------------------------------------------------------
+
+
+def attention(batch: int, context: int) -> Iterator[Result]:
+    """Times of each dtype and of PyTorch at one size."""
+    q = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16) * 2
+    k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    moved = {dtype: 2 * k.numel() * DTYPES[dtype].itemsize for dtype in DTYPES}
+    for dtype in DTYPES:
+        cache = models.filled(dtype, k, v)
+        check_cache(q, cache)
+        yield row(f"ours, {dtype}", batch, context, partial(cache.attend, q), moved[dtype])
+        del cache
+    yield row("torch, bf16, gqa", batch, context, partial(sdpa, q, k, v), moved["bf16"])
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+    yield row("torch, bf16, expanded", batch, context, partial(sdpa, q, k, v), moved["bf16"])
+
+
+def row(name: str, batch: int, context: int, run: Step, moved: int) -> Result:
+    """Microseconds of one way, beside a copy that moves the bytes of an unexpanded cache of its dtype."""
+    ms, copy = replayed(run), copy_ms(moved)
+    print(f"{name:24} batch {batch} context {context:6} {1e3 * ms:8.1f} us  {copy / ms:6.1%} of copy", flush=True)
+    return {"way": name, "batch": batch, "context": context, "us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def check_cache(q: Tensor, cache: LayerKVCache) -> None:
+    """The kernel against PyTorch in float32 over the same bytes; a wrong one ends the benchmark."""
+    found = cache.attend(q)[:1]
+    held = (cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
+    exact = widened_attention(q[:1].float(), *held, None, DIM**-0.5)
+    assert decibels(exact, found) > 40, f"{cache.dtype}: {decibels(exact, found):.1f} dB"
+
+
+def decode_caches(layers: int) -> Result:
+    """Whole steps over a long context, by cache."""
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    model = models.build_fp8(wide, "cuda")
+    del wide
+    torch.cuda.empty_cache()  # the caches below take 52 GB
+    fuse(model)
+    models.compile_layers(model)
+    ids, last = tokens(model, LONG_BATCH), LONG_CONTEXT - 1
+    stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, "cuda", "bf16", "fp8")
+    plain = [models.PlainCache(store) for store in stores["bf16"]]
+    steps: dict[str, Step] = {CACHE_TORCH: Captured(partial(models.forward, model, ids, last, plain))}
+    for name, dtype in ((CACHE_BF16, "bf16"), (CACHE_FP8, "fp8")):
+        caches = models.octavo_caches(model, stores[dtype])
+        steps[name] = Captured(partial(models.forward_again, model, ids, last, caches))
+    found = turns(CACHE_BF16, steps, rounds=8, repeat=4)
+    base = found["ms"][CACHE_BF16]["median"]
+    modes = [
+        {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"], "ratio": base / ms["median"]}
+        for name, ms in found["ms"].items()
+    ]
+    sizes = {dtype: sum(store.nbytes for store in each) for dtype, each in stores.items()}
+    facts = {"batch": LONG_BATCH, "context": LONG_CONTEXT, "layers": layers}
+    return {**facts, "modes": modes, "sqnr": found["sqnr"], "bytes": sizes}
 
 
 if __name__ == "__main__":

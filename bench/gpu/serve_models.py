@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.artifact.packed.scheme import CHANNEL, Scheme
-from octavo.kv_cache.layer import LayerKVCache
-from octavo.kv_cache.model import Appended
-from octavo.kv_cache.transformers_attention import ATTENTION, register_attention
+from octavo.checkpoint.scheme import CHANNEL, Scheme
+from octavo.inference.kv_cache import Appended, LayerKVCache
+from octavo.inference.packed_linear import PackedLinear, swap_linears
+from octavo.inference.transformers_cache import ATTENTION, register_attention
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.ops import quantize
-from octavo.runtime.packed_linear import PackedLinear, swap_linears
-from octavo.runtime.stacked_linear import PackedStack
 
 HEAD = "lm_head"
 
@@ -173,7 +171,7 @@ def held(model: nn.Module, *, linears: bool) -> int:
     """Bytes of the linear layers but the head, or of everything, each tensor once."""
     tensors = {}
     for name, module in model.named_modules():
-        if not linears or (isinstance(module, nn.Linear | PackedLinear | PackedStack) and name != HEAD):
+        if not linears or (isinstance(module, nn.Linear | PackedLinear) and name != HEAD):
             owned = (*module._parameters.values(), *module._buffers.values())
             tensors.update({id(t): t.nbytes for t in owned if t is not None})
     return sum(tensors.values())

@@ -14,7 +14,7 @@ from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE
 from bench.gpu.peers import update_torchao, use_torchao
 from bench.gpu.ranks import Network, say
-from octavo.dist import fp8_all_gather, send_bf16_gradients
+from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)

@@ -1,10 +1,10 @@
 """Four layers of Llama-3-8B's shape, 8,192 tokens, BF16 weights, forward and backward: every mode in one process.
 
 A step includes the cast of the weights, as after every optimizer step; only "kept" leaves it out, as the later
-micro-batches of an accumulation do (`octavo.cast_once`). First come the peak memory of each mode, and its outputs and
-gradients against BF16. Then the modes take turns and are timed, and the profiler sums kernels by category. The floor is
-the time of the GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other bytes at the
-speed of a copy.
+micro-batches of an accumulation do (`octavo.scales.cast_once`). First come the peak memory of each mode, and its
+outputs and gradients against BF16. Then the modes take turns and are timed, and the profiler sums kernels by category.
+The floor is the time of the GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other
+bytes at the speed of a copy.
 
     python -m bench.gpu.stack [--quick]
 """
@@ -17,23 +17,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import octavo
 from bench import record
 from bench.gpu import llama
 from bench.gpu.communication import kind_of
+from bench.gpu.harness import (
+    Captured,
+    Passes,
+    decibels,
+    draw_matrices,
+    interleaved,
+    kernels_of,
+    made,
+    own_code,
+    peak_of,
+    summary,
+)
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
-from bench.gpu.passes import Passes, draw_matrices
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
-from bench.gpu.timing import Captured, decibels, interleaved, own_code, summary
 from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=4)
 
 
-Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, str], Any] | None, str, bool]
+Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, Any], Any] | None, str, bool]
 MODES: dict[str, Mode] = {
     "bf16, eager": (Plain, None, "", False),
     BASE: (Plain, None, "", True),
@@ -72,43 +81,32 @@ class Runner(Passes):
     def step(self) -> list[Tensor]:
         found = super().step()
         if self.delayed:
-            octavo.update_scales(self.model)
+            octavo.scales.update_scales(self.model)
         return found
 
 
 def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
-    """A runner of each mode, and the peak gigabytes of its step: weights, activations, gradients and casts."""
+    """A runner of each mode that runs here, and the peak gigabytes of its step, weights included."""
     runners, peaks = {}, {}
     for name in names:
         before = torch.cuda.memory_allocated()
-        try:
+
+        def measured(name: str = name, before: int = before) -> tuple[Runner, int]:
             runner = Runner(name)
-            for _ in range(3):  # delayed scaling compiles twice
-                runner.step()
-        except Exception as error:  # a mode that does not run here must not end the others
-            print(f"{name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            continue
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        runner.step()
-        torch.cuda.synchronize()
-        runners[name], peaks[name] = runner, (torch.cuda.max_memory_allocated() - before) / 1e9
-        print(f"{name:40} peak {peaks[name]:.2f} GB", flush=True)
+            return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
+
+        if (found := made(name, measured)) is not None:
+            runners[name], peaks[name] = found[0], found[1] / 1e9
+            print(f"{name:40} peak {peaks[name]:.2f} GB", flush=True)
     return runners, peaks
 
 
-def categories(step: Callable[[], object], steps: int = 3) -> dict[str, Any]:
+def categories(step: Callable[[], object]) -> dict[str, Any]:
     """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    sums = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}
-    for event in found.key_averages():
-        sums[kind_of(event.key.lower())] += event.self_device_time_total / 1e3 / steps
-    longest = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)[:20]
-    kernels = [[event.key, event.count // steps, event.self_device_time_total / 1e3 / steps] for event in longest]
-    return {**sums, "kernels": kernels}
+    sums, found = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}, kernels_of(step)
+    for name, _, ms in found:
+        sums[kind_of(name.lower())] += ms
+    return {**sums, "kernels": [list(each) for each in found[:20]]}
 
 
 def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[str, float]:
@@ -176,7 +174,7 @@ def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
 
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
     """Times of BF16 and ours with cached weights, as in the later micro-batches of an accumulation."""
-    with octavo.cast_once(runners[FUSED].model):
+    with octavo.scales.cast_once(runners[FUSED].model):
         times = interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
     medians = {name: summary(t)["median"] for name, t in times.items()}
     return {"ms": medians, "ratio": medians[BASE] / medians[FUSED]}

@@ -33,9 +33,9 @@ from typing import Any
 import torch
 
 from bench import record
-from octavo.hf.quiet import quiet_transformers
-from octavo.speed.measurement import timed
-from octavo.speed.programs import EAGER, OCTAVO, octavo_program, transformers_program
+from bench.gpu.programs import EAGER, OCTAVO, octavo_program, transformers_program
+from octavo.hf.meta_model import quiet_transformers
+from octavo.speed import timed
 
 NAME = "gpu_start"
 NEW_MACHINE = "octavo, new machine"

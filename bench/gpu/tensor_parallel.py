@@ -18,20 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import octavo
 from bench import record
 from bench.gpu.communication import profiled
+from bench.gpu.harness import Passes, decibels, draw_matrices, interleaved, own_code, summary
 from bench.gpu.llama import TOKENS
 from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
-from bench.gpu.passes import Passes, draw_matrices
 from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import Deadline, bandwidth, chosen, read_options, say, slowest, start
-from bench.gpu.timing import decibels, interleaved, own_code, summary
-from octavo.dist import tensor_parallel
+from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
 BASE, ASYNC = "bf16", ", async"
 
 
 class OctavoStack(nn.Module):
-    """The blocks of a whole Llama, which `octavo.dist.tensor_parallel` takes."""
+    """The blocks of a whole Llama, which `octavo.distributed.tensor_parallel` takes."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

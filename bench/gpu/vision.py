@@ -28,15 +28,14 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
+from bench.gpu.harness import DEVICE, decibels, interleaved, peak_of
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.stack import categories
-from bench.gpu.timing import decibels, interleaved
 from octavo.models.vision import Block
 from octavo.nn import GEGLU, NormLinear
-from octavo.speed.memory import release
+from octavo.speed import release
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
 PROFILED = ("bf16", "ours")
 
@@ -58,7 +57,7 @@ TINY = {"ViT-H/14": Shape(2, 2, 9, 64, 4), "SDXL-size": Shape(2, 2, 16, 64, 4, 5
 
 
 class Attention(nn.Module):
-    layer_after = "to_out"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+    layer_after = "to_out"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -197,14 +196,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         free_models()
         model, result["conversion"][mode] = make(shape, mode)
         run = step(model, shape)
-        run()
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = sum(known.numel() * known.element_size() for known in reference)
+        known = sum(t.numel() * t.element_size() for t in reference)
+        result["peak_bytes"][mode] = peak_of(run, known)
         found = [t.clone() for t in run()]
-        peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
-        result["peak_bytes"][mode] = peak - before
         reference = reference or found
         result["db"][mode] = [decibels(b, a) for a, b in zip(found, reference, strict=True)] if mode != "bf16" else []
         print(mode, f"{result['peak_bytes'][mode] / 2**30:.2f} GiB", result["db"][mode], flush=True)

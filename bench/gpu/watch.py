@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from bench import record
+from bench.gpu.harness import interleaved, peak_of, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
-from bench.gpu.timing import interleaved, summary
-from octavo.telemetry import Watch, watch
-from octavo.telemetry.collection import CHECK_INTERVAL
+from octavo.watching import Watch, watch
+from octavo.watching.collection import CHECK_INTERVAL
 
 INTERVAL = 100
 BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL
@@ -59,30 +59,13 @@ class WatchedRunner(Runner):
         return step
 
 
-def peak(step: Callable[[], object], before: int) -> int:
-    """The most bytes that tensors take during a step, without the `before` of other tensors; 0 without a GPU."""
-    step()
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTERVAL, **options: Any) -> dict[str, Any]:
-    """Times, memory and equality of the stack with and without a watch.
-
-    Args:
-        many: the steps in a row at the default interval.
-        options: those of `Runner`.
-    """
+    """Times, memory and equality of the stack with and without a watch; `many` steps at the default interval."""
     gc.collect()  # tensors of other stacks, freed later, would hide as many bytes of a peak
     allocated = torch.cuda.memory_allocated
     before = allocated()
     plain = Runner(mode, **options)
-    peaks = {PLAIN: peak(plain.step, before)}
+    peaks = {PLAIN: peak_of(plain.step, before)}
     before = allocated()
     watched = WatchedRunner(mode, **options)
     single = {
@@ -90,7 +73,7 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
         BRIEF: watched.every(NEVER, 1),
         FULL: watched.every(1, NEVER),
     }
-    peaks |= {name: peak(step, before) for name, step in single.items()}
+    peaks |= {name: peak_of(step, before) for name, step in single.items()}
     equal = {"outputs": torch.equal(everything(plain)[0], everything(watched)[0])}
     long = max(rounds // 3, 2)
     turns = [(name, step, rounds, repeat) for name, step in single.items()]
@@ -100,7 +83,7 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
         for name, step, count, each in turns
     }
     watched.watch.close()
-    extra = {name: _median(found[name]) - _median(found[PLAIN]) for name, found in times.items()}
+    extra = {name: statistics.median(found[name]) - statistics.median(found[PLAIN]) for name, found in times.items()}
     samples = extra[BRIEF] * BRIEF_SAMPLES + extra[FULL]
     more = (extra[UNSAMPLED] * (INTERVAL - BRIEF_SAMPLES) + samples) / INTERVAL
     return {
@@ -108,8 +91,8 @@ def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTE
         "interval": INTERVAL,
         "ms": {name: {which: summary(t) for which, t in found.items()} for name, found in times.items()},
         "sample_ms": {name: extra[name] for name in (BRIEF, FULL)},
-        "overhead": extra[DEFAULT] / _median(times[DEFAULT][PLAIN]),
-        "overhead_of_parts": more / _median(times[UNSAMPLED][PLAIN]),
+        "overhead": extra[DEFAULT] / statistics.median(times[DEFAULT][PLAIN]),
+        "overhead_of_parts": more / statistics.median(times[UNSAMPLED][PLAIN]),
         "peak_bytes": peaks,
         "memory": max(peaks.values()) / peaks[PLAIN] - 1 if peaks[PLAIN] else None,
     }
@@ -137,10 +120,6 @@ def everything(runner: Runner) -> list[torch.Tensor]:
     found = [*runner.run(), *(p.grad for p in runner.model.parameters() if p.grad is not None)]
     runner.drop()
     return found
-
-
-def _median(times: list[float]) -> float:
-    return statistics.median(times)
 
 
 def main() -> None:

@@ -1,40 +1,67 @@
-"""The tables of docs/performance.md: rows from the results of the GPU benchmarks."""
+"""Figures of docs/performance.md that follow from several rows of the results of the GPU benchmarks."""
 
+import csv
 import statistics
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
-from typing import Any
+from pathlib import Path
 
-from bench.gpu.modes import BASE, CACHE_BF16, FUSED, speedup
-from bench.report.tables import Result, Row, details, markdown, number, pivot, ratio, times, timing
-from octavo.nn.speedup.lookup import SHIPPED
-from octavo.nn.speedup.table import Table
+from bench.gpu.modes import BASE, FP8_CACHE, FUSED, HOOKED, SERVE, SERVE_FP8_CACHE, speedup
+from bench.gpu.programs import EAGER, OCTAVO, STATIC
+from bench.report import pretraining, vision
+from bench.report.filler import Result, Row, ratio
+from octavo.nn.only_if_faster import SHIPPED
+from octavo.rates.measured import Measurement, Table
 
 COPY_SHARE = 0.85  # of a copy's bandwidth: what a kernel aims at
 ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted only if FP8 is faster
+GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
+SCOPES = {"whole": "`torch.compile(model)`", "block": "`block.compile()` for each block"}
+KERNELS = ("bf16", "cutlass, promoted", "triton, promoted", "cutlass, fast", "triton, fast")
+EXPERTS = {"mixtral": "Mixtral's", "small experts": "small experts"}
 
-Rows = Iterable[Row]
+Rows = Iterator[Row]
+
+
+# A mode of the stack whose code was replaced after it was measured: the table of recipes has the speed of the new code.
+REPLACED = "ours plain: delayed, compile"
+
+
+def current(stack: Result) -> list[Result]:
+    """The modes of the stack that were measured with the code of today."""
+    return [row for row in stack["modes"] if row["mode"] != REPLACED]
+
+
+# --- Generating text -------------------------------------------------------------------------------------------
+
+
+def decoding(results: dict[str, Result]) -> Rows:
+    """The ways of each batch, with the share of a CUDA graph captured by hand."""
+    for part, rows in results["gpu_generate"].items():
+        if part.startswith("decode "):
+            batch = int(part.split()[1])
+            yield from ({**row, "share": graph_share(results, batch, row["way"])} for row in rows)
+
+
+def figure(results: dict[str, Result], section: str, way: str, key: str, prompt: int | None = None) -> float | None:
+    """A figure of a way of `generate`; None where it was not measured."""
+    rows: list[Result] = results["gpu_generate"].get(section, [])
+    return next((row[key] for row in rows if row["way"] == way and prompt in (None, row["prompt"])), None)
+
+
+def graph_share(results: dict[str, Result], batch: int, way: str) -> float | None:
+    """The tokens a second of a way over those of its decoding step as a CUDA graph that was captured by hand."""
+    rates = results["gpu_generate"].get(f"graphs {batch}", {}).get("tokens_per_second", {})
+    return ratio(figure(results, f"decode {batch}", way, "tokens_per_second"), rates.get(GRAPHS.get(way)))
+
+
+def eager_speed(results: dict[str, Result], batch: int) -> float | None:
+    """The tokens a second of a packed model without CUDA graphs over those of BF16 without them."""
+    section, key = f"decode {batch}", "tokens_per_second"
+    return ratio(figure(results, section, HOOKED, key), figure(results, section, EAGER, key))
 
 
 # --- The layer stack -------------------------------------------------------------------------------------------
-
-
-def stack_modes(results: dict[str, Result]) -> Rows:
-    stack = results["gpu_stack"]
-    ms, peaks = by_mode(stack["modes"], "median"), by_mode(stack["modes"], "peak_gb")
-    for row in stack["modes"]:
-        mode = row["mode"]
-        yield {
-            "mode": mode,
-            **timing(row),
-            "vs BF16": f"{row['ratio']:.3f}x",
-            "vs best torchao": times(best_torchao(ms), ms[mode]),
-            "peak GB": number(peaks.get(mode), "{:.2f}"),
-            "peak vs BF16": number(ratio(peaks.get(mode), peaks.get(BASE)), "{:.3f}"),
-            "x floor": f"{row['median'] / stack['floors']['cast']['total']:.3f}",
-            "SQNR of output, input's gradient": ", ".join(f"{db:.1f} dB" for db in stack["sqnr"].get(mode, [])) or "–",
-        }
 
 
 def by_mode(rows: list[Result], key: str) -> dict[str, float]:
@@ -47,18 +74,16 @@ def best_torchao(by_mode: dict[str, float]) -> float | None:
     return min((value for mode, value in by_mode.items() if mode.startswith("torchao")), default=None)
 
 
-def stack_split(results: dict[str, Result]) -> Rows:
+def stack_split(stack: Result) -> Rows:
     """GEMM, attention and the rest, of the profiled modes and of the floors."""
-    stack = results["gpu_stack"]
     floors = {"floor, weights cast": stack["floors"]["cast"], "floor, weights cached": stack["floors"]["kept"]}
     for name, parts in {**stack["profiles"], **floors}.items():
-        ms = {"GEMM": parts["gemm"], "attention": parts["attention"], "rest": parts["rest"]}
-        yield {"": name, **{part: f"{value:.2f}" for part, value in ms.items()}, "sum": f"{sum(ms.values()):.2f}"}
+        yield {**parts, "mode": name, "sum": parts["gemm"] + parts["attention"] + parts["rest"]}
 
 
-def stack_warning(results: dict[str, Result]) -> str:
+def stack_warning(stack: Result) -> str:
     """A warning where a part of the fused mode is faster than its floor; else nothing."""
-    floor, profile = results["gpu_stack"]["floors"]["cast"], results["gpu_stack"]["profiles"][FUSED]
+    floor, profile = stack["floors"]["cast"], stack["profiles"][FUSED]
     parts = [
         f"{part} ({profile[part]:.2f} ms, floor {floor[part]:.2f})"
         for part in ("gemm", "attention", "rest")
@@ -68,62 +93,38 @@ def stack_warning(results: dict[str, Result]) -> str:
     return f"Faster than its floor in {FUSED}: {', '.join(parts)}. {words}" if parts else ""
 
 
-def stack_kernels(results: dict[str, Result], count: int = 10, width: int = 90) -> str:
-    """The longest kernels of each profiled mode."""
-
-    def rows(kernels: list[Any]) -> Rows:
-        for name, calls, ms in kernels[:count]:
-            kernel = f"`{name[:width]}`".replace("|", r"\|")
-            yield {"kernel": kernel, "calls a step": str(calls), "ms a step": f"{ms:.3f}"}
-
-    profiles = results["gpu_stack"]["profiles"].items()
-    return "\n\n".join(
-        details(f"The {count} longest kernels: {mode}", markdown(rows(parts["kernels"]))) for mode, parts in profiles
-    )
+def longest_kernels(stack: Result) -> Rows:
+    """The longest kernels of each profiled mode, in calls and milliseconds a step."""
+    for mode, parts in stack["profiles"].items():
+        yield from ({"mode": mode, "kernel": name, "calls": calls, "ms": ms} for name, calls, ms in parts["kernels"])
 
 
-# --- Kernels, ceilings, one layer ------------------------------------------------------------------------------
+# --- Training a GPT --------------------------------------------------------------------------------------------
 
 
-def kernels(results: dict[str, Result]) -> Rows:
-    return pivot("kernel", (kernel_cell(row) for row in results["gpu_kernels"]["kernels"]))
+def losses(result: Result) -> Rows:
+    """The final loss of each run, with its gap to BF16's of the same seed."""
+    final = {(run["mode"], run["seed"]): run["final"] for run in result["runs"]}
+    for (mode, seed), loss in final.items():
+        gap = ratio(loss, final.get(("bf16", seed)))
+        text = "" if gap is None or mode == "bf16" else f" ({gap - 1:+.2%})"
+        yield {"mode": mode, "seed": seed, "loss": loss, "gap": text}
 
 
-def kernel_cell(row: Result) -> tuple[str, str, str]:
-    return row["kernel"], shape(row), f"{row['us']:.1f} us, {row['share']:.2f}, {row['bytes'] / 1e6:.0f} MB"
+def trained_and_packed(result: Result) -> Rows:
+    """The losses of each seed, and of its packed run."""
+    final = {(run["recipe"], run["seed"]): run["final"] for run in result["runs"]}
+    for seed, (gap, packed) in enumerate(zip(result["gaps"], result["packed"], strict=True)):
+        yield {"seed": seed, "base": final["bf16", seed], "ours": final["rowwise", seed], "gap": gap, "packed": packed}
 
 
-def shape(row: Result) -> str:
-    return " x ".join(map(str, row["shape"]))
+# --- Kernels and layers ----------------------------------------------------------------------------------------
 
 
-def kernels_below(results: dict[str, Result]) -> str:
-    rows = results["gpu_kernels"]["kernels"]
+def kernels_below(rows: list[Result]) -> str:
     slow = [row for row in rows if row["share"] < COPY_SHARE]
-    names = ", ".join(f"{row['kernel']} at {shape(row)} ({row['share']:.2f})" for row in slow)
+    names = ", ".join(f"{row['kernel']} at {' x '.join(map(str, row['shape']))} ({row['share']:.2f})" for row in slow)
     return f"{len(rows) - len(slow)} of {len(rows)} reach {COPY_SHARE} of a copy. Below it: {names or 'none'}."
-
-
-def gemm_rates(results: dict[str, Result]) -> Rows:
-    for row in results["gpu_ceilings"]["gemm"]:
-        rates = {way: f"{rate:.0f}" for way, rate in row["tflops"].items()}
-        yield {"GEMM": f"{row['layer']}, {row['gemm']}", "m x n x k": shape(row), **rates}
-
-
-def accumulation(results: dict[str, Result]) -> Rows:
-    columns = [(of, way) for of in ("gemm", "whole") for way in ("fast", "promoted")]
-    names = {"gemm": "GEMM", "whole": "with quantization"}
-    for row in results["gpu_ceilings"]["accumulation"]:
-        errors = {f"{names[of]}, {way}": f"{row[way][of]:.1f}" for of, way in columns}
-        yield {"data": row["data"], "k": str(row["k"]), **errors}
-
-
-def layer_ranges(results: dict[str, Result]) -> Rows:
-    cells = results["gpu_layer"]["cells"]
-    for mode in dict.fromkeys(mode for cell in cells for mode in cell["rounds"] if mode != "bf16"):
-        found = layer_speedups(cells, mode, "bf16")
-        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
-        yield {"vs BF16": mode, **{name: f"{value:.3f}x" for name, value in figures.items()}}
 
 
 def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
@@ -131,97 +132,118 @@ def layer_speedups(cells: list[Result], mode: str, other: str) -> list[float]:
     return [speedup(cell, mode, other) for cell in cells if {mode, other} <= cell["rounds"].keys()]
 
 
-def layer_counts(results: dict[str, Result]) -> str:
-    cells = results["gpu_layer"]["cells"]
+def layer_ranges(cells: list[Result]) -> Rows:
+    for mode in dict.fromkeys(mode for cell in cells for mode in cell["rounds"] if mode != "bf16"):
+        found = layer_speedups(cells, mode, "bf16")
+        yield {"mode": mode, "least": min(found), "median": statistics.median(found), "most": max(found)}
+
+
+def layer_counts(result: Result) -> str:
+    cells = result["cells"]
     torchao, guarded = layer_speedups(cells, "ours", "torchao"), layer_speedups(cells, "ours, only if faster", "bf16")
     return (
-        f"{len(cells)} of {results['gpu_layer']['of']} cells are measured. Ours is slower than torchao in "
+        f"{len(cells)} of {result['of']} cells are measured. Ours is slower than torchao in "
         f"{sum(gain < 1 for gain in torchao)} of {len(torchao)}; only if faster is below {ONLY_IF_FASTER}x BF16 in "
         f"{sum(gain < ONLY_IF_FASTER for gain in guarded)} of {len(guarded)}."
     )
 
 
-def layer_cells(results: dict[str, Result]) -> Rows:
-    for cell in sorted(results["gpu_layer"]["cells"], key=lambda cell: (cell["m"], cell["k"], cell["n"])):
-        sizes = {name: str(cell[name.lower()]) for name in "MKN"}
-        rounds = cell["rounds"]
-        speeds = {mode: f"{speedup(cell, mode, 'bf16'):.3f}x" for mode in rounds if mode != "bf16"}
-        yield {**sizes, "BF16 ms": f"{statistics.median(rounds['bf16']):.3f}", **speeds}
+def layer_cells(cells: list[Result]) -> Rows:
+    """Every cell: the time in BF16 and the speed of each mode."""
+    for cell in sorted(cells, key=lambda cell: (cell["m"], cell["k"], cell["n"])):
+        rounds, sizes = cell["rounds"], {name: cell[name.lower()] for name in "MKN"}
+        speeds = {mode: speedup(cell, mode, "bf16") for mode in rounds if mode != "bf16"}
+        yield {**sizes, "BF16 ms": statistics.median(rounds["bf16"]), **speeds}
 
 
-def layer_sizes(_: dict[str, Result]) -> str:
-    """The table of speeds that the package ships, a folded table for each recipe."""
-    grid = Table.from_json((files("octavo.nn.speedup") / SHIPPED["H100"]).read_text()).grid
-    recipes: dict[str, list[tuple[str, str, str]]] = {}
-    for row in sorted(grid, key=lambda row: (row.M, row.K, row.N)):
-        cell = f"{row.M:,} x {row.K:,}", f"N = {row.N:,}", f"{row.speedup:.2f}x"
-        recipes.setdefault(row.recipe, []).append(cell)
-    return "\n\n".join(details(name, markdown(pivot("M x K", cells))) for name, cells in recipes.items())
+def layer_sizes() -> list[Measurement]:
+    """The table of speeds that the package ships."""
+    grid = Table.from_json((files("octavo.rates") / SHIPPED["H100"]).read_text()).grid
+    return sorted(grid, key=lambda row: (row.recipe, row.M, row.K, row.N))
 
 
-# --- A GPT on text ---------------------------------------------------------------------------------------------
+def size_ranges() -> Rows:
+    """The speeds of each recipe over all sizes, and the share of the sizes that gain."""
+    for recipe in dict.fromkeys(row.recipe for row in layer_sizes()):
+        found = [row.speedup for row in layer_sizes() if row.recipe == recipe]
+        share = sum(speed > 1 for speed in found) / len(found)
+        figures = {"least": min(found), "median": statistics.median(found), "most": max(found)}
+        yield {"recipe": recipe, "share": share, **figures}
 
 
-def parity_steps(results: dict[str, Result]) -> Rows:
-    for row in (results["gpt_parity"]["step_times"] or {"steps": []})["steps"]:
-        yield {
-            "mode": row["mode"],
-            "layers in FP8": str(row["converted"]),
-            "ms a step": f"{row['milliseconds']:.1f}",
-            "quartiles": " to ".join(f"{ms:.1f}" for ms in row["quartiles"]),
-            "vs BF16": f"{1 / row['ratio']:.3f}x",
-            "gradient error": number(row["gradient_error"], "{:.3f}"),
-        }
+def write_grids(results: dict[str, Result], folder: Path) -> None:
+    """Write the grids of docs/performance.md, and runs of docs/vision.md and docs/pretraining.md, as CSV files."""
+    grids: dict[str, Iterable[Row]] = {
+        "linear": ({key: getattr(row, key) for key in ("recipe", "M", "K", "N", "speedup")} for row in layer_sizes()),
+        "layer": layer_cells(results["gpu_layer"]["cells"]),
+        "kernels": longest_kernels(results["gpu_stack"]),
+        "small_gemm": results["gpu_serve"]["kernels"],
+        "schemes": results["gpu_schemes"]["rows"],
+        "classifier": results["vision"]["classifier"],
+        "diffusion": results["vision"]["diffusion"],
+        "weight_only": flat(results["gpu_weight_only"]["gemms"]),
+        "int8": flat(results["gpu_int8"]["rows"]),
+        "copies": ({**row, "shape": " x ".join(map(str, row["shape"]))} for row in results["gpu_kernels"]["kernels"]),
+        "pretraining": pretraining.curves(results),
+        "pretraining_runs": pretraining.every_run(results),
+        "vision_layers": vision.converted_layers(results["gpu_vision"]["shapes"]),
+    }
+    for name, found in grids.items():
+        rows = [{key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()} for row in found]
+        with (folder / f"{name}.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
 
-# --- Serving ---------------------------------------------------------------------------------------------------
+def flat(rows: list[Result]) -> Rows:
+    """The rows of GEMMs, with the microseconds of each way in a column of its own."""
+    for row in rows:
+        yield {key: value for key, value in {**row, **row["us"]}.items() if key not in ("us", "worst_db")}
 
 
-def serve(part: str, results: dict[str, Result]) -> Rows:
-    """The table of "prefill", "decode 1" or "decode 64"."""
-    found = results["gpu_serve"][part]
-    for mode, ms in found["ms"].items():
-        yield {
-            part.split()[0]: mode,
-            **timing(ms),
-            "vs BF16": times(found["ms"][BASE]["median"], ms["median"]),
-            "SQNR of the logits, dB": number(found["sqnr"].get(mode), "{:.1f}"),
-        }
+# --- Experts, serving, schemes ---------------------------------------------------------------------------------
 
 
-serve_prefill, serve_decode_1, serve_decode_64 = (partial(serve, part) for part in ("prefill", "decode 1", "decode 64"))
+def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
+    """The measured shapes of experts, with their names."""
+    return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]
+
+
+def packed_cells(shapes: dict[str, Result]) -> list[Result]:
+    """The cells of the experts of packed folders, with the names of their shapes."""
+    return [{**cell, "experts": found["experts"]} for found in expert_shapes(shapes) for cell in found["cells"]]
+
+
+def expert_rates(shapes: dict[str, Result], ways: Iterable[str]) -> Rows:
+    """TFLOP/s of the grouped GEMMs y, dx and dw, a row for each way."""
+    for found in expert_shapes(shapes):
+        rates = found["gemm_tflops"]
+        for gemm in dict.fromkeys(key.split(", ")[0] for key in rates):
+            for way in ways:
+                yield {"experts": found["experts"], "gemm": gemm, "way": way, "tflops": rates.get(f"{gemm}, {way}")}
 
 
 def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
     return {mode: ms["median"] for mode, ms in results["gpu_serve"][part]["ms"].items()}
 
 
-def serve_kernels(results: dict[str, Result]) -> Rows:
-    for row in results["gpu_serve"]["kernels"]:
-        yield {
-            "M": str(row["m"]),
-            "N x K": f"{row['n']} x {row['k']}",
-            "ours": f"{row['us']:.1f}",
-            "share of a copy": f"{row['share']:.2f}",
-            "cuBLASLt": f"{row['cublaslt_us']:.1f}",
-            "BF16": f"{row['bf16_us']:.1f}",
-            "chosen kernel": row["runs"],
-        }
+def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
+    """BF16's time over the scheme's, of all layers together, by tokens and scheme."""
+    times: dict[int, dict[str, float]] = {}
+    for row in rows:
+        of_tokens = times.setdefault(row["m"], {})
+        of_tokens[row["scheme"]] = of_tokens.get(row["scheme"], 0.0) + row["us"]
+    return {
+        tokens: {scheme: us["bf16"] / each for scheme, each in us.items() if scheme != "bf16"}
+        for tokens, us in times.items()
+    }
 
 
-def cache_attention(results: dict[str, Result]) -> Rows:
-    rows = results["gpu_kv_cache"]["attention"]
-    cells = ((f"batch {row['batch']}, {row['context']:,} tokens", row) for row in rows)
-    return pivot("attention", ((row["way"], place, f"{row['us']:.1f} us, {row['share']:.2f}") for place, row in cells))
+def schemes_by_tokens(rows: list[Result]) -> Rows:
+    for tokens, speeds in scheme_speeds(rows).items():
+        yield from ({"scheme": scheme, "tokens": tokens, "speed": speed} for scheme, speed in speeds.items())
 
 
-def cache_steps(results: dict[str, Result]) -> Rows:
-    decode = results["gpu_kv_cache"]["decode"]
-    for row in decode["modes"]:
-        yield {
-            "mode": row["mode"],
-            **timing(row),
-            "tokens a second": f"{row['tokens_per_second']:.0f}",
-            f"vs {CACHE_BF16}": f"{row['ratio']:.3f}x",
-            "SQNR of the logits, dB": number(decode["sqnr"].get(row["mode"]), "{:.1f}"),
-        }
+def count(tokens: int) -> str:
+    return f"{tokens:,} token{'s' * (tokens != 1)}"

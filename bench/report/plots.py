@@ -3,21 +3,24 @@
 Text stays text, there is no date, and the colours (Okabe and Ito's) differ for the colour-blind too.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.gpu.modes import BASE
+from bench.gpu.modes import BASE, speedup
 from bench.gpu.sharded import OURS, WIDE
+from bench.report import loss as loss_page
 from bench.report import scaling
-from bench.report.front_page import gains
-from bench.report.performance import by_mode
-from bench.report.tables import Result
+from bench.report.filler import Result
+from bench.report.front_page import front
+from bench.report.performance import by_mode, current, layer_cells, layer_sizes
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
 OWNERS = {"ours": BLUE, "torchao": ORANGE, "Transformer Engine": PINK, "bf16": GREY}
@@ -32,9 +35,9 @@ STYLE = {
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """Write gains.svg, stack.svg, parity.svg and network.svg to `folder`."""
+    """Write gains.svg, stack.svg, parity.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (speed_gains, stack, parity, network):
+    for plot in (speed_gains, stack, parity, loss, network, linear, layer):
         with matplotlib.rc_context(STYLE):
             path = folder / f"{plot.__name__.removeprefix('speed_')}.svg"
             plot(results).savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
@@ -44,16 +47,17 @@ def draw(results: dict[str, Result], folder: Path) -> None:
 
 def speed_gains(results: dict[str, Result]) -> Any:
     """Speeds over compiled BF16: Octavo's, and torchao's where it was measured."""
-    rows = gains(results)[::-1]  # the first on top
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    rows = front(results)[::-1]  # the first on top
+    figure = Figure(figsize=(8, 0.6 * len(rows) + 1), layout="constrained")
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        bars = [(0.2, row.to_bf16 or 0.0, BLUE, "white", "Octavo")]  # no bar where it was not measured
-        if row.to_bf16 and row.to_torchao:
-            bars.append((-0.2, row.to_bf16 / row.to_torchao, ORANGE, "black", "torchao"))
-        for shift, speed, color, ink, label in bars:
+        bars = [(0.2, row.to_bf16, BLUE, "Octavo")]
+        if row.to_torchao:  # measured
+            bars.append((-0.2, row.to_bf16 / row.to_torchao, ORANGE, "torchao"))
+        for shift, speed, color, label in bars:
             axes.barh(place + shift, speed, height=0.36, color=color, label=label if row is rows[-1] else None)
-            axes.text(speed, place + shift, f"{speed:.2f} ", va="center", ha="right", color=ink)
+            label_box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # the line at 1 does not cross digits
+            axes.text(speed + 0.02, place + shift, f"{speed:.2f}", va="center", bbox=label_box, zorder=3)
     axes.axvline(1, color="black", linewidth=1, label="compiled BF16")
     axes.set_yticks(range(len(rows)), [row.what.partition(", ")[0] for row in rows])
     axes.set_xlabel("speed over compiled BF16")
@@ -64,7 +68,7 @@ def speed_gains(results: dict[str, Result]) -> Any:
 def stack(results: dict[str, Result]) -> Any:
     """Milliseconds of a step, a bar a mode; BF16 and the floor as lines."""
     result = results["gpu_stack"]
-    rows = result["modes"][::-1]  # the first on top
+    rows = current(result)[::-1]  # the first on top
     figure = Figure(figsize=(8, 0.3 * len(rows) + 1.1), layout="constrained")
     axes = figure.subplots()
     owners = [owner(row["mode"]) for row in rows]
@@ -112,6 +116,40 @@ def parity(results: dict[str, Result]) -> Any:
     return figure
 
 
+def loss(results: dict[str, Result]) -> Any:
+    """The method: a trunk with the branches of one data order; and the gap of each mode with its interval."""
+    study = loss_page.studies(results)[0]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    curves, gaps = figure.subplots(1, 2)
+    trunk, branches = study.runs.trunk, study.runs.branches
+    order, lowest = min(run.order for run in branches), math.inf
+    for run, color in ((trunk, "black"), *((run, MODES.get(run.mode, PINK)) for run in branches if run.order == order)):
+        window = max(len(run.losses) // 40, 1)
+        smooth = np.convolve(run.losses, np.ones(window) / window, "valid")
+        first = run.get("first", 0) + window // 2
+        curves.plot(range(first, first + len(smooth)), smooth, color=color, linewidth=0.9, alpha=0.8)
+        lowest = min(lowest, smooth.min())
+    curves.axvline(study.branch.step, color=GREY, linestyle="--", linewidth=1)
+    curves.set_ylim(0.98 * lowest, 1.5 * lowest)
+    curves.set_xlabel(f"step; branches of data order {order} from step {study.branch.step:,}")
+    curves.set_ylabel("training loss, smoothed")
+    for form, shift, color in (("bf16", 0.15, GREY), ("fp8", -0.15, BLUE)):
+        for place, row in enumerate(reversed(study.modes.values())):
+            if gap := row.get(form):
+                error = None if gap.half is None else 100 * gap.half
+                gaps.errorbar(100 * gap.gap, place + shift, xerr=error, fmt="o", color=color, markersize=4, capsize=2)
+    gaps.axvline(0, color="black", linewidth=1)
+    names = [loss_page.NAMES.get(mode, mode).replace("`", "") for mode in study.modes]
+    gaps.set_yticks(range(len(names)), names[::-1])
+    gaps.set_xlabel("gap to BF16, %, with its 95 % interval")
+    marks = [
+        Line2D([], [], color=color, marker="o", linewidth=0, label=name)
+        for name, color in (("weights in BF16", GREY), ("weights in FP8", BLUE))
+    ]
+    figure.legend(handles=marks, loc="outside upper center", ncols=2, frameon=False)
+    return figure
+
+
 def network(results: dict[str, Result]) -> Any:
     """The gain of the all-gather in FP8 over the bandwidth of the network: measured, and by the model."""
     figure = Figure(figsize=(8, 3.2), layout="constrained")
@@ -119,9 +157,7 @@ def network(results: dict[str, Result]) -> Any:
     found = scaling.trainings(results)
     for other, color in ((WIDE, BLUE), (BASE, GREY)):
         for run, marker, line in zip(scaling.runs(results, "gpu_network_"), "os", ("-", "--"), strict=False):
-            speeds = {
-                each["bytes_per_second"]: scaling.gain(each["rounds"], OURS, other) or 0.0 for each in run["links"]
-            }
+            speeds = {each["bytes_per_second"]: speedup(each, OURS, other) for each in run["links"]}
             axes.plot([rate / 1e9 for rate in speeds], list(speeds.values()), marker, color=color)
             rates = np.geomspace(min(speeds) / 2, max(speeds) * (2 if marker == "s" else 1), 60)
             slow, fast = (
@@ -142,4 +178,39 @@ def network(results: dict[str, Result]) -> Any:
         for name, style in links.items()
     ]
     figure.legend(handles=marks, loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def linear(_: dict[str, Result]) -> Any:
+    """The speed of a linear layer by `rowwise`, over that in BF16, by its size."""
+    rows = [(row.M, row.K, row.N, row.speedup) for row in layer_sizes() if row.recipe == "rowwise"]
+    return heat_maps(rows, "rowwise, speed over BF16")
+
+
+def layer(results: dict[str, Result]) -> Any:
+    """The speed of norm, linear layer and sigmoid by size."""
+    cells = layer_cells(results["gpu_layer"]["cells"])
+    return heat_maps([(row["M"], row["K"], row["N"], row["ours"]) for row in cells], "ours, speed over BF16")
+
+
+def heat_maps(rows: list[tuple[int, int, int, float]], title: str) -> Any:
+    """A map of speeds over K and N for each M: blue is faster than BF16, orange slower."""
+    speeds = {row[:3]: row[3] for row in rows}
+    sizes_of_m, sizes_of_k, sizes_of_n = (sorted({key[axis] for key in speeds}) for axis in range(3))
+    columns = 3 if len(sizes_of_m) % 3 == 0 else 2
+    lines = math.ceil(len(sizes_of_m) / columns)
+    figure = Figure(figsize=(3 * columns, 2.7 * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, sharex=True, sharey=True).flat
+    colors = LinearSegmentedColormap.from_list("speeds", [ORANGE, "white", BLUE])
+    for m, axes in zip(sizes_of_m, panels, strict=True):
+        values = [[speeds[m, k, n] for n in sizes_of_n] for k in sizes_of_k]
+        axes.pcolormesh(values, cmap=colors, vmin=0.2, vmax=1.8)
+        for (row, column), speed in np.ndenumerate(values):
+            axes.text(column + 0.5, row + 0.5, f"{speed:.2f}", ha="center", va="center", fontsize=7)
+        axes.set_title(f"M = {m:,}", fontsize=9)
+        for ticks, sizes in ((axes.set_xticks, sizes_of_n), (axes.set_yticks, sizes_of_k)):
+            ticks([place + 0.5 for place in range(len(sizes))], [f"{size // 1024}k" for size in sizes])
+    figure.supxlabel("outputs N", fontsize=9)
+    figure.supylabel("inputs K", fontsize=9)
+    figure.suptitle(title, fontsize=10)
     return figure

@@ -1,20 +1,20 @@
-"""The tables of docs/pretraining.md: whole models trained in BF16 and in FP8."""
+"""The figures of docs/pretraining.md: whole models trained in BF16 and in FP8."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from bench.gpu.gpt_parity import gaps
-from bench.report.tables import Result, Row, machine, number, times
-from octavo.words import plural
+from bench.gpu.runs import gaps
+from bench.report.filler import Fields, Result, Row, machine
+from octavo.util import plural
 
-Rows = Iterable[Row]
 BASE = "bf16"
 
 
-def models(results: dict[str, Result]) -> Iterator[Result]:
-    """The result of each model, the smallest first."""
+def models(results: dict[str, Result]) -> list[Result]:
+    """The result of each model, the smallest first, with its label."""
     found = [result for name, result in results.items() if name.startswith("pretrain_")]
-    yield from sorted(found, key=lambda result: result["settings"]["layers"] * result["settings"]["width"] ** 2)
+    found.sort(key=lambda result: result["settings"]["layers"] * result["settings"]["width"] ** 2)
+    return [Fields({**result, "label": label(result)}) for result in found]
 
 
 def label(result: Result) -> str:
@@ -23,75 +23,54 @@ def label(result: Result) -> str:
     return str(result["model"]) + ("" if whole else f", first {result['compared_tokens'] / 1e6:.1f} M tokens")
 
 
-def pretraining_runs(results: dict[str, Result]) -> Rows:
+def runs(results: dict[str, Result]) -> Iterator[Row]:
     for result in models(results):
-        for run in result["runs"]:
-            yield {
-                "model": label(result),
-                "mode": run["mode"],
-                "seed": str(run["seed"]),
-                "tokens": f"{result['compared_tokens'] / 1e6:.1f} M",
-                "loss on held-out text": f"{run['compared_loss']:.4f}",
-                "tokens/s": f"{run['tokens_per_second']:,.0f}",
-                "peak GiB": f"{run['peak_bytes'] / 2**30:.1f}",
-                "seconds": number(run["seconds_to_target"], "{:.0f}"),
-                "to a loss of": f"{result['target']:.3f}",
-            }
+        yield from ({**result, **run} for run in result["runs"])
 
 
-def pretraining_speed(results: dict[str, Result]) -> Rows:
-    """The mean over seeds of each mode's speed, memory and time to the target."""
+def every_run(results: dict[str, Result]) -> Iterator[Row]:
+    """The figures of each run, and the loss that its seconds lead to."""
+    keys = "label", "mode", "seed", "compared_tokens", "compared_loss", "tokens_per_second", "peak_bytes"
+    for run in runs(results):
+        yield {key: run[key] for key in (*keys, "seconds_to_target", "target")}
+
+
+def speeds(results: dict[str, Result]) -> Iterator[Row]:
+    """The mean over seeds of each mode's speed, memory and time to the target, and BF16's."""
     for result in models(results):
-        means = {mode: mean_of(result, mode) for mode in dict.fromkeys(run["mode"] for run in result["runs"])}
-        for mode, mean in means.items():
-            yield {
-                "model": label(result),
-                "mode": mode,
-                "tokens/s": f"{mean['tokens_per_second']:,.0f}",
-                "speed vs BF16": times(mean["tokens_per_second"], means[BASE]["tokens_per_second"]),
-                "peak memory vs BF16": times(mean["peak_bytes"], means[BASE]["peak_bytes"]),
-                "time to the loss vs BF16": times(mean["seconds_to_target"], means[BASE]["seconds_to_target"]),
-            }
+        modes = dict.fromkeys(run["mode"] for run in result["runs"])
+        means = {mode: Fields(mean_of(result, mode)) for mode in modes}
+        yield from (
+            {"label": result["label"], "mode": mode, "ours": means[mode], "base": means[BASE]} for mode in modes
+        )
 
 
 def mean_of(result: Result, mode: str) -> dict[str, float]:
-    runs = [run for run in result["runs"] if run["mode"] == mode]
+    found = [run for run in result["runs"] if run["mode"] == mode]
     keys = "tokens_per_second", "peak_bytes", "seconds_to_target"
-    return {key: statistics.mean(run[key] for run in runs) for key in keys}
+    return {key: statistics.mean(run[key] for run in found) for key in keys}
 
 
-def pretraining_gaps(results: dict[str, Result]) -> Rows:
-    for result in models(results):
-        for mode, gap in result["gaps"].items():
-            interval = gap["interval"]
-            resolved = interval is not None and not interval[0] <= 0 <= interval[1]
-            yield {
-                "model": label(result),
-                "mode": mode,
-                "seeds": str(len(gap["seeds"])),
-                "mean gap to BF16": f"{gap['mean']:+.3%}",
-                "95 % interval": "{:+.3%} to {:+.3%}".format(*interval) if interval else "– (one seed)",
-                "BF16's seeds apart": number(result["bf16_spread"], "{:.3%}"),
-                "resolved": "yes" if resolved else "no: these runs cannot tell the gap from zero",
-            }
+def resolved(interval: list[float] | None) -> str:
+    cannot = interval is None or interval[0] <= 0 <= interval[1]
+    return "no: these runs cannot tell the gap from zero" if cannot else "yes"
 
 
-def pretraining_curves(results: dict[str, Result]) -> Rows:
+def curves(results: dict[str, Result]) -> Iterator[Row]:
     """The mean loss over seeds by tokens, while all runs of a model go on."""
     for result in models(results):
-        runs = result["runs"]
-        for number_of, point in enumerate(runs[0]["evaluations"]):
+        for at, point in enumerate(result["runs"][0]["evaluations"]):
             if point["step"] > result["compared_at_step"]:
                 break
             tokens = result["compared_tokens"] * point["step"] / result["compared_at_step"]
             losses: dict[str, list[float]] = {}
-            for run in runs:
-                losses.setdefault(run["mode"], []).append(run["evaluations"][number_of]["loss"])
-            means = {mode: f"{statistics.mean(each):.4f}" for mode, each in losses.items()}
-            yield {"model": label(result), "tokens": f"{tokens / 1e6:.1f} M", **means}
+            for run in result["runs"]:
+                losses.setdefault(run["mode"], []).append(run["evaluations"][at]["loss"])
+            for mode, each in losses.items():
+                yield {"label": result["label"], "tokens": tokens, "mode": mode, "loss": statistics.mean(each)}
 
 
-def pretraining_pooled(results: dict[str, Result]) -> Rows:
+def pooled(results: dict[str, Result]) -> Iterator[Row]:
     """The gaps of each mode by tokens, over the seeds of all results of a model. A pair of runs is of one result."""
     models_and_tokens: dict[tuple[str, float], dict[tuple[str, int], float]] = {}
     for at, result in enumerate(models(results)):
@@ -101,9 +80,8 @@ def pretraining_pooled(results: dict[str, Result]) -> Rows:
                 losses = models_and_tokens.setdefault((result["model"], point["step"] * step_tokens), {})
                 losses[run["mode"], 1000 * at + run["seed"]] = point["loss"]
     for (model, tokens), losses in sorted(models_and_tokens.items()):
-        paired = dict.fromkeys(mode for mode, seed in losses if mode != BASE and (BASE, seed) in losses)
-        texts = {mode: gap_text(gaps(losses, mode)) for mode in paired}
-        yield {"model": model, "tokens": f"{tokens / 1e6:.1f} M", **texts}
+        for mode in dict.fromkeys(mode for mode, seed in losses if mode != BASE and (BASE, seed) in losses):
+            yield {"model": model, "tokens": tokens, "mode": mode, "gap": gap_text(gaps(losses, mode))}
 
 
 def gap_text(gap: Result) -> str:
@@ -111,14 +89,14 @@ def gap_text(gap: Result) -> str:
     return f"{gap['mean']:+.2%}{within}, {plural(len(gap['seeds']), 'seed')}"
 
 
-def pretraining_text(results: dict[str, Result]) -> str:
+def texts(results: dict[str, Result]) -> str:
     """A line for each model: its text, and the machine."""
     lines = []
     for result in models(results):
         settings, tokens = result["settings"], result["corpus"]["train_tokens"]
-        parameters = result["runs"][0]["parameters"] / 1e6
-        shape = f"{parameters:.0f} M parameters in {settings['layers']} layers, {settings['width']} wide"
-        shape += f", sequences of {settings['context']} tokens"
-        epochs = f"{result['compared_tokens'] / tokens:.2f} epochs of {tokens / 1e6:.0f} M tokens"
-        lines.append(f"- {label(result)}: {shape}; {epochs}. {machine(result)}")
+        lines.append(
+            f"- {result['label']}: {result['runs'][0]['parameters'] / 1e6:.0f} M parameters in "
+            f"{settings['layers']} layers, {settings['width']} wide, sequences of {settings['context']} tokens; "
+            f"{result['compared_tokens'] / tokens:.2f} epochs of {tokens / 1e6:.0f} M tokens. {machine(result)}"
+        )
     return "\n".join(lines)

@@ -1,43 +1,54 @@
 """The tables of docs/recipes.md: every recipe with its evidence, and the choice that follows from it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from bench.gpu.recipes.variants import BASE, CONTROL, VARIANTS
-from bench.report.tables import MISSING, Result, Row, machine, number
+from bench.gpu.variants import BASE, CONTROL, VARIANTS
+from bench.report.filler import MISSING, Result, Row, number
+from octavo.recipe import Recipe
 
-Rows = Iterable[Row]
+Rows = Iterator[Row]
 DEFAULT = "rowwise"
 RESOLUTION = 0.0025  # the smallest gap that the runs are meant to resolve
 NOISE = 0.02  # of speeds and peaks: recipes that are closer to the default count as its equals
 GEMMS = ("y", "dx", "dw")
 
 
-def recipe_table(results: dict[str, Result]) -> Rows:
+def recipe_table(found: Result) -> Rows:
     """A row for each recipe that was trained."""
-    found = results["recipes"]
     for name, row in found["recipes"].items():
-        gap, timed = row["gap"], measured(found, "speed", name)
+        timed, trained = found["speed"]["recipes"].get(name), row["losses"] and computed(found, name)
+        seeds = str(len(row["losses"])) if trained else MISSING
         yield {
-            "recipe": f"`{name}`",
-            "": VARIANTS[name].words,
-            "seeds": str(len(row["losses"])) + (f", {row['diverged']} diverged" if row["diverged"] else ""),
-            "gap to BF16": MISSING if gap is None else f"{gap['mean']:+.3%}",
-            "95 % interval": interval(gap),
-            **{f"SQNR of {gemm}": errors_of(found, name, gemm) for gemm in GEMMS},
-            "speed": emulated(row) if timed is None else f"{timed['ratio']:.2f}x",
-            "peak memory": MISSING if timed is None else relative_memory(found, timed),
+            **row,
+            "gap": row["gap"] if trained else None,
+            "name": name,
+            "words": VARIANTS[name].words,
+            "seeds": seeds + (f", {row['diverged']} diverged" if row["diverged"] else ""),
+            "speed": number(timed["ratio"]) if timed else emulated(row),
+            "memory": number(relative_memory(found, name) if timed else None),
         }
 
 
-def interval(gap: Result | None) -> str:
-    if gap is None:
-        return MISSING
-    return "{:+.3%} to {:+.3%}".format(*gap["interval"]) if gap["interval"] else f"{MISSING} (one seed)"
+def computed(found: Result, name: str) -> bool:
+    """Whether the machine of the losses computes what sets a recipe apart: a CPU has no fast accumulation."""
+    before = list(VARIANTS)[: list(VARIANTS).index(name)]
+    return bool(found["machine"]["gpu"]) or exact(name) not in map(exact, before) or name == CONTROL
+
+
+def exact(name: str) -> Recipe:
+    """The recipe of a variant without its name and without fast accumulation."""
+    recipe = VARIANTS[name].recipe
+    gemms: dict[str, Any] = {gemm: getattr(recipe, gemm) for gemm in GEMMS}
+    return replace(recipe, name="", **{k: gemm and replace(gemm, fast_accumulation=False) for k, gemm in gemms.items()})
 
 
 def errors_of(found: Result, name: str, gemm: str) -> str:
-    row = measured(found, "errors", name)
-    return MISSING if row is None else f"{row[gemm]['median']:.1f} ({row[gemm]['worst']:.1f})"
+    row = found["errors"]["recipes"].get(name)
+    if row is None:
+        return MISSING
+    return f"{row[gemm]['median']:.1f} ({row[gemm]['worst']:.1f}, {number(row[gemm].get('worst_channel'), '{:z.1f}')})"
 
 
 def emulated(row: Result) -> str:
@@ -45,49 +56,35 @@ def emulated(row: Result) -> str:
     return f"{MISSING} (emulated: {', '.join(gemms)})" if gemms else MISSING
 
 
-def relative_memory(found: Result, timed: Result) -> str:
-    base = measured(found, "speed", BASE)
-    peak, least = timed["peak_bytes"], None if base is None else base["peak_bytes"]
-    return number(peak / least if peak and least else None, "{:.2f}x")
-
-
-def measured(found: Result, part: str, name: str) -> Result | None:
-    """The row of a recipe in "errors" or "speed"; None if it was not measured."""
-    row: Result | None = (found[part] or {"recipes": {}})["recipes"].get(name)
-    return row
+def relative_memory(found: Result, name: str) -> float:
+    peaks = found["speed"]["recipes"]
+    return float(peaks[name]["peak_bytes"] / peaks[BASE]["peak_bytes"])
 
 
 # --- The choice ------------------------------------------------------------------------------------------------
 
 
-def recipe_choice(results: dict[str, Result]) -> Rows:
+def choice(found: Result) -> Rows:
     """For each wish the recipe that the table gives, of those that are not `worse`."""
-    found = results["recipes"]
-    able = [name for name in recipes(found) if not worse(found["recipes"][name])]
-    for wish, key in (("speed", speed_of(found)), ("little memory", memory_of(found))):
-        best = best_of(able, key)
-        yield {"for": wish, "recipe": f"`{best}`" if best else "not measured", "because": reason(found, best, wish)}
+    able = allowed(found)
+    fastest, leanest = best(able, lambda name: speed(found, name)), best(able, lambda n: 1 / relative_memory(found, n))
+    yield {"wish": "speed", "recipe": fastest, "because": f"{number(speed(found, fastest))} of BF16's speed"}
+    yield {
+        "wish": "little memory",
+        "recipe": leanest,
+        "because": f"{number(relative_memory(found, leanest))} of BF16's",
+    }
     for gemm in GEMMS:
-        best = max(able, key=lambda name: exactness(found, name, gemm), default=None)
-        known = best is not None and measured(found, "errors", best) is not None
-        text = f"SQNR of {gemm} in the median layer and in the worst: {errors_of(found, best, gemm)} dB" if best else ""
-        yield {
-            "for": f"an exact {gemm}, in eight bits",
-            "recipe": f"`{best}`" if known else "not measured",
-            "because": text if known else MISSING,
-        }
+        quantized = [name for name in allowed(found) if found["recipes"][name]["gemms"][gemm] != "bf16"]
+        closest = max(quantized, key=lambda name: float(found["errors"]["recipes"][name][gemm]["median"]))
+        because = f"SQNR of {gemm}: {errors_of(found, closest, gemm)} dB"
+        yield {"wish": f"an exact {gemm}, in eight bits", "recipe": closest, "because": because}
 
 
-def best_of(names: Sequence[str], key: Callable[[str], float | None]) -> str | None:
-    """The recipe with the largest key: the default, where no other is ahead of it by more than NOISE."""
-    known = {name: value for name in names if (value := key(name)) is not None}
-    best = max(known, key=lambda name: known[name], default=None)
-    return DEFAULT if best and DEFAULT in known and known[best] <= known[DEFAULT] * (1 + NOISE) else best
-
-
-def recipes(found: Result) -> Iterator[str]:
-    """The recipes that were trained, without BF16 and the control."""
-    return (name for name in found["recipes"] if name not in (BASE, CONTROL))
+def allowed(found: Result) -> list[str]:
+    """The recipes that are timed and not `worse`, without BF16 and the control."""
+    timed = found["speed"]["recipes"].keys() - {BASE, CONTROL}
+    return [name for name, row in found["recipes"].items() if name in timed and not worse(row)]
 
 
 def worse(row: Result) -> bool:
@@ -97,103 +94,31 @@ def worse(row: Result) -> bool:
     return bool(row["diverged"]) or (resolved and gap["mean"] > RESOLUTION)
 
 
-def speed_of(found: Result) -> Callable[[str], float | None]:
-    return lambda name: (measured(found, "speed", name) or {}).get("ratio")
+def best(names: list[str], key: Callable[[str], float]) -> str:
+    """The recipe with the largest key: the default, where no other is ahead of it by more than NOISE."""
+    found = max(names, key=key)
+    return DEFAULT if key(found) <= key(DEFAULT) * (1 + NOISE) else found
 
 
-def memory_of(found: Result) -> Callable[[str], float | None]:
-    def less(name: str) -> float | None:
-        peak = (measured(found, "speed", name) or {}).get("peak_bytes")
-        return 1 / peak if peak else None
-
-    return less
+def speed(found: Result, name: str) -> float:
+    return float(found["speed"]["recipes"][name]["ratio"])
 
 
-def exactness(found: Result, name: str, gemm: str) -> float:
-    """The SQNR of the median layer; below all others for a GEMM in BF16."""
-    row = measured(found, "errors", name)
-    quantized = found["recipes"][name]["gemms"][gemm] != "bf16"
-    return row[gemm]["median"] if row is not None and quantized else -1.0
+# --- What the runs resolve -------------------------------------------------------------------------------------
 
 
-def reason(found: Result, name: str | None, wish: str) -> str:
-    timed = None if name is None else measured(found, "speed", name)
-    if timed is None:
-        return MISSING
-    return f"{timed['ratio']:.2f}x of BF16's speed" if wish == "speed" else f"{relative_memory(found, timed)} of BF16's"
+def halves(found: Result) -> dict[str, float]:
+    """Half the width of the interval of each recipe's gap."""
+    gaps = {name: row["gap"]["interval"] for name, row in found["recipes"].items() if row["gap"] and name != CONTROL}
+    return {name: (high - low) / 2 for name, (low, high) in gaps.items() if computed(found, name)}
 
 
-def recipe_default(results: dict[str, Result]) -> str:
-    """A sentence on the default beside the faster recipes that are not `worse`."""
-    found = results["recipes"]
-    timed = measured(found, "speed", DEFAULT)
-    if DEFAULT not in found["recipes"] or timed is None:
-        return f"The default is `{DEFAULT}`. Its speed beside the others' has not been measured here."
-    if worse(found["recipes"][DEFAULT]):
-        return f"**The default, `{DEFAULT}`, is left out of the choice below: look at its gap.**"
-    speed = speed_of(found)
-    able = [name for name in recipes(found) if not worse(found["recipes"][name])]
-    faster = [name for name in able if (speed(name) or 0.0) > timed["ratio"] * (1 + NOISE)]
-    if not faster:
-        return f"The default is `{DEFAULT}`: no other recipe in the choice is faster by more than {NOISE:.0%}."
-    names = ", ".join(f"`{name}` ({speed(name):.2f}x)" for name in faster)
-    return f"The default is `{DEFAULT}` ({timed['ratio']:.2f}x). Faster in the choice: {names}."
+def beside_zero(found: Result, sign: int) -> str:
+    """The recipes whose interval lies above zero (`sign` 1) or below (-1)."""
+    gaps = {name: found["recipes"][name]["gap"]["interval"] for name in halves(found)}
+    return ", ".join(f"`{name}`" for name, ends in gaps.items() if min(sign * end for end in ends) > 0) or "none"
 
 
-# --- The text --------------------------------------------------------------------------------------------------
-
-
-def recipe_resolution(results: dict[str, Result]) -> str:
-    """Which gaps the runs resolve: those whose intervals are narrow enough, and those that exclude zero."""
-    found = results["recipes"]
-    widths = {name: half(found["recipes"][name]["gap"]) for name in recipes(found)}
-    known = {name: width for name, width in widths.items() if width is not None}
-    if not known:
-        return "One seed gives no interval: these runs resolve no gap."
-    narrow = sum(width <= RESOLUTION for width in known.values())
-    lines = [
-        f"The intervals of {narrow} of {len(known)} recipes reach at most {RESOLUTION:.2%} to each side; the widest "
-        f"reaches {max(known.values()):.2%} (`{max(known, key=known.__getitem__)}`)."
-    ]
-    above = [name for name in known if found["recipes"][name]["gap"]["interval"][0] > 0]
-    below = [name for name in known if found["recipes"][name]["gap"]["interval"][1] < 0]
-    for where, names in (("above", above), ("below", below)):
-        listed = ", ".join(f"`{name}`" for name in names) if names else "none"
-        lines.append(f"Intervals {where} zero: {listed}.")
-    control = (found["recipes"].get(CONTROL) or {}).get("gap")
-    if control is not None:
-        lines.append(f"The gap of the control is {control['mean']:+.3%} (95 % interval {interval(control)}).")
-    if found["bf16"]["spread"] is not None:
-        lines.append(f"BF16's own losses have a standard deviation of {found['bf16']['spread']:.2%} over seeds.")
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def half(gap: Result | None) -> float | None:
-    """Half the width of the interval of a gap."""
-    return None if gap is None or gap["interval"] is None else float(gap["interval"][1] - gap["interval"][0]) / 2
-
-
-def recipe_setting(results: dict[str, Result]) -> str:
-    """The models and the machines of the parts."""
-    found = results["recipes"]
-    size, corpus = found["settings"], found["corpus"]
-    lines = [
-        f"- *Gap*: a Llama with {size['layers']} layers, {size['width']} wide, and {size['vocabulary']:,} tokens in "
-        f"its vocabulary; {found['tokens'] / 1e6:.1f} M tokens a run, which are "
-        f"{found['tokens'] / corpus['train_tokens']:.2f} epochs. {machine(found)}"
-    ]
-    if earlier := found.get("earlier"):  # added by hand where runs of another commit were kept
-        runs = sum(len(recipe["losses"]) for recipe in found["recipes"].values())
-        lines.append(f"  {earlier['runs']} of its {runs} runs are those of commit {earlier['commit']}.")
-    if errors := found["errors"]:
-        lines.append(
-            f"- *SQNR*: the {errors['layers']} linear layers of that model after {errors['steps']} steps in BF16, on a "
-            f"batch of {errors['tokens']:,} tokens. {machine(errors)}"
-        )
-    if speed := found["speed"]:
-        lines.append(
-            f"- *Speed* and *peak memory*: {speed['layers']} blocks of Llama-3-8B's shape, {speed['width']:,} wide, "
-            f"{speed['tokens']:,} tokens, plain modules, BF16 weights, forward and backward, each block compiled. "
-            f"{machine(speed)}"
-        )
-    return "\n".join(lines)
+def not_again(found: Result) -> str:
+    """The recipes whose losses are missing, since their arithmetic changed after they were trained."""
+    return ", ".join(f"`{name}`" for name, row in found["recipes"].items() if not row["losses"] and not row["diverged"])

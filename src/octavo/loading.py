@@ -1,14 +1,23 @@
 """Open a packed model for inference."""
 
-import os
-from typing import Any
+from __future__ import annotations
 
-from octavo.extras import import_extra
+import os
+from typing import TYPE_CHECKING, Any, Literal
+
+from octavo.util import import_extra
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def load(
-    folder: str | os.PathLike[str], device: Any = "cpu", *, kv_cache: str = "auto", attention: str = "bf16"
-) -> Any:
+    folder: str | os.PathLike[str],
+    device: Any = "cpu",
+    *,
+    kv_cache: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto",
+    attention: Literal["bf16", "fp8"] = "bf16",
+) -> PreTrainedModel:
     """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
 
     Args:
@@ -39,6 +48,7 @@ def load(
     # `import octavo` alone does not load the packages that run a packed folder. This import is the one exception to
     # the rule that imports stand at the top of a file (tests/test_architecture.py).
     import_extra("transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers")
-    from octavo.runtime.transformers_model import load_transformers
+    from octavo.inference.opening import load_transformers
 
-    return load_transformers(os.fspath(folder), device, kv_cache, attention)
+    model: PreTrainedModel = load_transformers(os.fspath(folder), device, kv_cache, attention)
+    return model

@@ -1,16 +1,24 @@
 """Quantization of a single tensor, for inspection, packing and tests."""
 
 import math
+from typing import Literal
 
+import torch
 from torch import Tensor
 
 from octavo.numerics import Cast, QTensor
-from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import quantize as quantize_matrix
+from octavo.ops.registration import FLOATS
 
 
 def quantize(
-    x: Tensor, format: str = "e4m3", granularity: str = "row", *, scale: str = "fp32", rounding: str = "nearest"
+    x: Tensor,
+    format: Literal["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"] = "e4m3",
+    granularity: str = "row",
+    *,
+    scale: Literal["fp32", "pow2", "e8m0"] = "fp32",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> QTensor:
     """Quantize a tensor: the result q is a QTensor with x ≈ q.data * q.scale.
 
@@ -28,10 +36,16 @@ def quantize(
 
     Raises:
         TypeError: `x` is no tensor.
-        ValueError: an unknown name (the message lists the choices), or `x` holds inf or NaN.
+        ValueError: an unknown name (the message lists the choices), or `x` is sparse, nested, of another dtype or on
+            the meta device, or holds inf or NaN.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"quantize takes a tensor, got {type(x).__name__}: pass torch.tensor(x)")
+    if x.layout != torch.strided or x.is_nested or x.is_quantized or x.is_meta or x.dtype not in FLOATS:
+        raise ValueError(
+            f"quantize takes a dense tensor of float32, bfloat16 or float16, got {x.dtype} "
+            f"({'nested' if x.is_nested else x.layout}, on {x.device}): convert it first"
+        )
     cast = Cast(format, parse_granularity(granularity), scale, rounding)
     bad = ~x.isfinite()
     if bad.any():

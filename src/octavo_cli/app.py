@@ -1,64 +1,61 @@
 """The application: all commands, and the messages and exit codes of errors."""
 
+import errno
+import logging
+import opcode
+import os
 import runpy
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from octavo_cli.bench import bench_command
-from octavo_cli.bisect import bisect_command
-from octavo_cli.calibrate import calibrate_command
-from octavo_cli.command import Command, Commands, NumberCommand, SettingsCommand
-from octavo_cli.compare import compare_command
-from octavo_cli.data import DataCommand
-from octavo_cli.display import CLOSED_PIPE, discard_output, say
-from octavo_cli.doctor import doctor_command
-from octavo_cli.evaluate import evaluate_command
-from octavo_cli.export_gguf import export_gguf_command
-from octavo_cli.fold import fold_command
-from octavo_cli.formats import formats_command
-from octavo_cli.generate import generate_command
-from octavo_cli.inspect import inspect_command
-from octavo_cli.logs import hide_logs
-from octavo_cli.pack import pack_command
+from octavo_cli.command import Command, Commands, SettingsCommand
+from octavo_cli.display import CLOSED_PIPE, discard_output, printable, say
+from octavo_cli.doctor import doctor_command, formats_command
+from octavo_cli.generate import evaluate_command, generate_command
+from octavo_cli.pack import calibrate_command, pack_command, unpack_command
 from octavo_cli.plan import plan_command
-from octavo_cli.recipe import recipe_command
-from octavo_cli.report import report_command
-from octavo_cli.train import CONTEXT, train_command
-from octavo_cli.unpack import convert_layout, unpack_command
-from octavo_cli.verify import verify_command
+from octavo_cli.train import bisect_command, compare_command, report_command, train_command
+from octavo_cli.verify import inspect_command, verify_command
 
 app = typer.Typer(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("doctor", cls=Command)(doctor_command)
-app.command("formats", cls=NumberCommand)(formats_command)
-app.command("recipe", cls=Command)(recipe_command)
-app.command("plan", cls=SettingsCommand, context_settings=CONTEXT)(plan_command)
-app.command("train", cls=SettingsCommand, context_settings=CONTEXT)(train_command)
-app.command("generate", cls=Command)(generate_command)
-app.command("evaluate", cls=DataCommand)(evaluate_command)
-app.command("compare", cls=Command)(compare_command)
-app.command("report", cls=Command)(report_command)
-app.command("bisect", cls=SettingsCommand, context_settings=CONTEXT)(bisect_command)
-app.command("calibrate", cls=DataCommand)(calibrate_command)
-app.command("fold", cls=Command)(fold_command)
-app.command("pack", cls=DataCommand)(pack_command)
-app.command("verify", cls=DataCommand)(verify_command)
-app.command("bench", cls=Command)(bench_command)
-app.command("inspect", cls=Command)(inspect_command)
-app.command("unpack", cls=Command)(unpack_command)
-app.command("convert-layout", cls=DataCommand)(convert_layout)
-app.command("export-gguf", cls=Command)(export_gguf_command)
+_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
+    "Train": {
+        "plan": plan_command,
+        "train": train_command,
+        "compare": compare_command,
+        "report": report_command,
+        "bisect": bisect_command,
+    },
+    "Quantize": {
+        "calibrate": calibrate_command,
+        "pack": pack_command,
+        "unpack": unpack_command,
+        "verify": verify_command,
+    },
+    "Run": {"evaluate": evaluate_command, "generate": generate_command},
+    "Look up": {"inspect": inspect_command, "formats": formats_command, "doctor": doctor_command},
+}
+# Settings of training, and a negative number, look like options that a command does not have.
+_SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+_CONTEXTS = {"plan": _SETTINGS, "train": _SETTINGS, "bisect": _SETTINGS, "formats": {"ignore_unknown_options": True}}
+for _group, _commands in _GROUPS.items():
+    for _name, _command in _commands.items():
+        _context = _CONTEXTS.get(_name)
+        _class = SettingsCommand if _context is _SETTINGS else Command
+        app.command(_name, cls=_class, context_settings=_context, rich_help_panel=_group)(_command)
 
 
 def version() -> str:
@@ -84,28 +81,65 @@ def octavo(
     """FP8 for PyTorch over the whole life of a model: train, evaluate, calibrate, pack, verify and run."""
 
 
+_FAULT = (
+    "Octavo did not foresee this: please report the lines above, the command and the output of octavo doctor, as an "
+    "issue of the repository that Octavo was installed from"
+)
+_ADVICE = {
+    errno.EACCES: "let this user read and write it",
+    errno.EISDIR: "a file is required: give another name",
+    errno.ENAMETOOLONG: "give a name of at most 255 bytes",
+    errno.ENOSPC: "free some space, or give a folder on another disk",
+    errno.ENOTDIR: "a folder is required: give another name",
+    errno.EROFS: "give a folder that can be written",
+}
+
+
+def _is_fault(error: Exception) -> bool:
+    """Whether an error has no message for the user: it is of no kind that the input or the machine causes.
+
+    torch has classes of their own for a lack of memory and a lost network. A plain RuntimeError is a message where
+    Octavo raises it, and else a fault, such as a product of shapes that do not fit.
+    """
+    if isinstance(error, ModuleNotFoundError | RecursionError | NotImplementedError):
+        return True
+    if type(error) is RuntimeError and (trace := error.__traceback__):
+        while trace.tb_next:
+            trace = trace.tb_next
+        frame, raised = trace.tb_frame, trace.tb_frame.f_code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
+        return not raised or not str(frame.f_globals.get("__name__")).startswith("octavo")
+    return not isinstance(error, ValueError | OSError | ImportError | RuntimeError | MemoryError)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in _ADVICE:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror}: {_ADVICE[error.errno]}"
+    return str(error) or type(error).__name__
+
+
 def run() -> None:
     """Run the command line, and end the program with its exit code.
 
-    An error that the user can mend is one message and exit code 1, not a traceback. A warning is one line. If the
-    reader of standard output ends first, as `head` does, the program ends quietly with the exit code of other Unix
-    tools.
-
-    Raises:
-        ModuleNotFoundError: a package is not installed whole. The traceback shows the module that needs it. (For a
-            package of an extra, `octavo.extras.import_extra` raises an ImportError, which is one message.)
+    An error that the user can mend is one message and exit code 1, not a traceback. A warning is one line. Any other
+    error is a fault of Octavo or of a package that is not installed whole (for one of an extra,
+    `octavo.util.import_extra` raises an ImportError): its traceback is shown, and where to report it. If the reader
+    of standard output ends first, as `head` does, the program ends quietly with the exit code of other Unix tools.
     """
+    if not os.environ.get("COLUMNS", "0").strip("0"):
+        os.environ.pop("COLUMNS", None)  # a terminal of unknown width: rich would print nothing
     code: int | str | None = 1
     hide_logs()
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     try:
         app(prog_name="octavo")
     except SystemExit as ended:
         code = ended.code
-    except ModuleNotFoundError:
-        raise
-    except (ValueError, OSError, ImportError, RuntimeError, MemoryError) as error:
-        say(f"error: {error}", "red", error=True)
+    except Exception as error:
+        fault = _is_fault(error)
+        if fault:
+            say(traceback.format_exc().rstrip(), error=True)
+        say(f"error: {_FAULT if fault else _message(error)}", "red", error=True)
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -113,3 +147,26 @@ def run() -> None:
         discard_output()
         code = code or CLOSED_PIPE
     sys.exit(code)
+
+
+# ---- Log messages of other packages that a command hides: no user can act on them, and Octavo runs nothing that they
+# name.
+#
+# torchao reports its own compiled kernels when it is imported, which transformers does for every model.
+
+
+_HIDDEN = {
+    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
+    "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),  # about classes of torchao
+    "torch._higher_order_ops.wrap": ("Detected that context_fn is passed",),  # `octavo.train.model` passes it
+}
+
+
+def hide_logs() -> None:
+    """Hide these messages in this process. All others are shown."""
+    for name in _HIDDEN:
+        logging.getLogger(name).addFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not any(phrase in str(record.msg) for phrase in _HIDDEN[record.name])

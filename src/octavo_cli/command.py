@@ -1,122 +1,104 @@
-"""The classes of the commands, which read the words of the command line and print help.
+"""The classes of the commands, the words of other tools, and the options and names that several commands share."""
 
-Help is plain text. An example in it stands on one line, so that it can be copied.
-"""
+from __future__ import annotations
 
-import difflib
+import math
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterator
+from importlib import import_module
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from octavo_cli.choices import FLAGS, FORMER_SETTINGS, SETTINGS
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
-from octavo_cli.other_names import OTHER_NAMES
+
+if TYPE_CHECKING:
+    from octavo.data import ReadReport
+
+DATA = "--data"
 
 
 class Command(TyperCommand):
-    """A command with plain-text help. It suggests an option for an unknown one, and refuses one that is repeated."""
+    """A command. It refuses an option of one value that is repeated, and a number that is inf or NaN.
+
+    --data takes several words, as a shell makes of `--data books/*.txt`, where the arguments stand before it.
+    """
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
-        # "\b" keeps the lines of a paragraph as they are: an example is copied from one line.
-        paragraphs = [f"\b\n{each}" if each.startswith("  ") else each for each in (help or "").split("\n\n")]
-        super().__init__(*args, help="\n\n".join(paragraphs), **kwargs)
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the usage line: SOURCE for an argument, [SOURCE] for one that may be left out, --data TEXT."""
-        pieces = ["[OPTIONS]"]
-        for param in self.get_params(ctx):
-            if param.param_type_name == "argument":
-                pieces.append(_shown(param) if param.required else f"[{_shown(param)}]")
-            elif param.required:
-                pieces.append(f"{param.opts[0]} {_shown(param)}")
-        return pieces
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        params: list[Any] = self.get_params(ctx)
-        arguments = [(_shown(p), p.help or "") for p in params if p.param_type_name == "argument"]
-        options = [p.get_help_record(ctx) for p in params if p.param_type_name != "argument"]
-        for title, rows in (("Arguments", arguments), ("Options", [row for row in options if row])):
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        # "\b" keeps the line of an example, so that it can be copied.
+        super().__init__(*args, help=re.sub("^  ", "\b\n  ", help or "", flags=re.MULTILINE), **kwargs)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        self._refuse_repetition(ctx, args)
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            # Typer brings its own copy of click in some versions, so the class has no name that holds in all.
-            unknown = getattr(error, "option_name", None)
-            if type(error).__name__ == "NoSuchOption" and unknown is not None:
-                refuse_option(ctx, unknown, self._option_names(ctx))
-            raise
+        rest: list[str] = super().parse_args(ctx, list(self._spread(ctx, args)))
+        for param in self.get_params(ctx):
+            value = ctx.params.get(param.name)
+            if param.param_type_name == "option" and isinstance(value, float) and not math.isfinite(value):
+                ctx.fail(f"{param.opts[0]} must be a finite number; got {value}")
+        return rest
 
-    def _refuse_repetition(self, ctx: Any, args: list[str]) -> None:
-        options: dict[str, Any] = {
-            name: param
-            for param in self.get_params(ctx)
-            if param.param_type_name == "option"
-            for name in (*param.opts, *param.secondary_opts)
-        }
-        given = set()
+    def _spread(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """The words with --data before each of its values. Fails at the second --key of an option of one value."""
+        params: list[Any] = self.get_params(ctx)
+        options = {name: p for p in params if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
+        missing = sum(p.param_type_name == "argument" and p.required for p in params)
+        given, more = set(), False  # more: whether words that are no options belong to --data
         words = iter(args)
         for word in words:
             name, equals, _ = word.partition("=")
             option = options.get(name)
             if word == "--":
-                return
-            if option is None:
-                continue
-            if option.name in given and not option.multiple:
-                ctx.fail(f"{name} must be given once; got it more than once")
-            given.add(option.name)
-            if not equals and not option.is_flag:
-                next(words, None)  # the value, which can look like an option
-
-    def _option_names(self, ctx: Any) -> list[str]:
-        return [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]
-
-
-class NumberCommand(Command):
-    """A command with a number as its argument. A negative number is read as the argument and not as an option."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move negative numbers behind `--`, the end of the options."""
-        before = args.index("--") if "--" in args else len(args)
-        numbers = [word for word in args[:before] if _is_negative(word)]
-        if numbers:
-            others = [word for word in args[:before] if not _is_negative(word)]
-            args = [*others, "--", *numbers, *args[before + 1 :]]
-        return super().parse_args(ctx, args)
+                yield from (word, *words)
+            elif option is not None:
+                if option.name in given and not option.multiple:
+                    ctx.fail(f"{name} must be given once; got it more than once")
+                given.add(option.name)
+                more = name == DATA and missing <= 0
+                yield word
+                yield from islice(words, int(not equals and not option.is_flag))  # the value can look like an option
+            elif word.startswith("-"):
+                more = False
+                yield word
+            else:
+                missing -= not more
+                yield from (DATA, word) if more else (word,)
 
 
 class SettingsCommand(Command):
     """A command that takes settings of training in addition to its options."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Refuse a word that is neither an option nor a setting, before PyTorch is imported."""
-        flags = (*FLAGS, *FORMER_SETTINGS)
-        known = [*self._option_names(ctx), *(f"--{name}" for name in (*SETTINGS, *FORMER_SETTINGS))]
-        known += [f"--no-{name}" for name in flags]
-        for word in args:
-            name = word.partition("=")[0]
-            if name.startswith("--") and name.replace("_", "-") not in known:
-                refuse_option(ctx, name, known)
-            if re.match("-[a-z]", word) and word != "-h" and not _is_negative(word):
-                refuse_option(ctx, word, known)
-        return super().parse_args(ctx, args)
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The options and settings that begin with `incomplete`, for the completion of a shell."""
+        found = super().shell_complete(ctx, incomplete)
+        # Typer brings its own copy of click in some versions.
+        completion = import_module(f"{TyperCommand.__mro__[1].__module__.rpartition('.')[0]}.shell_completion")
+        names = [f"--{name}" for name in SETTINGS] if incomplete.startswith("--") else []
+        return found + [completion.CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 class Commands(TyperGroup):
-    """All commands. `octavo help COMMAND` is another way to write `octavo COMMAND --help`."""
+    """All commands, in groups. `octavo help COMMAND` is another way to write `octavo COMMAND --help`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
-        return super().parse_args(ctx, args)
+        # A byte that Python cannot decode is passed on as a surrogate.
+        if undecoded := [ascii(word) for word in args if re.search("[\ud800-\udfff]", word)]:
+            advice = "rename the file or folder, or set PYTHONUTF8=1 if its name is in UTF-8"
+            ctx.fail(f"the words of a command must be UTF-8, got {undecoded[0]}: {advice}")
+        return super().parse_args(ctx, [*args[1:], "--help"] if args[:1] == ["help"] else args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        named: list[tuple[str, Any]] = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        for group, members in groupby(named, key=lambda each: each[1].rich_help_panel):
+            with formatter.section(group):
+                formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in members])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word. The word of another tool is answered with the command that does it."""
+        if (advice := OTHER_COMMANDS.get(args[0].lower())) and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. {advice}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Ctrl-C and a closed pipe end it as they end other Unix tools."""
@@ -130,28 +112,163 @@ class Commands(TyperGroup):
             raise typer.Exit(CLOSED_PIPE) from None
 
 
-def refuse_option(ctx: Any, unknown: str, known: Iterable[str]) -> None:
-    """End with an error that says which of the options in `known` the option `unknown` may stand for."""
-    name, names = unknown.lstrip("-").replace("_", "-").lower(), {option.lstrip("-") for option in known}
-    elsewhere = OTHER_NAMES.get(name, "")
-    if "out" in (name, elsewhere) and any(
-        p.name == "out" and p.param_type_name == "argument" for p in ctx.command.params
-    ):
-        advice = "OUT is given without an option, as the usage above shows."
-    elif name in names or elsewhere in names:
-        advice = f"Did you mean --{name if name in names else elsewhere}?"
-    elif " " in elsewhere:
-        advice = elsewhere
-    else:
-        near = difflib.get_close_matches(name, sorted(names), n=1)
-        advice = f"Did you mean --{near[0]}?" if near else ""
-    ctx.fail(f"No such option: {unknown}. {advice}".strip())
+# ---- The words that other tools have for a command of Octavo, and the command that does it.
 
 
-def _is_negative(word: str) -> bool:
-    return re.fullmatch(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-inf|-nan", word, re.IGNORECASE) is not None
+_GENERATE, _EVALUATE = "octavo generate SOURCE --prompt TEXT", "octavo evaluate SOURCE --data TEXT"
+_PACK, _TRAIN = "octavo pack MODEL OUT", "octavo train --model FOLDER --data TEXT"
+_GGUF, _TIME = f"{_PACK}.gguf --layout gguf", "octavo generate SOURCE --time"
+_LAYOUT = "octavo unpack PACKED OUT --layout NAME"
+_SMOOTH, _ROTATE = f"{_PACK} --smooth CALIBRATION", f"{_PACK} --rotate"
+OTHER_COMMANDS = {
+    "serve": "vLLM serves a packed folder: vllm serve FOLDER\n"
+    "and answers: curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' "
+    """-d '{"model": "FOLDER", "prompt": "Once upon a time", "max_tokens": 50}'""",
+    "deploy": "octavo pack MODEL FOLDER, then vllm serve FOLDER",
+    "quantize": _PACK,
+    "compress": _PACK,
+    "convert": f"{_PACK}, and {_LAYOUT} for another layout",
+    "convert-layout": _LAYOUT,
+    "export": f"{_GGUF} for llama.cpp; octavo unpack PACKED OUT for BF16",
+    "export-gguf": _GGUF,
+    "gguf": _GGUF,
+    "dequantize": "octavo unpack PACKED OUT",
+    "sample": _GENERATE,
+    "chat": _GENERATE,
+    "run": _GENERATE,
+    "infer": _GENERATE,
+    "complete": _GENERATE,
+    "eval": _EVALUATE,
+    "perplexity": _EVALUATE,
+    "test": f"{_EVALUATE}, or octavo verify PACKED --against MODEL",
+    "validate": "octavo verify PACKED --against MODEL",
+    "check": "octavo verify PACKED --against MODEL for a folder, octavo doctor for this machine",
+    "finetune": _TRAIN,
+    "fine-tune": _TRAIN,
+    "pretrain": "octavo train --data TEXT",
+    "resume": "octavo train --resume RUN",
+    "estimate": "octavo plan MODEL",
+    "cost": "octavo plan MODEL",
+    "bench": _TIME,
+    "benchmark": _TIME,
+    "plot": "octavo report RUN",
+    "dashboard": "octavo report RUN",
+    "show": "octavo inspect PACKED",
+    "info": "octavo inspect PACKED for a folder, octavo doctor for this machine",
+    "diff": "octavo compare RUN RUN",
+    "recipe": "octavo formats RECIPE",
+    "fold": f"{_SMOOTH}, or {_ROTATE}",
+    "smoothquant": _SMOOTH,
+    "rotate": _ROTATE,
+}
 
 
-def _shown(param: Any) -> str:
-    """The word that stands for the value of an argument or option."""
-    return str(param.metavar or param.name.upper())
+# ---- The names that help texts list. They are repeated here because the library that defines them imports PyTorch.
+#
+# `tests/octavo_cli/test_command_line.py` compares them with the library's.
+
+
+FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")
+ATTENTIONS = ("bf16", "fp8")
+CACHES = ("bf16", "fp8")  # of octavo plan
+GGUF_WEIGHTS = ("q8_0", "f16")
+GPUS = ("a100", "h100", "h200", "b200", "rtx4090", "rtx4070", "l40s", "rtx5090", "mi300x", "mi355x")
+KV_CACHES = ("auto", "bf16", "fp8", "int8")
+LAYOUTS = ("compressed-tensors", "fp8", "modelopt")
+MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")
+RECIPES = (
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
+    "groupwise",
+)  # fmt: skip
+SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight", "int8")
+SETTINGS = (
+    "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",
+    "rope-theta", "experts.count", "experts.top-k", "experts.shared-width", "experts.balance",
+    "recipe", "skip", "bf16-gemms", "calibration", "only-if-faster", "emulate",
+    "attention.precision", "attention.shortest", "data", "tokenizer", "vocabulary", "sampling", "validation-fraction",
+    "branch", "disturb", "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate",
+    "schedule", "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
+    "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
+    "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
+    "parallel.tp", "parallel.fp8-all-gather", "parallel.gather-dtype", "parallel.async-tp", "parallel.timeout", "out",
+    "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "wandb", "sample",
+    "watch.interval", "watch.rows", "watch.on-warning", "watch.on-spike", "watch.rollbacks",
+)  # fmt: skip
+
+
+# ---- Arguments and options that several commands share.
+
+
+BUDGET_HELP = "kl=0.01 (nats a token), ppl=0.5%, or of an encoder cosine=0.999; --budget can be repeated"
+
+
+FOR_VLLM = f"{LAYOUTS[2]} is for vLLM: transformers computes nonsense from it, or fails."
+
+
+def changed(context: typer.Context) -> list[str]:
+    """The options of the command line, such as --data, whose values are not the defaults."""
+    return [
+        param.opts[0]
+        for param in context.command.params
+        if param.param_type_name == "option"
+        and (source := context.get_parameter_source(str(param.name))) is not None
+        and source.name == "COMMANDLINE"
+        and context.params[str(param.name)] != param.default
+    ]
+
+
+def refuse_unused(context: typer.Context, unused: Collection[str], needed: str) -> None:
+    """Raise a ValueError if the command line has an option of `unused`, which do nothing without `needed`."""
+    for name in changed(context):
+        if name in unused:
+            raise ValueError(f"{name} is for {needed}, which is not given: add it, or leave {name} out")
+
+
+def numbers(option: str, given: str) -> list[int]:
+    """The numbers of a list such as 1,2,4, the value of an option."""
+    if not all(part.strip().isdecimal() for part in given.split(",")):
+        raise ValueError(f"{option} takes numbers, such as 1,2,4, got {given!r}")
+    return [int(part) for part in given.split(",")]
+
+
+def settings_after(config: Path | None, context: typer.Context) -> tuple[Path | None, list[str]]:
+    """The argument CONFIG and the settings of the command line: click takes the first unknown option for CONFIG."""
+    if config is not None and str(config).startswith("--"):
+        return None, [str(config), *context.args]
+    return config, list(context.args)
+
+
+def option(metavar: str, help: str) -> Any:
+    """An option with a value, for which the help shows `metavar`."""
+    return typer.Option(metavar=metavar, help=help)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+Device = Annotated[str, option("NAME", "auto, cpu, cuda or cuda:N.")]
+Freeze = Annotated[
+    int | None,
+    option("NUMBER", "Run the model on this many prompts of --data, and store the scales of its inputs: static."),
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist.")]
+Packed = Annotated[Path, typer.Argument(metavar="PACKED", help="A packed folder.")]
+PromptBatch = Annotated[int, option("NUMBER", "Prompts that run at once.")]
+PromptSeed = Annotated[int, option("NUMBER", "Seed of the choice of prompts.")]
+PromptTokens = Annotated[int, option("NUMBER", "Most tokens of a prompt.")]
+Step = Annotated[int | None, option("NUMBER", "Take the checkpoint of this step; without it, the newest.")]
+
+
+RUN_OPTIONS = (DATA, "--samples", "--context", "--device")  # how pack and unpack run a model on text
+DATA_HELP = "Text: stdlib, files, folders, globs, .jsonl (text, prompt or messages), hf:DATASET; --data can be repeated"
+
+
+def print_reading(report: ReadReport) -> None:
+    """Print the report of the text that was read."""
+    for line in report.lines():
+        say(line)
+
+
+def required_data(data: list[str] | None) -> list[str]:
+    """The words of --data, which --freeze needs."""
+    if not data:
+        raise ValueError("--freeze runs the model on text: give --data, text files, folders, .jsonl or hf:DATASET")
+    return data

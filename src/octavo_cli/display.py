@@ -7,9 +7,12 @@ wrapped between words, and names stay whole, if necessary on lines longer than t
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -20,11 +23,16 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from octavo.progress import Progress
+    from octavo.util import Progress
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal
 _WIDE = 1_000_000
+_LONGEST = 200  # characters of a name in a table
+# Control characters but tabs and ends of lines, and surrogates, which stand for bytes that are no text.
+_NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_NUMBER = re.compile(r"([+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)[%x]?)?")  # of a column that is aligned on its right
+_GAP = "  "  # between columns
 
 
 class _Screen(Console):
@@ -42,9 +50,14 @@ def discard_output() -> None:
     os.close(nowhere)
 
 
+def printable(text: str) -> str:
+    """`text` with U+FFFD for what a terminal would obey: names in files, and the text of a model, are a stranger's."""
+    return _NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def say(text: str = "", style: str = "", *, error: bool = False) -> None:
     """Print plain text on one line, to standard error if it is about an error: no markup, no wrapping."""
-    _Screen(stderr=error).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    _Screen(stderr=error).print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_table(
@@ -59,32 +72,60 @@ def print_table(
     """Print a table without borders.
 
     Columns in `right` are aligned as numbers are. Those in `prose` may be wrapped between words on a terminal; the
-    others are never cut or wrapped. `title` is a line above the table.
+    others are not wrapped, and cut in their middle if they are longer than any name. `title` is a line above the table.
     """
-    table = Table(box=None, pad_edge=False, show_header=header)
-    for at, name in enumerate(columns):
-        width = max(cell_len(text) for text in (name if header else "", *(row[at] for row in rows)))
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            no_wrap=name not in prose,
-            min_width=min(width, _PROSE) if name in prose else width,
-        )
-    for row in rows:
-        table.add_row(*(Text(text) for text in row))
     if title:
         say(title, "bold")
+    cells = [[_cell(text, name in prose) for name, text in zip(columns, row, strict=True)] for row in rows]
+    lines = [[_cell(name, prose=False) for name in columns], *cells] if header else cells
+    widths = [max((cell_len(line[at]) for line in lines), default=0) for at in range(len(columns))]
     console = _Screen()
-    room = console.width if console.is_terminal else _WIDE
-    needed = table.__rich_measure__(console, console.options.update(max_width=_WIDE))
-    screen = _Screen(width=min(max(room, needed.minimum), needed.maximum))
-    if console.is_terminal:
-        screen.print(table, crop=False)
+    if console.is_terminal and prose and sum(widths) + len(_GAP) * (len(widths) - 1) > console.width:
+        table = Table(box=None, pad_edge=False, show_header=header)
+        for at, name in enumerate(columns):
+            table.add_column(
+                Text(lines[0][at]),
+                justify="right" if name in right else "left",
+                no_wrap=name not in prose,
+                min_width=min(widths[at], _PROSE) if name in prose else widths[at],
+            )
+        for row in cells:
+            table.add_row(*map(Text, row))
+        needed = table.__rich_measure__(console, console.options.update(max_width=_WIDE))
+        _Screen(width=max(console.width, needed.minimum)).print(table, crop=False)
         return
-    with screen.capture() as captured:
-        screen.print(table, crop=False)
-    for line in captured.get().splitlines():
-        say(line.rstrip())  # a cell is filled up with blanks, in the last column too
+    sides = [name in right for name in columns]
+    texts = [_GAP.join(map(_aligned, line, widths, sides)).rstrip() for line in lines]  # rich takes long for a row
+    if header:
+        say(texts.pop(0), "bold")
+    if texts:
+        say("\n".join(texts))
+
+
+def print_rows(rows: Sequence[Mapping[str, str]], *, prose: Sequence[str] = (), title: str = "") -> None:
+    """Print a table of rows, each the text by column. A column of numbers is aligned on its right.
+
+    The columns are those of the rows in their order, without those that are empty in all of them.
+    """
+    named = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
+    cells = [[row.get(name, "") for name in named] for row in rows]
+    right = [name for name in named if all(_NUMBER.fullmatch(row.get(name, "")) for row in rows)]
+    print_table(named, cells, right=right, prose=prose, title=title)
+
+
+def number(value: float | None, form: str) -> str:
+    """A number in a form such as ".2f"; "" for None."""
+    return "" if value is None else format(value, form)
+
+
+def _aligned(text: str, width: int, right: bool) -> str:
+    blanks = " " * (width - cell_len(text))
+    return blanks + text if right else text + blanks
+
+
+def _cell(text: str, prose: bool) -> str:
+    text = printable(text).replace("\n", "\N{REPLACEMENT CHARACTER}")
+    return text if prose or len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}…{text[-_LONGEST // 2 :]}"
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -103,10 +144,64 @@ def progress(doing: str) -> Iterator[Progress]:
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, which share a terminal
+    with Bar(*columns, console=console, transient=True, disable=not (console.is_terminal and first)) as bar:
         task = bar.add_task(doing, total=None)
 
         def advance(done: int, total: int, doing: str) -> None:
             bar.update(task, completed=done, total=total, description=doing)
 
         yield advance
+
+
+# ---- Files that a command writes at its end. An existing file is replaced only if it is one that Octavo wrote.
+
+
+_KINDS = {
+    "a page": re.escape(
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'sha256-"
+    ),
+    "a table": "octavo plan,",
+    "a report": r'\{\s*"date": "[^"]+",\s*"command": "octavo verify ',
+}  # how each begins
+
+
+def check_output(path: Path | None, option: str, kind: str) -> None:
+    """Raise a ValueError that names `option` unless a file of `kind` can be written at `path`, if one is given.
+
+    A file that is there must be empty, or of the same kind and of Octavo: "a page" of HTML or "a report" in JSON.
+    """
+    if path is None or _is_stream(path):
+        return
+    target = Path(os.path.realpath(path))
+    try:
+        tempfile.TemporaryFile(dir=target.parent).close()
+        head = ""
+        if target.exists():
+            with target.open("rb") as file:
+                head = file.read(4096).decode("utf-8", "replace")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}. Nothing was run") from error
+    if head and not re.match(_KINDS[kind], head):
+        advice = f"is not {kind} that Octavo wrote: give another name. Nothing was run"
+        raise ValueError(f"{option} {path} exists, and {advice}")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a file that `check_output` allowed, whole or not at all. Raises a WriteError, which names it."""
+    from octavo.checkpoint.files import replace_file
+    from octavo.checkpoint.folder import write_error
+
+    try:
+        if _is_stream(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            replace_file(Path(os.path.realpath(path)), text)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether the path is that of a terminal or a pipe, such as /dev/stdout."""
+    return path.is_char_device() or path.is_fifo()

@@ -1,23 +1,27 @@
-"""octavo doctor: this machine, its problems, and the GEMM that each recipe would run on it."""
+"""octavo doctor and formats: this machine, the number formats, and the recipes."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.choices import GPUS, RECIPES
-from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import AsJson, option
+from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, option
+from octavo_cli.display import print_rows, progress, say
 
 if TYPE_CHECKING:
     import torch
 
-    from octavo.ops.gpu_architecture import GpuArchitecture, Place
+    from octavo.numerics.formats import Format
+    from octavo.ops.launching import Place
     from octavo.recipe import Recipe
+
+
+# ---- octavo doctor: this machine, its problems, and the GEMM that each recipe would run on it.
 
 
 def doctor_command(
@@ -57,17 +61,19 @@ def doctor_command(
 
       octavo doctor --gpu rtx4090
     """
-    from octavo.device import choose_device
-    from octavo.nn.backends import choose_recipe, find_fix
+    from octavo.ops.dispatch import choose_recipe, find_fix, gemm_backends
+    from octavo.util import choose_device
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
     if gpu and (measure or measure_layers):
         raise ValueError("--measure and --measure-layers time the GPU of this machine: leave --gpu out")
     device = choose_device("auto")
-    place, report = (device, this_machine(device)) if not gpu else other_machine(gpu)
+    place, report = find_machine(gpu, device)
     chosen = {found.name: found for each in recipe or RECIPES for found in [choose_recipe(each, place)]}
-    report |= {"recipes": backends(chosen, place), "schemes": scheme_backends(place)}
+    gemms = {name: gemm_backends(each, place) for name, each in chosen.items()}
+    report["recipes"] = {name: {gemm: vars(b) for gemm, b in each.items()} for name, each in gemms.items()}
+    report["schemes"] = scheme_backends(place)
     report["fixes"] = {name: fix for name, each in chosen.items() if (fix := find_fix(each, place))}
     if measure:
         report |= measure_gemms(chosen, device)
@@ -82,13 +88,9 @@ def doctor_command(
 def _print(report: dict[str, Any]) -> None:
     for name, value in report["machine"].items():
         say(f"{name.replace('_', ' ')}: {value}")
-    rows = []
-    for recipe, gemms in report["recipes"].items():
-        reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
-        rows.append((recipe, *(backend["name"] for backend in gemms.values()), "; ".join(reasons)))
-    print_table(("recipe", "y", "dx", "dw", "why"), rows, prose=["why"])
-    packed = [(scheme, gemm["name"], gemm["reason"]) for scheme, gemm in report["schemes"].items()]
-    print_table(("scheme", "GEMM", "why"), packed, prose=["why"])
+    print_rows([_gemm_row(name, gemms) for name, gemms in report["recipes"].items()], prose=["why"])
+    packed = [{"scheme": name, "GEMM": each["name"], "why": each["reason"]} for name, each in report["schemes"].items()]
+    print_rows(packed, prose=["why"])
     for fix in dict.fromkeys(report["fixes"].values()):
         names = ", ".join(name for name, each in report["fixes"].items() if each == fix)
         say(f"{names}: no GEMM here. Fix: {fix}")
@@ -106,17 +108,21 @@ def _print(report: dict[str, Any]) -> None:
         _print_gemms(report)
 
 
+def _gemm_row(recipe: str, gemms: dict[str, Any]) -> dict[str, str]:
+    reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
+    return {"recipe": recipe, **{gemm: backend["name"] for gemm, backend in gemms.items()}, "why": "; ".join(reasons)}
+
+
 def _print_gemms(report: dict[str, Any]) -> None:
-    numbers = ("ms", "TFLOP/s", "vs BF16")
     rows = [
-        (
-            " x ".join(map(str, each["shape"])), each["recipe"], each["backend"], f"{each['milliseconds']:.3f}",
-            f"{each['tflops']:.4g}", f"{each['speedup']:.2f}x",
-        )
+        {
+            "size": " x ".join(map(str, each["shape"])), "recipe": each["recipe"], "backend": each["backend"],
+            "ms": f"{each['milliseconds']:.3f}", "TFLOP/s": f"{each['tflops']:.4g}",
+            "vs BF16": f"{each['speedup']:.2f}x",
+        }
         for each in report["gemms"]
     ]  # fmt: skip
-    title = "GEMM of y, without quantization: M x K x N"
-    print_table(("size", "recipe", "backend", *numbers), rows, right=numbers, title=title)
+    print_rows(rows, title="GEMM of y, without quantization: M x K x N")
     if report["not_timed"]:
         say(f"not timed, for lack of time: {', '.join(report['not_timed'])}")
 
@@ -125,8 +131,7 @@ def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> dict[s
     """The times of a few GEMMs, and the names of those that the time did not suffice for, as JSON values."""
     from dataclasses import asdict
 
-    from octavo.diagnosis import time_gemms
-    from octavo.diagnosis.gemms import CPU_SHAPES, GPU_SHAPES
+    from octavo.inspection.doctor import CPU_SHAPES, GPU_SHAPES, time_gemms
 
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     with progress("timing") as advance:
@@ -135,12 +140,11 @@ def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> dict[s
 
 
 def measure_gains(device: torch.device) -> Path:
-    """Time the linear layers of the grid for every preset that runs on the GPU `device`; returns the file of the
-    times."""
+    """Time the linear layers of the grid for every preset that runs on the GPU; returns the file of the times."""
     import torch
 
-    from octavo.nn.backends import gemm_backends
-    from octavo.nn.speedup.lookup import cache_path, measure_grid, never_faster, this_machine, write_table
+    from octavo.nn.only_if_faster import cache_path, measure_grid, never_faster, this_machine, write_table
+    from octavo.ops.dispatch import gemm_backends
     from octavo.recipe import PRESETS
 
     if device.type != "cuda":
@@ -161,20 +165,16 @@ def measure_gains(device: torch.device) -> Path:
     return path
 
 
-def this_machine(device: torch.device) -> dict[str, Any]:
-    """The versions, the device and the problems of this machine, as JSON values."""
+def find_machine(name: str, device: torch.device) -> tuple[Place, dict[str, Any]]:
+    """The architecture of the GPU of this name, or without one the device, and a report about it, as JSON values."""
     from dataclasses import asdict
 
-    from octavo.diagnosis import find_problems, read_versions
+    from octavo.inspection.doctor import find_problems, read_versions
+    from octavo.ops.launching import ARCHITECTURES
+    from octavo.rates.measured import find_gpu
 
-    return {"machine": read_versions(device), "problems": [asdict(problem) for problem in find_problems()]}
-
-
-def other_machine(name: str) -> tuple[GpuArchitecture, dict[str, Any]]:
-    """The architecture of the GPU of this name, and a report about it."""
-    from octavo.ops.gpu_architecture import ARCHITECTURES
-    from octavo.plan.hardware import find_gpu
-
+    if not name:
+        return device, {"machine": read_versions(device), "problems": [asdict(found) for found in find_problems()]}
     found = find_gpu(name)
     architecture = ARCHITECTURES[found.architecture]
     measured = "yes" if architecture.measured else "no"
@@ -183,9 +183,7 @@ def other_machine(name: str) -> tuple[GpuArchitecture, dict[str, Any]]:
 
 def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     """Packing scheme -> the name and the reason of its GEMM."""
-    from octavo.artifact.packed.scheme import SCHEMES
-    from octavo.runtime.fnuz import scheme_on
-    from octavo.runtime.gemm_path import find_gemm
+    from octavo.checkpoint.scheme import SCHEMES, find_gemm, scheme_on
 
     found = {}
     for name, scheme in SCHEMES.items():
@@ -194,11 +192,142 @@ def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     return found
 
 
-def backends(recipes: Mapping[str, Recipe], device: Place) -> dict[str, dict[str, dict[str, str]]]:
-    """Recipe -> GEMM -> the backend's name and reason."""
-    from octavo.nn.backends import gemm_backends
+# ---- octavo formats: the number formats, a number stored in each of them, and recipes as JSON.
 
+
+SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
+
+
+def formats_command(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="WHAT",
+            help=f"A number to look at, or a recipe to print as JSON: {', '.join(RECIPES)}, or a file to check. "
+            "Default: all formats.",
+        ),
+    ] = None,
+    format: Annotated[str | None, option("NAME", f"One format only: {', '.join(FORMATS)}.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the number formats, a number in each of them, or a recipe.
+
+    A number is shown with the bits that store it, the value that they mean, its neighbours and its error.
+
+    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. Of a
+    TOML file of settings the table "recipe" is read.
+
+    Examples:
+
+      octavo formats
+
+      octavo formats 0.1 --format e4m3
+
+      octavo formats -1e-5
+
+      octavo formats rowwise > mine.json
+    """
+    from octavo.numerics.formats import get_format
+
+    number = None if what is None else _number(what)
+    if what is not None and number is None:
+        if format is not None:
+            raise ValueError(f"--format shows a number in that format, got the recipe {what!r}: leave one of them out")
+        _print_recipe(what)
+        return
+    chosen = [get_format(name) for name in (FORMATS if format is None else [format])]
+    rows = [facts(f) if number is None else look(number, f) for f in chosen]
+    if as_json:
+        print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
+    elif number is not None and format is not None:
+        for name, value in rows[0].items():
+            say(f"{name:<9} {_text(value)}")
+    else:
+        left_out = ("bits",) if number is None else ("below", "above", "error")
+        print_rows([{name: _text(row[name]) for name in row if name not in left_out} for row in rows])
+
+
+def _number(text: str) -> float | None:
+    """The number that a word spells, None for a word that spells none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _print_recipe(recipe: str) -> None:
+    from octavo.recipe import PRESETS, get_recipe
+
+    if recipe in FORMATS and recipe not in RECIPES:
+        raise ValueError(f"{recipe} is a format: give --format {recipe} (the recipes are {', '.join(RECIPES)})")
+    fields = get_recipe(recipe).to_dict()
+    if fields["name"] in PRESETS:
+        del fields["name"]  # a changed preset needs another name, and takes that of its file
+    print(json.dumps(fields, indent=2))
+
+
+def _json(value: Any) -> Any:
+    """`value`, or None for inf and NaN, which JSON lacks."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def facts(f: Format) -> dict[str, Any]:
+    """A row of the table of formats: sign-exponent-mantissa bits, and the extreme numbers."""
     return {
-        name: {gemm: {"name": b.name, "reason": b.reason} for gemm, b in gemm_backends(recipe, device).items()}
-        for name, recipe in recipes.items()
+        "format": f.name,
+        "bits": f.bits,
+        "layout": f"{int(f.signed)}-{f.exponent_bits}-{f.mantissa_bits}",
+        "bias": f.bias,
+        "max": f.max,
+        "normal": f.smallest_normal,
+        "subnormal": f.smallest_subnormal,
+        "epsilon": f.epsilon,
+        "specials": SPECIALS[f.family],
     }
+
+
+def look(number: float, f: Format) -> dict[str, Any]:
+    """`number` as `f` stores it: code, bits (sign exponent mantissa), value, neighbours and error."""
+    import torch
+
+    from octavo.numerics.formats import decode, encode
+
+    code = int(encode(torch.tensor(number, dtype=torch.float64), f))
+    value = float(decode(torch.tensor(code), f))
+    error = abs(value - number)
+    return {
+        "format": f.name,
+        "bits": _bits(code, f),
+        "code": f"0x{code:0{f.bits // 4}x}",
+        "value": value,
+        "below": _neighbour(code, f, -1),
+        "above": _neighbour(code, f, +1),
+        "error": error,
+        "relative": error / abs(number) if number else 0.0,
+    }
+
+
+def _bits(code: int, f: Format) -> str:
+    text = f"{code:0{f.bits}b}"
+    cuts = ([1] if f.signed else [0]) + [f.exponent_bits + int(f.signed)]
+    return " ".join(part for part in (text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]) if part)
+
+
+def _neighbour(code: int, f: Format, direction: int) -> float:
+    """The next number above or below in value; NaN where there is none. Codes order magnitudes, the sign turns them."""
+    import torch
+
+    from octavo.numerics.formats import decode
+
+    sign_bit = 1 << (f.bits - 1) if f.signed else 0
+    negative = bool(code & sign_bit)
+    magnitude = code & ~sign_bit if f.signed else code
+    position = (-magnitude if negative else magnitude) + direction
+    if abs(position) > f.max_code or (not f.signed and position < 0) or code == f.nan_code:
+        return float("nan")
+    moved = abs(position) | (sign_bit if position < 0 else 0)
+    return float(decode(torch.tensor(moved), f))

@@ -1,31 +1,112 @@
-"""octavo generate: text from a model."""
+"""octavo generate and evaluate: text from a model, the speed of generating it, and the loss of a model on text."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import re
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
-from octavo_cli.choices import ATTENTIONS, KV_CACHES
-from octavo_cli.display import progress, say
-from octavo_cli.opened import SOURCE_HELP, open_source
-from octavo_cli.options import AsJson, Device, Step, option
-from octavo_cli.prompts import read_prompts
-from octavo_cli.texts import Printer, Text, continue_texts, tokenize
+from octavo_cli.command import (
+    ATTENTIONS,
+    DATA_HELP,
+    KV_CACHES,
+    AsJson,
+    Device,
+    Step,
+    changed,
+    numbers,
+    option,
+    print_reading,
+    refuse_unused,
+)
+from octavo_cli.display import number, print_facts, print_rows, printable, progress, say
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from octavo.data import ReadReport
+    from octavo.inference.engine import Engine
+    from octavo.inference.kv_cache import Pairs
+    from octavo.inference.sampling import Sampling
+    from octavo.models.tokenizer import Tokenizer
+    from octavo.speed import Grid, Row
+    from octavo.train.corpus import Batches
+
+
+# ---- Opening the model of a command: a run of octavo train, a packed folder, or a Hugging Face folder.
+
+
+_SOURCES = "run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
+SOURCE_HELP = f"A {_SOURCES}."
+
+
+class Opened(NamedTuple):
+    """A language model in evaluation mode, with its tokenizer, context, device and precision.
+
+    `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
+    `kv_scales` are the scales of keys and values, a pair for each layer, if a packed folder has them.
+    """
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+    device: torch.device
+    precision: str
+    description: Path
+    title: str
+    kv_scales: Pairs | None = None
+
+
+def open_source(source: Path, step: int | None, device: str) -> Opened:
+    """Open a model. A run's model computes in the recipe and the precision that it was trained in."""
+    from octavo.checkpoint.run import RunFolder, check_config
+    from octavo.inference.opening import open_model
+    from octavo.train.finished import open_run
+    from octavo.util import choose_device
+
+    check_config(source, f"a {_SOURCES}")
+    if RunFolder(source).has_model:
+        run = open_run(source, step, device)
+        title = f"{source}, step {run.step}, {run.config.recipe}"
+        folder = RunFolder(source).model
+        return Opened(run.model, run.tokenizer, run.config.context, run.device, run.config.precision, folder, title)
+    if step is not None:
+        raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
+    loaded, place = open_model(source, device), choose_device(device)
+    return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source), loaded.kv_scales)
+
+
+# ---- octavo generate: text from a model, as it comes.
+
+
+# The options that say what text to write; --time writes none.
+_OF_TEXT = ("--prompt", "--file", "--chat", "--temperature", "--top-k", "--top-p", "--repetition-penalty", "--seed")
 
 
 def generate_command(
+    command: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
     prompt: Annotated[list[str] | None, option("TEXT", "The text to continue; can be repeated.")] = None,
     file: Annotated[
         Path | None, option("FILE", 'Prompts, one a line, or JSON lines with the key "prompt"; - is standard input.')
     ] = None,
-    batch: Annotated[int, option("NUMBER", "Prompts to generate from at once.")] = 16,
-    count: Annotated[int, option("NUMBER", "Tokens to generate after each prompt.")] = 200,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a message to a chat model, in the tokenizer's chat template.")
+    ] = False,
+    batch: Annotated[
+        str, option("NUMBER", "Prompts to generate from at once: 16; with --time some numbers, 1,16.")
+    ] = "",
+    count: Annotated[int | None, option("NUMBER", "Tokens to generate after each prompt: 200; with --time 64.")] = None,
     temperature: Annotated[float, option("NUMBER", "0 takes the most likely token; higher is more varied.")] = 0.8,
     top_k: Annotated[int, option("NUMBER", "Draw from so many most likely tokens; 0 draws from all.")] = 0,
     top_p: Annotated[float, option("NUMBER", "Draw from the most likely tokens of this total probability.")] = 1.0,
@@ -45,11 +126,14 @@ def generate_command(
             "NAME", f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU."
         ),
     ] = "bf16",
+    time: Annotated[bool, typer.Option("--time", help="Time random prompts instead of writing text.")] = False,
+    length: Annotated[str, option("NUMBERS", "With --time: lengths of the prompts in tokens.")] = "128,2048",
+    rounds: Annotated[int, option("NUMBER", "With --time: times that each size is measured.")] = 5,
     step: Step = None,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Generate text from prompts.
+    """Generate text from prompts, or time it.
 
     A packed model computes with its eight-bit weights, the model of a run in the recipe that it was trained in, and
     any other model in BF16. Text is printed as it comes. Several prompts are a batch, and their texts are printed in
@@ -58,6 +142,9 @@ def generate_command(
     Without --prompt and --file, prompts are read from standard input. A text that outgrows the model's context goes on
     from its last half.
 
+    With --time, each batch of each length is a row: the time to the first token, and the tokens a second after it. They
+    are medians of the rounds. The first call of a size, which compiles kernels, has a column of its own.
+
     Examples:
 
       octavo generate runs/first --prompt "def main():" --count 100 --seed 1
@@ -65,61 +152,390 @@ def generate_command(
       octavo generate packed/first --prompt "def main():" --temperature 0
 
       octavo generate packed/first --file prompts.txt --json
-    """
-    from octavo.generation import Sampling
-    from octavo.generation.own_cache import open_engine
-    from octavo.nn import cast_once
-    from octavo.runtime import end_tokens
-    from octavo.train.evaluation import autocast
-    from octavo.words import plural
 
+      octavo generate packed/qwen --chat --prompt "What is FP8?"
+
+      octavo generate packed/qwen --time --batch 1,16,64 --length 2048
+    """
+    from octavo.inference.engine import open_engine
+    from octavo.inference.sampling import Sampling
+    from octavo.scales import cast_once
+    from octavo.speed import Grid
+    from octavo.train.loss import autocast
+
+    if time:
+        if given := [name for name in changed(command) if name in _OF_TEXT]:
+            raise ValueError(f"{given[0]} is for text, and --time writes none: leave one of the two out")
+    else:
+        refuse_unused(command, ["--length", "--rounds"], "--time")
+    count = count if count is not None else 64 if time else 200
+    grid = Grid(numbers("--batch", batch or ("1,16" if time else "16")), numbers("--length", length), count, rounds)
+    _check(grid, time, kv_cache, attention)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
-    _check(count, batch, kv_cache, attention)
-    texts = [Text(each) for each in read_prompts(prompt, file)]
+    texts = [] if time else [Text(each) for each in read_prompts(prompt, file)]
     with progress("reading the model"):
         opened = open_source(source, step, device)
-    longest = tokenize(texts, opened.tokenizer, opened.context)
+    if chat:
+        write_messages(texts, opened.description)
+    longest = _longest(grid, opened, source) if time else tokenize(texts, opened)
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         engine = open_engine(
-            opened.model,
-            context=opened.context,
-            tokens=longest + count,
-            kv_cache=kv_cache,
-            kv_scales=opened.kv_scales,
-            attention=attention,
-        )
-        if opened.device.type == "cuda":
-            with progress("compiling kernels"):
-                engine.warm_up(min(batch, len(texts)), longest, count)
-        printer, stop, begin = Printer(texts), end_tokens(opened.description), perf_counter()
-        for start in range(0, len(texts), batch):
-            some = texts[start : start + batch]
-            for _ in continue_texts(some, engine, opened.tokenizer, count, sampling, stop):
-                if not as_json:
-                    printer.update()
-    found = _totals(texts, perf_counter() - begin)
-    if as_json:
-        print(json.dumps({"source": str(source), **found, "texts": [text.to_dict() for text in texts]}, indent=2))
-        return
-    say(
-        f"{plural(found['tokens'], 'token')}, {found['tokens_per_second']:,.1f} tokens/s, "
-        f"the first after {found['first_token_seconds']:.3f} s",
-        "dim",
-        error=True,
-    )
+            opened.model, context=opened.context, tokens=longest + count, kv_cache=kv_cache,
+            kv_scales=opened.kv_scales, attention=attention,
+        )  # fmt: skip
+        if time:
+            time_engine(engine, opened, grid, source, as_json)
+        else:
+            write_texts(texts, engine, opened, grid, sampling, source, as_json)
 
 
-def _check(count: int, batch: int, kv_cache: str, attention: str) -> None:
+def _check(grid: Grid, time: bool, kv_cache: str, attention: str) -> None:
     """Raise a ValueError for an option that cannot be, before the model is read."""
-    if count < 1 or batch < 1:
-        raise ValueError(f"--count and --batch must be at least 1, got {count} and {batch}")
+    if not time and len(grid.batches) > 1:
+        raise ValueError(f"--batch takes one number without --time, got {', '.join(map(str, grid.batches))}")
     if kv_cache not in KV_CACHES:
         raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
 
 
+def write_texts(
+    texts: Sequence[Text], engine: Engine, opened: Opened, grid: Grid, sampling: Sampling, source: Path, as_json: bool
+) -> None:
+    """Generate up to `grid.tokens` tokens after each prompt, a batch at a time, and print them as they come."""
+    from octavo.inference.opening import end_tokens
+    from octavo.util import plural
+
+    [batch], count = grid.batches, grid.tokens
+    if opened.device.type == "cuda":
+        with progress("compiling kernels"):
+            engine.warm_up(min(batch, len(texts)), max(len(text.ids) for text in texts), count)
+    printer, stop, begin = Printer(texts), end_tokens(opened.description), perf_counter()
+    for start in range(0, len(texts), batch):
+        for _ in continue_texts(texts[start : start + batch], engine, opened.tokenizer, count, sampling, stop):
+            if not as_json:
+                printer.update()
+    found = _totals(texts, perf_counter() - begin)
+    if as_json:
+        print(json.dumps({"source": str(source), **found, "texts": [text.to_dict() for text in texts]}, indent=2))
+        return
+    rate, first = f"{found['tokens_per_second']:,.1f} tokens/s", f"{found['first_token_seconds']:.3f} s"
+    say(f"{plural(found['tokens'], 'token')}, {rate}, the first after {first}", "dim", error=True)
+
+
 def _totals(texts: Sequence[Text], seconds: float) -> dict[str, Any]:
     tokens = sum(text.tokens for text in texts)
     first = min((s for text in texts if (s := text.first_token_seconds) is not None), default=seconds)
     return {"tokens": tokens, "tokens_per_second": tokens / seconds, "first_token_seconds": first}
+
+
+# ---- octavo generate --time: the speed of the engine that writes the text.
+
+
+def _longest(grid: Grid, opened: Opened, source: Path) -> int:
+    """The tokens of the longest prompt. A ValueError if the model cannot see it with its new tokens."""
+    prompt, seen = max(grid.prompts), opened.context
+    if prompt + grid.tokens > seen:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and {grid.tokens} new ones are {prompt + grid.tokens} tokens, and the model "
+            f"of {source} sees {seen}: take a shorter --length or a smaller --count"
+        )
+    return prompt
+
+
+def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_json: bool) -> None:
+    """Time greedy tokens after random prompts at every size of the grid, and print the rows."""
+    import torch
+
+    from octavo.hf.inputs import token_embedding
+    from octavo.inference.sampling import Sampling
+    from octavo.numerics import ROW
+    from octavo.ops import find_backend
+    from octavo.speed import facts, time_generation
+    from octavo.util import plural
+
+    def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
+        return torch.tensor(list(engine.generate(ids.tolist(), tokens, Sampling(temperature=0)))).t()
+
+    embedding = token_embedding(opened.model)
+    vocabulary = 1 if embedding is None else embedding.num_embeddings
+    with progress("timing") as advance:
+        rows = time_generation(generate, grid, vocabulary, opened.device, advance)
+    machine = facts()
+    if as_json:
+        sizes = {"tokens": grid.tokens, "rounds": grid.rounds}
+        print(json.dumps({"source": str(source), "machine": machine, **sizes, "rows": [row.to_dict() for row in rows]}))
+        return
+    title = f"{plural(grid.tokens, 'new token')}, medians of {plural(grid.rounds, 'round')}"
+    print_rows([_timed(row) for row in rows], prose=["problem"], title=title)
+    where = machine["gpu"] if opened.device.type == "cuda" else machine["processor"]
+    say(f"{opened.title}: {where}, octavo {machine['octavo']}, torch {machine['torch']}", "dim")
+    backend = find_backend(opened.device, ROW, ROW, ("e4m3", "e4m3"))
+    if backend.name == "emulated" and any(t.element_size() == 1 for t in opened.model.state_dict().values()):
+        say(f"FP8 is emulated here: {backend.reason}", "dim")
+    if any(row.whole_seconds and row.tokens_per_second is None for row in rows):
+        say("Where there is no figure of tokens/s, all tokens took no longer than one: give a larger --count", "dim")
+
+
+def _timed(row: Row) -> dict[str, str]:
+    first = row.first_token_seconds
+    return {
+        "batch": str(row.batch),
+        "prompt": str(row.prompt),
+        "first token ms": number(None if first is None else 1e3 * first, ".1f"),
+        "tokens/s": number(row.tokens_per_second, ",.1f"),
+        "first call s": number(row.warm_up_seconds, ".2f"),
+        "peak GB": number(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
+        "problem": row.problem,
+    }
+
+
+# ---- The prompts of a command: options, a file, or standard input.
+
+
+def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
+    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt".
+
+    "-", or no file where standard input is no terminal, stands for standard input.
+    """
+    prompts = _read(given, file)
+    for prompt in prompts:
+        if re.search("[\ud800-\udfff]", prompt):  # what Python makes of bytes that are no text
+            raise ValueError(f"a prompt must be text in UTF-8, got {prompt[:40]!r}: convert it first")
+    return prompts
+
+
+def _read(given: list[str] | None, file: Path | None) -> list[str]:
+    if given and file:
+        raise ValueError("--prompt and --file both give prompts: give one of them")
+    if given:
+        return given
+    if file is None and sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt TEXT, --file FILE, or prompts on standard input, one a line")
+    if file is None or str(file) == "-":
+        name, content = "standard input", sys.stdin.buffer.read()
+    else:
+        name = str(file)
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"--file {file} cannot be read: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must hold text in UTF-8, and byte {error.start} is not: convert it first") from error
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{name} holds no prompt: give one a line, or --prompt TEXT")
+    if not isinstance(_parse(lines[0][1]), dict):
+        return [line for _, line in lines]
+    return [_prompt_of(line, f"{name}, line {number}") for number, line in lines]
+
+
+def _prompt_of(line: str, where: str) -> str:
+    found = _parse(line)
+    prompt = found.get("prompt") if isinstance(found, dict) else None
+    if not isinstance(prompt, str):
+        raise ValueError(f'{where} must be a JSON object such as {{"prompt": "text"}}, as the first line is one')
+    return prompt
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+# ---- The texts that octavo generate writes: their tokens, their times, and how they are printed.
+
+
+@dataclass
+class Text:
+    """A prompt, and what follows it."""
+
+    prompt: str  # as it was given
+    message: str = ""  # as the chat template writes the prompt; "" for one that is continued as it is
+    ids: list[int] = field(default_factory=list)  # of the prompt
+    text: str = ""  # what follows it so far
+    tokens: int = 0  # of `text`
+    finished: str = ""  # "stop" after a token that ends a text, "length" after the last token that was asked for
+    first_token_seconds: float | None = None  # from the begin of its batch
+
+    def to_dict(self) -> dict[str, Any]:
+        names = ("prompt", "text", "tokens", "finished", "first_token_seconds")
+        return {name: getattr(self, name) for name in names}
+
+
+def write_messages(texts: Sequence[Text], folder: Path) -> None:
+    """Set the message of each prompt: what a user says, and the beginning of the answer."""
+    from octavo.models.tokenizer import HuggingFaceTokenizer
+
+    if (chat := HuggingFaceTokenizer(folder).chat) is None:
+        raise ValueError(f"--chat needs a tokenizer with a chat template, and that in {folder} has none: leave it out")
+    for text in texts:
+        text.message = chat([{"role": "user", "content": text.prompt}], answer=True)
+
+
+def tokenize(texts: Sequence[Text], opened: Opened) -> int:
+    """Set the tokens of each prompt, and return the largest number of them, which the model can see."""
+    from octavo.train.model import check_vocabulary
+
+    for place, text in enumerate(texts, 1):
+        text.ids = opened.tokenizer.encode(text.message or text.prompt)
+        which = "the prompt" if len(texts) == 1 else f"prompt {place} of {len(texts)}"
+        if not text.ids:
+            raise ValueError(f"{which} must hold at least one token, got an empty one: give some text to continue")
+        if len(text.ids) > opened.context:
+            raise ValueError(f"{which} has {len(text.ids)} tokens, and the model sees {opened.context}: shorten it")
+    check_vocabulary(opened.model, max(max(text.ids) for text in texts))
+    return max(len(text.ids) for text in texts)
+
+
+def continue_texts(
+    texts: Sequence[Text], engine: Engine, tokenizer: Tokenizer, count: int, sampling: Sampling, stop: Collection[int]
+) -> Iterator[None]:
+    """Generate up to `count` tokens after each prompt, as one batch. Yields once before them and after each step."""
+    from octavo.inference.sampling import stream_texts
+
+    begin = perf_counter()
+
+    def counted() -> Iterator[list[int | None]]:
+        for tokens in engine.generate([text.ids for text in texts], count, sampling, stop):
+            for text, token in zip(texts, tokens, strict=True):
+                if token is None:
+                    text.finished = "stop"
+                    continue
+                text.tokens += 1
+                if text.first_token_seconds is None:
+                    text.first_token_seconds = perf_counter() - begin
+            yield tokens
+
+    yield
+    for pieces in stream_texts(tokenizer, [text.ids for text in texts], counted()):
+        for text, piece in zip(texts, pieces, strict=True):
+            text.text += piece
+        yield
+    for text in texts:
+        text.finished = "length" if text.tokens == count else "stop"
+    yield
+
+
+class Printer:
+    """Prints texts in their order: the first that is not finished as it comes, the others after it."""
+
+    def __init__(self, texts: Sequence[Text]) -> None:
+        self.texts = texts
+        self.console = Console()
+        self.at = 0  # the text that comes next
+        self.shown: int | None = None  # characters of it that are printed; None before its prompt is
+
+    def update(self) -> None:
+        """Print the text that has come since the last call."""
+        while self.at < len(self.texts):
+            text = self.texts[self.at]
+            if self.shown is None:
+                self._begin(text)
+                self.shown = 0
+            self.console.out(printable(text.text[self.shown :]), end="", highlight=False)
+            self.console.file.flush()
+            self.shown = len(text.text)
+            if not text.finished:
+                return
+            self.console.out("")
+            self.at, self.shown = self.at + 1, None
+
+    def _begin(self, text: Text) -> None:
+        if len(self.texts) > 1:
+            say(f"--- {self.at + 1} of {len(self.texts)}", "dim")
+        end = "\n" if text.message else ""
+        self.console.out(printable(text.prompt), end=end, style="bold", highlight=False)
+
+
+# ---- octavo evaluate: the loss of a model on text.
+
+
+def evaluate_command(
+    command: typer.Context,
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}.")] = None,
+    held_out: Annotated[Path | None, option("RUN", "Evaluate on the text that this run holds out.")] = None,
+    batches: Annotated[
+        int | None, option("NUMBER", "Batches to take; without it what the run takes, or all of --data.")
+    ] = None,
+    batch: Annotated[int, option("NUMBER", "With --data: sequences in a batch.")] = 4,
+    context: Annotated[int | None, option("NUMBER", "With --data: tokens in a sequence, up to the model's.")] = None,
+    step: Step = None,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure the loss and the perplexity of a model on text.
+
+    A run is evaluated on the text that it holds out, as octavo train evaluates it. Any model is evaluated on --data,
+    whose text is cut into sequences, or on the text that a run holds out.
+
+    Examples:
+
+      octavo evaluate runs/first
+
+      octavo evaluate packed/first --held-out runs/first
+
+      octavo evaluate models/qwen --data 'books/*.txt' --context 1024 --json
+    """
+    from octavo.scales import cast_once
+    from octavo.train.loss import mean_loss
+    from octavo.train.model import check_vocabulary
+
+    if data and held_out:
+        raise ValueError("--data and --held-out both name the text: give one of them")
+    if not data:
+        refuse_unused(command, ["--batch", "--context"], "--data")
+    if batches is not None and batches < 1:
+        raise ValueError(f"--batches must be at least 1, got {batches}")
+    opened = open_source(source, step, device)
+    if data:
+        text, count, read = _given(opened, data, batch, context)
+    else:
+        text, count, read = _held_out(opened, held_out or source)
+    check_vocabulary(opened.model, text.highest)
+    if not as_json:
+        print_reading(read)
+    with progress("evaluating"), cast_once(opened.model):
+        loss, tokens = mean_loss(
+            opened.model, text, opened.device, precision=opened.precision, count=count if batches is None else batches
+        )
+    perplexity = math.exp(loss) if loss < 700 else None
+    if as_json:
+        found = {"source": str(source), "loss": loss if math.isfinite(loss) else None, "perplexity": perplexity}
+        print(json.dumps(found | {"tokens": tokens, "data": read.to_dict()}, indent=2))
+        return
+    facts = [("model", opened.title), ("loss", f"{loss:.4f} nats a token, on {tokens:,} tokens")]
+    print_facts([*facts, ("perplexity", "too large" if perplexity is None else f"{perplexity:.4g}")])
+
+
+def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
+    """All batches of the text that --data names."""
+    from octavo.data import read_text
+    from octavo.train.corpus import Batches, lay_out
+
+    if context is not None and not 1 <= context <= opened.context:
+        raise ValueError(f"--context must be from 1 to the model's {opened.context}, got {context}")
+    reading = read_text(data, opened.tokenizer.chat)
+    tokens, _ = lay_out(reading.texts, opened.tokenizer)
+    length = min(context or opened.context, max(len(tokens) - 1, 1))
+    return Batches(tokens, length, min(batch, max((len(tokens) - 1) // length, 1)), None), None, reading.report
+
+
+def _held_out(opened: Opened, run: Path) -> tuple[Batches, int, ReadReport]:
+    """The batches that a run evaluates on, and how many of them it takes."""
+    from octavo.checkpoint.run import RunFolder
+    from octavo.train import finished
+    from octavo.train.config import read_settings
+
+    folder = RunFolder(run)
+    if not (folder.model / "config.json").is_file():
+        raise ValueError(f"{run} is no run of octavo train, so no text was held out: give --data, or --held-out RUN")
+    batches, read = finished.held_out(run, opened.tokenizer)
+    if batches.context > opened.context:
+        raise ValueError(f"the run {run} has sequences of {batches.context} tokens, the model sees {opened.context}")
+    return batches, read_settings(folder).evaluate_batches, read

@@ -1,21 +1,47 @@
-"""octavo pack: writes an FP8-quantized checkpoint."""
+"""octavo calibrate, pack and unpack: from a model to a packed folder, and from one packing to another."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.budget import print_budget
-from octavo_cli.choices import LAYOUTS, SCHEMES
-from octavo_cli.data import DATA_HELP, RUN_OPTIONS, print_reading, required_data
-from octavo_cli.display import print_facts, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Freeze, Layout, Out, Step, option, refuse_unused
+from octavo_cli.command import (
+    BUDGET_HELP,
+    DATA_HELP,
+    FOR_VLLM,
+    GGUF_WEIGHTS,
+    LAYOUTS,
+    RUN_OPTIONS,
+    SCHEMES,
+    Device,
+    Freeze,
+    Out,
+    Packed,
+    PromptBatch,
+    PromptSeed,
+    PromptTokens,
+    Step,
+    changed,
+    numbers,
+    option,
+    print_reading,
+    refuse_unused,
+    required_data,
+)
+from octavo_cli.display import print_facts, print_rows, progress, say
 
 if TYPE_CHECKING:
+    from octavo.calibration.calibrator import Calibration
     from octavo.packing import BudgetReport, PackReport
+    from octavo.packing.repacking import Repacked
+    from octavo.packing.transforms import FoldReport
+
+
+# ---- octavo pack: writes an FP8-quantized checkpoint.
 
 
 def pack_command(
@@ -27,11 +53,16 @@ def pack_command(
     scheme: Annotated[
         str | None,
         option(
-            "NAME", f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel."
+            "NAME",
+            f"Scheme of the packed layers: {', '.join(SCHEMES)}. Default: that of the run's recipe, or channel. "
+            f"Of gguf: {', '.join(GGUF_WEIGHTS)}. With --smooth or --rotate: bf16, fp32.",
         ),
     ] = None,
     layer: Annotated[list[str] | None, option("GLOB=SCHEME", "Another scheme for these layers. Repeatable.")] = None,
-    layout: Layout = LAYOUTS[0],
+    layout: Annotated[
+        str,
+        option("NAME", f"{', '.join(LAYOUTS)}, or gguf. {FOR_VLLM} gguf is a file for llama.cpp."),
+    ] = LAYOUTS[0],
     skip: Annotated[list[str] | None, option("GLOB", "Layers that stay in BF16. Repeatable.")] = None,
     calibration: Annotated[
         Path | None,
@@ -59,6 +90,22 @@ def pack_command(
         str, option("NUMBERS", "Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
     ] = "1",
     step: Step = None,
+    smooth: Annotated[
+        Path | None,
+        option("FOLDER", "Do not pack, but move outliers of activations into weights, by the folder of a calibration."),
+    ] = None,
+    alpha: Annotated[float, option("NUMBER", "For --smooth: how much of the outliers moves, from 0 to 1.")] = 0.5,
+    rotate: Annotated[
+        bool,
+        typer.Option(
+            "--rotate",
+            help="Do not pack, but rotate the residual stream and the values by Hadamard matrices. For RMSNorm.",
+        ),
+    ] = False,
+    seed: Annotated[int, option("NUMBER", "For --rotate: seed of the signs of the rotation.")] = 0,
+    no_tokenizer: Annotated[
+        bool, typer.Option("--no-tokenizer", help="For gguf: leave out the tokenizer, which must be a BPE.")
+    ] = False,
     budget: Annotated[
         list[str] | None, option("BUDGET", f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}.")
     ] = None,
@@ -74,6 +121,15 @@ def pack_command(
     routers, layers that training skipped or moved to BF16, and everything but linear layers stay in BF16, and so do the
     experts of a mixture without --experts. --layer NAME=SCHEME packs a layer that training moved to BF16 all the same.
 
+    --smooth and --rotate write a model in BF16 that computes the same and quantizes better, to calibrate and pack like
+    any other. The factors of smoothing are powers of two, so nothing is rounded; a rotation rounds the weights that it
+    changes. With both only the input of down_proj is smoothed, because the rotation does not reach it. Both help INT8,
+    and outliers beyond the range of a static scale. In our measurements (bench/log.md) FP8 with a scale for each token
+    gained nothing from either, and lost a little by a rotation.
+
+    --layout gguf writes a Llama, Mistral or Qwen2 in BF16 as one file: linear weights in Q8_0 (or F16), the embedding
+    and the head in F16, vectors in F32. A packed folder can be written so after octavo unpack.
+
     Examples:
 
       octavo pack runs/first packed/first
@@ -86,11 +142,27 @@ def pack_command(
 
       octavo pack models/qwen packed/good --budget kl=0.01 --data chats.jsonl
 
-      octavo generate packed/first --prompt "def main():"
+      octavo pack models/llama models/llama-smooth --smooth calibrated/llama
+
+      octavo pack runs/first first.gguf --layout gguf --no-tokenizer
     """
     from octavo.evaluation import Budget, PromptOptions
     from octavo.packing import PackOptions, pack, pack_frozen, pack_within
 
+    if smooth is not None or rotate:
+        _only(command, "--smooth or --rotate", "--smooth", "--alpha", "--rotate", "--seed", "--scheme", "--step")
+        if smooth is None:
+            refuse_unused(command, ["--alpha"], "--smooth")
+        if not rotate:
+            refuse_unused(command, ["--seed"], "--rotate")
+        _fold(source, out, scheme or "bf16", smooth, alpha, rotate, seed, step)
+        return
+    refuse_unused(command, ["--alpha", "--seed"], "--smooth or --rotate")
+    if layout == "gguf":
+        _only(command, "--layout gguf", "--layout", "--scheme", "--step", "--no-tokenizer")
+        _write_gguf(source, out, scheme or GGUF_WEIGHTS[0], not no_tokenizer, step)
+        return
+    refuse_unused(command, ["--no-tokenizer"], "--layout gguf")
     options = PackOptions(
         scheme=scheme,
         layers=_layers(layer or []),
@@ -103,7 +175,7 @@ def pack_command(
         share=share_scales,
         kv_cache=kv_cache,
         experts=experts,
-        tensor_parallel=_degrees(tensor_parallel),
+        tensor_parallel=numbers("--tensor-parallel", tensor_parallel),
     )
     kept = None
     if budget and freeze is not None:
@@ -113,26 +185,23 @@ def pack_command(
     if freeze is not None:
         refuse_unused(command, ["--samples"], "--budget")
     with progress("packing") as advance:
+        run: dict[str, Any] = {"device": device, "step": step, "progress": advance, "on_read": print_reading}
         if freeze is not None:
-            report = pack_frozen(
-                source, out, required_data(data), options, device=device, step=step,
-                prompts=PromptOptions(freeze, context), progress=advance, on_read=print_reading,
-            )  # fmt: skip
+            prompts, texts = PromptOptions(freeze, context), required_data(data)
+            report = pack_frozen(source, out, texts, options, prompts=prompts, **run)
         elif budget:
-            report, kept = pack_within(
-                source, out, [Budget.parse(text) for text in budget], data or [], options, device=device, step=step,
-                prompts=PromptOptions(samples, context), progress=advance, on_read=print_reading,
-            )  # fmt: skip
+            budgets, prompts = [Budget.parse(text) for text in budget], PromptOptions(samples, context)
+            report, kept = pack_within(source, out, budgets, data or [], options, prompts=prompts, **run)
         else:
             report = pack(source, out, options, step=step, progress=advance)
     _print(report, kept, layout)
 
 
 def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
-    from octavo.artifact.packed.layouts import READERS
+    from octavo.checkpoint.layouts.layout import LAYOUTS
 
     say(f"packed {report.source} into {report.folder}")
-    print_facts(_facts(report, kept))
+    print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
     if kept is not None:
         print_budget(kept)
     if report.unpacked_expert_bytes:
@@ -142,34 +211,29 @@ def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
             "--experts packs them too",
             "yellow",
         )
-    if layout in READERS:
-        say(f"for {READERS[layout]}: transformers computes nonsense from it, or fails")
+    if readers := LAYOUTS[layout].readers:
+        say(f"for {readers}: transformers computes nonsense from it, or fails")
 
 
 def _layers(given: list[str]) -> dict[str, str]:
     """Parse GLOB=SCHEME options."""
     if wrong := [text for text in given if "=" not in text]:
         raise ValueError(f"--layer takes GLOB=SCHEME, such as '*.down_proj=channel', got {wrong[0]!r}")
-    return dict(text.rsplit("=", 1) for text in given)
-
-
-def _degrees(given: str) -> list[int]:
-    """Parse a list such as 1,2,4."""
-    if not all(part.strip().isdecimal() for part in given.split(",")):
-        raise ValueError(f"--tensor-parallel takes numbers of devices, such as 1,2,4,8, got {given!r}")
-    return [int(part) for part in given.split(",")]
-
-
-def _facts(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
-    return [*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)]
+    pairs = [(glob, name) for glob, _, name in (text.rpartition("=") for text in given)]
+    if twice := [glob for glob, count in Counter(glob for glob, _ in pairs).items() if count > 1]:
+        raise ValueError(f"--layer must give each pattern one scheme, got {twice[0]!r} more than once: leave one out")
+    return dict(pairs)
 
 
 def _of_packed(report: PackReport) -> list[tuple[str, str]]:
-    from octavo.words import plural
+    from octavo.rates.measured import speeds_note
+    from octavo.util import plural
 
     facts = [("linear layers packed", f"{n}, {scheme}") for scheme, n in Counter(report.packed.values()).items()]
     before, after = (f"{size / 1e6:.2f} MB" for size in (report.bf16_bytes, report.packed_bytes))
     facts.append(("size of packed layers", f"{after} with scales, {report.ratio:.3f} of {before} in BF16"))
+    if speeds := speeds_note(dict.fromkeys(report.packed.values())):
+        facts.append(("speed", f"{speeds}; octavo verify --data measures the quality, beside int8's"))
     if report.cached:
         facts.append(("KV cache", f"scales of keys and values in e4m3, for {plural(report.cached, 'attention layer')}"))
     return facts
@@ -186,16 +250,24 @@ def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str,
 
 
 def _of_folder(report: PackReport) -> list[tuple[str, str]]:
+    from octavo.checkpoint.folder import MODULES
+    from octavo.checkpoint.layouts.compressed_tensors import is_expert
+
     facts = [("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")]
     if report.lacks_tokenizer:
         facts.append(("no tokenizer", "the source has none, and octavo generate needs one"))
     if any(scheme.startswith("group") for scheme in report.packed.values()):
         facts.append(("not for vLLM", "it cannot read groups of float32 scales; transformers and octavo can"))
+    in_groups = [s for name, s in report.packed.items() if is_expert(name) and s.startswith(("group", "mx"))]
+    if in_groups:
+        facts.append(("not for transformers", f"it cannot read experts by {in_groups[0]}; octavo can"))
+    if (report.folder / MODULES).is_file() and len(set(report.packed.values())) > 1:
+        facts.append(("not for sentence-transformers", "it opens a folder of one scheme"))
     return facts
 
 
 def _of_scales(report: PackReport) -> list[tuple[str, str]]:
-    from octavo.words import plural
+    from octavo.util import plural
 
     facts = []
     if report.gains:
@@ -210,3 +282,256 @@ def _of_scales(report: PackReport) -> list[tuple[str, str]]:
         )
         facts.append(("scales not shared", words))
     return facts
+
+
+# ---- The report of a budget by octavo pack.
+
+
+_ROWS = 10
+
+
+def print_budget(found: BudgetReport) -> None:
+    """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
+    from octavo.util import plural
+
+    of = found.quality
+    for budget in found.budgets:
+        value, packed = budget.estimate(of), budget.estimate(found.all_packed)
+        say(
+            f"asked for {budget.show(budget.limit)}, measured {budget.show_estimate(value)} on "
+            f"{plural(of.tokens, 'token')} of {plural(of.prompts, 'prompt')}; "
+            f"{budget.show(packed.value)} with every layer packed"
+        )
+    shown, harm = max(_ROWS, found.kept + 2), found.harm.replace("_", " ")
+    rows = [
+        {
+            "layers": group.name, harm: f"{group.harm:.3g}", "MB saved": f"{group.saved / 1e6:.3g}",
+            "stays in": "BF16" if i < found.kept else "eight bits",
+        }
+        for i, group in enumerate(found.ranking[:shown])
+    ]  # fmt: skip
+    if len(found.ranking) > shown:
+        rows.append({"layers": f"and {len(found.ranking) - shown} more", "stays in": "eight bits"})
+    print_rows(rows)
+
+
+# ---- octavo pack --smooth and --rotate: a model that computes the same and quantizes better.
+
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+def _only(command: typer.Context, mode: str, *allowed: str) -> None:
+    """Raise a ValueError for an option that does nothing in this way of writing a model."""
+    if useless := [name for name in changed(command) if name not in allowed]:
+        raise ValueError(f"{useless[0]} does nothing with {mode}: leave one of them out")
+
+
+def _fold(
+    source: Path, out: Path, dtype: str, smooth: Path | None, alpha: float, rotate: bool, seed: int, step: int | None
+) -> None:
+    from octavo.packing.transforms import fold
+
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"--smooth and --rotate write a model to calibrate and to pack afterwards: --scheme must be one of "
+            f"{', '.join(_DTYPES)}, got {dtype!r}"
+        )
+    with progress("folding") as advance:
+        report = fold(
+            source, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=_DTYPES[dtype], step=step,
+            progress=advance,
+        )  # fmt: skip
+    say(f"folded {report.source} into {report.folder}")
+    print_facts(_folding_facts(report))
+
+
+def _folding_facts(report: FoldReport) -> list[tuple[str, str]]:
+    facts = []
+    if report.smoothed:
+        lows, highs = zip(*report.smoothed.values(), strict=True)
+        facts.append(("tensors smoothed", f"{len(lows)}, by factors of {min(lows):g} to {max(highs):g}"))
+    if report.rotated:
+        stream, head = report.rotated
+        facts.append(("rotated", f"residual stream in blocks of {stream}, heads in blocks of {head}"))
+    if report.untied:
+        facts.append(("head", "has its own weight now; it shared that of the embedding"))
+    facts.append(("tensors changed", str(report.changed)))
+    for name in report.left_out:
+        facts.append(("left out", f"{name}: the model has no place for it"))
+    facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))
+    return facts
+
+
+# ---- octavo pack --layout gguf: a model as a file for llama.cpp.
+
+
+def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: int | None) -> None:
+    from octavo.packing.gguf_export import export_gguf
+    from octavo.util import plural
+
+    with progress("exporting") as advance:
+        report = export_gguf(source, out, weights=weights, tokenizer=tokenizer, step=step, progress=advance)
+    types = ", ".join(f"{plural(count, 'tensor')} of {kind}" for kind, count in report.types.items())
+    say(f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB")
+    for remark in report.remarks:
+        say(remark)
+
+
+# ---- octavo unpack: writes a packed folder in BF16, or in another layout or scheme.
+
+
+def unpack_command(
+    command: typer.Context,
+    folder: Packed,
+    out: Out,
+    layout: Annotated[
+        str | None, option("NAME", f"Another layout: {', '.join(LAYOUTS)}. {FOR_VLLM} Default: BF16.")
+    ] = None,
+    scheme: Annotated[
+        str | None, option("NAME", f"Another scheme: {', '.join(SCHEMES)}. Default: that of each layer stays.")
+    ] = None,
+    freeze: Freeze = None,
+    data: Annotated[list[str] | None, option("TEXT", f"For --freeze. {DATA_HELP}.")] = None,
+    context: Annotated[int, option("NUMBER", "For --freeze: most tokens of a prompt.")] = 512,
+    device: Device = "cpu",
+) -> None:
+    """Write a packed model in BF16, or in another layout or scheme.
+
+    In BF16 every weight is its bytes times its scale, rounded once.
+
+    With --layout, --scheme or --freeze the model stays packed. The command then reports whether any weight changed, and
+    by how much.
+
+    Examples:
+
+      octavo unpack packed/first models/first
+
+      octavo unpack packed/block packed/block-fp8 --layout fp8
+
+      octavo unpack packed/first packed/static --freeze 64 --data chats.jsonl
+    """
+    from octavo.evaluation import PromptOptions
+    from octavo.packing import convert_layout, freeze_folder, unpack
+
+    if freeze is not None and scheme not in (None, "static"):
+        raise ValueError(f"--freeze stores scales of inputs, which only the scheme static has; got --scheme {scheme}")
+    if freeze is None:
+        refuse_unused(command, RUN_OPTIONS, "--freeze")
+    if freeze is None and layout is None and scheme is None:
+        with progress("unpacking") as advance:
+            unpacked = unpack(folder, out, progress=advance)
+        say(f"unpacked {folder} into {out}")
+        _say_unused(unpacked.unused)
+        return
+    layout = layout or LAYOUTS[0]
+    with progress("converting") as advance:
+        if freeze is None:
+            result = convert_layout(folder, out, layout=layout, scheme=scheme, progress=advance)
+        else:
+            result = freeze_folder(
+                folder, out, required_data(data), layout=layout, prompts=PromptOptions(freeze, context), device=device,
+                progress=advance, on_read=print_reading,
+            )  # fmt: skip
+    say(f"converted {folder} into {out}")
+    _say_unused(result.unused)
+    _print_conversion(result, layout)
+
+
+def _print_conversion(result: Repacked, layout: str) -> None:
+    from octavo.checkpoint.layouts.layout import LAYOUTS
+    from octavo.util import plural
+
+    if readers := LAYOUTS[layout].readers:
+        say(f"for {readers}: transformers computes nonsense from it")
+    if result.lossless:
+        say("no weight changed")
+        return
+    worst = min(result.sqnr, key=lambda name: result.sqnr[name])
+    finite = sorted(db for db in result.sqnr.values() if db < float("inf"))
+    say(
+        f"{len(finite)} of {plural(len(result.sqnr), 'weight')} were cast again: median "
+        f"{finite[len(finite) // 2]:.1f} dB, lowest {result.sqnr[worst]:.1f} dB ({worst})"
+    )
+
+
+def _say_unused(names: Sequence[str]) -> None:
+    if names:
+        say(f"left out: {len(names)} scales and zero points that no layer reads, {names[0]} among them")
+
+
+# ---- octavo calibrate: measures the tensors of a model while it runs on text.
+
+
+_LAYERS_SHOWN = 10
+
+
+def calibrate_command(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train.")
+    ],
+    out: Out,
+    data: Annotated[list[str], option("TEXT", f"{DATA_HELP}.")],
+    samples: Annotated[int, option("NUMBER", "Number of prompts; 128 to 512 are usual.")] = 256,
+    context: PromptTokens = 2048,
+    batch: PromptBatch = 8,
+    device: Device = "cpu",
+    seed: PromptSeed = 0,
+    step: Step = None,
+) -> None:
+    """Measure the tensors of a model while it runs on text.
+
+    The model runs in BF16 on prompts. The folder OUT gets the amax (also by channel and by batch) and the distribution
+    of magnitudes of these tensors: inputs of linear layers, outputs of norms, queries, keys and values.
+
+    One block is in memory at a time. Give the same command again to resume after an interruption.
+
+    Example:
+
+      octavo calibrate models/llama calibrated/llama --data chats.jsonl --data books/ --samples 512
+    """
+    from octavo.calibration import calibrate
+    from octavo.evaluation import PromptOptions
+    from octavo.util import plural
+
+    prompts = PromptOptions(samples, context, batch, seed)
+    try:
+        with progress("reading model and prompts") as advance:
+            found = calibrate(
+                model, data, out, prompts=prompts, device=device, step=step, progress=advance, on_read=print_reading
+            )
+    except KeyboardInterrupt:
+        say(f"interrupted: the blocks that were done are kept beside {out}; the same command continues", error=True)
+        raise typer.Exit(130) from None
+    say(f"calibrated {model} into {out}")
+    fewer = f" ({samples} asked for, the data has no more)" if found.prompts < samples else ""
+    sites = plural(len(found.sites), "site")
+    say(f"{plural(found.prompts, 'prompt')}{fewer}, {plural(found.tokens, 'token')}, {sites}")
+    if found.unseen:
+        names = ", ".join(found.unseen[:3]) + (", ..." if len(found.unseen) > 3 else "")
+        say(
+            f"no token reached {len(found.unseen)} matrices of experts ({names}): a static scale of such an input is "
+            "the largest of the layer's other experts. More data may reach it"
+        )
+    _print_outliers(found)
+
+
+def _print_outliers(found: Calibration) -> None:
+    """Print the sites with the largest ratio of the amax to a high percentile."""
+    from octavo.calibration.site_statistics import PERCENTILES
+    from octavo.util import plural
+
+    high = PERCENTILES[-1]
+    rows = []
+    for name, statistics in ((name, s) for name, s in found.sites.items() if s.tokens):
+        percentile = statistics.percentile(high)
+        ratio = statistics.amax / percentile if percentile else float("inf") if statistics.amax else 1.0
+        rows.append((ratio, name, statistics.amax, percentile, len(statistics.outlier_channels())))
+    shown = [
+        {
+            "site": name, "amax": f"{amax:.4g}", f"{high}%": f"{percentile:.4g}", "ratio": f"{ratio:.2f}",
+            "outlier channels": str(channels),
+        }
+        for ratio, name, amax, percentile, channels in sorted(rows, reverse=True)[:_LAYERS_SHOWN]
+    ]  # fmt: skip
+    print_rows(shown, title=f"the {plural(len(shown), 'site')} with the largest outliers")

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from csv import DictWriter
+from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.choices import ATTENTIONS, CACHES, GPUS, SCHEMES
-from octavo_cli.display import print_table, say
-from octavo_cli.options import AsJson, changed, option
+from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, changed, option
+from octavo_cli.display import check_output, print_table, say, write_output
 
 if TYPE_CHECKING:
+    from octavo.plan.cases import TrainingPlan
     from octavo.plan.serving import ServingPlan
-    from octavo.plan.training import TrainingPlan
 
 
-_SMALLEST = 1024  # inputs and outputs of the smallest layer that was measured
+_ROWS = 8  # of a search
 _PARTS = {
     "fp8_copies": "FP8 copies",
     "block": "one block's backward",
@@ -39,7 +42,10 @@ def plan_command(
     gpu: Annotated[str, option("NAME", f"{', '.join(GPUS)}.")] = "h200",
     gpus: Annotated[int, option("NUMBER", "GPUs, eight in a node.")] = 1,
     network: Annotated[float, option("GBIT", "Gb/s of the network card of each GPU.")] = 400.0,
-    tokens: Annotated[str, option("COUNT", "Tokens to train on, such as 1T: days and cost.")] = "",
+    tokens: Annotated[str, option("COUNT", "Tokens to train on, such as 1T or 1e12: days and cost.")] = "",
+    days: Annotated[
+        float | None, option("NUMBER", "With --tokens: the cheapest GPUs and recipes that train in so many days.")
+    ] = None,
     price: Annotated[float | None, option("MONEY", "Price of an hour of one GPU.")] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")] = False,
     scheme: Annotated[
@@ -53,8 +59,10 @@ def plan_command(
     kv_cache: Annotated[str, option("DTYPE", f"Keys and values in serving: {', '.join(CACHES)}.")] = "bf16",
     attention: Annotated[str, option("DTYPE", f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")] = "bf16",
     compare: Annotated[
-        str, option("NAME=VALUES", "Cases side by side, such as recipe=bf16,rowwise or gpus=8,64.")
-    ] = "",
+        list[str] | None,
+        option("NAME=VALUES", "Cases side by side, such as recipe=bf16,rowwise; several give all combinations."),
+    ] = None,
+    csv: Annotated[Path | None, option("FILE", "Write the figures as a table, with a row for each case.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan memory, time and cost of training or serving a model.
@@ -70,7 +78,9 @@ def plan_command(
 
       octavo plan llama-3-8b --gpu h200 --gpus 8 --tokens 1T --price 3
 
-      octavo plan llama-3-70b --gpus 64 --parallel.tp 8 --compare recipe=bf16,rowwise
+      octavo plan llama-3-70b --gpus 64 --compare recipe=bf16,rowwise --compare gpu=h100,h200
+
+      octavo plan llama-3-8b --tokens 1T --days 14
 
       octavo plan mixtral-8x7b --serve --gpus 2 --batch 64 --context 4096 --kv-cache fp8
 
@@ -78,7 +88,7 @@ def plan_command(
 
       octavo plan 7B
     """
-    from octavo.plan.cases import Case, make_cases, parse_count, plan_schemes
+    from octavo.plan.cases import Case, find_runs, make_cases, parse_count, plan_schemes
 
     count = parse_count(model)
     if count is not None:
@@ -86,23 +96,34 @@ def plan_command(
             raise ValueError(f"{given[0]} needs a model: a number of parameters has one table, that of training")
         _show_states(count, as_json)
         return
+    if not model:
+        raise ValueError("MODEL must name a model, such as llama-3-8b; got an empty word")
     if model.startswith("--"):
         raise ValueError(f"MODEL comes before the settings; got {model} first")
     budget = _token_budget(tokens, price, serve)
+    check_output(csv, "--csv", "a table")
     case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
-    cases = make_cases(case, compare)
+    if days is not None:
+        _check_days(context, days, budget)
+        runs = find_runs(case, budget or 0.0, days)
+        _save(csv, as_json, [plan.to_dict() for plan in runs])
+        if not as_json:
+            _show_runs(runs, budget or 0.0, price)
+        return
+    cases = make_cases(case, compare or ())
     labels = [label for label, _ in cases]
-    if serve:
-        served = [each.serving() for _, each in cases]
-        _show(labels, served, _serving, as_json)
-        if not compare and not as_json:
-            _show_schemes(plan_schemes(case))
-        remarks = _serving_remarks(served)
-    else:
-        plans = [each.training() for _, each in cases]
-        _show(labels, plans, lambda plan: _training(plan, budget, price), as_json)
-        remarks = [*_waiting_remarks(labels, plans), *_remarks(plans)]
-    for remark in [] if as_json else remarks:
+    plans: list[TrainingPlan] = [] if serve else [each.training() for _, each in cases]
+    served: list[ServingPlan] = [each.serving() for _, each in cases] if serve else []
+    figures = [plan.to_dict() for plan in served] or [plan.to_dict() for plan in plans]
+    _save(csv, as_json, [{"case": label, **each} for label, each in zip(labels, figures, strict=True)])
+    if as_json:
+        return
+    _show(labels, [_serving(plan) for plan in served] or [_training(plan, budget, price) for plan in plans])
+    if serve and not compare:
+        _show_schemes(plan_schemes(case))
+    for label, plan in zip(labels, plans, strict=bool(plans)):
+        _show_fitting(label if compare else "", plan, budget, price)
+    for remark in _serving_remarks(served) if serve else [*_waiting_remarks(labels, plans), *_remarks(plans)]:
         say(remark)
 
 
@@ -112,7 +133,7 @@ def _token_budget(tokens: str, price: float | None, serve: bool) -> float | None
 
     budget = parse_count(tokens)
     if tokens and budget is None:
-        raise ValueError(f"--tokens must be a number such as 300B or 1.5T; got {tokens!r}")
+        raise ValueError(f"--tokens must be a number such as 300B, 1.5T or 1e12; got {tokens!r}")
     if price is not None and price < 0:
         raise ValueError(f"--price must be 0 or more; got {price:g}")
     if price is not None and not tokens:
@@ -122,15 +143,98 @@ def _token_budget(tokens: str, price: float | None, serve: bool) -> float | None
     return budget
 
 
-def _show(labels: list[str], plans: Sequence[Any], figures: Callable[[Any], dict[str, str]], as_json: bool) -> None:
-    """Print a table with a column for each plan, or JSON."""
+def _check_days(context: typer.Context, days: float, budget: float | None) -> None:
+    for name in ("--serve", "--compare", "--gpus"):
+        if name in changed(context):
+            raise ValueError(f"--days searches GPUs and recipes: leave out {name}")
+    if budget is None:
+        raise ValueError("--days is the time for --tokens: add it, such as --tokens 1T")
+    if not days > 0:
+        raise ValueError(f"--days must be above 0; got {days:g}")
+
+
+def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
+    """Print the figures as JSON, and write them to `csv`, if these are asked for."""
+    from octavo.train.settings import flatten
+    from octavo.version import __version__
+
     if as_json:
-        print(json.dumps([{"case": label, **plan.to_dict()} for label, plan in zip(labels, plans, strict=True)]))
-        return
-    columns = [figures(plan) for plan in plans]
+        print(json.dumps(found))
+    if csv is not None:
+        rows = [{name: v for name, v in flatten(each).items() if not isinstance(v, list | dict)} for each in found]
+        text = io.StringIO()
+        table = DictWriter(text, ["octavo plan", *dict.fromkeys(name for row in rows for name in row)], restval="")
+        table.writeheader()
+        table.writerows({"octavo plan": __version__, **row} for row in rows)
+        write_output(csv, text.getvalue())
+
+
+def _show(labels: list[str], columns: list[dict[str, str]]) -> None:
+    """Print a table with a column for each case, or several, none wider than the terminal; equal rows once, first."""
     names = dict.fromkeys(name for column in columns for name in column)
-    rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
-    print_table(("", *labels), rows, right=labels)
+    rows = {name: [column.get(name, "") for column in columns] for name in names}
+    same = {name: row for name, row in rows.items() if len(labels) > 1 and len(set(row)) == 1}
+    if same:
+        print_table(("in all cases", ""), [(name, row[0]) for name, row in same.items()], right=("",))
+        say()
+    rows = {name: row for name, row in rows.items() if name not in same}
+    widths = [2 + max(map(len, (label, *(row[at] for row in rows.values())))) for at, label in enumerate(labels)]
+    room = get_terminal_size((sum(widths) + 1000, 24)).columns - max(map(len, rows), default=0)
+    first = 0
+    while first < len(labels):
+        last = first + 1
+        while last < len(labels) and sum(widths[first : last + 1]) <= room:
+            last += 1
+        some = labels[first:last]
+        print_table(("", *some), [(name, *row[first:last]) for name, row in rows.items()], right=some)
+        first = last
+
+
+def _show_runs(plans: Sequence[TrainingPlan], budget: float, price: float | None) -> None:
+    """The cheapest runs that end in time."""
+    columns = ["GPUs", "recipe", "checkpointing", "batch", "tokens/s a GPU", "MFU", "days", "GPU hours"]
+    rows = [
+        (
+            str(plan.gpus), plan.setup.recipe.name, plan.setup.config.activation_checkpointing.mode,
+            str(plan.setup.config.batch), f"{plan.tokens_per_second:,.0f}", f"{plan.utilization:.2f}",
+            f"{plan.days(budget):,.1f}", f"{plan.cost(budget, 1):,.0f}",
+            *(() if price is None else (f"{plan.cost(budget, price):,.0f}",)),
+        )
+        for plan in plans[:_ROWS]
+    ]  # fmt: skip
+    columns += [] if price is None else ["cost"]
+    model, gpu = plans[0].setup.model, plans[0].setup.gpu
+    title = f"{model.name} on {gpu.name}, {budget:.3g} tokens: the cheapest of {len(plans)} runs that end in time"
+    print_table(columns, rows, right=("GPUs", *columns[3:]), title=title)
+    for remark in _remarks(plans[:1]):
+        say(remark)
+
+
+def _show_fitting(label: str, plan: TrainingPlan, budget: float | None, price: float | None) -> None:
+    """With which options a plan fits that does not; nothing where it fits."""
+    if plan.fits:
+        return
+    columns = ["with", "GB at the peak", "tokens/s a GPU", *_bill(plan, budget, price)]
+    rows = [
+        (options, _digits(other.memory.peak / 1e9, 2), f"{other.tokens_per_second:,.0f}",
+         *_bill(other, budget, price).values())
+        for options, other in plan.fitting.items()
+    ]  # fmt: skip
+    say()
+    if rows:
+        print_table(columns, rows, right=columns[1:], title=f"{label or 'This'} does not fit. What fits:")
+    else:
+        say(
+            f"{label or 'This'} does not fit, nor with three of these: a smaller --batch, another --recipe, more "
+            "--gpus, --activation-checkpointing.mode full, --optimizer.state 8bit, --optimizer.weights bf16, "
+            "--optimizer.offload."
+        )
+
+
+def _bill(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
+    """The days of a run and its cost, as far as they are asked for."""
+    found = {} if budget is None else {"days": f"{plan.days(budget):,.1f}"}
+    return found if budget is None or price is None else found | {"cost": f"{plan.cost(budget, price):,.0f}"}
 
 
 def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
@@ -155,12 +259,9 @@ def _training(plan: TrainingPlan, budget: float | None, price: float | None) -> 
         "ms of a step": _digits(plan.time.total * 1e3, 1),
         "ms of the host": _digits(plan.time.host * 1e3, 1),
         "tokens/s a GPU": f"{plan.tokens_per_second:,.0f}",
-        "MFU": f"{plan.utilization:.2f}",
     }
-    if budget is not None:
-        found["days"] = f"{plan.days(budget):,.1f}"
-        if price is not None:
-            found["cost"] = f"{plan.cost(budget, price):,.0f}"
+    if plan.fits:  # what cannot run costs nothing
+        found |= {"MFU": f"{plan.utilization:.2f}", **_bill(plan, budget, price)}
     found |= {f"speed of {gain.layer} {'x'.join(map(str, gain.shape))}": f"{gain.speedup:.2f}x" for gain in plan.gains}
     if plan.fp8_attention_speed is not None:
         found["speed of attention in FP8"] = f"{plan.fp8_attention_speed:.2f}x"
@@ -237,7 +338,7 @@ def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> li
 
 
 def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
-    """Where the figures come from, and advice where a case does not fit."""
+    """Where the figures come from."""
     found = []
     for plan in {plan.setup.gpu.key: plan for plan in plans}.values():
         gpu = plan.setup.gpu
@@ -245,19 +346,12 @@ def _remarks(plans: Sequence[TrainingPlan]) -> list[str]:
             f"{gpu.name}: {_listed(plan.origins)}. Data sheet: {gpu.source}. "
             + (f"Measured: {gpu.measured}." if gpu.measured else "Nothing of Octavo is measured on it.")
         )
-    if min(plan.setup.model.width for plan in plans) < _SMALLEST:
-        found.append(f"A small model: the time of layers below {_SMALLEST:,} inputs or outputs is extrapolated.")
-    if not all(plan.fits for plan in plans):
-        found.append(
-            "Less memory: --activation-checkpointing.mode full, --optimizer.state 8bit, --optimizer.weights bf16, "
-            "--optimizer.offload, a smaller --batch, or more --gpus."
-        )
     return found
 
 
 def _show_states(parameters: float, as_json: bool) -> None:
     """The table of weights, gradients and optimizer states of so many parameters."""
-    from octavo.plan.states import KNOWN_STATES, own_states
+    from octavo.plan.setup import KNOWN_STATES, own_states
 
     states = {**KNOWN_STATES, **own_states()}
     if as_json:

@@ -1,14 +1,29 @@
-"""octavo train: a language model from text, in BF16 or FP8."""
+"""octavo train, bisect, compare and report: runs of training."""
 
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.choices import MODEL_PRESETS
-from octavo_cli.display import print_table
+from octavo_cli.command import MODEL_PRESETS, AsJson, option, settings_after
+from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+if TYPE_CHECKING:
+    from octavo.bisection import Bisection
+    from octavo.bisection.bisector import ShortRun
+    from octavo.bisection.search import Gap, Part
+    from octavo.report.runs import RunData
+    from octavo.train.config import Config
+    from octavo.train.run_records import Decision, RunRecord
+
+
+# ---- octavo train: a language model from text, in BF16 or FP8.
 
 
 def train_command(
@@ -42,7 +57,8 @@ def train_command(
 
     SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) finish the step, write a checkpoint and exit. --resume
     FOLDER continues the run bit for bit. With --or-resume the same command begins a run and later continues it. A
-    closed output pipe does not end a run.
+    closed output pipe does not end a run. --branch begins a run of its own at a checkpoint, with the settings of that
+    checkpoint's run.
 
     Examples:
 
@@ -52,53 +68,463 @@ def train_command(
 
       octavo train --resume runs/first --steps 400
 
+      octavo train --branch runs/first/step-00000300 --recipe bf16 --out runs/second
+
       torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
-    from octavo.train.config import ConfigError, describe
+    with progress("starting"):
+        from octavo.train.config import ConfigError, describe  # with PyTorch, which takes seconds
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
         print_table(("setting", "type", "default", "meaning"), rows, prose=["meaning"])
         return
-    overrides = list(context.args)
-    if config is not None and str(config).startswith("--"):  # click takes the first unknown option for the argument
-        overrides, config = [str(config), *overrides], None
+    config, overrides = settings_after(config, context)
     if resume_from and config:
         raise ConfigError(f"a resumed run has its settings: change some with --key value, and leave {config} out")
     if resume_from and or_resume:
-        raise ConfigError(
-            "--resume continues the run of a folder, and --or-resume that in --out: leave one of them out"
-        )
-    from octavo.train.processes import run_in_group  # imports torch.distributed, which takes a second
+        raise ConfigError("--resume continues the run of a folder, --or-resume that in --out: leave one of them out")
+    with progress("starting"):
+        import_module("octavo.train.start")  # with PyTorch's compiler, which takes seconds
+    from octavo.train.processes import run_in_group
 
     run_in_group(lambda: _train(config, resume_from, or_resume, overrides))
 
 
 def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
     from octavo.train.config import Config
-    from octavo.train.log import print_line, training_console
-    from octavo.train.ranks import same_outcome, world_size
-    from octavo.train.restart import start_or_resume, was_restarted
-    from octavo.train.start import resume_run, start_run
+    from octavo.train.processes import same_outcome, world_size
+    from octavo.train.start import branch_settings, resume_run, start_or_resume, start_run, was_restarted
+    from octavo.train.step_metrics import live_console, print_line
+    from octavo.util import plural
 
-    console = training_console()
-    if resume_from:
-        trainer = resume_run(resume_from, overrides, console)
-    else:
-        with same_outcome():
-            config = Config.load(path, overrides)
-        start = start_or_resume if was_restarted() or or_resume else start_run
-        trainer = start(config, console)
-    result = trainer.run()
+    with live_console() as console:
+        if resume_from:
+            trainer = resume_run(resume_from, overrides, console)
+        else:
+            with same_outcome():
+                config = Config.load(path, overrides)
+                if config.branch and path is None:
+                    config = branch_settings(Path(config.branch), overrides)
+            start = start_or_resume if was_restarted() or or_resume else start_run
+            trainer = start(config, console)
+        result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
         command = _resume_command(run, world_size())
         message = f"{result.interrupted}: saved step {result.step}; continue with: {command}"
     else:
-        message = f"done: {result.step} steps in {run}"
+        message = f"done: {plural(result.step, 'step')} in {run}"
     print_line(console, message)
 
 
 def _resume_command(run: Path, processes: int) -> str:
     """The command that continues a run; the dots stand for torchrun's options, which octavo does not know."""
     return f"{'octavo' if processes == 1 else 'torchrun ... -m octavo'} train --resume {run}"
+
+
+# ---- octavo bisect: the GEMMs and the layers of an FP8 run that raise its loss over that of BF16.
+
+
+def bisect_command(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="The settings of the FP8 run: a TOML file, the config.json of a run, or a preset."
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="CHECKPOINT", help="Start from a checkpoint, or from the newest of a run."),
+    ] = None,
+    seeds: Annotated[int, option("NUMBER", "Runs of each part, with seeds that follow --seed.")] = 3,
+    run_steps: Annotated[int | None, option("NUMBER", "Steps of a short run. Default: --steps, 200 at most.")] = None,
+    least: Annotated[float, option("PERCENT", "The smallest gap that is searched.")] = 0.05,
+    out: Annotated[Path, option("FOLDER", "The folder that remembers the short runs.")] = Path("runs/bisect"),
+    as_json: AsJson = False,
+) -> None:
+    """Find the layers and GEMMs that raise the loss in FP8.
+
+    Short runs of the trainer with the same seeds and data have parts of the model in FP8 and the rest in BF16. A gap is
+    the relative difference of the training loss, over the last quarter of the steps, from the run in BF16. It is
+    resolved if it differs from 0 by more than its spread between seeds; a gap that is not resolved ends the search.
+
+    Settings of octavo train can follow. Each short run is remembered: the same command continues after Ctrl-C, and more
+    --seeds add to those that are there. Without CONFIG, --from takes the settings of the run. Without both, at least
+    one setting must be given: a search of the default run takes long.
+
+    Examples:
+
+      octavo bisect small.toml --data book.txt --recipe tensorwise --run-steps 100
+
+      octavo bisect --from runs/fp8 --seeds 4 --out runs/why
+    """
+    from octavo.train.processes import run_in_group  # imports torch.distributed, which takes a second
+
+    config, words = settings_after(config, context)
+    run_in_group(lambda: _bisect(config, checkpoint, words, seeds, run_steps, least / 100, out, as_json))
+
+
+def _bisect(
+    path: Path | None,
+    checkpoint: Path | None,
+    words: list[str],
+    seeds: int,
+    run_steps: int | None,
+    least: float,
+    out: Path,
+    as_json: bool,
+) -> None:
+    from octavo.bisection import bisect
+    from octavo.bisection.bisector import find_checkpoint
+    from octavo.train.processes import rank
+
+    start = None if checkpoint is None else find_checkpoint(checkpoint)
+    try:
+        config = _settings(path, start, words)
+        found = bisect(config, out, seeds=seeds, steps=run_steps, least=least, checkpoint=start, on_run=_print_run)
+    except KeyboardInterrupt:
+        say(f"interrupted: the short runs that ended are in {out}; the same command continues", error=True)
+        raise typer.Exit(130) from None
+    if rank() > 0:
+        return
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return
+    _print_trials(found)
+    for line in _verdict(found, seeds, least):
+        say(line)
+
+
+def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> Config:
+    from octavo.checkpoint.run import RunFolder
+    from octavo.train.config import Config, ConfigError, read_settings
+
+    if path is None and checkpoint is not None:
+        return read_settings(RunFolder(checkpoint.parent)).replace(words)
+    if path is None and not words:
+        raise ConfigError(
+            "octavo bisect needs the FP8 run to search, and none is given: give its settings as CONFIG, --from a run, "
+            "or settings of octavo train (octavo bisect small.toml --data book.txt)"
+        )
+    return Config.load(path, words)
+
+
+def _print_run(run: ShortRun, count: int) -> None:
+    """One line on standard error for each short run that ends."""
+    from octavo.train.processes import rank
+
+    if rank() == 0:
+        what = f"{', '.join(run.part.gemms)} in FP8, {len(run.converted)} layers" if run.part.gemms else "BF16"
+        say(f"short run {count}: {what}, seed {run.seed}: loss {run.loss:.4f}, {run.seconds:.1f} s", error=True)
+
+
+def _print_trials(found: Bisection) -> None:
+    whole = found.finding.whole.gap
+    rows = [
+        {
+            "in FP8": ", ".join(trial.part.gemms), "layers": _layers(trial.part, found.layers),
+            "gap": f"{trial.gap.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
+            "share": f"{trial.gap.share_of(whole):.0%}" if whole.mean else "",
+            "": "" if trial.resolved else "within the noise",
+        }
+        for trial in found.finding.trials
+    ]  # fmt: skip
+    print_rows(rows, prose=["layers"], title="short runs against BF16")
+    say(f"The losses of BF16 with other seeds differ by {found.spread:.2%} (standard deviation).")
+
+
+def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
+    finding, gap = found.finding, found.finding.whole.gap
+    size = f"{gap.mean:+.2%} +- {gap.half_width:.2%} after {found.steps} steps with {seeds} seeds"
+    if finding.verdict == "unresolved":
+        if gap.seeds_needed is None:
+            return [f"No gap can be resolved: {size}. FP8 and BF16 have the same losses."]
+        return [f"No gap can be resolved: {size}.", _advice(gap, least)]
+    if finding.verdict == "small":
+        return [f"The gap is smaller than --least: {size}. There is nothing to find."]
+    if finding.verdict == "lower":
+        return [f"FP8 has the lower loss: {size}. There is nothing to find."]
+    lines = [f"FP8 raises the loss: {size}.", f"GEMM: {' and '.join(finding.gemms)}"]
+    for trial in finding.layers:
+        lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.gap.share_of(gap):.0%} of the gap")
+    return [*lines, *_remedies(found)]
+
+
+def _advice(gap: Gap, least: float) -> str:
+    """The way to resolve a gap, for one that is not resolved."""
+    if gap.mean < least:
+        return (
+            "It is smaller than --least, so more seeds find nothing; longer runs (--run-steps) may show a larger gap."
+        )
+    return (
+        f"About --seeds {gap.seeds_needed} would resolve a gap of this size; longer runs (--run-steps) may show a "
+        "larger one."
+    )
+
+
+def _remedies(found: Bisection) -> list[str]:
+    """The settings that keep the causes in BF16, and the gap that is left with them."""
+    from octavo.bisection.search import Part
+
+    finding, gemms = found.finding, found.finding.whole.part.gemms
+    gaps = {trial.part: f"{trial.gap.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
+    others = tuple(name for name in gemms if name not in finding.gemms)
+    rest = tuple(name for name in found.layers if name not in found.causes)
+    lines = []
+    if others:
+        keeps = f"--bf16-gemms {' '.join(finding.gemms)} keeps {' and '.join(finding.gemms)} in BF16 in all layers"
+        lines.append(f"{keeps}: {gaps[Part(others)]}")
+    if rest:
+        lines.append(f"--skip {' '.join(found.causes)} keeps these layers in BF16: {gaps[Part(gemms, rest)]}")
+    return lines
+
+
+def _layers(part: Part, every: tuple[str, ...]) -> str:
+    """The layers of a part: one by its name, several by the first and the last, and their number."""
+    layers = every if part.layers is None else part.layers
+    if len(layers) == len(every):
+        return f"all {len(every)}"
+    if len(layers) < 3:
+        return ", ".join(layers)
+    return f"{len(layers)}: {layers[0]} to {layers[-1]}"
+
+
+# ---- octavo compare: runs side by side.
+
+
+def compare_command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more runs of octavo train.")],
+    margin: Annotated[
+        str | None,
+        typer.Option("--decide", metavar="PERCENT", help="Decide if the losses are the same within this, as 0.25%."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: losses by step, gaps, speed and memory.
+
+    A gap is the relative difference between the evaluation losses of a run and of the first run. The runs may still be
+    in progress.
+
+    With --decide, runs with the same settings but the seed are a group, and those of the other groups are compared with
+    those of the first, in pairs of one seed and one branch. The interval holds however often one looks.
+
+    Examples:
+
+      octavo compare runs/bf16 runs/rowwise
+
+      octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
+    """
+    from octavo.train.run_records import ONE_SEED, different_settings, read_run
+
+    if len(runs) < 2:
+        raise ValueError(f"compare takes two or more runs, got {len(runs)}")
+    records = [read_run(path) for path in runs]
+    if margin is not None:
+        _decide(records, margin, as_json)
+        return
+    different = different_settings([run.settings for run in records])
+    summaries = [_summary(run, records[0]) for run in records]
+    remark = ONE_SEED if any(each["gaps"] for each in summaries) else None
+    if as_json:
+        found = {"runs": summaries, "remark": remark, "different_settings": different}
+        print(json.dumps(found, indent=2))
+        return
+    names = _names(runs)
+    _print_losses(records, names)
+    say()
+    _print_summary(records, names)
+    if remark:
+        say(remark)
+    for name, values in different.items():
+        say(f"{name.replace('_', '-')}: {', '.join(_text(value) for value in values)}")
+
+
+def _decide(records: list[RunRecord], margin: str, as_json: bool) -> None:
+    from octavo.train.run_records import decide, gaps_of, group_runs, slope_of, tokens_per_parameter
+
+    allowed = _margin(margin)
+    base, *others = group_runs(records)
+    if not others:
+        raise ValueError(f"--decide compares groups of runs with different settings; all runs are of {base.name}")
+    slope, each = slope_of(base), tokens_per_parameter(records[0])
+    found = {group.name: decide(gaps_of(group, base), allowed) for group in others}
+    if as_json:
+        groups = {name: asdict(decision) for name, decision in found.items()}
+        curve = {"slope": slope, "tokens_per_parameter": each}
+        print(json.dumps({"base": base.name, "margin": allowed, **curve, "groups": groups}, indent=2))
+        return
+    rows = [
+        {
+            "group": name, "pairs": str(len(decision.gaps)), f"gap to {base.name}": f"{decision.mean:+.3%}",
+            "+-": number(decision.half_width, ".3%"),
+            "in steps": number(decision.mean / slope if slope else None, "+.1f"), "verdict": _decided(decision, margin),
+        }
+        for name, decision in found.items()
+    ]  # fmt: skip
+    print_rows(rows)
+    at_the_end = "unknown" if slope is None else f"{slope:.4%} a step"
+    say(f"slope of {base.name} at the end: {at_the_end}; {number(each, '.3g') or 'unknown'} tokens a parameter")
+    if not any(group.twin for group in others):
+        say("no twin: a branch of the first group with --disturb 0.002 shows what chance alone does")
+
+
+def _margin(text: str) -> float:
+    number = text.removesuffix("%")
+    try:
+        value = float(number) / 100
+    except ValueError:
+        value = math.nan
+    if not (number != text and 0 < value < 1):
+        raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {text!r}")
+    return value
+
+
+def _decided(decision: Decision, margin: str) -> str:
+    from octavo.util import plural
+
+    least = abs(decision.mean) - (decision.half_width or 0)
+    if decision.verdict == "within":
+        return f"within {margin}"
+    if decision.verdict != "undecided":
+        return f"{decision.verdict} by at least {least:.3%}"
+    more = "" if decision.more is None else f"{plural(decision.more, 'more pair')} like these, or "
+    return f"cannot decide: {more}a longer run"
+
+
+def _print_losses(records: list[RunRecord], names: list[str]) -> None:
+    first, *others = records
+    gaps = ["gap"] if len(others) == 1 else [f"gap of {name}" for name in names[1:]]
+    rows = []
+    for step in sorted({step for run in records for step in run.evaluations}):
+        losses = {name: number(run.evaluations.get(step), ".4f") for name, run in zip(names, records, strict=True)}
+        relative = {gap: number(_gap(run, first, step), "+.2%") for gap, run in zip(gaps, others, strict=True)}
+        rows.append({"step": str(step), **losses, **relative})
+    print_rows(rows, title="evaluation loss")
+
+
+def _print_summary(records: list[RunRecord], names: list[str]) -> None:
+    rows = [
+        {
+            "run": name, "steps": str(run.step), "final loss": number(_final(run), ".4f"),
+            "gap": number(_gap(run, records[0], _last(run)), "+.2%"), "tokens/s": number(run.tokens_per_second, ",.0f"),
+            "peak memory, GB": number(None if run.peak_memory is None else run.peak_memory / 1e9, ".2f"),
+        }
+        for name, run in zip(names, records, strict=True)
+    ]  # fmt: skip
+    print_rows(rows)
+
+
+def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
+    return {
+        "run": str(run.path),
+        "steps": run.step,
+        "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
+        "gaps": {str(step): gap for step in run.evaluations if (gap := _gap(run, first, step)) is not None},
+        "final_loss": _final(run),
+        "tokens_per_second": run.tokens_per_second,
+        "peak_memory": run.peak_memory,
+    }
+
+
+def _last(run: RunRecord) -> int | None:
+    return max(run.evaluations, default=None)
+
+
+def _final(run: RunRecord) -> float | None:
+    last = _last(run)
+    return None if last is None else run.evaluations[last]
+
+
+def _gap(run: RunRecord, first: RunRecord, step: int | None) -> float | None:
+    """The loss of `run` relative to that of `first` at a step, minus 1; None if one of the two has no loss there."""
+    if step is None or run is first or not (run.evaluations.get(step) and first.evaluations.get(step)):
+        return None
+    return run.evaluations[step] / first.evaluations[step] - 1
+
+
+def _names(runs: list[Path]) -> list[str]:
+    """The names of the folders, or their whole paths where two folders have one name."""
+    names = [path.resolve().name for path in runs]
+    return names if len(set(names)) == len(names) else [str(path) for path in runs]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# ---- octavo report: what FP8 did in runs, as a page, on the terminal or as JSON.
+
+
+_EVENTS = 8
+_LINES = (("loss", "loss"), ("evaluation_loss", "evaluation loss"), ("tokens_per_second", "tokens/s"))
+
+
+def report_command(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Runs of octavo train, or folders of octavo.watch.")
+    ],
+    to_html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="The page; without it, report.html in the first run.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, and write no page unless --html is given.")
+    ] = False,
+) -> None:
+    """Show loss, speed, memory, and what FP8 did in each layer.
+
+    The command writes one HTML page that opens offline, and prints a summary. The runs may still be in progress.
+    A run that was not watched, or that another library trained, has its loss, speed and memory only.
+
+    Examples:
+
+      octavo report runs/rowwise
+
+      octavo report runs/rowwise runs/bf16 --html report.html
+    """
+    from octavo.report.runs import read_runs
+    from octavo.train.run_records import ONE_SEED
+
+    page = to_html if to_html is not None or as_json else runs[0] / "report.html"
+    found = read_runs(runs)
+    check_output(page, "--html", "a page")
+    if page is not None:
+        from octavo.report.training_page import page_of_runs
+
+        write_output(page, page_of_runs(found).html())
+    if as_json:
+        from octavo.report.training_page import to_dict
+
+        print(json.dumps([to_dict(run) for run in found], indent=1, allow_nan=False))
+        return
+    for run in found:
+        _print(run)
+    if len(found) > 1:
+        say(ONE_SEED)
+    say(f"the page: {page}")
+
+
+def _print(run: RunData) -> None:
+    from octavo.report.training_page import run_facts, sparkline, worst_layers
+
+    say(run.name, "bold")
+    print_facts(list(run_facts(run).items()))
+    lines = [(name, sparkline(run.series[key].values)) for key, name in _LINES if key in run.series]
+    if lines:
+        print_table(("", "over the steps"), lines)
+    worst = worst_layers(run.watched) if run.watched is not None else []
+    if worst:
+        print_table(("worst layers", "layer", "operand", "worst", "over the steps"), worst)
+    events = run.watched.events if run.watched is not None else []
+    if len(events) > _EVENTS:
+        say(f"the last {_EVENTS} of {len(events)} events:")
+    for event in events[-_EVENTS:]:
+        action = "undone: the run went back" if event.undone else event.action
+        action = f" ({action})" if action else ""
+        say(f"step {event.step}: {event.describe()}{action}", "yellow")
+    for remark in run.remarks:
+        say(remark)
+    say()

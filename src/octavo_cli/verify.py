@@ -1,4 +1,4 @@
-"""octavo verify: check a packed folder, and measure what packing cost."""
+"""octavo verify and inspect: what a packed folder holds, and whether it is right."""
 
 from __future__ import annotations
 
@@ -7,17 +7,34 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.data import DATA_HELP, print_reading
-from octavo_cli.display import print_table, progress, say
-from octavo_cli.options import BUDGET_HELP, Device, Packed, PromptBatch, PromptSeed, PromptTokens, option, refuse_unused
-from octavo_cli.output import check_writable
+from octavo_cli.command import (
+    BUDGET_HELP,
+    DATA_HELP,
+    AsJson,
+    Device,
+    Packed,
+    PromptBatch,
+    PromptSeed,
+    PromptTokens,
+    option,
+    print_reading,
+    refuse_unused,
+)
+from octavo_cli.display import check_output, print_rows, print_table, progress, say, write_output
 
 if TYPE_CHECKING:
-    from octavo.verification.result import Report
+    from torch import Tensor
+
+    from octavo.checkpoint.packed_folder import PackedTensors
+    from octavo.verification.findings import Report
+
+
+# ---- octavo verify: check a packed folder, and measure what packing cost.
+
 
 _ROWS = 12
 
@@ -25,7 +42,17 @@ _ROWS = 12
 def verify_command(
     command: typer.Context,
     packed: Packed,
-    against: Annotated[Path, option("MODEL", "The model that the folder was packed from: a folder, or a run.")],
+    against: Annotated[
+        Path | None,
+        option(
+            "MODEL",
+            "The model that the folder was packed from, a folder or a run; without it the folder is judged by itself.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        option("FOLDER", "The calibration of MODEL that gave the stored scales of inputs, keys and values."),
+    ] = None,
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,
     budget: Annotated[
         list[str] | None, option("BUDGET", f"The most that packing may cost on --data: {BUDGET_HELP}.")
@@ -61,12 +88,14 @@ def verify_command(
     if not data:
         refuse_unused(command, ["--samples", "--context", "--batch", "--seed"], "--data")
     budgets, prompts = [Budget.parse(text) for text in budget or ()], PromptOptions(samples, context, batch, seed)
-    check_writable(to_json, "--json")
-    check_writable(to_html, "--html")
+    if to_json is not None and to_html is not None and to_json.resolve() == to_html.resolve():
+        raise ValueError(f"--json and --html must be two files, got {to_json} for both")
+    check_output(to_json, "--json", "a report")
+    check_output(to_html, "--html", "a page")
     with progress("reading model and prompts") as advance:
         report = verify(
-            packed, against, data or (), budgets=budgets, prompts=prompts, device=device, folded=folded,
-            progress=advance, on_read=print_reading,
+            packed, against, data or (), calibration=calibration, budgets=budgets, prompts=prompts, device=device,
+            folded=folded, progress=advance, on_read=print_reading,
         )  # fmt: skip
     _print(report)
     _write(report, to_json, to_html)
@@ -75,17 +104,15 @@ def verify_command(
 
 
 def _print(report: Report) -> None:
-    from octavo.verification.report import sections, verdict
-
     shown = _with_worst_layers(report)
-    for section in sections(shown):
+    for section in shown.sections():
         print_table(section.columns, section.rows, prose=[""], title=section.title)
         if section.remark:
             say(section.remark, "dim")
         say()
     for remark in shown.remarks:
         say(remark)
-    say(f"{report.packed}: {verdict(report)}", "" if report.ok else "red")
+    say(f"{report.packed}: {report.verdict}", "" if report.ok else "red")
     for finding in report.findings:
         say(f"  {finding.kind} {finding}")
 
@@ -100,12 +127,144 @@ def _with_worst_layers(report: Report) -> Report:
 
 
 def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
-    from octavo.report.verification_page import page_of_report
-    from octavo.verification.report import Invocation, to_dict
+    from octavo.report.page import page_of_report
+    from octavo.verification.findings import Invocation
 
     invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
     if to_json is not None:
-        text = json.dumps(to_dict(report, invocation), indent=1, allow_nan=False)
-        to_json.write_text(f"{text}\n", encoding="utf-8")
+        text = json.dumps(report.to_dict(invocation), indent=1, allow_nan=False)
+        write_output(to_json, f"{text}\n")
     if to_html is not None:
-        to_html.write_text(page_of_report(report, invocation).html(), encoding="utf-8")
+        write_output(to_html, page_of_report(report, invocation).html())
+
+
+# ---- octavo inspect: the tensors of a packed folder, and the dtypes that a model trains in.
+
+
+def inspect_command(
+    command: typer.Context,
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="A packed folder; with --dtypes the model of a training.")
+    ],
+    dtypes: Annotated[
+        bool,
+        typer.Option(
+            "--dtypes",
+            help="Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
+            "file of settings, a run of octavo train, or the folder or config.json of a Hugging Face model.",
+        ),
+    ] = False,
+    module: Annotated[
+        str | None, option("GLOB", "With --dtypes: the operations of these modules, one by one; * for all.")
+    ] = None,
+    recipe: Annotated[str | None, option("RECIPE", "With --dtypes: another recipe than that of the settings.")] = None,
+    batch: Annotated[int | None, option("NUMBER", "With --dtypes: sequences.")] = None,
+    context: Annotated[int | None, option("NUMBER", "With --dtypes: tokens of a sequence.")] = None,
+    weights: Annotated[str | None, option("NAME", "With --dtypes: the dtype of the weights, fp32 or bf16.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the tensors of a packed folder, or trace dtypes.
+
+    Each row of a packed folder's table has a tensor's dtype, shape, scheme, the number and range of its scales, and its
+    size.
+
+    With --dtypes, a forward and backward pass runs on tensors without numbers, under the autocast of a GPU, so that a
+    model of any size can be shown on any machine.
+
+    Examples:
+
+      octavo inspect packed/first
+
+      octavo inspect llama-3-70b --dtypes
+
+      octavo inspect models/qwen --dtypes --recipe bf16 --module "*.layers.0.self_attn*"
+    """
+    changes = {"recipe": recipe, "batch": batch, "context": context, "optimizer.weights": weights}
+    given = {name: value for name, value in changes.items() if value is not None}
+    if dtypes:
+        print_dtypes(source, module, given, as_json=as_json)
+        return
+    refuse_unused(command, ["--module", "--recipe", "--batch", "--context", "--weights"], "--dtypes")
+    if source.suffix == ".toml" or not source.exists():
+        raise ValueError(f"{source} is no packed folder; to trace the dtypes of a model, add --dtypes")
+    _print_packed(source, as_json)
+
+
+def _print_packed(folder: Path, as_json: bool) -> None:
+    from octavo.checkpoint.packed_folder import PackedTensors
+    from octavo.checkpoint.scheme import reciprocal_warning
+    from octavo.util import plural
+
+    packed = PackedTensors(folder)
+    rows = [_layer(packed, name) for name in packed.packing.schemes]
+    rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]
+    rows += [_other(packed, name) for name in packed.others]
+    total = sum(row["bytes"] for row in rows)
+    suspects = packed.suspects()
+    if as_json:
+        found = {"layout": packed.packing.layout.name, "bytes": total, "reciprocal_scales": suspects, "tensors": rows}
+        found["unused"] = packed.unused
+        print(json.dumps(found, indent=2))
+        return
+    print_rows([_shown(row) for row in rows])
+    layers, left = plural(len(packed.packing.schemes), "layer"), plural(len(packed.ignored), "linear layer")
+    say(f"{packed.packing.layout.name}: {layers} packed, {left} in BF16, {total / 1e6:.2f} MB")
+    if packed.unused:
+        say(f"{len(packed.unused)} scales and zero points that no layer reads, {packed.unused[0]} among them")
+    if suspects:
+        say(reciprocal_warning(suspects, len(packed.packing.schemes)), "red")
+
+
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    text = {name: str(row.get(name, "")) for name in ("tensor", "dtype", "shape", "scheme", "scales")}
+    ends = {name: f"{row[name]:.3g}" if name in row else "" for name in ("least", "largest")}
+    return text | {"shape": " x ".join(map(str, row["shape"]))} | ends | {"MB": f"{row['bytes'] / 1e6:.2f}"}
+
+
+def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
+    scheme, (data, scale) = packed.packing.schemes[name], packed.stored(name)
+    values = scheme.packed_weight(data, scale).scale.float()
+    row = {
+        "tensor": f"{name}.weight", "dtype": "e4m3", "shape": list(data.shape),
+        "scheme": scheme.name, "scales": scale.numel(),
+        "least": float(values.min()), "largest": float(values.max()), "bytes": data.nbytes + scale.nbytes,
+    }  # fmt: skip
+    return row | ({"input_scale": float(packed.input_scale(name))} if scheme.static else {})
+
+
+def _scale(name: str, scale: Tensor) -> dict[str, Any]:
+    return {
+        "tensor": name, "dtype": "float32", "shape": list(scale.shape), "scheme": "kv cache", "scales": 1,
+        "least": float(scale), "largest": float(scale), "bytes": scale.nbytes,
+    }  # fmt: skip
+
+
+def _other(packed: PackedTensors, name: str) -> dict[str, Any]:
+    spec = packed.reader.specs[name]
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return {"tensor": name, "dtype": dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
+
+
+# ---- octavo inspect --dtypes: the dtypes of a step of training.
+
+
+def print_dtypes(source: Path, module: str | None, changes: dict[str, Any], *, as_json: bool) -> None:
+    """Trace a step of training of the model `source`, with `changes` of settings, and print its tables.
+
+    With a glob `module` they are the operations of these modules.
+    """
+    from octavo.train.finished import trace_source
+
+    flow = trace_source(source, changes)
+    if module is not None:
+        flow = flow.select(module)
+    if as_json:
+        print(json.dumps(flow.to_dict(), indent=2))
+        return
+    say(f"{flow.model} of {source}: a forward and backward pass, autocast {flow.autocast}")
+    for table in [flow.operation_table()] if module is not None else flow.tables():
+        if table.rows:
+            say()
+            print_table(table.columns, table.rows, right=table.right, prose=table.prose, title=table.title)
+    for remark in flow.remarks():
+        say(remark)

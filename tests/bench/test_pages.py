@@ -1,26 +1,24 @@
-"""docs/performance.md, docs/accuracy.md and the plots are what the files in bench/results give."""
+"""The pages of measurements, their grids, their plots and the tables of the package are what bench/results gives."""
 
-import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
 import pytest
 
+from bench.gpu import plan as planned
 from bench.gpu import stack
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, PLAIN, speedup
-from bench.report import pages, parity, performance, plots
-from bench.report.aims import Aim, aims
-from bench.report.tables import load, machine, markdown, pivot
+from bench.report import aims, pages, performance, plots, recipes, scaling, shipped
+from bench.report.filler import Fields, fill, load
+from bench.report.plan import image_errors
+from bench.report.pretraining import mean_of
+from octavo.plan.step_time import Links, Training
 from octavo.recipe import PRESETS
 
 RESULTS = load()
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def results() -> dict:
-    return copy.deepcopy(RESULTS)
 
 
 def words(plot: Path) -> list[str]:
@@ -28,148 +26,37 @@ def words(plot: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", plot.read_text())
 
 
-def measured(results: dict) -> dict[str, Aim]:
-    return {aim.claim: aim for aim in aims(results)}
-
-
 # --- The repository --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", pages.pages(RESULTS))
+@pytest.mark.parametrize("name", pages.PAGES)
 def test_the_page_in_the_repository_is_what_the_results_give(name):
     text = (ROOT / "docs" / f"{name}.md").read_text()
     assert text == pages.page(name, RESULTS), "run make docs"
     assert not re.search(r"\b(nan|inf|None)\b", text)
 
 
-def test_the_plots_in_the_repository_are_what_the_results_give(tmp_path):
+def test_the_aims_in_the_repository_are_what_the_results_give():
+    text = (ROOT / "bench" / "aims.md").read_text()
+    assert text == pages.aims_page(RESULTS), "run make docs"
+    assert "–" not in text  # each is measured
+    assert len(re.findall(r"\| (?:met|\*\*missed\*\*) \|$", text, re.MULTILINE)) == 36 + 12
+
+
+def test_the_plots_and_grids_in_the_repository_are_what_the_results_give(tmp_path):
     before = dict(matplotlib.rcParams)
     plots.draw(RESULTS, tmp_path)
-    text = pages.page("performance", RESULTS) + pages.page("scaling", RESULTS)
-    linked = re.findall(r"\]\(performance/(\w+\.svg)\)", text)
+    performance.write_grids(RESULTS, tmp_path)
+    text = "".join(pages.page(name, RESULTS) for name in ("performance", "scaling", "vision", "loss", "pretraining"))
+    linked = re.findall(r"\]\(performance/(\w+\.\w+)\)", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(linked)
-    for path in tmp_path.iterdir():  # by their words: another version of matplotlib draws other bytes
-        assert words(path) == words(ROOT / "docs" / "performance" / path.name)
+    for path in tmp_path.iterdir():
+        there = ROOT / "docs" / "performance" / path.name
+        if path.suffix == ".csv":
+            assert path.read_text() == there.read_text(), "run make docs"
+        else:  # by its words: another version of matplotlib draws other bytes
+            assert words(path) == words(there), "run make docs"
     assert dict(matplotlib.rcParams) == before
-
-
-def test_every_mode_that_the_pages_name_is_measured():
-    assert {BASE, FUSED, FUSED_EAGER, PLAIN} <= stack.MODES.keys()
-
-
-def test_the_guide_to_training_has_the_figures_of_the_results():
-    guide = (ROOT / "docs" / "training.md").read_text()
-    layers = performance.layer_sizes(RESULTS).partition("</details>")[0]
-    tokens = {line.split(" | ")[0]: line for line in guide.partition("## Sizes")[2].partition("##")[0].splitlines()}
-    for m in (512, 2048, 8192, 32768):
-        rows = [re.search(rf"^\| {m:,} x {k:,} \| (.*) \|$", layers, re.MULTILINE) for k in (1024, 2048, 4096, 8192)]
-        assert f"| {m:,} | {' | '.join(row[1].split(' | ')[i] for i, row in enumerate(rows))} |" == tokens[f"| {m:,}"]
-    stack_of = RESULTS["gpu_stack"]
-    modes = {row["mode"]: row for row in stack_of["modes"]}
-    fused, plain = (modes[mode]["peak_gb"] / modes[BASE]["peak_gb"] for mode in (FUSED, PLAIN))
-    assert f"{stack_of['kept']['ratio']:.2f}x of BF16 instead of {modes[FUSED]['ratio']:.2f}x" in guide
-    assert f"{fused:.2f} of BF16's when fused, {plain:.2f} when not" in guide
-    assert f"fused blocks reach {modes[FUSED_EAGER]['ratio']:.2f}x" in guide
-
-
-def test_each_recipe_of_the_guide_is_measured():
-    table = (ROOT / "docs" / "training.md").read_text().partition("## Recipes")[2].partition("[Recipes]")[0]
-    named = re.findall(r"^\| (`.*`) \|", table, re.MULTILINE)
-    recipes = {name.strip("` ") for names in named for name in names.split(",")}
-    assert recipes == PRESETS.keys() - {"bf16"}
-    page = pages.page("recipes", RESULTS)
-    assert [name for name in recipes - {"delayed"} if f"| `{name}` |" not in page] == []
-    assert "| `delayed_e5m2_margin_1` |" in page  # the preset
-
-
-# --- Tables ----------------------------------------------------------------------------------------------------
-
-
-def test_a_table_has_the_headings_of_all_its_rows():
-    assert markdown([{"a": "1"}, {"a": "2", "b": "3"}]) == "| a | b |\n| --- | --- |\n| 1 | – |\n| 2 | 3 |"
-    assert markdown([]) == "Not measured."
-    assert pivot("", [("x", "one", "1"), ("y", "two", "2")]) == [{"": "x", "one": "1"}, {"": "y", "two": "2"}]
-
-
-def test_readme_gets_its_rows_between_the_markers():
-    begin, end = pages.MARKERS
-    text = pages.with_gains(f"before\n{begin}\nold\n{end}\nafter", RESULTS)
-    assert len(re.findall(r"^\| .* \|$", text, re.MULTILINE)) == 2 + 9
-    assert "old" not in text
-    assert "| Train 6 blocks of ViT-H/14, H200 | 1.20x | 1.21x |" in text
-    assert "| Train a layer of 8 experts of Mixtral's shape, H200 | 1.43x | 1.19x |" in text
-    assert text.startswith(f"before\n{begin}\n")
-    assert text.endswith(f"\n{end}\nafter")
-
-
-def test_modes_are_compared_within_a_round():
-    cell = {"rounds": {"bf16": [1.0, 2.0, 3.0], "ours": [2.0, 4.0, 1.0]}}
-    assert speedup(cell, "ours", "bf16") == 0.5  # of the medians: 1
-
-
-def test_a_mode_that_was_not_measured_leaves_its_cells_empty(results):
-    rows = results["gpu_stack"]["modes"]
-    results["gpu_stack"]["modes"] = [row for row in rows if not row["mode"].startswith("torchao")]
-    assert {row["vs best torchao"] for row in performance.stack_modes(results)} == {"–"}
-    results["gpt_parity"]["step_times"] = None
-    del results["gpt_parity"]["gaps"]["torchao"]
-    assert list(performance.parity_steps(results)) == []
-    assert "nan" not in pages.page("performance", results | {"gpu_stack": RESULTS["gpu_stack"]})
-
-
-def test_one_seed_has_no_interval(results):
-    results["gpt_parity"]["gaps"] = {"torchao": {"seeds": [0], "mean": -0.005, "interval": None}}
-    assert next(iter(parity.parity_gaps(results)))["95 % interval"] == "– (one seed)"
-
-
-def test_a_part_that_is_faster_than_its_floor_is_reported(results):
-    found = results["gpu_stack"]
-    found["profiles"][FUSED].update(gemm=10.0, attention=20.0, rest=30.0)
-    found["floors"]["cast"].update(gemm=11.0, attention=19.0, rest=29.0)
-    assert "gemm (10.00 ms, floor 11.00)." in performance.stack_warning(results)
-    found["floors"]["cast"]["gemm"] = 9.0
-    assert performance.stack_warning(results) == ""
-
-
-def test_the_line_of_the_machine_says_what_is_known():
-    known = {"measured": "2030-01-02", "threads": 4, "triton": None, "gpu": "NVIDIA H100"}
-    assert machine({"machine": known}) == "NVIDIA H100, 4 threads, 2030-01-02."
-
-
-# --- Aims ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("sign", "at", "below"), [("≥", "met", "**missed**"), ("≤", "met", "met")])
-def test_an_aim_is_met_at_its_bound(sign, at, below):
-    assert Aim("", 1.0, sign, 1.0).verdict == at
-    assert Aim("", 0.99, sign, 1.0).verdict == below
-    assert Aim("", 1.0, "<", 1.0).verdict == "**missed**"
-    assert Aim("", None, sign, 1.0).row()["verdict"] == "not measured"
-
-
-def test_a_speed_is_the_others_time_over_ours(results):
-    for row in results["gpu_stack"]["modes"]:
-        row["median"], row["peak_gb"] = {BASE: (150.0, 10.0), FUSED: (100.0, 7.9)}.get(row["mode"], (125.0, 8.0))
-    found = measured(results)
-    assert found["stack, fused rowwise, compile: speed vs BF16"].value == 1.5
-    assert found["stack, fused rowwise, compile: speed vs the best torchao mode"].value == 1.25
-    assert found["stack, fused rowwise, compile: peak memory vs the leanest torchao mode"].value == 7.9 / 8
-
-
-def test_a_gap_may_be_as_large_as_the_spread_of_bf16(results):
-    claim = "a GPT on text, rowwise: mean gap of the final loss to BF16, without its sign"
-    for mean, spread, verdict in ((0.0025, 0.0, "met"), (0.004, 0.005, "met"), (-0.004, 0.003, "**missed**")):
-        results["gpt_parity"] |= {"gaps": {"rowwise": {"mean": mean}}, "bf16_spread": spread}
-        assert measured(results)[claim].verdict == verdict
-
-
-def test_kernels_on_little_data_do_not_count(results):
-    claim = "kernels at 8192 x 4096 and above: least share of a copy's bandwidth"
-    results["gpu_kernels"]["kernels"] = [{"share": 0.9, "shape": [8192, 4096]}, {"share": 0.1, "shape": [1024, 4096]}]
-    assert measured(results)[claim].value == 0.9
-
-
-# --- Plots -----------------------------------------------------------------------------------------------------
 
 
 def test_plots_are_the_same_bytes_twice_and_small(tmp_path):
@@ -179,3 +66,146 @@ def test_plots_are_the_same_bytes_twice_and_small(tmp_path):
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
         assert path.stat().st_size < 200_000
         assert "<image" not in path.read_text()
+
+
+@pytest.mark.parametrize("name", shipped.tables(RESULTS))
+def test_the_package_ships_the_speeds_of_the_results(name):
+    assert (shipped.PACKAGE / name).read_text() == shipped.tables(RESULTS)[name], "run make docs"
+
+
+def test_every_mode_that_the_pages_name_is_measured():
+    assert {BASE, FUSED, FUSED_EAGER, PLAIN} <= stack.MODES.keys()
+
+
+def test_the_guide_to_training_has_the_figures_of_the_results():
+    guide = (ROOT / "docs" / "training.md").read_text()
+    sizes = {(row.M, row.K, row.N): row.speedup for row in performance.layer_sizes() if row.recipe == "rowwise"}
+    tokens = {line.split(" | ")[0]: line for line in guide.partition("## Sizes")[2].partition("##")[0].splitlines()}
+    for m in (512, 2048, 8192, 32768):
+        cells = [f"{sizes[m, k, k]:.2f}x" for k in (1024, 2048, 4096, 8192)]
+        assert f"| {m:,} | {' | '.join(cells)} |" == tokens[f"| {m:,}"]
+    stack_of = RESULTS["gpu_stack"]
+    modes = {row["mode"]: row for row in stack_of["modes"]}
+    fused, plain = (modes[mode]["peak_gb"] / modes[BASE]["peak_gb"] for mode in (FUSED, PLAIN))
+    assert f"{stack_of['kept']['ratio']:.2f}x of BF16 instead of {modes[FUSED]['ratio']:.2f}x" in guide
+    assert f"{fused:.2f} of BF16's when fused, {plain:.2f} when not" in guide
+    assert f"fused blocks reach {modes[FUSED_EAGER]['ratio']:.2f}x" in guide
+    cells = {(cell["m"], cell["k"], cell["n"]): cell for cell in RESULTS["gpu_layer"]["cells"]}
+    layer = cells[8192, 2048, 2048]
+    assert f"at 8,192\n  tokens reaches {speedup(layer, 'ours', 'bf16'):.3f}x" in guide
+    llama = RESULTS["pretrain_300m"]
+    speeds = {mode: mean_of(llama, mode)["tokens_per_second"] for mode in ("bf16", "rowwise")}
+    tokens_seen = llama["settings"]["batch"] * llama["settings"]["context"]
+    gained = f"{speeds['rowwise'] / speeds['bf16']:.2f}x for [a Llama of width {llama['settings']['width']:,}]"
+    assert f"{gained}(pretraining.md) whose layers see {tokens_seen:,}" in guide
+
+
+def test_each_recipe_of_the_guide_is_measured():
+    table = (ROOT / "docs" / "training.md").read_text().partition("## Recipes")[2].partition("[Recipes]")[0]
+    named = re.findall(r"^\| (`.*`) \|", table, re.MULTILINE)
+    assert {name.strip("` ") for names in named for name in names.split(",")} == PRESETS.keys() - {"bf16"}
+    page = pages.page("recipes", RESULTS)
+    assert [name for name in PRESETS.keys() - {"delayed"} if f"| `{name}` |" not in page] == []
+    assert "| `delayed_e5m2_margin_1` |" in page  # the preset
+
+
+# --- The filler ------------------------------------------------------------------------------------------------
+
+TABLE = """<!-- each rows -->
+| a | {size} | b |
+| --- | --- | --- |
+| {name} | {ms:.1f} | {speed:.2f}x |
+"""
+
+
+def test_a_row_of_cells_is_repeated_and_a_heading_in_braces_becomes_columns():
+    rows = [
+        {"name": "x", "size": "one", "ms": 1.25, "speed": 2},
+        {"name": "y", "size": "one", "ms": None, "speed": 3},
+        {"name": "x", "size": "two", "ms": 2.5, "speed": 2},
+    ]
+    lines = fill(TABLE, {"rows": rows}).splitlines()
+    assert lines == [
+        "| a | one | two | b |",
+        "| --- | --- | --- | --- |",
+        "| x | 1.2 | 2.5 | 2.00x |",
+        "| y | – | – | 3.00x |",
+    ]
+
+
+def test_fields_outside_of_tables_are_filled_and_must_be_there():
+    result = Fields(ms=Fields({"bf16, compile": 2.0}), rows=[])
+    assert fill('{stack.ms["bf16, compile"]:.1f} ms', {"stack": result}) == "2.0 ms"
+    for missing in ("{stack.speed}", "{other}"):
+        with pytest.raises((AttributeError, NameError)):
+            fill(missing, {"stack": result})
+
+
+def test_a_column_that_no_row_fills_is_a_mistake_of_the_template():
+    with pytest.raises(ValueError, match="column 'b'"):
+        fill(TABLE, {"rows": [{"name": "x", "size": "one", "ms": 1.0, "sped": 2}]})
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_the_fit_of_a_step_gives_the_measured_time_back(world):
+    """The model of a step on several GPUs, docs/scaling.md."""
+    training = Training(
+        layers=4, block=0.3, rest=0.05, optimizer=0.08, gathered=8e9, reduced=16e9, root_gathered=2e9, root_reduced=4e9
+    )  # fmt: skip
+    links = Links(100e9)
+    found = scaling.fit(training.step(links, world), replace(training, block=0.0), links, world)
+    assert found.block == pytest.approx(training.block, rel=1e-6)
+
+
+def test_the_plan_is_within_its_aims_of_what_was_measured():
+    missed = set()
+    for name in (name for name in RESULTS if name.startswith("gpu_plan_")):
+        found = [planned.planned_again(row) for row in RESULTS[name]["rows"]]
+        assert len(found) == len(planned.CONFIGURATIONS)
+        for row in found:
+            names = [name for name, error in row["errors"].items() if abs(error) > planned.AIMS[name]]
+            missed |= {(row["model"], row["gpus"], row["recipe"], row["checkpointing"], name) for name in names}
+    assert not missed
+    for row in image_errors(RESULTS):
+        assert row["ms"].planned == pytest.approx(row["ms"].measured, rel=planned.AIMS["time"])
+        assert row["gb"].planned == pytest.approx(row["gb"].measured, rel=planned.AIMS["memory"])
+    with pytest.raises(ValueError, match="no configuration"):
+        planned.planned_again({"model": "8b", "recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
+
+
+def test_readme_gets_its_rows_between_the_markers():
+    begin, end = pages.MARKERS
+    text = pages.with_gains(f"before\n{begin}\nold\n{end}\nafter", RESULTS)
+    assert len(re.findall(r"^\| .* \|$", text, re.MULTILINE)) == 2 + 5
+    assert "old" not in text
+    assert text.startswith(f"before\n{begin}\n")
+    assert text.endswith(f"\n{end}\nafter")
+
+
+# --- Figures ---------------------------------------------------------------------------------------------------
+
+
+def test_modes_are_compared_within_a_round():
+    cell = {"rounds": {"bf16": [1.0, 2.0, 3.0], "ours": [2.0, 4.0, 1.0]}}
+    assert speedup(cell, "ours", "bf16") == 0.5  # of the medians: 1
+
+
+def test_an_aim_is_met_at_its_bound():
+    template = "\n".join(f"| a | {required} | {{value:.2f}}x |" for required in ("≥ 1.00x", "≤ 1.00x", "< 1.00x"))
+    for value, verdicts in ((1.0, ["met", "met", "**missed**"]), (0.99, ["**missed**", "met", "met"])):
+        assert re.findall(r"x \| (\S+) \|$", aims.judged(template, {"value": value}), re.MULTILINE) == verdicts
+    assert aims.judged(template, {}).count("not measured") == 3
+
+
+@pytest.mark.parametrize(
+    ("diverged", "mean", "interval", "worse"),
+    [
+        (0, 0.001, [0.0005, 0.0015], False),  # above zero, and below what the runs resolve
+        (0, 0.003, [-0.001, 0.007], False),
+        (0, 0.003, [0.001, 0.005], True),
+        (0, 0.003, None, False),  # one seed
+        (1, -0.003, [-0.005, -0.001], True),
+    ],
+)
+def test_a_recipe_is_worse_if_it_diverged_or_its_gap_is_resolved(diverged, mean, interval, worse):
+    assert recipes.worse({"diverged": diverged, "gap": {"mean": mean, "interval": interval}}) is worse

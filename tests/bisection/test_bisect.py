@@ -1,18 +1,19 @@
 """`bisect` with the trainer: planted faults, noise, memory of runs."""
 
 import gc
+import warnings
 
 import pytest
+from ranks import run_ranks
 from rich.console import Console
 
-from octavo.artifact.files import ArtifactError
 from octavo.bisection import bisect
-from octavo.bisection.pipeline import find_checkpoint
+from octavo.bisection.bisector import BF16, find_checkpoint
 from octavo.bisection.search import Part
-from octavo.bisection.short_runs import BF16
+from octavo.checkpoint.files import ArtifactError
 from octavo.nn import linear_function
 from octavo.train import model as trained_model
-from octavo.train.config import ConfigError
+from octavo.train.config import Config, ConfigError
 from octavo.train.start import resume_run, start_run
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -140,7 +141,7 @@ def test_what_cannot_be_bisected(settings, tmp_path):
         bisect(settings(), out, seeds=2, steps=2)
     log = out / "runs.jsonl"
     log.write_text('{"gemms": ["y"]}\n' + log.read_text())
-    with pytest.raises(ArtifactError, match=r"runs.jsonl, line 1 is damaged .* remove that line"):
+    with pytest.raises(ArtifactError, match=r"runs.jsonl, line 1 is damaged .* move that line to another file"):
         bisect(settings(), out, seeds=2, steps=1)
     (out / "bisect.json").write_text("{")
     with pytest.raises(ArtifactError, match=r"bisect.json"):
@@ -157,3 +158,31 @@ def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):
     with pytest.raises(ConfigError, match="the run in BF16 with seed 0 diverged at step"):
         bisect(settings(learning_rate=1e38, min_learning_rate=1.0, clip=0.0), tmp_path / "out", seeds=2)
     assert gc.get_freeze_count() > 0
+
+
+# --- A search whose short runs are divided among two processes
+
+
+def search(rank, folder, settings):
+    """The result of a search, and the runs that this rank saw."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    made = []
+    found = bisect(
+        Config.from_dict(settings),
+        folder,
+        seeds=2,
+        steps=2,
+        on_run=lambda run, count: made.append((run.part, run.seed)),
+    )
+    return found.to_dict(), made
+
+
+@pytest.mark.slow
+def test_two_processes_share_each_short_run(settings, tmp_path):
+    first, second = run_ranks(2, search, tmp_path / "out", settings().to_dict())
+    assert first == second
+    assert len(first[1]) == first[0]["runs"] == 4
+    alone = bisect(settings(), tmp_path / "alone", seeds=2, steps=2)
+    assert [round(loss, 4) for loss in alone.losses] == [round(loss, 4) for loss in first[0]["bf16_losses"]]
+    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert len(lines) == 4, "one rank writes"

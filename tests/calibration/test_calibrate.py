@@ -2,25 +2,36 @@
 
 import json
 import resource
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from calibration_examples import watch_whole, whole_model, write_model
+from packed_examples import LLAMA, examples, write_run
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from octavo.artifact.atomic_folder import WriteError
-from octavo.artifact.files import ArtifactError
-from octavo.artifact.lock import FolderLock, LockedError
-from octavo.calibration import pipeline
-from octavo.calibration.folder import Calibration, hash_model
-from octavo.calibration.pipeline import calibrate
+import octavo
+from octavo.calibration import calibrator as pipeline
+from octavo.calibration.calibrator import Calibration, calibrate, hash_model
+from octavo.calibration.site_statistics import BINS
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import FolderLock, LockedError, WriteError
+from octavo.data import DataError
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf import block_by_block
+from octavo.inference.packed_experts import PackedGroupedLinear
+from octavo.models import MixtureConfig, build
+from octavo.packing import PackOptions, pack, pack_frozen
+from octavo.verification import verify
 
 PROMPTS = PromptOptions(samples=24, context=32, batch=4, seed=3)
+FEW = replace(PROMPTS, samples=8)
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +129,25 @@ def test_the_result_is_read_back(llama, tmp_path, data):
         back.scale("lm_head")
 
 
+def before_blocks(monkeypatch, note):
+    """Call `note(parts, index)` before a block runs."""
+    real = block_by_block.BlockModel.run_block
+
+    def run_block(self, index, *args):
+        note(self, index)
+        return real(self, index, *args)
+
+    monkeypatch.setattr(block_by_block.BlockModel, "run_block", run_block)
+
+
 def test_memory_holds_one_block_at_a_time(llama, tmp_path, data, monkeypatch):
     """Parameters with numbers, counted in every call of a block: the frame's and one block's."""
     counts = []
-    real = block_by_block.BlockModel.run_block
 
-    def counting(self, index, *args):
-        counts.append((index, sum(p.numel() for p in self.model.parameters() if not p.is_meta)))
-        return real(self, index, *args)
+    def count(parts, index):
+        counts.append((index, sum(p.numel() for p in parts.model.parameters() if not p.is_meta)))
 
-    monkeypatch.setattr(block_by_block.BlockModel, "run_block", counting)
+    before_blocks(monkeypatch, count)
     calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     model = whole_model(llama)
     block = sum(p.numel() for p in model.model.layers[0].parameters())
@@ -144,16 +164,14 @@ class Killed(BaseException):
 def run_until(llama, data, out, part, call, monkeypatch):
     """A calibration that dies in that call of that part."""
     calls = []
-    real = block_by_block.BlockModel.run_block
 
-    def dying(self, index, *args):
+    def die(_, index):
         calls.append(index)
         if calls.count(part) == call:
             raise Killed
-        return real(self, index, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_by_block.BlockModel, "run_block", dying)
+        before_blocks(patch, die)
         with pytest.raises(Killed):
             calibrate(llama, data, out, prompts=PROMPTS)
     assert not out.exists()
@@ -163,13 +181,7 @@ def run_until(llama, data, out, part, call, monkeypatch):
 def test_a_killed_run_goes_on_with_its_block(part, llama, expected, tmp_path, data, monkeypatch):
     run_until(llama, data, tmp_path / "out", part, 3, monkeypatch)
     ran, steps = [], []
-    real = block_by_block.BlockModel.run_block
-
-    def recording(self, index, *args):
-        ran.append(index)
-        return real(self, index, *args)
-
-    monkeypatch.setattr(block_by_block.BlockModel, "run_block", recording)
+    before_blocks(monkeypatch, lambda _, index: ran.append(index))
     found = calibrate(llama, data, tmp_path / "out", prompts=PROMPTS, progress=lambda *done: steps.append(done[:2]))
     assert set(ran) == set(range(part, 3))
     assert steps == [(done, 5) for done in range(part + 1, 6)]
@@ -223,3 +235,237 @@ def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama
         calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
     assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).prompts > 0
+
+
+# ---- Calibration of what cannot be calibrated, and calibrations that are damaged
+
+
+@pytest.fixture(scope="module")
+def result(llama, data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("result") / "out"
+    calibrate(llama, data, out, prompts=FEW)
+    return out
+
+
+def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
+    """Cross-attention, to which nobody gives what it attends to."""
+    folder = write_model(tmp_path / "bert", "bert", is_decoder=True, add_cross_attention=True)
+    with pytest.raises(
+        ValueError, match=r"encoder\.layer\.0\.crossattention\.self\.query saw no token .* \(4 layers of"
+    ):
+        calibrate(folder, data, tmp_path / "out", prompts=FEW)
+    assert not (tmp_path / "out").exists()
+
+
+def test_inf_is_an_error_that_names_the_site(model, tmp_path, data):
+    for shard in model.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.layers.1.mlp.up_proj.weight" in tensors:
+            tensors["model.layers.1.mlp.up_proj.weight"][7] = torch.nan
+        save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.input: channel 7 holds inf or NaN"):
+        calibrate(model, data, tmp_path / "out", prompts=FEW)
+
+
+def test_bad_models(model, tmp_path, data):
+    index = model / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    first = "model.layers.1.mlp.up_proj.weight"
+
+    def refused(error, match):
+        with pytest.raises(error, match=match):
+            calibrate(model, data, tmp_path / "out", prompts=FEW)
+        assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    for path in ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors"):
+        index.write_text(json.dumps(good | {"weight_map": good["weight_map"] | {first: path}}))
+        refused(ArtifactError, "its files must lie in the folder itself")
+    index.write_text("{")
+    refused(ArtifactError, "not valid JSON")
+    index.write_text(json.dumps(good))
+    shard = model / good["weight_map"][first]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-10])
+    refused(ArtifactError, rf"{shard.name} is truncated or not a safetensors file")
+    shard.unlink()
+    refused(FileNotFoundError, rf"{shard.name} is missing")
+    save_file(load_tensors_of(content, tmp_path) | {first: torch.zeros(3)}, shard)
+    refused(ArtifactError, rf"{first} must have shape .* the file has \[3\]")
+    for path in (*model.glob("*.safetensors"), index):
+        path.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    refused(ArtifactError, r"pytorch_model\.bin, a pickle")
+
+
+def load_tensors_of(content: bytes, folder: Path) -> dict[str, torch.Tensor]:
+    path = folder / "again.safetensors"
+    path.write_bytes(content)
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    path.unlink()
+    return tensors
+
+
+def test_other_bad_input(llama, model, tmp_path, data):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(FileExistsError, match="taken exists already"):
+        calibrate(llama, data, tmp_path / "taken")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="sees no GPU: use cpu"):
+            calibrate(llama, data, tmp_path / "out", device="cuda")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"data must hold some text.*skipped 1: 1 empty"):
+        calibrate(llama, [str(tmp_path / "empty.jsonl")], tmp_path / "out")
+    small = write_model(tmp_path / "small", "llama", vocab_size=50)
+    with pytest.raises(ArtifactError, match="the model has 50 embeddings: the tokenizer is of another model"):
+        calibrate(small, data, tmp_path / "out")
+    shutil.rmtree(small)
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="no tokenizer"):
+        calibrate(model, data, tmp_path / "out")
+
+
+SITE = "model.layers.0.self_attn.k"
+DAMAGES = {
+    "version": lambda described, tensors: described.update(format_version=99),
+    "no field": lambda described, tensors: described.pop("tokens"),
+    "nan": lambda described, tensors: tensors[f"{SITE}.channel_amax"][:1].fill_(torch.nan),
+    "zero tokens": lambda described, tensors: tensors[f"{SITE}.tokens"].zero_(),
+    "site": lambda described, tensors: described["sites"].update(nowhere={"kind": "norm", "layers": []}),
+    "kind": lambda described, tensors: described["sites"][SITE].update(kind="other"),
+    "bin": lambda described, tensors: tensors[f"{SITE}.first_bin"].add_(BINS),
+    "truncated": lambda described, tensors: tensors.clear(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_result_is_refused(damage, tmp_path, result):
+    out = shutil.copytree(result, tmp_path / "out")
+    described, tensors = json.loads((out / "calibration.json").read_text()), load_file(out / "calibration.safetensors")
+    DAMAGES[damage](described, tensors)
+    (out / "calibration.json").write_text(json.dumps(described))
+    save_file(tensors, out / "calibration.safetensors")
+    if not tensors:
+        (out / "calibration.safetensors").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"calibration\.(json|safetensors)"):
+        Calibration.load(out)
+
+
+# ---- Calibration of runs of the trainer: the statistics of the same weights in a model folder, and packing by them
+
+
+def as_folder(run: Path, out: Path) -> Path:
+    """The model of a run as a Hugging Face folder."""
+    shutil.copytree(run / "model", out)
+    shutil.copy(run / "step-00000007" / "model.safetensors", out)
+    return out
+
+
+def write_mixture(path: Path, shared: int = 0) -> Path:
+    """A run of a mixture. The router of its first block never chooses experts 2 and 3."""
+    torch.manual_seed(0)
+    sizes: Any = LLAMA | {"mlp_width": 32}
+    model = build(MixtureConfig(**sizes, experts=4, top_k=1, shared_width=shared))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3) if p.ndim > 1 else p.add_(torch.randn_like(p) * 0.2)
+        router = model.get_submodule("model.layers.0.mlp.gate").weight
+        router[1], router[2:] = -router[0], 0  # of the first two one is above zero
+    return write_run(path, model, model.config.to_hf(), model="mixture")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> tuple[Path, Path]:
+    """A run of a mixture, and its calibration."""
+    root = tmp_path_factory.mktemp("mixture")
+    run = write_mixture(root / "run")
+    calibrate(run, data, root / "calibrated", prompts=FEW)
+    return run, root / "calibrated"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_a_run_has_the_statistics_of_its_model(name: str, tmp_path: Path, data: list[str]) -> None:
+    model, hf, settings = examples()[name]
+    run = write_run(tmp_path / "run", model, hf, **settings)
+    save_file({"state": torch.zeros(1)}, run / "step-00000007" / "optimizer.safetensors")
+    found = calibrate(run, data, tmp_path / "calibrated", prompts=FEW)
+    expected = calibrate(as_folder(run, tmp_path / "folder"), data, tmp_path / "expected", prompts=FEW)
+    assert same(found, expected)
+    report = pack(run, tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
+    theirs = pack(tmp_path / "folder", tmp_path / "theirs", scheme="static", calibration=tmp_path / "expected")
+    one, other = (load_file(each.folder / "model.safetensors") for each in (report, theirs))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one if key.endswith("input_scale"))
+
+
+def test_a_run_is_packed_with_scales_of_keys_and_values(tmp_path: Path, data: list[str]) -> None:
+    model, hf, settings = examples()["llama"]
+    run = write_run(tmp_path / "run", model, hf, **settings)
+    calibrate(run, data, tmp_path / "calibrated", prompts=FEW)
+    report = pack(run, tmp_path / "packed", kv_cache="fp8", calibration=tmp_path / "calibrated")
+    assert set(report.packed.values()) == {"channel"}
+    names = load_file(report.folder / "model.safetensors").keys()
+    assert sum(name.endswith((".k_scale", ".v_scale")) for name in names) == 2 * 2
+    assert verify(report.folder, run).ok
+
+
+def test_a_calibration_is_of_one_checkpoint(tmp_path: Path, data: list[str]) -> None:
+    model, hf, settings = examples()["llama"]
+    run = write_run(tmp_path / "run", model, hf, **settings)
+    save_file({"state": torch.zeros(1)}, run / "step-00000007" / "optimizer.safetensors")
+    calibrate(run, data, tmp_path / "calibrated", prompts=FEW, step=7)
+    later = shutil.copytree(run / "step-00000007", run / "step-00000009")
+    tensors = load_file(later / "model.safetensors")
+    save_file({name: t * 2 for name, t in tensors.items()}, later / "model.safetensors")
+    how: Any = {"scheme": "static", "calibration": tmp_path / "calibrated"}
+    with pytest.raises(ValueError, match="is a calibration of another model than .*step-00000009"):
+        pack(run, tmp_path / "packed", **how)
+    assert set(pack(run, tmp_path / "packed", **how, step=7).packed.values()) == {"static"}
+    with pytest.raises(ArtifactError, match="has no checkpoint of step 8: it keeps 7, 9"):
+        calibrate(run, data, tmp_path / "none", prompts=FEW, step=8)
+    with pytest.raises(ValueError, match="is a model, not a run of octavo train"):
+        calibrate(as_folder(run, tmp_path / "folder"), data, tmp_path / "none", prompts=FEW, step=7)
+
+
+def test_a_mixture_has_the_statistics_of_the_folder_that_transformers_writes(
+    mixture: tuple[Path, Path], tmp_path: Path, data: list[str]
+) -> None:
+    """A checkpoint of a run holds stacks of experts, the folder of transformers a matrix for each."""
+    run, calibrated = mixture
+    folder, model = tmp_path / "folder", AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run / "model"))
+    model.load_state_dict(load_file(run / "step-00000007" / "model.safetensors"), strict=False)  # the head is tied
+    model.save_pretrained(folder)
+    for file in (run / "model").glob("token*"):
+        shutil.copy(file, folder)
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in load_file(folder / "model.safetensors")
+    found, expected = Calibration.load(calibrated), calibrate(folder, data, tmp_path / "out", prompts=FEW)
+    assert same(found, expected)
+    expected_names = {f"model.layers.0.block_sparse_moe.experts.{e}.w{i}" for e in (2, 3) for i in (1, 2, 3)}
+    assert {name for name in found.unseen if ".layers.0." in name} == expected_names
+
+
+def test_a_mixture_with_a_shared_expert(tmp_path: Path, data: list[str]) -> None:
+    run = write_mixture(tmp_path / "run", shared=32)
+    found = calibrate(run, data, tmp_path / "calibrated", prompts=FEW)
+    assert "model.layers.1.mlp.shared_expert.gate_proj.input" in found.sites
+    report = pack(run, tmp_path / "packed", experts=True, scheme="static", calibration=tmp_path / "calibrated")
+    assert sum(".experts." in name for name in report.packed) == 2 * 4 * 3
+    assert json.loads((report.folder / "octavo.json").read_text())["calibration"]["unseen_experts"] == found.unseen
+    assert isinstance(octavo.load(report.folder).model.layers[1].mlp.experts.down_proj, PackedGroupedLinear)
+    assert verify(report.folder, run).ok
+
+
+def test_a_warm_up_refuses_experts_before_the_model_runs(
+    mixture: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: list[str]
+) -> None:
+    monkeypatch.setattr("octavo.packing.repacking._warm_up", lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match=r"those of experts come from a calibration alone: .*experts\.\*=channel"):
+        pack_frozen(mixture[0], tmp_path / "out", data, PackOptions(experts=True))
+
+
+def test_a_warm_up_leaves_experts_to_another_scheme(
+    mixture: tuple[Path, Path], tmp_path: Path, data: list[str]
+) -> None:
+    options = PackOptions(experts=True, layers={"*.experts.*": "channel"})
+    report = pack_frozen(mixture[0], tmp_path / "out", data, options, prompts=FEW)
+    assert set(report.packed.values()) == {"static", "channel"}

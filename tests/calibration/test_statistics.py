@@ -1,10 +1,28 @@
-"""Streaming statistics against the same numbers computed at once in float64."""
+"""Streaming statistics against the same numbers computed at once, and the sites of a model, experts among them."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+import transformers
+from calibration_examples import MODELS, watch_whole, whole_model, write_model
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from torch import Tensor, nn
 
-from octavo.calibration.statistics import OUTLIER_MULTIPLE, PERCENTILES, Statistics
+import octavo
+from octavo.calibration import Calibration, calibrate
+from octavo.calibration.site_statistics import OUTLIER_MULTIPLE, PERCENTILES, Observer, Statistics, check_seen
+from octavo.checkpoint.files import ArtifactError
+from octavo.evaluation import PromptOptions
+from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.hf.block_by_block import BlockModel
+from octavo.inference.packed_experts import PackedGroupedLinear
+from octavo.nn import select_linears
+from octavo.packing import pack
+from octavo.verification import verify
 
 BOUND = 2.0**-8  # what the module promises of percentiles; the issue asks for 1%
 
@@ -48,23 +66,6 @@ def test_the_bound_on_percentiles_is_met_and_is_not_far_too_wide():
     assert BOUND / 2 < max(errors) <= BOUND < 0.01
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clip_rate(dtype):
-    x = torch.randn(300, 64).to(dtype)
-    statistics = Statistics("s").update(x)
-    for clipped_above in (0.5, 2.0, 3.5):
-        true = (x.abs() > clipped_above).double().mean().item()
-        near = ((x.abs() / clipped_above).log2().abs() <= BOUND * 1.5).double().mean().item()
-        exact = dtype == torch.bfloat16
-        assert abs(statistics.clip_rate(torch.tensor(clipped_above / 448)) - true) <= (0 if exact else near)
-    assert statistics.clip_rate(statistics.scale("amax")) == 0
-    rate = statistics.clip_rate(statistics.scale("percentile", 99.0))
-    assert rate == pytest.approx(0.01, abs=0.003)
-    for scale in (0.0, -1.0, torch.nan, torch.inf):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            statistics.clip_rate(scale)
-
-
 def test_outlier_channels():
     x = torch.randn(500, 40)
     x[:, 7] *= 60
@@ -101,21 +102,20 @@ def test_tensors_round_trip():
     assert Statistics.from_tensors("c", Statistics("c").to_tensors()).tokens == 0
 
 
-@pytest.mark.parametrize("change", ["amax nan", "amax other", "count", "negative", "missing", "far bin"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors["channel_amax"][2:3].fill_(torch.nan),
+        lambda tensors: tensors["channel_amax"].mul_(2),
+        lambda tensors: tensors["tokens"].add_(1),
+        lambda tensors: tensors["histogram"][:2].add_(torch.tensor([-(10**6), 10**6])),
+        lambda tensors: tensors.pop("history"),
+        lambda tensors: tensors["first_bin"].add_(40000),
+    ],
+)
 def test_damaged_tensors_are_refused(change):
     tensors = seen(drifting(9, torch.float32)).to_tensors()
-    if change == "amax nan":
-        tensors["channel_amax"][2] = torch.nan
-    elif change == "amax other":
-        tensors["channel_amax"] *= 2
-    elif change == "count":
-        tensors["tokens"] += 1
-    elif change == "negative":
-        tensors["histogram"][:2] += torch.tensor([-(10**6), 10**6])
-    elif change == "missing":
-        del tensors["history"]
-    else:
-        tensors["first_bin"] += 40000
+    change(tensors)
     with pytest.raises(ValueError, match=r"statistics of a\.site"):
         Statistics.from_tensors("a.site", tensors)
 
@@ -137,25 +137,6 @@ def test_float32_beyond_bfloat16_is_finite():
     assert statistics.percentile(100) == pytest.approx(3.4e38, rel=BOUND)
 
 
-def test_a_site_that_saw_nothing_says_so():
-    statistics = Statistics("an.expert").update(torch.empty(0, 16))
-    for ask in (
-        lambda: statistics.amax,
-        lambda: statistics.percentile(99.9),
-        lambda: statistics.clip_rate(1.0),
-        statistics.outlier_channels,
-        statistics.scale,
-        lambda: statistics.scale("mse"),
-    ):
-        with pytest.raises(ValueError, match=r"an\.expert saw no token"):
-            ask()
-
-
-def test_widths_must_agree():
-    with pytest.raises(ValueError, match="has 4 channels, got a tensor with 5"):
-        Statistics("s").update(torch.ones(1, 4)).update(torch.ones(1, 5))
-
-
 @pytest.mark.parametrize("rule", ["amax", "percentile", "mse"])
 def test_scales_are_never_nan_or_zero(rule):
     for x in (torch.zeros(4, 4), torch.full((4, 4), 1e-40), torch.full((4, 4), 3.3e38), torch.randn(4, 4)):
@@ -166,13 +147,25 @@ def test_scales_are_never_nan_or_zero(rule):
         assert scale > 0
 
 
-def test_a_percentile_of_zero_is_refused():
-    x = torch.zeros(100, 100)
-    x[0, 0] = 5
-    with pytest.raises(ValueError, match="take a higher percentile"):
-        Statistics("s").update(x).scale("percentile", 99.9)
-    with pytest.raises(ValueError, match="choose one of amax, percentile, mse"):
-        Statistics("s").update(x).scale("entropy")
+SPARSE = torch.eye(100)[:, :1]  # one of 100 is not 0
+REFUSED = [
+    *[
+        (lambda s, ask=ask: ask(s.update(torch.empty(0, 16))), r"a\.site saw no token")
+        for ask in (
+            lambda s: s.amax, lambda s: s.percentile(99.9), lambda s: s.outlier_channels(), lambda s: s.scale(),
+            lambda s: s.scale("mse"),
+        )
+    ],
+    (lambda s: s.update(torch.ones(1, 4)).update(torch.ones(1, 5)), "has 4 channels, got a tensor with 5"),
+    (lambda s: s.update(SPARSE).scale("percentile", 98.9), "take a higher percentile"),
+    (lambda s: s.update(SPARSE).scale("entropy"), "choose one of amax, percentile, mse"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ask", "message"), REFUSED)
+def test_what_statistics_refuse(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(Statistics("a.site"))
 
 
 def test_the_mse_scale_is_the_best_of_its_grid():
@@ -189,3 +182,280 @@ def test_the_mse_scale_is_the_best_of_its_grid():
     best = min(grid, key=error)
     assert statistics.scale("mse").item() == pytest.approx(best, rel=1e-6)
     assert error(best) < error(grid[0])
+
+
+# ---- Sites: which there are, what passes them, and a model run in parts against the model run at once
+
+
+KINDS = ["gpt2", *MODELS]
+
+
+def some_batches():
+    torch.manual_seed(4)
+    return [torch.randint(0, 256, shape) for shape in ((3, 17), (2, 17), (1, 9), (1, 1))]
+
+
+def in_parts(folder, batches):
+    """Everything that an observer sees of a model that runs block by block, and what the last block returns."""
+    parts = BlockModel(folder, "cpu")
+    linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
+    observer = Observer(parts.model, linears)
+    with observer.watch(), parts.loaded_frame():
+        hidden = [parts.embed(ids, observer.looking) for ids in batches]
+        for i in range(len(parts.blocks)):
+            with parts.loaded_block(i):
+                hidden = [parts.run_block(i, ids, h, observer.looking) for ids, h in zip(batches, hidden, strict=True)]
+        for ids, h in zip(batches, hidden, strict=True):
+            parts.finish(ids, h, observer.looking)
+    found = observer.take()
+    check_seen(found, linears, "the model")
+    return found, linears
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_see_what_the_whole_model_sees(kind, tmp_path):
+    folder, batches = write_model(tmp_path / kind, kind), some_batches()
+    found, linears = in_parts(folder, batches)
+    whole = watch_whole(whole_model(folder), batches)
+    for site, observed in found.items():
+        if observed.kind in ("input", "norm"):
+            tensors = whole[site]
+            assert observed.statistics.amax == max(t.float().abs().max().item() for t in tensors), site
+            assert observed.statistics.history == [t.float().abs().max().item() for t in tensors]
+            assert observed.statistics.tokens == sum(t.numel() // t.shape[-1] for t in tensors)
+            assert all(len(whole[f"{layer}.input"]) == len(batches) for layer in observed.layers)
+    read = [layer for observed in found.values() for layer in observed.layers]
+    assert sorted(read) == sorted(linears)
+    norms = {site for site in whole if site.endswith(".output")}
+    assert {site for site, observed in found.items() if observed.kind == "norm"} == norms
+
+
+def test_attention_gets_rotated_queries_and_keys(tmp_path):
+    folder, batches = write_model(tmp_path / "qwen3", "qwen3"), some_batches()[:2]
+    found, _ = in_parts(folder, batches)
+    model = whole_model(folder)
+    attention = model.model.layers[1].self_attn
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def sdpa(q, k, v, **kwargs):
+        calls.append((q, k, v))
+        return real(q, k, v, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+        whole = watch_whole(model, batches)
+    for position, letter in enumerate("qkv"):
+        statistics = found[f"model.layers.1.self_attn.{letter}"].statistics
+        tensors = [call[position].float().abs() for call in calls[1::3]]
+        heads = 2 if letter in "kv" else 4
+        assert statistics.channel_amax.shape == (heads * attention.head_dim,)
+        assert statistics.history == [t.max().item() for t in tensors]
+        by_head = torch.stack([t.amax(dim=(0, 2)) for t in tensors]).amax(0)
+        assert torch.equal(statistics.channel_amax.view(heads, -1), by_head)
+    unrotated = max(t.float().abs().max().item() for t in whole["model.layers.1.self_attn.k_norm.output"])
+    assert found["model.layers.1.self_attn.k"].statistics.amax != unrotated
+    assert [found[f"model.layers.1.self_attn.{x}"].kind for x in "qkv"] == ["query", "key", "value"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "site", "layers"),
+    [
+        ("llama", "model.layers.1.self_attn.q_proj.input", ["q_proj", "k_proj", "v_proj"]),
+        ("mistral", "model.layers.0.mlp.gate_proj.input", ["gate_proj", "up_proj"]),
+        ("llama", "model.layers.2.mlp.down_proj.input", ["down_proj"]),
+        ("opt", "model.decoder.layers.0.self_attn.q_proj.input", ["q_proj", "k_proj", "v_proj"]),
+        ("bert", "encoder.layer.1.attention.self.query.input", ["query", "key", "value"]),
+        ("bert", "pooler.dense.input", ["dense"]),
+    ],
+)
+def test_layers_that_read_one_tensor_share_a_site(kind, site, layers, tmp_path):
+    found, _ = in_parts(write_model(tmp_path / kind, kind), some_batches()[:2])
+    prefix = site.removesuffix(".input").rpartition(".")[0]
+    assert found[site].layers == [f"{prefix}.{layer}" for layer in layers]
+    assert all(f"{layer}.input" not in found for layer in found[site].layers[1:])
+
+
+def test_equal_tensors_that_are_not_the_same_keep_their_sites(tmp_path):
+    model = nn.Module()
+    model.a, model.b, model.c = (nn.Linear(4, 4) for _ in range(3))
+    observer = Observer(model, ["a", "b", "c"])
+    x = torch.randn(2, 4)
+    observer._looking = True
+    with torch.no_grad():
+        observer._see_input("a", x)
+        observer._see_input("b", x.clone())
+        x.mul_(2)
+        observer._see_input("c", x)
+    found = observer.take()
+    assert {site: o.layers for site, o in found.items()} == {"a.input": ["a"], "b.input": ["b"], "c.input": ["c"]}
+    assert found["c.input"].statistics.amax == 2 * found["a.input"].statistics.amax
+
+
+def test_the_watch_leaves_nothing_behind(tmp_path):
+    model = whole_model(write_model(tmp_path / "llama", "llama"))
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    before, ids = set(functions), torch.randint(0, 256, (2, 9))
+    with torch.no_grad():
+        expected = model(ids).logits
+        observer = Observer(model, ["model.layers.0.mlp.up_proj"])
+        with observer.watch():
+            model(ids)
+        assert observer.take() == {}  # not looking
+        with observer.watch(), observer.looking():
+            assert torch.equal(model(ids).logits, expected)
+        assert "model.layers.0.mlp.up_proj.input" in observer.take()
+        with pytest.raises(KeyError), observer.watch():
+            raise KeyError
+        assert torch.equal(model(ids).logits, expected)
+    assert set(functions) == before
+    assert model.config._attn_implementation == "sdpa"
+    assert not [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+def test_a_layer_without_tokens_is_named():
+    found, linears = {}, ["block.0.expert.3", "block.0.expert.4"]
+    with pytest.raises(
+        ValueError, match=r"block\.0\.expert\.3 saw no token in all of the data \(2 layers of block 0\)"
+    ):
+        check_seen(found, linears, "block 0")
+
+
+def test_only_the_frame_and_one_block_have_numbers(tmp_path):
+    parts = BlockModel(write_model(tmp_path / "llama", "llama"), "cpu")
+
+    def real() -> set[str]:
+        return {name for name, p in parts.model.named_parameters() if not p.is_meta}
+
+    assert real() == set()
+    with parts.loaded_frame():
+        assert real() == {"model.embed_tokens.weight", "model.norm.weight"}
+        with parts.loaded_block(1):
+            names = real() - {"model.embed_tokens.weight", "model.norm.weight"}
+            assert len(names) == 9
+            assert all(name.startswith("model.layers.1.") for name in names)
+    assert real() == set()
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "message"),
+    [
+        ("OpenAIGPTLMHeadModel", transformers.OpenAIGPTConfig(n_embd=8, n_layer=1, n_head=1), "its layers are Conv1D"),
+        (
+            "BartForConditionalGeneration",
+            transformers.BartConfig(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1,
+                                    encoder_attention_heads=1, decoder_attention_heads=1),
+            "it has an encoder and a decoder",
+        ),
+        (
+            "GptOssForCausalLM",
+            transformers.GptOssConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                      num_key_value_heads=1, num_local_experts=4, vocab_size=9),
+            r"its experts are one tensor \(model\.layers\.0\.mlp\.experts.* that Octavo does not know",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_says_so(cls, config, message, tmp_path):
+    config.architectures = [cls]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=f"config.json: {cls} cannot be calibrated, {message}.*Llama, Mistral"):
+        BlockModel(tmp_path, "cpu")
+
+
+def test_descriptions_that_cannot_be_followed(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        BlockModel(tmp_path, "cpu")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(ArtifactError, match="calibrate the BF16 model that it was packed from"):
+        BlockModel(tmp_path, "cpu")
+
+
+# ---- Calibration of the experts of a mixture, against the model run at once; and static scales that follow from it
+
+
+PROMPTS = PromptOptions(samples=8, context=32, batch=4, seed=3)
+SIZES = {"moe_intermediate_size": 48, "intermediate_size": 48}
+NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
+
+
+@pytest.fixture(scope="module")
+def unreached(tmp_path_factory, data) -> tuple[Path, Path]:
+    """A Mixtral whose first router never chooses experts 2 and 3, and its calibration."""
+    root = tmp_path_factory.mktemp("unreached")
+    folder = make_model(root / "model", "mixtral", **SIZES, num_experts_per_tok=1)
+    tensors = load_file(folder / "model.safetensors")
+    router = tensors["model.layers.0.block_sparse_moe.gate.weight"]
+    router[1], router[2:] = -router[0], 0  # of the first two one is above zero
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    calibrate(folder, data, root / "calibrated", prompts=PROMPTS)
+    return folder, root / "calibrated"
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_amax_of_every_expert_is_that_of_the_model_run_at_once(kind, tmp_path, data):
+    folder = make_model(tmp_path / kind, kind, **SIZES)
+    found = calibrate(folder, data, tmp_path / "out", prompts=PROMPTS)
+    prompts = read_prompts(data, open_tokenizer(folder), PROMPTS)
+    seen: dict[str, list[torch.Tensor]] = {}
+    model, state = whole_model(folder), load_file(folder / "model.safetensors")
+    block, gate, up, down = NAMES[kind]
+
+    def note(name):
+        def hook(module, args):
+            x, index, _ = args
+            for e in range(4):
+                n = x[(index == e).any(1)]
+                path = f"{name}.experts.{e}"
+                inner, outer = (F.linear(n, state[f"{path}.{leaf}.weight"].bfloat16()) for leaf in (gate, up))
+                seen.setdefault(f"{path}.{gate}", []).append(n)
+                seen.setdefault(f"{path}.{down}", []).append(F.silu(inner) * outer)
+
+        return hook
+
+    for i, layer in enumerate(model.model.layers):
+        layer.mlp.experts.register_forward_pre_hook(note(f"model.layers.{i}.{block}"))
+    with torch.no_grad():
+        for batch in prompts.batches(4):
+            model(batch)
+    assert len(seen) == 2 * 4 * 2
+    for name, tensors in seen.items():
+        x = torch.cat(tensors).float().abs()
+        statistics = found.sites[f"{name}.input"]
+        assert statistics.tokens == len(x), name
+        assert statistics.amax == x.max().item(), name
+    assert found.layers[f"model.layers.1.{block}.experts.2.{up}"] == f"model.layers.1.{block}.experts.2.{gate}.input"
+    assert found.unseen == []
+
+
+def test_an_expert_without_tokens_is_named_and_has_the_scale_of_others(unreached):
+    found = Calibration.load(unreached[1])
+    path = "model.layers.0.block_sparse_moe.experts"
+    assert sorted(found.unseen) == [f"{path}.{e}.{leaf}" for e in (2, 3) for leaf in ("w1", "w2", "w3")]
+    assert found.record["unseen_experts"] == found.unseen
+    for leaf in ("w1", "w2"):
+        seen = [float(found.scale(f"{path}.{e}.{leaf}")) for e in (0, 1)]
+        assert float(found.scale(f"{path}.2.{leaf}")) == max(seen) > min(seen) > 0
+
+
+def test_static_experts_run_and_verify(unreached, tmp_path):
+    folder, calibrated = unreached
+    report = pack(folder, tmp_path / "packed", experts=True, scheme="static", calibration=calibrated)
+    tensors = load_file(report.folder / "model.safetensors")
+    scales = {name: t for name, t in tensors.items() if name.endswith("input_scale") and ".experts." in name}
+    assert len(scales) == 2 * 4 * 3
+    assert all(t.shape == (1,) and float(t) > 0 and bool(t.isfinite()) for t in scales.values())
+    recorded = json.loads((report.folder / "octavo.json").read_text())["calibration"]["unseen_experts"]
+    assert len(recorded) == 6
+    model = octavo.load(report.folder)
+    stack = model.model.layers[1].mlp.experts.down_proj
+    assert isinstance(stack, PackedGroupedLinear)
+    stored = [scales[f"model.layers.1.block_sparse_moe.experts.{e}.w2.input_scale"] for e in range(4)]
+    assert torch.equal(stack.input_scale, torch.cat(stored))
+    found = verify(report.folder, folder)
+    assert found.ok, [str(finding) for finding in found.findings]
+    assert [reader.outcome for reader in found.readers] == ["agrees", "agrees", "not run"]
+
+
+def test_static_experts_are_not_packed_without_a_calibration(unreached, tmp_path):
+    with pytest.raises(ValueError, match="those of experts come from a calibration alone: give --calibration"):
+        pack(unreached[0], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})

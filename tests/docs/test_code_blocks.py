@@ -19,10 +19,8 @@ from octavo_cli.app import app
 
 # The blocks marked `no-test`, by their first word, and why they cannot run here. Their commands are still parsed.
 UNTESTED = {
-    "README.md": {"pip": "installs from the network", "make": "takes minutes"},
+    "README.md": {"git": "clones from the network", "make": "takes minutes"},
     "CONTRIBUTING.md": {"make": "takes minutes"},
-    "docs/bisect.md": {"$": "takes a minute"},
-    "docs/accuracy.md": {"make": "takes an hour"},
     "docs/attention.md": {"python": "takes minutes, and wants a GPU"},
     "docs/distributed.md": {
         "from": "runs on many GPUs",
@@ -35,7 +33,7 @@ UNTESTED = {
     },
     "docs/learn/6_serving.md": {"vllm": "vLLM has an environment of its own: make test-vllm"},
     "docs/performance.md": {"make": "takes minutes, and wants a GPU"},
-    "docs/pretraining.md": {"torchrun": "takes hours, and wants GPUs"},
+    "docs/pretraining.md": {"python": "takes hours, and wants GPUs"},
     "docs/quickstart.md": {
         "pip": "installs from the network",
         "hf": "downloads from the network",

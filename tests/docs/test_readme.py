@@ -1,17 +1,20 @@
 """README: its order, its table, its links, and the way it leads a stranger."""
 
 import re
+import runpy
 
 import pytest
 from code_blocks import DOCS, PAGES, ROOT, read_blocks
 
-from bench.report import pages, tables
+from bench.report import pages
+from bench.report.filler import load
 
 README = (ROOT / "README.md").read_text()
 INDEX = (ROOT / "docs" / "index.md").read_text()
 HEADINGS = [
-    "# Octavo", "## Install", "## What it does", "### Train", "### Fine-tune", "### Pack and serve", "### Verify",
-    "### Understand", "## How it compares", "## Where to read on",
+    "# Octavo", "## Install", "## Five lines", "## Is it faster?", "## Does the loss suffer?", "## When not to use it",
+    "## Two commands that show everything", "## A tour on a laptop", "## What to type", "## How it compares",
+    "## Read on",
 ]  # fmt: skip
 
 
@@ -21,7 +24,7 @@ def test_the_sections_stand_in_the_order_that_a_stranger_needs() -> None:
 
 
 def test_its_table_is_that_of_the_results() -> None:
-    assert pages.with_gains(README, tables.load()) == README, "run make docs"
+    assert pages.with_gains(README, load()) == README, "run make docs"
     assert "](docs/performance/gains.svg)" in README
 
 
@@ -30,7 +33,7 @@ def test_it_leads_from_a_text_to_a_packed_model_that_transformers_opens() -> Non
     blocks = [block for block in read_blocks("README.md") if block.tested]
     commands = [words for block in blocks if block.language == "console" for words, _ in block.commands()]
     for step in (
-        ["octavo", "train", "small.toml", "--data", "book.txt", "--out", "runs/fp8"],
+        ["octavo", "train", "small.toml", "--data", "book.txt", "--recipe", "rowwise", "--out", "runs/fp8"],
         ["octavo", "pack", "runs/fp8", "packed/first"],
         ["octavo", "verify", "packed/first", "--against", "runs/fp8"],
     ):
@@ -57,6 +60,23 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         if heading:
             slugs = [slug(line) for line in linked.read_text().splitlines() if line.startswith("#")]
             assert heading in slugs, target
+
+
+def test_the_map_of_the_source_has_its_files_and_their_lengths() -> None:
+    """Twelve files of training and eight of serving. A length may differ from the page's by a quarter."""
+    rows = re.findall(r"^\| `(\S+\.py)` \| (\d+) \|", INDEX, re.MULTILINE)
+    assert len(rows) == 12 + 8
+    for path, said in rows:
+        lines = len((ROOT / "src" / "octavo" / path).read_text().splitlines())
+        assert abs(lines - int(said)) <= int(said) / 4, f"docs/index.md: {path} has {lines} lines"
+
+
+def test_the_index_page_of_the_package_has_absolute_links() -> None:
+    described = runpy.run_path(str(ROOT / "setup.py"))["with_absolute_links"](README)
+    assert re.findall(r"\]\((?!https://)", described) == []
+    raw, page = "https://raw.githubusercontent.com/OWNER/octavo/main", "https://github.com/OWNER/octavo/blob/main"
+    assert f"]({raw}/docs/performance/gains.svg)" in described
+    assert f"[how]({page}/docs/scaling.md)" in described
 
 
 def slug(heading: str) -> str:

@@ -24,5 +24,5 @@ def test_the_example_has_every_field_of_a_recipe() -> None:
     required = {field.name for kind in (Recipe, Gemm, Cast, History) for field in fields(kind) if field.init}
     assert set(names(example)) == required - {"a", "b"} | {"x", "w", "dy"}
     recipe = Recipe.from_dict(example)
-    assert recipe.rotate == ("y", "dw")
+    assert recipe.rotate == ("dw",)
     assert recipe.quantizes_w_once

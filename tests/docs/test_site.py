@@ -1,4 +1,4 @@
-"""The site: its navigation has every page, and what it installs is pinned. `make site` builds it with strict links."""
+"""The site: its navigation has every page, and what it installs is pinned. `make docs` builds it with strict links."""
 
 import re
 import runpy
@@ -23,7 +23,18 @@ def test_every_page_is_in_the_navigation_once() -> None:
     parts = navigation((ROOT / "docs" / "index.md").read_text())
     assert {"Start", "Learn", "Concepts"} <= parts.keys()
     found = [f"docs/{page}.md" for pages in parts.values() for page in pages]
-    assert sorted(found) == sorted(set(DOCS) - {"docs/index.md"})
+    written = {f"docs/api/{name}.md" for name in CONF["packages"]()}
+    assert {"docs/api/octavo.md", "docs/api/octavo.nn.md"} <= written
+    assert sorted(found) == sorted((set(DOCS) | written) - {"docs/index.md"})
+
+
+def test_a_docstring_becomes_restructured_text() -> None:
+    lines = ["The `rows` of *x* and s_.", "", "    y = x @ w", "", "Args:", "    a: `beta`^age, a", "        number."]
+    CONF["as_restructured_text"](None, "function", "f", None, None, lines)
+    assert lines == [
+        "The ``rows`` of \\*x\\* and s\\_.", "", "::", "", "    y = x @ w", "", "Args:",
+        "    a: ``beta``\\ ^age, a", "        number.", "",
+    ]  # fmt: skip
 
 
 def test_other_pages_stay_as_they_are() -> None:

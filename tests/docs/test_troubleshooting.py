@@ -6,7 +6,7 @@ from code_blocks import ROOT
 
 
 def test_every_problem_of_doctor_is_on_the_page() -> None:
-    rules = (ROOT / "src" / "octavo" / "diagnosis" / "problems.py").read_text()
+    rules = (ROOT / "src" / "octavo" / "inspection" / "doctor.py").read_text()
     names = re.findall(r'Problem\(\s*"([^"]+)"', rules)
     assert len(names) > 5
     page = (ROOT / "docs" / "troubleshooting.md").read_text()

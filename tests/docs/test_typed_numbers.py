@@ -32,7 +32,7 @@ def test_the_numbers_of_the_prose_are_computed(page: str) -> None:
 
 
 def test_a_typed_number_is_found() -> None:
-    assert numbers(prose("E4M3 has 28.5 dB of 1/8 at 2^10, as `x = 77` and [90 dB](log.md#12) say.")) == {28.5, 90}
+    assert numbers(prose("E4M3 has 28.5 dB of 1/8 at 2^10, as `x = 77` and [90 dB](scales.md#12) say.")) == {28.5, 90}
 
 
 def test_the_quantizer_has_thirty_lines_at_most() -> None:

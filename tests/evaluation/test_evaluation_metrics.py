@@ -10,7 +10,7 @@ from quality import compare_embeddings, compare_logits
 from scipy import special, stats
 from torch import Tensor
 
-from octavo.evaluation import metrics
+from octavo.evaluation import Budget, metrics
 
 
 def table(seed: int, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
@@ -149,3 +149,32 @@ def test_what_cannot_be_compared() -> None:
         compare_logits(REFERENCE, REFERENCE, [])
     with pytest.raises(ValueError, match="no batch of prompts was given"):
         compare_embeddings(REFERENCE, REFERENCE, [])
+
+
+# --- Budgets as they are typed, and as they are shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kl=", "kl=x", "kl=-1", "kl=0", "kl=nan", "kl=inf", "kl=1%", "ppl=%", "ppl=5", "ppl=0%", "ppl=101%", "cosine=0",
+        "cosine=1", "cosine=99%",
+    ],
+)  # fmt: skip
+def test_a_limit_that_means_nothing(text: str) -> None:
+    measure, _, limit = text.partition("=")
+    with pytest.raises(ValueError, match=f"the budget {measure} must be .*; got '{limit}'"):
+        Budget.parse(text)
+
+
+@pytest.mark.parametrize("text", ["much", "loss=1"])
+def test_what_is_no_budget(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a budget reads kl=0.01 \(nats a token\) or ppl=0.5%"):
+        Budget.parse(text)
+
+
+def test_what_is_a_budget() -> None:
+    assert Budget.parse("cosine=0.999") == Budget("cosine", 0.999)
+    assert Budget.parse("kl=0.01") == Budget("kl", 0.01)
+    assert Budget.parse("ppl=100%") == Budget("ppl", 1)
+    assert Budget.parse("ppl=0.5%") == Budget.parse("ppl=0.005") == Budget("ppl", 0.005)

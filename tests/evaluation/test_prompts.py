@@ -7,10 +7,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from octavo.data import DataError, chat_of, read_text
 from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
-from octavo.models.characters import CharacterTokenizer
-from octavo.models.tokenizer import ByteTokenizer
-from octavo.text import DataError
+from octavo.models.tokenizer import ByteTokenizer, CharacterTokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -49,7 +48,7 @@ def test_text_is_cut_into_windows_and_rows_to_their_beginning(tmp_path, byte_tok
     assert texts(prompts) == ["0123456789", "KL", "abcdefghij", "short", "x" * 10]
     assert [len(ids) for ids in prompts.ids] == [10, 10, 10, 5, 2]
     assert prompts.tokens == 37
-    assert prompts.report.files == (tmp_path / "a.txt", tmp_path / "b.jsonl")
+    assert prompts.report.files == [tmp_path / "a.txt", tmp_path / "b.jsonl"]
     assert prompts.report.skipped["empty"].examples == ["b.jsonl, line 3"]
 
 
@@ -112,6 +111,37 @@ def test_the_text_of_a_conversation_gives_the_ids_of_the_chat_template(tmp_path)
     (ids,) = read_prompts([rows], tokenizer, PromptOptions(1, 99)).ids
     assert ids == (0, 11, 12, 13, 1, 14, 15, 1)
     assert list(ids) == tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+
+
+HOSTILE = {
+    "loops": ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+    "a repetition": ("{{ 'x' * 9999999999 }}", "needs more than 100 MB"),
+    "doubling": (
+        "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x }}",
+        "needs more than 100 MB",
+    ),
+    "a width": ("{{ '%9999999999d' % 1 }}", "needs more than 100 MB"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_chat_template_has_bounds_of_time_and_memory(tmp_path, byte_tokens, monkeypatch, name):
+    monkeypatch.setattr("octavo.data.chat.SECONDS", 1)
+    monkeypatch.setattr("octavo.data.chat.MEGABYTES", 100)
+    template, message = HOSTILE[name]
+    byte_tokens.chat_template = "{% if messages[0].role == 'user' %}" + template + "{% endif %}calm"
+    chat, rows = chat_of(byte_tokens), tmp_path / "chat.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    with pytest.raises(DataError, match=f"line 1: the chat template does not take these messages .*{message}"):
+        read_text([str(rows)], chat)
+    assert chat([{"role": "bot", "content": "ho"}]) == "calm"  # the process goes on, or begins anew
+
+
+def test_a_process_for_chat_templates_that_does_not_begin(byte_tokens, monkeypatch):
+    byte_tokens.chat_template = TEMPLATE
+    monkeypatch.setattr("sys.executable", "false")
+    with pytest.raises(ValueError, match="its process ended: 1"):
+        chat_of(byte_tokens)([{"role": "user", "content": "hi"}])
 
 
 def test_batches_hold_prompts_of_one_length(tmp_path, byte_tokens):

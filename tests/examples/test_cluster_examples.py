@@ -6,11 +6,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from patience import HANG
 from torch.distributed.run import get_args_parser
 
 import octavo
 from octavo.train.config import Config
-from octavo.train.mesh import check_parallel, find_degrees
+from octavo.train.parallel_model import check_parallel
+from octavo.train.settings import find_degrees
 
 yaml = pytest.importorskip("yaml")
 
@@ -79,7 +82,9 @@ def parsed(command):
     train, preset, *settings = found.training_script_args
     assert (train, settings[-1]) == ("train", "--or-resume")
     config = Config.load(preset, settings[:-1])
-    check_parallel(config, find_degrees(config.parallel, int(found.nnodes) * int(found.nproc_per_node)))
+    check_parallel(
+        config, find_degrees(config.parallel, int(found.nnodes) * int(found.nproc_per_node)), torch.device("cpu")
+    )
     return found
 
 
@@ -91,7 +96,7 @@ def test_the_manifest_check_can_fail():
 
 
 def run(*words, **options):
-    return subprocess.run(words, text=True, capture_output=True, timeout=60, **options)
+    return subprocess.run(words, text=True, capture_output=True, timeout=HANG, **options)
 
 
 def test_the_script_is_valid_bash():

@@ -16,11 +16,11 @@ from tiny_models import Folders, open_theirs, outputs
 from typer.testing import CliRunner
 
 import octavo
-from octavo.artifact.files import ArtifactError
-from octavo.artifact.packed.reader import PackedTensors
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.hf.source import open_source
+from octavo.inference.packed_linear import PackedLinear
 from octavo.packing import unpack
-from octavo.runtime.packed_linear import PackedLinear
 from octavo.verification import verify
 from octavo_cli.app import app
 

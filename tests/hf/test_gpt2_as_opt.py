@@ -13,12 +13,12 @@ from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from octavo.artifact.files import ArtifactError
 from octavo.calibration import calibrate
+from octavo.checkpoint.files import ArtifactError
 from octavo.evaluation import PromptOptions
-from octavo.hf.gpt2_as_opt import Conv1DReader, config_as_opt
+from octavo.hf.stored_tensors import Conv1DReader, config_as_opt
+from octavo.inference.opening import load_packed
 from octavo.packing import pack, unpack
-from octavo.runtime import load_packed
 
 WAYS: dict[str, dict[str, Any]] = {
     "as published": {},

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
 
 import octavo
-from octavo.dist import fp8_all_gather
+from octavo.distributed import fp8_all_gather
 
 STEPS, MICRO_BATCHES = 3, 2
 GEMMS = 3 * 2 * 4  # y, dx and dw of left+right, plain, gate+up and down in two blocks
@@ -28,7 +28,7 @@ def train(accelerator: Accelerator) -> tuple[Any, list[float]]:
     if isinstance(model, FSDPModule):
         assert not fp8_all_gather(model).wide
     losses = []
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         for _ in range(STEPS * MICRO_BATCHES):
             with accelerator.accumulate(model):
                 loss = model(batch()).square().mean()

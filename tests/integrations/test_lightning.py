@@ -70,9 +70,9 @@ def test_scales_are_updated_after_each_step_and_resume(tmp_path: Path) -> None:
     fit(whole, tmp_path)
     fit(first, tmp_path, steps=2).save_checkpoint(tmp_path / "two.ckpt")
     fit(resumed, tmp_path, checkpoint=str(tmp_path / "two.ckpt"))
-    scales = octavo.scale_state(whole)
+    scales = octavo.scales.scale_state(whole)
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {STEPS}
-    assert all(torch.equal(t, scales[name]) for name, t in octavo.scale_state(resumed).items())
+    assert all(torch.equal(t, scales[name]) for name, t in octavo.scales.scale_state(resumed).items())
     assert whole.losses == first.losses + resumed.losses
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import octavo
+from octavo.inference.packed_linear import PackedLinear
 from octavo.integrations.peft import support_packed
-from octavo.runtime import PackedLinear
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 LAYERS, STEPS = 14, 3
@@ -83,7 +83,7 @@ def test_adapters_train_around_a_converted_model(made: Folders) -> None:
     base = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
     octavo.convert(base)
     model = peft.get_peft_model(base, settings())
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         check_training(model, LAYERS + LAYERS - 3)
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     merged = layer.base_layer.weight + layer.get_delta_weight("default")

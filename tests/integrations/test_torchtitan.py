@@ -1,7 +1,6 @@
 """torchtitan's own Trainer on a model of FP8 layers, with the library itself: make test-integrations."""
 
 import os
-import socket
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -80,42 +79,46 @@ def test_adapters_of_torchtitan_train_around_fp8_layers() -> None:
 def test_delayed_scales_are_updated_after_each_step() -> None:
     trainer = make_trainer(converters=[fp8(recipe="delayed")])
     train(trainer, STEPS)
-    scales = octavo.scale_state(trainer.model_parts[0])
+    scales = octavo.scales.scale_state(trainer.model_parts[0])
     assert len(scales) == LINEARS * 3 * 4
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {STEPS}
 
 
-def two_ranks(rank: int, ports: list[int]) -> list[tuple[list[float], int]]:
+def serve_store(rank: int) -> torch.distributed.TCPStore | None:
+    """Tell torchtitan, as torchrun does, that its store is there: rank 0 has it, on a port that the system chose."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    ports = [0 if store is None else store.port]
+    torch.distributed.broadcast_object_list(ports)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(ports[0])}
+    return store
+
+
+def two_ranks(rank: int) -> list[tuple[list[float], int]]:
     """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8. Then a refusal."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
-    results = []
-    *ports, last = ports
-    for port, converters in zip(ports, ([], [fp8()]), strict=True):
+    results, stores = [], []
+    for converters in ([], [fp8()]):
+        stores.append(serve_store(rank))
         torch.distributed.destroy_process_group()  # torchtitan makes a group of its own
-        trainer = make_trainer(rank, 2, port, converters=converters)
+        trainer = make_trainer(rank, 2, converters=converters)
         losses = train(trainer, STEPS - 1)
         with counted() as sent:
             losses += train(trainer, 1)
         results.append((losses, sum(sent["gather"])))
+    stores.append(serve_store(rank))
     torch.distributed.destroy_process_group()
     divided = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
     with pytest.raises(NotImplementedError, match="tensor_parallel_degree=1 and .*, got 2 and 'partial_dtensor'"):
-        make_trainer(rank, 2, last, converters=[fp8()], parallelism=divided)
+        make_trainer(rank, 2, converters=[fp8()], parallelism=divided)
     return results
 
 
 def test_sharded_weights_are_gathered_in_eight_bits_and_tensor_parallelism_is_refused() -> None:
-    (bf16, wide), (losses, sent) = run_ranks(2, two_ranks, [free_port(), free_port(), free_port()])[0]
+    (bf16, wide), (losses, sent) = run_ranks(2, two_ranks)[0]
     assert losses == pytest.approx(bf16, abs=0.05)
     assert losses[-1] < losses[0] - 0.5
     converted = 6 * 256 * (768 + 256 + 3 * 768) * 2  # bytes of the weights in BF16: a rank sends half, twice a step
     assert sent - (wide - converted) < 0.51 * converted  # the rows are short: a scale is 0.8 % of a row
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
 
 
 def test_bad_settings_are_refused() -> None:

@@ -41,7 +41,7 @@ def losses(trainer: Trainer) -> list[float]:
 def test_the_trainer_runs_in_fp8_and_saves_the_plain_model(made: Folders, tmp_path: Path) -> None:
     model = converted(made("llama"), "rowwise")
     trainer = make_trainer(model, tmp_path)
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         counts = operations(trainer.train)
     assert counts["octavo::scaled_mm"] == GEMMS * STEPS * MICRO_BATCHES
     assert losses(trainer)[1] < losses(trainer)[0] - 0.3
@@ -58,14 +58,14 @@ def test_scales_are_updated_after_each_step_and_resume(made: Folders, tmp_path: 
         converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3, save_steps=2, save_strategy="steps"
     )
     whole.train()
-    scales = octavo.scale_state(whole.model)
+    scales = octavo.scales.scale_state(whole.model)
     assert {int(t) for name, t in scales.items() if name.endswith(".steps")} == {3}
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     assert (checkpoint / FILE_NAME).is_file()
 
     resumed = make_trainer(converted(made("llama"), "delayed"), tmp_path / "whole", max_steps=3)
     resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert all(torch.equal(t, scales[name]) for name, t in octavo.scale_state(resumed.model).items())
+    assert all(torch.equal(t, scales[name]) for name, t in octavo.scales.scale_state(resumed.model).items())
     assert losses(resumed)[-1] == losses(whole)[-1]
 
     (checkpoint / FILE_NAME).unlink()

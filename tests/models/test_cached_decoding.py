@@ -7,7 +7,7 @@ import pytest
 import torch
 from model_examples import BOTH, GPT, GQA, tokens
 
-from octavo.kv_cache import ModelKVCache
+from octavo.inference.kv_cache import ModelKVCache
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, llama
 
 Config = LlamaConfig | GPT2Config

@@ -6,7 +6,7 @@ import pytest
 import torch
 from model_examples import BOTH, lively, tokens
 
-from octavo.kv_cache import ModelKVCache
+from octavo.inference.kv_cache import ModelKVCache
 from octavo.models import GPT2Config, LlamaConfig
 
 pytestmark = pytest.mark.gpu

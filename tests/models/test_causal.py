@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.models.causal import head_name, is_causal
+from octavo.models.decoder import head_name, is_causal
 
 transformers = pytest.importorskip("transformers")
 

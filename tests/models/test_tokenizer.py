@@ -1,11 +1,20 @@
+""""""
+
 import json
 import sys
 
 import numpy as np
 import pytest
 
-from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
-from octavo.models.tokenizer_json import byte_characters
+from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
+from octavo.models.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    byte_characters,
+    load_tokenizer,
+)
 
 # Ranges of characters that have every byte of UTF-8, and each length.
 EVERY_LENGTH = [(0, 0x900), (0xFC0, 0xD800, 64), (0xE000, 0x10000, 64), (0x10000, 0x110000, 0x3FFF)]
@@ -118,3 +127,90 @@ def test_nothing_to_load(tmp_path):
         HuggingFaceTokenizer(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"at least 256.*got 255"):
         BpeTokenizer.train(CORPUS, 255)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "transformers", "prompts"])
+def test_a_tokenizer_whose_expression_takes_too_long_is_named(tmp_path, bpe, kind):
+    """Onig gives up after a number of retries, and Rust panics: what is raised is no Exception."""
+    bpe.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "a" * 40 + "b"
+    if kind == "prompts":
+        (tmp_path / "text.txt").write_text(text)
+        with pytest.raises(ValueError, match="the tokenizer cannot encode 'aaaa.*retry-limit"):
+            read_prompts([str(tmp_path / "text.txt")], open_tokenizer(tmp_path), PromptOptions(1, 8))
+        return
+    opened = load_tokenizer(tmp_path) if kind == "bpe" else HuggingFaceTokenizer(tmp_path)
+    for encode in (opened.encode, lambda text: opened.encode_batch([text])):
+        with pytest.raises(ValueError, match=rf"{tmp_path}.* is not a tokenizer that encodes this text .*retry-limit"):
+            encode(text)
+
+
+# ---- The tokenizer whose tokens are the characters of the training text
+
+
+TEXTS_CHARACTERS = [
+    "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",
+    " Grüße, 你好, e\u0301 \U0001f469\u200d\U0001f467 <s> <unk> Ġ \x01\x7f\u2028",
+    "",
+]
+
+
+@pytest.fixture
+def characters():
+    return CharacterTokenizer.train(TEXTS_CHARACTERS)
+
+
+def test_every_distinct_character_is_a_token(characters):
+    assert characters.vocabulary_size == len(set("".join(TEXTS_CHARACTERS)))
+    for text in TEXTS_CHARACTERS:
+        ids = characters.encode(text)
+        assert len(ids) == len(text)
+        assert characters.decode(ids) == text
+    assert CharacterTokenizer.train(["hello\n", "world"]).encode("hello") == [3, 2, 4, 4, 5]  # of "\ndehlorw"
+
+
+def test_a_document_may_end_in_a_newline_that_the_texts_lack():
+    assert CharacterTokenizer.train(["ab"]).encode("ab\n") == [1, 2, 0]
+
+
+def test_a_batch_is_encoded_as_each_text_is(characters):
+    arrays = characters.encode_batch(TEXTS_CHARACTERS)
+    assert all(np.issubdtype(array.dtype, np.unsignedinteger) for array in arrays)
+    assert [array.tolist() for array in arrays] == [characters.encode(text) for text in TEXTS_CHARACTERS]
+
+
+def test_unknown_characters_are_named(characters):
+    with pytest.raises(ValueError, match=r"no token for 'q', 'Ω', '\\ud800'.*\d\d characters of the text"):
+        characters.encode("qx Ω\ud800 qq")
+    with pytest.raises(ValueError, match="'!', '%', '&', '\\*', '0', '1', '2', '3' and 3 more"):
+        characters.encode("!%&*0123456")
+
+
+def test_it_opens_again_without_any_extra(characters, tmp_path, monkeypatch):
+    characters.save(tmp_path / "deep" / "folder")
+    for package in ("tokenizers", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    again = load_tokenizer(tmp_path / "deep" / "folder")
+    assert isinstance(again, CharacterTokenizer)
+    assert [again.encode(text) for text in TEXTS_CHARACTERS] == [characters.encode(text) for text in TEXTS_CHARACTERS]
+
+
+def test_transformers_opens_it_with_the_same_ids_and_text(characters, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    characters.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    for text in TEXTS_CHARACTERS:
+        assert theirs.encode(text) == characters.encode(text)
+        assert theirs.decode(characters.encode(text)) == text
+    assert len(theirs) == characters.vocabulary_size
+    with pytest.raises(Exception, match="UNK"):
+        theirs.encode("Ω")

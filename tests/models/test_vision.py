@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import octavo
-from octavo.models.diffusion import DiffusionTransformer, flow_loss, sample
-from octavo.models.vision import ImageConfig, VisionTransformer
+from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransformer, flow_loss, sample
 
 CONFIG = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32, heads=2)
 IMAGES, CLASSES = torch.randn(6, 1, 8, 8), torch.tensor([0, 1, 2, 3, 0, 1])

@@ -3,11 +3,19 @@
 import copy
 from functools import partial
 
+import attention_fp8_oracle as oracle
 import pytest
 import torch
+from kv_cache_examples import model_of
+from metrics import sqnr
+from operation_counts import operations
 from torch import Tensor, nn
 
 import octavo
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models.vision import ImageConfig, VisionTransformer
+from octavo.nn import use_bf16_attention, use_fp8_attention
+from octavo.nn.attention_layers import DECAY, GradientScales, attend_fp8
 
 CAUSAL = torch.ones(5, 5).triu(1).bool()
 PADDING = torch.tensor([[False] * 5, [False, False, False, True, True]])
@@ -158,6 +166,291 @@ def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
     layer(x).sum().backward()
     watch.step()
     watch.close()
-    octavo.update_scales(layer)
-    assert octavo.scale_state(layer)["self_attn.histories.x.scale"] > 0
+    octavo.scales.update_scales(layer)
+    assert octavo.scales.scale_state(layer)["self_attn.histories.x.scale"] > 0
     assert torch.isfinite(layer(x)).all()
+
+
+# ---- `use_fp8_attention` on models of ours and of transformers: what runs in E4M3, what does not, and its undoing
+
+
+SIZES = {"vocabulary": 97, "layers": 2, "width": 64, "heads": 4, "mlp_width": 96, "context": 32}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES, kv_heads=2),
+    "gpt2": GPT2Config(**{name: size for name, size in SIZES.items() if name != "mlp_width"}),
+}
+FORWARD, BACKWARD = "octavo::fp8_attention", "octavo::fp8_attention_backward"
+IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+def results(model, **inputs):
+    """Logits, and the gradient of the first weight of an attention."""
+    model.zero_grad()
+    output = model(IDS, **inputs)
+    logits = getattr(output, "logits", output).float()
+    logits.square().mean().backward()
+    weight = next(p for name, p in model.named_parameters() if "q_proj.weight" in name)
+    return logits.detach(), weight.grad.clone()
+
+
+def models():
+    torch.manual_seed(0)
+    ours = {name: build(config) for name, config in CONFIGS.items()}
+    return ours | {"transformers": model_of("llama").train(), "qwen3": model_of("qwen3").train()}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "transformers", "qwen3"])
+def test_both_passes_run_in_fp8_and_are_near_bf16(name):
+    model = models()[name]
+    expected, keys = results(model), list(model.state_dict())
+    assert len(use_fp8_attention(model, shortest=16)) == 2
+    seen = operations(lambda: results(model))
+    assert (seen[FORWARD], seen[BACKWARD]) == (2, 2)
+    for one, other in zip(expected, results(model), strict=True):
+        assert sqnr(one, other) > 9
+        assert not torch.equal(one, other)
+    assert list(model.state_dict()) == keys
+    use_bf16_attention(model)
+    for one, other in zip(expected, results(model), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["llama", "transformers"])
+def test_short_texts_stay_in_bf16(name):
+    model = models()[name]
+    expected = results(model)
+    use_fp8_attention(model)
+    for one, other in zip(expected, results(model), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_padding_stays_in_bf16():
+    model, mask = models()["transformers"], torch.ones_like(IDS)
+    mask[0, :3] = 0
+    expected = results(model, attention_mask=mask)
+    use_fp8_attention(model, shortest=16)
+    for one, other in zip(expected, results(model, attention_mask=mask), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_with_converted_layers_and_a_copy_of_the_model():
+    model = models()["transformers"].bfloat16()
+    octavo.convert(model, "rowwise")
+    use_fp8_attention(model, shortest=16)
+    expected = results(model)
+    for one, other in zip(expected, results(copy.deepcopy(model)), strict=True):
+        assert sqnr(one, other) > 20  # the scales of the gradients are those of one more pass
+    octavo.restore(model)
+    assert operations(lambda: results(model))[FORWARD] == 2
+
+
+def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():
+    model = models()["llama"]
+    plain = octavo.dtype_flow(model, IDS).flops
+    use_fp8_attention(model, shortest=16)
+    found = octavo.dtype_flow(model, IDS).flops
+    attention = {"forward": 2 * 4, "backward": 5 * 4}  # products of 4 heads
+    for phase, products in attention.items():
+        assert found[phase]["FP8"] == 2 * products * 2 * (2 * 16 * 16 * 16)  # layers, texts
+        assert sum(found[phase].values()) == sum(plain[phase].values())
+
+
+def test_a_model_on_the_meta_device_gets_scales_of_zeros():
+    with torch.device("meta"):
+        model = build(CONFIGS["llama"])
+    use_fp8_attention(model)
+    model.to_empty(device="cpu").bfloat16()
+    scales = [m.fp8_gradients.amax for m in model.modules() if hasattr(m, "fp8_gradients")]
+    assert [(s.tolist(), s.dtype) for s in scales] == [([0, 0, 0], torch.float32)] * 2
+
+
+def test_a_model_without_causal_attention_is_refused():
+    with pytest.raises(ValueError, match="Sequential has no causal attention"):
+        use_fp8_attention(nn.Sequential(nn.Linear(8, 8)))
+
+
+def test_a_gpu_without_it_is_refused(monkeypatch):
+    monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_: "no cuDNN")
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: no cuDNN\. Leave attention in BF16"):
+        use_fp8_attention(models()["llama"], device="cuda")
+
+
+# ---- Attention in E4M3 with its gradient: against float64, over passes whose gradients grow, and in compiled code
+
+
+def gradients_quantized(x, scales, factor=1.0):
+    """y, dq, dk and dv."""
+    leaves = [t.detach().clone().requires_grad_() for t in x[:3]]
+    y = attend_fp8(*leaves, scales)
+    return [y.detach(), *torch.autograd.grad(y, leaves, x[3] * factor)]
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-40, 2.0**40])
+def test_the_first_pass(factor):
+    torch.manual_seed(0)
+    x = oracle.given(2, 4, 2, 64, 64)
+    for one, other in zip(
+        oracle.exact(*x[:3], x[3] * factor), gradients_quantized(x, GradientScales(), factor), strict=True
+    ):
+        assert sqnr(one, other) > 16
+        assert (other.dtype, other.shape) == (torch.bfloat16, one.shape)
+
+
+def test_a_sink_saturates_once():
+    """Every query attends to the first token, whose gradients are hundreds of times larger than others."""
+    torch.manual_seed(1)
+    q, k, v, dy = oracle.given(1, 4, 1, 200, 200)
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, :, 0, 0] = 16
+    x = q, k, v, dy + dy.abs().amax()
+    scales, exact = GradientScales(), oracle.exact(*x)
+    first, second = gradients_quantized(x, scales)[3], gradients_quantized(x, scales)[3]
+    assert sqnr(exact[3], first) < 10
+    assert sqnr(exact[3], second) > 20
+
+
+def test_the_amax_decays_and_ignores_what_is_not_finite():
+    scales = GradientScales()
+    scales.observe(torch.tensor([1.0, 2.0, 3.0]))
+    scales.observe(torch.tensor([0.5, 4.0, torch.inf]))
+    assert torch.allclose(scales.amax, torch.tensor([DECAY, 4.0, 3 * DECAY]))
+    assert not scales.state_dict()
+
+
+def test_double_backward_is_refused():
+    x = [t.requires_grad_() for t in oracle.given(1, 2, 2, 8, 8)[:3]]
+    (dq,) = torch.autograd.grad(attend_fp8(*x, GradientScales()).float().sum(), x[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="double backward"):
+        dq.sum().backward()
+
+
+@pytest.mark.slow
+def test_compiled():
+    torch.manual_seed(2)
+    x, scales, other = oracle.given(1, 2, 2, 32, 32), GradientScales(), GradientScales()
+    leaves = [t.detach().clone().requires_grad_() for t in x[:3]]
+    run = torch.compile(lambda *t: attend_fp8(*t, other) * 1, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        expected = gradients_quantized(x, scales)
+        y = run(*leaves)
+        actual = [y.detach(), *torch.autograd.grad(y, leaves, x[3])]
+        for one, found in zip(expected, actual, strict=True):
+            assert torch.equal(one, found)
+        assert torch.equal(scales.amax, other.amax)
+
+
+# ---- The layer after attention saves its input itself where PyTorch's attention saves it too
+
+
+SIZES_SAVED_INPUTS = {"vocabulary": 97, "layers": 2, "width": 64, "heads": 4, "context": 32}
+IMAGES = ImageConfig(image=8, patch=2, channels=3, classes=5, layers=2, width=64, heads=4)
+MODELS = {
+    "llama": lambda: build(LlamaConfig(**SIZES_SAVED_INPUTS, kv_heads=2, mlp_width=96)),
+    "mixture": lambda: build(MixtureConfig(**SIZES_SAVED_INPUTS, kv_heads=2, mlp_width=96, experts=4, top_k=2)),
+    "gpt2": lambda: build(GPT2Config(**SIZES_SAVED_INPUTS)),
+    "vision": lambda: VisionTransformer(IMAGES),
+    "transformers": lambda: model_of("llama").train(),
+}
+AFTER = ("o_proj", "out_proj", "attention.proj")  # names of the layers after attention
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def marked(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if getattr(module, "input_is_saved", False)]
+
+
+def after_attention(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_modules() if name.endswith(AFTER)]
+
+
+def gradients_saved_inputs(name: str, model: nn.Module) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(2, 3, 8, 8, generator=generator) if name == "vision" else torch.arange(32).view(2, 16)
+    y = model(inputs)
+    return list(torch.autograd.grad(getattr(y, "logits", y).square().mean(), list(model.parameters())))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_layers_after_attention_are_marked_and_compute_the_same_bits(recipe: str, name: str) -> None:
+    model = make(name)
+    octavo.convert(model, recipe)
+    assert len(marked(model)) == 2
+    assert marked(model) == after_attention(model)
+    found = gradients_saved_inputs(name, model)
+    for layer in after_attention(model):
+        model.get_submodule(layer).input_is_saved = False
+    assert all(map(torch.equal, found, gradients_saved_inputs(name, model)))
+    octavo.restore(model)
+    assert marked(model) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "transformers"])
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_attention_in_fp8_saves_other_bytes(converted_first: bool, name: str) -> None:
+    model = make(name)
+    steps = [lambda: octavo.convert(model, "rowwise"), lambda: use_fp8_attention(model, shortest=16)]
+    for step in steps if converted_first else reversed(steps):
+        step()
+    assert marked(model) == []
+    use_bf16_attention(model)
+    assert marked(model) == after_attention(model)
+
+
+def test_attention_that_is_not_pytorchs_saves_no_output() -> None:
+    model = make("transformers")
+    model.set_attn_implementation("eager")
+    octavo.convert(model, "rowwise")
+    assert marked(model) == []
+
+
+# ---- PyTorch's encoder layers call their converted layers in evaluation mode too
+
+
+def encoder_layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).eval()
+
+
+@pytest.mark.parametrize("make", [encoder_layer, lambda: nn.TransformerEncoder(encoder_layer(), 2).eval()])
+def test_evaluation_without_gradients_runs_in_fp8(make) -> None:
+    model, x = make(), torch.randn(2, 6, 32)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    in_high_precision = model(x, src_key_padding_mask=padding).detach()
+    octavo.convert(model, "rowwise")
+    with_gradients = model(x, src_key_padding_mask=padding).detach()
+    with torch.no_grad():
+        y = model(x, src_key_padding_mask=padding)
+    not_padding = ~padding
+    torch.testing.assert_close(y[not_padding], with_gradients[not_padding], rtol=1e-5, atol=1e-5)
+    assert (y - in_high_precision)[not_padding].abs().max() > 1e-3
+
+
+def test_the_class_is_one_of_its_own_with_the_same_name_and_settings() -> None:
+    layer = encoder_layer()
+    octavo.convert(layer)
+    assert isinstance(layer, nn.TransformerEncoderLayer)
+    assert type(layer).__name__ == "TransformerEncoderLayer"
+    assert vars(layer)["activation_relu_or_gelu"] == 1
+    octavo.convert(layer, "tensorwise")
+    assert type(layer).__mro__.count(nn.TransformerEncoderLayer) == 1
+
+
+def test_a_layer_whose_linear_layers_are_skipped_keeps_the_fast_path() -> None:
+    model = nn.ModuleDict({"encoder": encoder_layer(), "body": nn.Linear(8, 8)})
+    octavo.convert(model, skip=["encoder.*"])
+    assert type(model["encoder"]) is nn.TransformerEncoderLayer
+
+
+def test_restore_gives_the_fast_path_back() -> None:
+    model, x = nn.TransformerEncoder(encoder_layer(), 2).eval(), torch.randn(2, 6, 32)
+    with torch.no_grad():
+        before = model(x)
+        octavo.convert(model)
+        assert set(octavo.restore(model)) >= {"", "layers.0", "layers.1", "layers.0.linear1"}
+        assert torch.equal(model(x), before)
+    assert type(model) is nn.TransformerEncoder
+    assert type(model.layers[0]) is nn.TransformerEncoderLayer

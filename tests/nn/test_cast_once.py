@@ -1,14 +1,19 @@
-"""`octavo.cast_once`: inside the block weights are cast once; outside it nothing is cached."""
+"""`octavo.scales.cast_once`: inside the block weights are cast once; outside it nothing is cached."""
 
 import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from cast_once_examples import (
     Net,
     ThroughData,
     batch,
     cached_modules,
+    caches,
     casts_of_weights,
     in_place,
     is_fresh,
@@ -19,9 +24,13 @@ from cast_once_examples import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import optimizer as torch_optimizer
 
 import octavo
+from octavo.nn import SwiGLU, linear_function
+from octavo.recipe import Recipe, mxfp8, rowwise, tensorwise
 
 STACKS = 4  # of `Net` by `rowwise`: first, left + right, gate + up, down
 
@@ -31,7 +40,7 @@ def test_weights_are_cast_once_a_step(recipe: str, layers: int) -> None:
     model = net(recipe)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert casts_of_weights(model, lambda: [train(model), train(model)]) == 2 * layers
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert len(cached_modules(model)) == layers
         assert casts_of_weights(model, lambda: [train(model), train(model), model(batch())]) == 0
         assert casts_of_weights(model, optimizer.step) == layers
@@ -41,11 +50,11 @@ def test_weights_are_cast_once_a_step(recipe: str, layers: int) -> None:
 
 def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
     model = net("delayed")
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert not cached_modules(model)
         for _ in range(2):
             assert casts_of_weights(model, lambda: train(model)) >= 6
-            octavo.update_scales(model)
+            octavo.scales.update_scales(model)
         with torch.no_grad():
             before = model(batch())
             model.mlp.down_proj.weight.mul_(2)
@@ -56,17 +65,17 @@ def test_a_write_through_shared_memory_is_seen_when_the_block_is_entered_again()
     """It leaves no trace on the parameter (docs/training_loop.md)."""
     model = net("rowwise")
     weight = model.mlp.down_proj.weight
-    with octavo.cast_once(model), torch.no_grad():
+    with octavo.scales.cast_once(model), torch.no_grad():
         before = model(batch())
         weight.detach().numpy()[...] *= 2
         assert torch.equal(model(batch()), before)
-    with octavo.cast_once(model), torch.no_grad():
+    with octavo.scales.cast_once(model), torch.no_grad():
         assert not torch.equal(model(batch()), before)
 
 
 def test_an_unconverted_model_has_nothing_to_cache() -> None:
     model = Net()
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert not cached_modules(model)
 
 
@@ -74,7 +83,7 @@ def test_an_unconverted_model_has_nothing_to_cache() -> None:
 def test_layers_that_are_not_fused_for_a_neighbour_are_cached_one_by_one(skip: str) -> None:
     model = Net()
     octavo.convert(model, skip=(skip,))
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert casts_of_weights(model, lambda: train(model)) == 0
         assert is_fresh_skipping(model, skip)
 
@@ -96,7 +105,7 @@ def test_cached_bytes_give_the_outputs_and_gradients_of_new_ones(recipe: str) ->
         return y, *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))
 
     expected = run()
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         for _ in range(2):
             for a, b in zip(expected, run(), strict=True):
                 assert torch.equal(a, b)
@@ -110,7 +119,7 @@ def test_compiled_code_sees_the_new_bytes() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     kinds = (torch.optim.AdamW, ThroughData)
     steps = [[kind(m.parameters()).step for m in (model, fresh)] for kind in kinds]  # after the compiler was loaded
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         for i in range(4):
             with torch._dynamo.config.patch(error_on_recompile=i > 0):
                 y = compiled(batch())
@@ -131,7 +140,7 @@ def test_a_block_a_step_is_compiled_once() -> None:
     model, graphs = net(), []
     compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     for _ in range(10):
-        with octavo.cast_once(model):
+        with octavo.scales.cast_once(model):
             compiled(batch()).sum().backward()
         in_place(model)
         model.zero_grad()
@@ -150,7 +159,7 @@ def registered(model: nn.Module) -> tuple[int, int]:
 def test_the_block_leaves_nothing_behind() -> None:
     model = net()
     before = registered(model)
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert registered(model) == (before[0] + 1, before[1] + 1)
         train(model)
     assert registered(model) == before
@@ -166,7 +175,7 @@ def test_a_block_that_ends_in_an_error_leaves_nothing_behind() -> None:
     before = registered(model)
 
     def fail() -> None:
-        with octavo.cast_once(model):
+        with octavo.scales.cast_once(model):
             model(torch.randn(7, 41))
 
     with pytest.raises(ValueError, match="takes an input"):
@@ -178,8 +187,8 @@ def test_a_block_that_ends_in_an_error_leaves_nothing_behind() -> None:
 def test_nested_blocks() -> None:
     model = net()
     before = registered(model)
-    with octavo.cast_once(model):
-        with octavo.cast_once(model.mlp):
+    with octavo.scales.cast_once(model):
+        with octavo.scales.cast_once(model.mlp):
             through_data_after_training(model)
             assert is_fresh(model)
         through_data_after_training(model)
@@ -201,7 +210,7 @@ def through_data_after_training(model: Net) -> None:
 def test_a_copy_made_inside_the_block_caches_nothing() -> None:
     """An exponential mean of the weights is such a copy: it outlives the block, which does not know it."""
     model = net()
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         fresh = copy.deepcopy(model)
     assert not cached_modules(fresh)
     assert is_fresh(fresh)
@@ -212,6 +221,310 @@ def test_a_copy_made_inside_the_block_caches_nothing() -> None:
 
 def test_the_state_has_no_trace_of_the_bytes() -> None:
     model = net()
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         assert model.state_dict().keys() == Net().state_dict().keys()
         assert not list(model.buffers())
+
+
+# ---- Inside the block of `octavo.scales.cast_once` no weight is stale, whichever way it was written
+
+
+def adamw(model: Net) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True).step()
+
+
+def adamw_fused(model: Net) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def with_closure(model: Net) -> None:
+    torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2).step(lambda: model(batch()).square().sum())
+
+
+def loaded_and_assigned(model: Net) -> None:
+    model.load_state_dict(Net().state_dict(), assign=True)
+
+
+def a_part_loaded(model: Net) -> None:
+    model.mlp.load_state_dict(SwiGLU(64, 96).state_dict())
+
+
+def replaced(model: Net) -> None:
+    for module in (model.first, model.left, model.mlp.up_proj, model.mlp.down_proj):
+        module.weight = nn.Parameter(torch.randn_like(module.weight))
+
+
+def swapped(model: Net) -> None:
+    for module in (model.first, model.left, model.mlp.up_proj, model.mlp.down_proj):
+        torch.utils.swap_tensors(module.weight, nn.Parameter(torch.randn_like(module.weight)))
+
+
+def to_bfloat16(model: Net) -> None:
+    model.to(torch.bfloat16)
+
+
+def reinitialized(model: Net) -> None:
+    for module in (model.first, model.left, model.mlp.up_proj, model.mlp.down_proj):
+        module.reset_parameters()
+
+
+ROUTES = [
+    sgd, adamw_fused, with_closure,
+    adamw, through_data, reinitialized,
+    in_place, a_part_loaded, swapped,
+    loaded, loaded_and_assigned,
+    to_bfloat16, replaced,
+]  # fmt: skip
+
+
+OTHERS = [(recipe, route) for recipe in ("tensorwise", "blockwise", "delayed") for route in ROUTES[::3]]
+
+
+@pytest.mark.parametrize(("recipe", "route"), [("rowwise", route) for route in ROUTES] + OTHERS)
+def test_a_weight_written_inside_the_block_is_used(recipe: str, route: Callable[[Net], None]) -> None:
+    model = net(recipe)
+    with octavo.scales.cast_once(model):
+        for _ in range(2):
+            train(model)
+            before = model(batch(model.first.weight.dtype)).detach()
+            route(model)
+            model.zero_grad()
+            assert is_fresh(model)
+            if route is to_bfloat16:
+                break
+            assert not torch.equal(model(batch()), before)
+    assert is_fresh(model)
+
+
+def test_every_weight_alone_is_noticed() -> None:
+    model = net()
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    assert len(layers) == 6
+    with octavo.scales.cast_once(model):
+        for layer in layers:
+            before = model(batch())
+            with torch.no_grad():
+                layer.weight.add_(0.1)
+            assert not torch.equal(model(batch()), before)
+            assert is_fresh(model)
+
+
+def test_weights_converted_to_another_dtype_and_back() -> None:
+    """The weights are rounded to BF16 in between, and may have the same address as before."""
+    for n in range(16, 400, 5):
+        model = nn.Sequential(nn.Linear(64, n, bias=False))
+        octavo.convert(model)
+        x = torch.randn(3, 64)
+        with octavo.scales.cast_once(model):
+            model(x)
+            inside = model.to(torch.bfloat16).to(torch.float32)(x)
+        assert torch.equal(inside, model(x)), n
+
+
+def test_a_weight_given_for_one_call() -> None:
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    octavo.convert(model)
+    x, w = torch.randn(3, 64), torch.randn(48, 64)
+    expected = [torch.func.functional_call(model, {"0.weight": w * 2**-i}, x) for i in range(5)]
+    own = model(x)
+    with octavo.scales.cast_once(model), torch.no_grad():
+        for i, y in enumerate(expected):
+            assert torch.equal(torch.func.functional_call(model, {"0.weight": w * 2**-i}, x), y)
+            assert torch.equal(model(x), own)
+
+
+@pytest.mark.parametrize("fill", ["step", "load"])
+def test_bytes_stay_in_their_memory(fill: str) -> None:
+    """A CUDA graph reads the addresses that it recorded."""
+    model = net()
+    with octavo.scales.cast_once(model):
+        before = {name: (c.q.data.data_ptr(), c.q.scale.data_ptr()) for name, c in caches(model).items() if c.q}
+        bytes_before = model.first.weight_cache.q.data.float()
+        train(model)
+        sgd(model) if fill == "step" else loaded(model)
+        after = {name: (c.q.data.data_ptr(), c.q.scale.data_ptr()) for name, c in caches(model).items() if c.q}
+        assert after == before
+        assert not torch.equal(model.first.weight_cache.q.data.float(), bytes_before)
+
+
+def test_an_optimizer_of_another_model_may_step_between_forward_and_backward() -> None:
+    """As in adversarial training."""
+    model, other = net(), nn.Linear(3, 3)
+    train(model)
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    other(torch.randn(2, 3)).sum().backward()
+    with octavo.scales.cast_once(model):
+        loss = model(batch()).square().mean()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        loss.backward()
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(p.grad, gradient)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def by_hand(model: Net) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.sub_(p.grad, alpha=0.5)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("evaluated", [False, True], ids=["", "evaluated"])
+@pytest.mark.parametrize("step", [sgd, adamw, through_data, by_hand])
+def test_sharded_parameters_are_not_stale(step: Callable[[Net], None], evaluated: bool) -> None:
+    """After a forward pass without backward FSDP leaves the root's parameters gathered, as plain tensors."""
+    model = net()
+    fresh = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    if evaluated:
+        with torch.no_grad():
+            model(batch())
+    with octavo.scales.cast_once(model):
+        for _ in range(3):
+            y, expected = model(batch()), fresh(batch())
+            assert torch.equal(y, expected)
+            for m, out in ((model, y), (fresh, expected)):
+                out.square().mean().backward()
+                step(m)
+                m.zero_grad()
+            with torch.no_grad():
+                assert torch.equal(model(batch()), fresh(batch()))
+        assert not cached_modules(model)
+    assert torch.equal(model(batch()), fresh(batch()))
+
+
+def test_a_model_is_pickled_inside_the_block_without_its_cache():
+    model = nn.Sequential(nn.Linear(64, 64))
+    octavo.convert(model)
+    x = torch.randn(4, 64)
+    with octavo.scales.cast_once(model):
+        expected = model(x)
+        copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    for other in copies:
+        assert torch.equal(other(x), expected)
+        other.load_state_dict({"0.weight": torch.zeros(64, 64), "0.bias": torch.zeros(64)})
+        assert other(x).abs().max() == 0  # no stale bytes
+
+
+# ---- From the forward to the backward pass a layer saves no bytes of its weight that can be computed again
+
+
+T, K, N = 24, 160, 288
+QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
+
+
+def make(recipe: str | Recipe) -> octavo.Linear:
+    linear = nn.Linear(K, N, bias=False)
+    octavo.convert(linear, recipe)
+    return linear
+
+
+def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:
+    """dx and dw of one step whose input is always the same."""
+    torch.manual_seed(1)
+    x, dy = torch.randn(T, K, requires_grad=True), torch.randn(T, N)
+    return torch.autograd.grad(linear(x), [x, linear.weight], dy)
+
+
+def saved_of_weight(linear: octavo.Linear, x: Tensor) -> int:
+    """Bytes of the saved tensors that are as large as the weight, without the weight itself."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        linear(x)
+    return sum(t.nbytes for t in saved if t.numel() == N * K and t.data_ptr() != linear.weight.data_ptr())
+
+
+def save_everything(w_q, cached, recipe, *, needs_x):
+    return (None, None) if w_q is None else (w_q.data, w_q.scale)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_no_bytes_of_the_weight_are_saved(recipe: str) -> None:
+    linear = make(recipe)
+    for _ in range(2):  # the second pass of `delayed` scales by its history
+        assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
+        octavo.scales.update_scales(linear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gemms", [("y",), ("dx",), ("dw",)], ids="-".join)
+def test_compiled_code_saves_no_rotated_weight(gemms: tuple[str, ...]) -> None:
+    """A rotation of the backward pass that did not wait for dy would be moved to the forward pass, and saved."""
+    torch._dynamo.reset()
+    linear = make(replace(rowwise(), name="rotated", rotate=gemms))
+    linear.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == 0
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_gradients_are_those_of_saved_bytes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make(recipe)
+    for grown in (1.0, 3.0):  # beyond its history the weight of `delayed` saturates
+        linear.weight.data *= grown
+        cast_again = step(linear)
+        with monkeypatch.context() as patch:
+            patch.setattr(linear_function, "_saved_w", save_everything)
+            from_saved = step(linear)
+        assert all(torch.equal(a, b) for a, b in zip(cast_again, from_saved, strict=True))
+        octavo.scales.update_scales(linear)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_weight_that_is_not_finite_gives_no_number(recipe: str) -> None:
+    linear = make(recipe)
+    step(linear)
+    octavo.scales.update_scales(linear)
+    linear.weight.data[3, 5] = torch.inf
+    assert not step(linear)[0][:, 5].isfinite().any()
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_bytes_cached_by_cast_once_are_used(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = make(recipe)
+    with octavo.scales.cast_once(linear):
+        inside = step(linear)
+        assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) in (0, N * K)
+    assert all(torch.equal(a, b) for a, b in zip(inside, step(linear), strict=True))
+
+
+@pytest.mark.parametrize("preset", [tensorwise, rowwise])
+def test_bytes_that_were_drawn_stay_those_of_the_forward_pass(preset) -> None:
+    plain = preset()
+    w = replace(plain.w, rounding="stochastic")
+    recipe = replace(plain, name="drawn", y=replace(plain.y, b=w), dx=replace(plain.dx, b=w))
+    linear = make(recipe)
+    assert saved_of_weight(linear, torch.randn(T, K, requires_grad=True)) == N * K
+    x = torch.eye(K, requires_grad=True)
+    dy = torch.eye(N)[:K]
+    torch.manual_seed(5)
+    y = linear(x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx.t()[:, :K], y.detach()[:, :K], rtol=0.02, atol=1e-6)
+
+
+def test_a_frozen_input_keeps_the_scale_alone() -> None:
+    recipe = replace(tensorwise(), name="drawn", dw=mxfp8().dw)
+    assert saved_of_weight(make(recipe), torch.randn(T, K)) == 0
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "delayed"])
+def test_saving_the_input_gives_the_bits_of_saving_its_bytes(recipe: str) -> None:
+    layers = [nn.Linear(32, 32), nn.Linear(32, 32)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    x = torch.randn(2, 5, 32)
+    for layer in layers:
+        octavo.convert(layer, recipe)
+    layers[1].input_is_saved = True
+    gradients = []
+    for layer in layers:
+        leaf = x.clone().requires_grad_()
+        gradients.append(torch.autograd.grad(layer(leaf).square().sum(), [leaf, layer.weight, layer.bias]))
+    assert all(map(torch.equal, *gradients))

@@ -47,7 +47,7 @@ def test_a_fused_module_is_one_operation_to_dynamo(build: Any, operation: Any) -
 
 
 def test_a_recipe_of_another_name_gives_the_same_text() -> None:
-    recipe = octavo.PRESETS["rowwise"]()
+    recipe = octavo.recipe.PRESETS["rowwise"]()
     renamed = octavo.Recipe("", recipe.y, recipe.dx, recipe.dw)
     assert renamed.text == recipe.text
     assert octavo.Recipe.from_json(renamed.text).fusable == recipe.fusable

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.nn.conv1d import Conv1D
+from octavo.nn.linear import Conv1D
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,13 +1,23 @@
 """Conversion changes the classes of linear layers, reports it, and changes nothing else."""
 
 import copy
+import io
 
 import pytest
 import torch
-from torch import nn
+import transformers
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.nn import select_linears
+from octavo.nn.module_tools import class_name, is_fsdp_module, is_of_library, mix_classes
+from octavo.train.processes import group_of_one
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=False)
 
@@ -43,7 +53,7 @@ def test_the_report_is_a_table_of_the_layers() -> None:
     assert "tensorwise: 1 linear layer converted, 1 skipped" in text
     assert "gate_proj" in text
     assert "skipped: skip='down*'" in text
-    assert "emulated" in text
+    assert text.count("  y, dx, dw emulated: cpu has no FP8 GEMM") == text.count("emulated") == 1
 
 
 def test_a_layer_that_a_second_conversion_skips_is_restored() -> None:
@@ -70,7 +80,7 @@ def test_what_is_no_module_is_refused(model: object, shown: str) -> None:
 
 def test_a_preset_that_was_not_called_is_refused() -> None:
     with pytest.raises(TypeError, match=r"call it, rowwise\(\)"):
-        octavo.convert(nn.Sequential(nn.Linear(4, 4)), octavo.PRESETS["rowwise"])
+        octavo.convert(nn.Sequential(nn.Linear(4, 4)), octavo.recipe.PRESETS["rowwise"])
 
 
 def test_converting_again_changes_the_recipe() -> None:
@@ -81,7 +91,7 @@ def test_converting_again_changes_the_recipe() -> None:
     plain = build(model.config)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(model(tokens), plain(tokens))
-    assert not octavo.scale_state(model)
+    assert not octavo.scales.scale_state(model)
 
 
 def test_on_the_meta_device() -> None:
@@ -90,7 +100,7 @@ def test_on_the_meta_device() -> None:
         octavo.convert(model, "delayed")
         assert model(torch.zeros(2, 16, dtype=torch.int64)).shape == (2, 16, 64)
     model.to_empty(device="cpu")
-    assert all(not t.any() for t in octavo.scale_state(model).values())
+    assert all(not t.any() for t in octavo.scales.scale_state(model).values())
 
 
 def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +110,7 @@ def test_the_device_decides_the_backends(monkeypatch: pytest.MonkeyPatch) -> Non
             model = build(LLAMA)
         report = octavo.convert(model, device=device)
         assert {backend.reason for backend in report.backends.values()} == {
-            f"{expected} has no FP8 GEMM: exact, in float32"
+            f"{expected} has no FP8 GEMM: exact in float32, slower than BF16"
         }
 
 
@@ -116,3 +126,382 @@ def test_what_cannot_be_converted_says_so(model: nn.Module, arguments: dict, mes
     with pytest.raises(ValueError, match=message):
         octavo.convert(model, **arguments)
     assert not any(isinstance(m, octavo.Linear) for m in model.modules())
+
+
+# ---- `convert(model, batch=...)`: a traced forward pass gives the FLOPs of the report
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.patches = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 32, 4, 4)
+        self.encoder = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+        self.unused, self.head = nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(self.stem(x)).flatten(2).transpose(1, 2)
+        return self.head(self.encoder(x).mean(1))
+
+
+IMAGES = torch.randn(2, 3, 16, 8)
+FLOPS = {  # 2 * rows * N * K by hand; 8 patches of 2 images
+    "stem.weight": 2 * (2 * 16 * 8) * 3 * 27,
+    "patches.weight": 2 * 16 * 32 * 48,
+    "encoder.self_attn.in_proj_weight": 2 * 16 * 96 * 32,
+    "encoder.self_attn.out_proj.weight": 2 * 16 * 32 * 32,
+    "encoder.linear1.weight": 2 * 16 * 64 * 32,
+    "encoder.linear2.weight": 2 * 16 * 64 * 32,
+    "head.weight": 2 * 2 * 10 * 32,
+    "attention": 2 * 2 * 2 * 8 * 8 * 32,
+}
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+@pytest.mark.parametrize("converted_before", [False, True])
+def test_the_shares_are_those_of_the_flops_of_the_pass(converted_before: bool, evaluation: bool) -> None:
+    model = Vision().eval() if evaluation else Vision()
+    model.requires_grad_(not evaluation)  # PyTorch's fast path would hide the layers
+    if converted_before:
+        octavo.convert(model, "tensorwise")
+    coverage, total = octavo.convert(model, batch=IMAGES).coverage, sum(FLOPS.values())
+    assert {entry.name: entry.flops for entry in coverage.left} == {
+        "stem.weight": pytest.approx(FLOPS["stem.weight"] / total),
+        "patches.weight": pytest.approx(FLOPS["patches.weight"] / total),
+        "head.weight": pytest.approx(FLOPS["head.weight"] / total),
+    }
+    assert coverage.activations == pytest.approx(FLOPS["attention"] / total)
+    assert coverage.flops + coverage.activations + sum(e.flops for e in coverage.left) == pytest.approx(1)
+    assert f"{100 * coverage.flops:.1f} % of the FLOPs (of the batch)" in str(coverage)
+
+
+def test_the_flops_are_those_that_pytorch_counts() -> None:
+    model = build(LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16))
+    tokens = torch.randint(64, (2, 16))
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        build(model.config)(tokens.to("meta"))
+    head = 2 * 32 * 32 * 64 / counter.get_total_flops()
+    report = octavo.convert(model, batch=[tokens])
+    assert {entry.name: entry.flops for entry in report.coverage.left}["lm_head.weight"] == pytest.approx(head, rel=0.1)
+
+
+def test_without_a_batch_parameters_stand_for_flops() -> None:
+    coverage = octavo.convert(nn.ModuleDict({"a": nn.Linear(8, 24), "lm_head": nn.Linear(8, 8)})).coverage
+    assert coverage.flops == pytest.approx(0.75)
+    assert coverage.left[0].flops == pytest.approx(0.25)
+    assert "75.0 % of the FLOPs (estimated from the sizes of the weights)" in str(coverage)
+
+
+def test_a_layer_whose_weight_is_read_and_that_is_never_called_is_skipped() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(self.called(x), self.read.weight)
+
+    assert octavo.convert(Reads()).converted == ["called", "read"]
+    report = octavo.convert(Reads(), batch=torch.randn(4, 8))
+    assert report.skipped == {"read": "the model reads its weight without calling it"}
+
+
+def test_a_pass_that_cannot_be_traced_changes_nothing() -> None:
+    class Looks(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    model = Looks(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="Looks cannot be traced: its code depends on the values of a tensor"):
+        octavo.convert(model, batch=torch.randn(4, 8))
+    with pytest.raises(RuntimeError, match="fails in a trace with these inputs"):
+        octavo.convert(nn.Sequential(nn.Linear(8, 8)), batch=torch.randn(4, 7))
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("converted_before", [False, True])
+def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    if converted_before:
+        octavo.convert(model)
+    batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "use_cache": False}
+    left = {entry.name: entry.flops for entry in octavo.convert(model, skip=["*.experts"], batch=batch).coverage.left}
+    head, experts = 2 * 32 * 64 * 32, 2 * (2 * 32) * 3 * 48 * 32  # 32 tokens, each through 2 experts
+    found = sum(flops for name, flops in left.items() if ".experts." in name)
+    assert found / left["lm_head.weight"] == pytest.approx(experts / head)
+
+
+# ---- The class of a module that `fully_shard` has changed, before or after a conversion
+
+
+class Block(nn.Sequential):
+    __module__ = "timm.models.vision_transformer"
+
+
+class Ours(nn.Module):
+    pass
+
+
+def shard(module):
+    fully_shard(module)
+
+
+def convert(module):
+    module.__class__ = mix_classes(Ours, type(module))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [[], [shard], [convert], [convert, shard], [shard, convert]],
+    ids=lambda c: "-".join(f.__name__ for f in c),
+)
+def test_the_own_class_of_a_block(changes):
+    block = Block(nn.Linear(4, 4))
+    with group_of_one():
+        for change in changes:
+            change(block)
+    assert class_name(block) == "Block"
+    assert is_of_library(block, "timm", "Block")
+    assert not is_of_library(block, "tim", "Block")
+    assert is_fsdp_module(block) == (shard in changes)
+
+
+# ---- The way back from a conversion, and copies of converted models on disk
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+MODELS = {
+    "transformers": llama,
+    "llama": lambda: build(
+        LlamaConfig(vocabulary=64, layers=1, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=True)
+    ),
+    "gpt2": lambda: build(GPT2Config(vocabulary=64, layers=1, width=32, heads=2, context=16)),
+    "encoder": lambda: nn.Sequential(nn.Embedding(64, 32), nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0)),
+}
+
+
+def tokens() -> torch.Tensor:
+    return torch.arange(24).view(2, 12)
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    y = model(tokens())
+    return y if isinstance(y, torch.Tensor) else y.logits
+
+
+def attributes(model: nn.Module) -> dict[str, tuple[type, set[str]]]:
+    return {name: (type(m), set(vars(m)) | set(m._modules)) for name, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_restored_model_is_the_one_that_was_never_converted(name: str, recipe: str) -> None:
+    model = MODELS[name]()
+    plain, known, parameters = copy.deepcopy(model), attributes(model), list(model.parameters())
+    report = octavo.convert(model, recipe)
+    output(model).square().mean().backward()
+    assert set(octavo.restore(model)) >= {name.removesuffix(".in_proj_weight") for name in report.converted}
+    model.zero_grad()
+    assert attributes(model) == known
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    y, exact = output(model), output(plain)
+    assert torch.equal(y, exact)
+    y.square().mean().backward()
+    exact.square().mean().backward()
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), key
+    assert octavo.restore(model) == []
+
+
+def test_hooks_survive_the_way_there_and_back() -> None:
+    model, calls = nn.Sequential(nn.Linear(8, 8)), []
+    model[0].register_forward_hook(lambda *_: calls.append(1))
+    for change in (octavo.convert, octavo.restore):
+        change(model)
+        model(torch.randn(2, 8))
+    assert calls == [1, 1]
+
+
+def test_a_restored_model_can_be_converted_again() -> None:
+    model = llama()
+    octavo.convert(model)
+    before = output(model)
+    octavo.restore(model)
+    assert octavo.convert(model).fused
+    assert torch.equal(output(model), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_converted_model_can_be_saved_whole(name: str) -> None:
+    model = MODELS[name]().eval()
+    octavo.convert(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert torch.equal(output(loaded), output(model))
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+    assert set(octavo.restore(loaded)) == set(octavo.restore(model))
+
+
+def test_a_copy_of_a_converted_model_is_independent() -> None:
+    model = llama()
+    octavo.convert(model)
+    other = copy.deepcopy(model)
+    octavo.restore(model)
+    assert isinstance(other.model.layers[0].mlp, octavo.nn.SwiGLU)
+    assert other.model.layers[0].qkv.owner is other.model.layers[0]
+
+
+def test_restore_takes_a_module() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got 5"):
+        octavo.restore(5)
+
+
+# ---- Which linear layers of a model are selected, and why the others are not; asking changes nothing
+
+
+def skipped(model: nn.Module, *skip: str) -> dict[str, str]:
+    return {layer.name: layer.reason for layer in select_linears(model, skip) if layer.reason}
+
+
+def converts(model: nn.Module, *skip: str) -> list[str]:
+    return [layer.name for layer in select_linears(model, skip) if not layer.reason]
+
+
+def test_asking_changes_no_module_and_conversion_gives_the_same_answer() -> None:
+    with torch.device("meta"):
+        model = build(LLAMA)
+    classes = [type(module) for module in model.modules()]
+    layers = select_linears(model, ["*.down_proj"])
+    assert [type(module) for module in model.modules()] == classes
+    assert all(model.get_submodule(layer.name) is layer.module for layer in layers)
+    report = octavo.convert(model, skip=["*.down_proj"])
+    assert report.converted == [layer.name for layer in layers if not layer.reason]
+    assert report.skipped == {layer.name: layer.reason for layer in layers if layer.reason}
+
+
+def test_a_converted_model_is_selected_as_before() -> None:
+    model = build(LLAMA)
+    before = select_linears(model, ())
+    octavo.convert(model)
+    assert select_linears(model, ()) == before
+
+
+def test_a_tied_head_is_skipped_whatever_its_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body, self.unembed = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+            self.unembed.weight = self.embed.weight
+
+    assert converts(Tied()) == ["body"]
+    assert skipped(Tied()) == {"unembed": "it shares its weight with the embedding"}
+
+
+def test_routers_and_globs_are_skipped() -> None:
+    model = nn.ModuleDict(
+        {"router": nn.Linear(8, 4), "gate": nn.Linear(8, 4), "gate_proj": nn.Linear(8, 8), "down_proj": nn.Linear(8, 8)}
+    )
+    assert converts(model, "down*") == ["gate_proj"]
+    assert skipped(model, "down*") == {
+        "router": "an output head or router (router)",
+        "gate": "an output head or router (gate)",
+        "down_proj": "skip='down*'",
+    }
+
+
+def test_the_gate_of_an_mlp_is_no_router() -> None:
+    mlp = nn.ModuleDict({"gate": nn.Linear(8, 24), "up": nn.Linear(8, 24), "down": nn.Linear(24, 8)})
+    assert converts(nn.ModuleDict({"mlp": mlp})) == ["mlp.gate", "mlp.up", "mlp.down"]
+
+
+def test_subclasses_with_a_forward_of_their_own_are_skipped() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class ScaledConv1D(Conv1D):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "scaled": Scaled(8, 8), "mlp": nn.Linear(8, 8)})
+    model.update({"conv1d": Conv1D(8, 8), "scaled_conv1d": ScaledConv1D(8, 8)})
+    assert converts(model) == ["mlp", "conv1d"]
+    assert skipped(model) == {
+        "attention.out_proj": "multi-head attention reads its weight directly and never calls it",
+        "scaled": "a Scaled, whose forward is its own",
+        "scaled_conv1d": "a ScaledConv1D, whose forward is its own",
+    }
+
+
+def test_the_step_of_a_state_space_layer_is_skipped() -> None:
+    mixer = nn.Module()
+    mixer.A_log, mixer.dt_proj, mixer.x_proj = nn.Parameter(torch.zeros(8)), nn.Linear(8, 8), nn.Linear(8, 8)
+    assert converts(mixer) == ["x_proj"]
+    assert skipped(mixer) == {"dt_proj": "the state-space layer reads its weight directly and never calls it"}
+
+
+def test_a_weight_that_is_computed_from_parameters_is_skipped() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    assert skipped(model) == {
+        "0": "its weight is no parameter, but computed from some, as torch.nn.utils.prune does",
+        "1": "a ParametrizedLinear, whose forward is its own",
+    }
+    assert converts(model) == ["2"]
+    report = octavo.convert(model, only_if_faster=True, batch=torch.randn(4, 8))
+    assert [row.name for row in report.rows] == ["0", "1", "2"]
+
+
+def test_a_layer_that_was_parametrized_after_a_conversion_still_runs_its_recipe() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    octavo.convert(model)
+    parametrizations.weight_norm(model[0])
+    assert skipped(model) == {"0": "it was parametrized after an earlier conversion: it still runs rowwise"}
+    with pytest.raises(ValueError, match=r"^0 was converted and then parametrized.*remove_parametrizations"):
+        octavo.restore(model)
+    assert isinstance(model[1], octavo.nn.Linear)
+    parametrize.remove_parametrizations(model[0], "weight")
+    assert octavo.restore(model) == ["0", "1"]
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_layer_of_a_dtype_that_fp8_is_not_computed_from_is_skipped() -> None:
+    model = nn.ModuleDict({"waves": nn.Linear(8, 8, dtype=torch.complex64), "body": nn.Linear(8, 8)})
+    assert converts(model) == ["body"]
+    assert "torch.complex64" in skipped(model)["waves"]
+
+
+@pytest.mark.parametrize(
+    ("model", "skip", "message"),
+    [
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), [], "no linear layer"),
+        (nn.Sequential(nn.Conv2d(1, 1, 1)), [], r"matrices are 0\.weight .convolution"),
+        (nn.LayerNorm(4), [], "None of its other parameters"),
+        (nn.MultiheadAttention(8, 2), [], "multi-head attention reads its weight directly"),
+    ],
+)
+def test_a_model_without_a_layer_to_convert_is_an_error(model: nn.Module, skip: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        select_linears(model, skip)
+
+
+def test_a_model_that_is_quantized_already_is_named() -> None:
+    packed = nn.Module()
+    packed.register_buffer("weight", torch.zeros(16, 16, dtype=torch.float8_e4m3fn))
+    for model in (nn.ModuleDict({"layer": packed}), nn.ModuleDict({"layer": packed, "lm_head": nn.Linear(16, 16)})):
+        with pytest.raises(
+            ValueError, match=r"weights in eight bits already: convert the model in BF16.*octavo unpack"
+        ):
+            select_linears(model)

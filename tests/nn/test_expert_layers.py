@@ -1,13 +1,29 @@
 """The experts of a mixture against a loop over tokens in float64, plain and by a recipe, with all gradients."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
+from grouped_examples import SIZES, offsets_of, rows_of
 from metrics import sqnr
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from octavo.nn import Experts
-from octavo.recipe import Recipe, rowwise
+import octavo
+from octavo.nn import Experts, GroupedLinear
+from octavo.nn.conversion import expert_rows, find_experts, to_fp8_experts
+from octavo.nn.linear import to_fp8_linear
+from octavo.ops import dispatch as backend
+from octavo.recipe import Recipe, rowwise, rowwise_dw_bf16, tensorwise
 
 E, K, HIDDEN, TOKENS, TOP_K = 5, 64, 48, 40, 2
 
@@ -119,3 +135,296 @@ def test_index_and_weights_must_match():
 
 def test_they_are_shown_with_their_recipe():
     assert repr(experts(rowwise())) == f"Experts(experts={E}, width={K}, mlp_width={HIDDEN}, recipe=rowwise)"
+
+
+# ---- `convert` finds experts, ours and those of transformers, and changes nothing but the numbers' precision
+
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "initializer_range": 0.1,
+}  # fmt: skip
+MODELS = {
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "qwen3": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "deepseek": (
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+            "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+            "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": 8,
+        },
+    ),
+}  # fmt: skip
+
+
+def built(kind: str) -> nn.Module:
+    cls, config, extra = MODELS[kind]
+    torch.manual_seed(0)
+    return cls(config(**{**COMMON, **extra}))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(1)
+    return model(torch.randint(64, (2, 16))).logits
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_function_is_that_of_transformers(kind):
+    model = built(kind).eval()
+    expected = logits(model)
+    found = find_experts(model)
+    assert len(found) == (1 if kind == "deepseek" else 2)
+    for name, module in found.items():
+        to_fp8_experts(module, None, name)  # our forward, in the model's own precision
+        assert isinstance(module, Experts)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_converted_model_runs_its_experts_in_fp8(kind):
+    model, plain = built(kind), built(kind)
+    keys, classes = list(model.state_dict()), [type(m).__name__ for m in model.modules()]
+    report = octavo.convert(model)
+    names = [f"{name}.{leaf}" for name in find_experts(plain) for leaf in Experts.matrices]
+    assert {row.name for row in report.experts} == set(names) <= set(report.converted)
+    assert not [entry for entry in report.coverage.left if entry.kind == "expert stack"]
+    assert f"{len(names)} stacks of experts converted" in report.summary()
+    assert list(model.state_dict()) == keys
+    assert [type(m).__name__ for m in model.modules() if type(m).__name__ in classes]
+    exact, found = logits(plain), logits(model)
+    assert 12 < sqnr(exact, found) < 60  # the choice of a router may change with the numbers that it sees
+    for each, result in ((plain, exact), (model, found)):
+        result.square().mean().backward()
+        assert all(p.grad is not None for p in each.parameters() if p.ndim == 3)
+    for name in names:
+        assert sqnr(plain.get_parameter(name).grad, model.get_parameter(name).grad) > 6
+
+
+def test_restore_gives_the_same_bits_again():
+    model = built("mixtral")
+    expected = logits(model)
+    octavo.convert(model)
+    assert not torch.equal(logits(model), expected)
+    names = octavo.restore(model)
+    assert "model.layers.0.mlp.experts" in names
+    assert torch.equal(logits(model), expected)
+    assert "recipe" not in vars(model.model.layers[0].mlp.experts)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_compute_the_same(copied):
+    model = built("mixtral")
+    octavo.convert(model)
+    assert torch.equal(logits(copied(model)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"recipe": "tensorwise"}, "the recipe tensorwise has no grouped GEMM: rowwise has one"),
+        ({"skip": ["*.experts"]}, r"skip='*.experts'"),
+        ({"only_if_faster": True}, "FP8 is emulated here: left in BF16"),
+    ],
+    ids=["recipe", "skip", "only if faster"],
+)
+def test_experts_that_are_left_out_are_named_with_the_reason(options, reason):
+    model = built("mixtral")
+    octavo.convert(model)  # an earlier conversion is undone
+    report = octavo.convert(model, **options)
+    assert {report.skipped[row.name] for row in report.experts} == {reason}
+    assert f"4 stacks of experts left in high precision: {reason}" in report.summary()
+    assert not any(isinstance(module, Experts) for module in model.modules())
+
+
+def test_a_model_of_experts_alone():
+    model = nn.ModuleDict({"a": GroupedLinear(2, 16, 32), "b": Experts(2, 16, 16), "c": nn.Linear(4, 4)})
+    report = octavo.convert(model, skip=["c"])
+    assert report.converted == ["a.weight", "b.gate_up_proj", "b.down_proj"]
+    assert "2 x 32 x 16      converted" in str(report)
+    assert [model["a"].recipe.name, model["b"].recipe.name] == ["rowwise", "rowwise"]
+    assert octavo.restore(model) == ["a", "b"]
+    assert model["a"].recipe is None
+    with pytest.raises(ValueError, match="skip='d' matches no"):
+        octavo.convert(model, skip=["d"])
+
+
+def test_unknown_experts_are_left_alone():
+    class OtherExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(2, 8, 8)) for _ in range(2))
+
+    model = nn.ModuleDict({"experts": OtherExperts(), "linear": nn.Linear(16, 16)})
+    report = octavo.convert(model)
+    assert report.experts == ()
+    assert {entry.kind for entry in report.coverage.left} == {"expert stack"}
+
+
+def on_gpu(monkeypatch, capability, **options):
+    """The report of a model that is converted for a GPU that is not here."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 64))
+    return octavo.convert(model, device="cuda", **options)
+
+
+def test_a_gpu_without_the_kernel_leaves_experts_in_high_precision(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    report = on_gpu(monkeypatch, (9, 4))
+    assert report.converted == ["0"]
+    assert report.skipped["1.weight"].endswith("e4m3fnuz with row x row scales on AMD MI300 (gfx942)")
+    assert "of experts" not in report.summary().replace("stack of experts", "")
+
+
+def test_the_kernels_of_experts_are_in_the_report(monkeypatch):
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    names = "y, dx, dw of experts triton: row x row scales, in groups, not measured on Ada (L40S, RTX 40)"
+    report = on_gpu(monkeypatch, (8, 9))
+    assert report.converted == ["0", "1.weight"]
+    assert names in report.summary()
+    summary = on_gpu(monkeypatch, (9, 0), recipe=rowwise("e5m2")).summary()
+    assert "  y, dx, dw of experts triton: row x row scales, in groups\n" in summary
+
+
+def test_sides_that_no_kernel_takes_are_named(monkeypatch):
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with torch.device("meta"):
+        uneven = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 40))
+    assert "no multiples of 16" in octavo.convert(uneven, device="cuda").skipped["1.weight"]
+
+
+def test_narrow_experts_are_slower_and_the_report_says_so(monkeypatch):
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with torch.device("meta"):
+        narrow, wide = (nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 2048, n)) for n in (768, 4096))
+    assert "with sides below 2048 they are slower" in octavo.convert(narrow, device="cuda").summary()
+    assert "slower" not in octavo.convert(wide, device="cuda").summary()
+    rows = [
+        expert_rows(find_experts(m), rowwise(), torch.device("cuda"), (), only_if_faster=True) for m in (narrow, wide)
+    ]
+    assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower on an H200: left in BF16", ""]
+
+
+# ---- A grouped linear layer: the bits of a dense layer for each group, in forward and backward
+
+
+K_GROUPED_LINEAR, N = 64, 96
+
+
+def layer(groups: int, recipe: Recipe | None = None, dtype: torch.dtype = torch.bfloat16) -> GroupedLinear:
+    torch.manual_seed(0)
+    made = GroupedLinear(groups, K_GROUPED_LINEAR, N).to(dtype)
+    made.recipe = recipe
+    return made
+
+
+def given_grouped_linear(rows: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    sizes = torch.exp2(torch.randint(-6, 7, (rows, 1)))
+    return (torch.randn(rows, K_GROUPED_LINEAR) * sizes).to(dtype).requires_grad_(), (torch.randn(rows, N) / sizes).to(
+        dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_each_group_has_the_bits_of_a_dense_layer(sizes, dtype):
+    experts, (x, dy) = layer(len(sizes), rowwise(), dtype), given_grouped_linear(sum(sizes), dtype)
+    y = experts(x, offsets_of(sizes))
+    y.backward(dy)
+    for e, rows in enumerate(rows_of(sizes)):
+        if rows.stop == rows.start:
+            assert not experts.weight.grad[e].any()
+            continue
+        dense = nn.Linear(K_GROUPED_LINEAR, N, bias=False, dtype=dtype)
+        dense.weight.data = experts.weight.data[e]
+        alone = x.detach()[rows].requires_grad_()
+        expected = to_fp8_linear(dense, rowwise(), "dense")(alone)
+        expected.backward(dy[rows])
+        assert torch.equal(y[rows], expected)
+        assert torch.equal(x.grad[rows], alone.grad)
+        assert torch.equal(experts.weight.grad[e], dense.weight.grad)
+
+
+def test_rows_behind_the_groups_change_nothing():
+    sizes, spare = SIZES["ragged"], 5
+    experts, (x, dy) = layer(len(sizes), rowwise()), given_grouped_linear(sum(sizes) + spare)
+    rows = slice(0, sum(sizes))
+    experts(x, offsets_of(sizes)).backward(dy)
+    again, alone = layer(len(sizes), rowwise()), x.detach()[rows].requires_grad_()
+    again(alone, offsets_of(sizes)).backward(dy[rows])
+    assert torch.equal(experts.weight.grad, again.weight.grad)
+    assert torch.equal(x.grad[rows], alone.grad)
+
+
+def test_without_a_recipe_it_is_plain_pytorch():
+    sizes = SIZES["ragged"]
+    experts, (x, _) = layer(len(sizes)), given_grouped_linear(sum(sizes))
+    expected = torch.cat([x[rows] @ experts.weight[e].t() for e, rows in enumerate(rows_of(sizes))])
+    assert sqnr(expected, experts(x, offsets_of(sizes))) > 45
+
+
+def test_no_rows_at_all():
+    experts, x = layer(3, rowwise()), torch.zeros(0, K_GROUPED_LINEAR, dtype=torch.bfloat16, requires_grad=True)
+    y = experts(x, offsets_of([0, 0, 0]))
+    y.sum().backward()
+    assert y.shape == (0, N)
+    assert not experts.weight.grad.any()
+    assert x.grad.shape == (0, K_GROUPED_LINEAR)
+
+
+def test_autocast_decides_the_dtype():
+    experts, (x, dy) = layer(2, rowwise(), torch.float32), given_grouped_linear(12, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = experts(x, offsets_of([5, 7]))
+    y.backward(dy.bfloat16())
+    assert (y.dtype, x.grad.dtype, experts.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("recipe", [tensorwise(), rowwise_dw_bf16()], ids=lambda r: r.name)
+def test_other_recipes_are_refused(recipe):
+    experts, (x, _) = layer(2, recipe), given_grouped_linear(12)
+    with pytest.raises(ValueError, match=f"grouped layers run recipes with row scales.*got {recipe.name}:"):
+        experts(x, offsets_of([5, 7]))
+
+
+def test_from_linears():
+    linears = [nn.Linear(K_GROUPED_LINEAR, N, bias=False) for _ in range(3)]
+    experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, torch.float32)
+    expected = torch.cat([linears[0](x[:5]), linears[2](x[5:])])
+    torch.testing.assert_close(experts(x, offsets_of([5, 0, 7])), expected)
+
+
+@pytest.mark.parametrize(
+    ("linears", "message"),
+    [
+        ([nn.Linear(4, 8, bias=False), nn.Linear(4, 6, bias=False)], r"got \[\[6, 4\], \[8, 4\]\]: leave"),
+        ([nn.Linear(4, 8)], r"got \[\[8, 4\]\] with biases: leave"),
+        ([], r"got \[\]: leave"),
+    ],
+    ids=["unequal", "bias", "none"],
+)
+def test_experts_of_unequal_shapes_are_named(linears, message):
+    with pytest.raises(ValueError, match=message):
+        GroupedLinear.from_linears(linears)
+
+
+@pytest.mark.parametrize("recipe", [None, rowwise()], ids=["bf16", "rowwise"])
+def test_each_group_needs_an_offset(recipe):
+    layer = GroupedLinear(3, 32, 16)
+    layer.recipe = recipe
+    for offsets in (torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"offsets must be torch.int32 \[3\], got"):
+            layer(torch.randn(8, 32), offsets)
+
+
+def test_it_is_shown_with_its_recipe():
+    assert repr(layer(2, rowwise())) == f"GroupedLinear(groups=2, in_features={K}, out_features={N}, recipe=rowwise)"

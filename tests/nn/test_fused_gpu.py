@@ -127,7 +127,7 @@ def test_compiled_inside_cast_once_sees_the_new_bytes() -> None:
     block, (x, residual) = on_gpu(swiglu), inputs()
     compiled = torch.compile(block, fullgraph=True)
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
-    with octavo.cast_once(block):
+    with octavo.scales.cast_once(block):
         for i in range(3):
             with torch._dynamo.config.patch(error_on_recompile=i > 0):
                 actual = run(block, compiled, x, residual)
@@ -181,7 +181,7 @@ def test_a_cuda_graph_replays_with_new_inputs_and_new_weights(build, cached: boo
     x, residual = (t.requires_grad_() for t in inputs())
     douts = output_gradients(block(x, residual))
     optimizer = torch.optim.AdamW(block.parameters(), lr=0.01)
-    with octavo.cast_once(block if cached else nn.Identity()):
+    with octavo.scales.cast_once(block if cached else nn.Identity()):
         graph, captured = capture(block, x, residual, douts)
         for _ in range(3):
             random_step(block, optimizer)

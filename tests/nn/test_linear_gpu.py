@@ -14,7 +14,7 @@ from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
-from octavo.nn.backends import gemm_backends
+from octavo.ops.dispatch import gemm_backends
 from octavo.recipe import GEMMS, Recipe, get_recipe, groupwise
 
 pytestmark = [
@@ -75,9 +75,9 @@ def test_y_dx_and_dw_are_the_cpus(recipe, t: int, k: int, n: int, dtype: torch.d
             assert (actual[name].device.type, actual[name].dtype) == ("cuda", tensor.dtype)
             assert sqnr(tensor, actual[name]) > LEAST, name
         for model in (on_cpu, on_gpu):
-            octavo.update_scales(model)
-    scales = octavo.scale_state(on_gpu)
-    for name, tensor in octavo.scale_state(on_cpu).items():
+            octavo.scales.update_scales(model)
+    scales = octavo.scales.scale_state(on_gpu)
+    for name, tensor in octavo.scales.scale_state(on_cpu).items():
         assert torch.equal(scales[name].cpu(), tensor), name
 
 
@@ -88,7 +88,7 @@ def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -
     x, dy = torch.randn(96, 80), torch.randn(96, 112)
     for _ in range(2):
         run(model, x, dy, True)
-        octavo.update_scales(model)
+        octavo.scales.update_scales(model)
     bad_x, bad_dy = x.clone(), dy.clone()
     bad_x[2, 3] = bad_dy[4, 1] = bad
     actual = run(model, bad_x, dy, True)
@@ -133,7 +133,7 @@ def test_compiled_by_inductor_equals_eager_and_is_compiled_once(recipe: str) -> 
     batches = [torch.randn(96, 80, device="cuda") for _ in range(6)]
 
     def train(forward: nn.Module, start: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        octavo.load_scale_state(model, start)
+        octavo.scales.load_scale_state(model, start)
         seen = []
         for i, x in enumerate(batches):
             x = x.clone().requires_grad_()
@@ -143,11 +143,11 @@ def test_compiled_by_inductor_equals_eager_and_is_compiled_once(recipe: str) -> 
                 with torch.autocast("cuda", torch.bfloat16):
                     y = forward(x)
                 y.float().square().sum().backward()
-            octavo.update_scales(model)
+            octavo.scales.update_scales(model)
             seen.append({"y": y.detach(), "dx": x.grad} | {n: p.grad.clone() for n, p in model.named_parameters()})
         return seen
 
-    start = {name: tensor.clone() for name, tensor in octavo.scale_state(model).items()}
+    start = {name: tensor.clone() for name, tensor in octavo.scales.scale_state(model).items()}
     for expected, actual in zip(train(model, start), train(compiled, start), strict=True):
         for name, tensor in expected.items():
             # Compiled, the bias and GELU are not rounded to BF16 in between, which moves bytes to the next code, and a

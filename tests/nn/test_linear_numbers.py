@@ -68,7 +68,7 @@ def test_every_recipe_is_near_the_exact_product(recipe: str, gradients_db: float
     for _ in range(2):  # the second pass of `delayed` scales by its history
         for e, o, limit in zip(exact, run(linear, x, dy), (E4M3_DB, gradients_db, gradients_db), strict=True):
             assert sqnr(e, o) > limit
-        octavo.update_scales(nn.Sequential(linear))
+        octavo.scales.update_scales(nn.Sequential(linear))
     assert sqnr(exact[0], run(linear, x, dy)[0]) < QUANTIZED_DB
 
 
@@ -113,7 +113,7 @@ def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -
     for _ in range(2):
         x, dy = torch.randn(T, K), torch.randn(T, N)
         run(linear, x, dy)
-        octavo.update_scales(nn.Sequential(linear))
+        octavo.scales.update_scales(nn.Sequential(linear))
     y, _, dw = run(linear, x.index_put((torch.tensor(2), torch.tensor(3)), torch.tensor(bad)), dy)
     assert not y[2].isfinite().any()
     assert not dw[:, 3].isfinite().any()

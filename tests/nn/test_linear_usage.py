@@ -12,7 +12,7 @@ import octavo
 E4M3_DB = 27  # the least sqnr of a product of two operands in e4m3
 
 
-@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+@pytest.mark.parametrize("recipe", list(octavo.recipe.PRESETS))
 def test_any_rank_and_no_rows(recipe: str) -> None:
     linear = converted(recipe, bias=True)
     x = torch.randn(2, 3, 4, K)
@@ -47,7 +47,7 @@ def test_dtypes_follow_input_and_parameters(dtype: torch.dtype) -> None:
     assert linear(x).dtype == x.grad.dtype == linear.weight.grad.dtype == linear.bias.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+@pytest.mark.parametrize("recipe", list(octavo.recipe.PRESETS))
 def test_checkpointed_activations_give_the_same_gradients(recipe: str) -> None:
     linear = converted(recipe)
     for _ in range(2):
@@ -59,21 +59,21 @@ def test_checkpointed_activations_give_the_same_gradients(recipe: str) -> None:
         assert torch.equal(x.grad, plain[0])
         assert torch.equal(linear.weight.grad, plain[1])
         linear.weight.grad = None
-        octavo.update_scales(nn.Sequential(linear))
+        octavo.scales.update_scales(nn.Sequential(linear))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", list(octavo.PRESETS))
+@pytest.mark.parametrize("recipe", list(octavo.recipe.PRESETS))
 def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(K, N), nn.GELU(), nn.Linear(N, 48))
     octavo.convert(model, recipe)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    start = octavo.scale_state(model)
+    start = octavo.scales.scale_state(model)
     start = {name: t.clone() for name, t in start.items()}
 
     def train(forward: nn.Module) -> list[Tensor]:
-        octavo.load_scale_state(model, start)
+        octavo.scales.load_scale_state(model, start)
         seen = []
         for i in range(3):
             torch.manual_seed(i)
@@ -82,9 +82,9 @@ def test_compiled_equals_eager_in_one_graph(recipe: str) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 y = forward(x)
             y.float().square().mean().backward()
-            octavo.update_scales(model)
+            octavo.scales.update_scales(model)
             seen += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
-        return seen + [t.clone() for t in octavo.scale_state(model).values()]
+        return seen + [t.clone() for t in octavo.scales.scale_state(model).values()]
 
     for a, b in zip(train(model), train(compiled), strict=True):
         assert torch.equal(a, b)
@@ -100,7 +100,7 @@ def test_delayed_scaling_is_compiled_twice_not_every_step() -> None:
     compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph.forward)
     for _ in range(5):
         compiled(torch.randn(T, K)).sum().backward()
-        octavo.update_scales(model)
+        octavo.scales.update_scales(model)
     assert len(graphs) == 2
 
 
@@ -157,3 +157,20 @@ def test_tied_weights_collect_both_gradients() -> None:
     second(leaf).square().mean().backward()
     hidden.backward(leaf.grad)
     torch.testing.assert_close(first.weight.grad, grad)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", octavo.recipe.rowwise()])
+def test_a_layer_that_is_built_is_a_layer_that_is_converted(recipe):
+    torch.manual_seed(0)
+    built = octavo.Linear(64, 48, recipe=recipe)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48))
+    octavo.convert(model, recipe)
+    x = torch.randn(32, 64)
+    y = built(x)
+    assert torch.equal(y, model(x))
+    assert not torch.equal(y, nn.functional.linear(x, built.weight, built.bias))
+    y.sum().backward()
+    assert built.weight.grad is not None
+    assert octavo.restore(built) == [""]
+    assert type(built) is nn.Linear

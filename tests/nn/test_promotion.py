@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.nn import Experts, SwiGLU
-from octavo.nn.promotion import e5m2_gradients, promote
+from octavo.nn.selection import e5m2_gradients, promote
 from octavo.recipe import PRESETS
 
 WITH_E4M3 = {name: PRESETS[name]("e4m3") for name in QUANTIZED}
@@ -51,22 +51,22 @@ def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
     layer = converted(WITH_E4M3["delayed"])
     for _ in range(2):
         run(layer, *operands())
-        octavo.update_scales(layer)
+        octavo.scales.update_scales(layer)
     before: Any = layer.histories
     amax = before.of("dy").scale.item() * 448
     promote(layer, "e5m2")
     assert layer.histories is before
     assert before.of("dy").scale.item() * 57344 == pytest.approx(amax)
     run(layer, *operands())
-    octavo.update_scales(layer)
+    octavo.scales.update_scales(layer)
     dy = before.of("dy")
     assert dy.scale.item() * 57344 == pytest.approx(2 * dy.recent.max().item())  # the margin of the preset
-    state = octavo.scale_state(layer)
+    state = octavo.scales.scale_state(layer)
     promote(layer, "bf16")
-    assert octavo.scale_state(layer).keys() == state.keys()
+    assert octavo.scales.scale_state(layer).keys() == state.keys()
     run(layer, *operands())
-    octavo.update_scales(layer)
-    assert all(torch.equal(octavo.scale_state(layer)[name], state[name]) for name in state)
+    octavo.scales.update_scales(layer)
+    assert all(torch.equal(octavo.scales.scale_state(layer)[name], state[name]) for name in state)
 
 
 def test_another_precision_is_refused() -> None:
@@ -92,7 +92,7 @@ def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
     mlp(x)
     for module in (mlp, parts):
         promote(module.get_submodule("up_proj"), to)  # type: ignore[arg-type]
-    with octavo.cast_once(mlp):
+    with octavo.scales.cast_once(mlp):
         assert torch.equal(mlp(x), parts(x))
         mlp(x).square().sum().backward()
     parts(x).square().sum().backward()

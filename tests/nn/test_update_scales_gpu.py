@@ -6,7 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from gpu_memory import no_waits
-from test_update_scales import mixed
+from test_scales import mixed
 
 import octavo
 from octavo.nn.delayed import histories
@@ -22,9 +22,9 @@ def test_the_scales_are_those_of_the_cpu_and_the_host_does_not_wait() -> None:
         for (_, a), (_, b) in zip(histories(here), histories(there), strict=True):
             a.pending.uniform_(1, 8)
             b.pending.copy_(a.pending)
-        octavo.update_scales(here)
+        octavo.scales.update_scales(here)
         with no_waits() if step else nullcontext():  # the first step reads which have a scale
-            octavo.update_scales(there)
+            octavo.scales.update_scales(there)
     for (_, a), (_, b) in zip(histories(here), histories(there), strict=True):
         assert torch.equal(a.recent, b.recent.cpu())
         assert int(a.steps) == int(b.steps) == 6

@@ -7,8 +7,7 @@ import pytest
 import torch
 from codec_oracle import ALL_BF16, EIGHT_BITS, FP8, ML_DTYPES, all_values, code_of, log_uniform, same
 
-from octavo.numerics.codec import decode, encode
-from octavo.numerics.formats import FORMATS
+from octavo.numerics.formats import FORMATS, cast, decode, encode, widen
 
 
 def nearest_code(x: float, values: np.ndarray) -> int:
@@ -127,3 +126,189 @@ def test_fp32_encodes_to_its_own_bits():
     assert torch.equal(encode(x, FORMATS["fp32"]), x.view(torch.int32).long() & 0xFFFFFFFF)
     y = log_uniform(100_000, -149, 127.9, torch.float64)
     assert torch.equal(encode(y, FORMATS["fp32"]), y.float().view(torch.int32).long() & 0xFFFFFFFF)
+
+
+# ---- E8M0, the format of the MX scales, against ml_dtypes and, below its range, exact arithmetic
+
+
+E8M0 = FORMATS["e8m0"]
+
+
+def test_every_bf16_input_becomes_the_e8m0_code_of_ml_dtypes():
+    """From 2^-126 up; below, ml_dtypes rounds subnormal float32 inputs in its own way: see the next test.
+
+    1.5 * 2^e goes up, there as here. Only what rounds beyond 2^127, NaN there, saturates here.
+    """
+    x = ALL_BF16[(ALL_BF16 >= 2.0**-126) & ALL_BF16.isfinite()]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = torch.from_numpy(x.numpy().astype(ML_DTYPES["e8m0"]).view(np.uint8).astype(np.int64))
+    fits, codes = expected != 0xFF, encode(x, E8M0)
+    assert len(x) == 254 << 7
+    assert torch.equal(codes[fits], expected[fits])
+    tie = torch.frexp(x).mantissa == 0.75
+    assert (fits & tie).sum() == 253
+    assert torch.equal(x[~fits], ALL_BF16[(ALL_BF16 >= 1.5 * 2.0**127) & ALL_BF16.isfinite()])
+    assert (codes[~fits] == 0xFE).all()
+
+
+def test_what_is_no_positive_number_is_nan():
+    nothing = ALL_BF16[~((ALL_BF16 > 0) & ALL_BF16.isfinite())]
+    assert len(nothing) > 32_768
+    assert (encode(nothing, E8M0) == 0xFF).all()
+
+
+def test_subnormal_float32_inputs_round_to_the_nearest_power_of_two():
+    subnormal = ALL_BF16[(ALL_BF16 > 0) & (ALL_BF16 < 2.0**-126)]
+    assert len(subnormal) == 127
+    # Codes 0 and 1 are 2^-127 and 2^-126: the middle, 1.5 * 2^-127, is a tie and goes up.
+    expected = [int(Fraction(v) >= Fraction(3, 2) / 2**127) for v in subnormal.double().tolist()]
+    assert set(expected) == {0, 1}
+    assert encode(subnormal, E8M0).tolist() == expected
+
+
+def test_ties_go_up_and_their_neighbours_to_the_nearest():
+    ties = np.array([1.5 * 2.0 ** (c - 127) for c in range(254)])
+    assert code_of(ties.tolist(), "e8m0") == list(range(1, 255))
+    assert code_of(np.nextafter(ties, 0).tolist(), "e8m0") == list(range(254))
+    assert code_of(np.nextafter(ties, np.inf).tolist(), "e8m0") == list(range(1, 255))
+
+
+def test_ends():
+    assert code_of([0.0, -0.0, -1.0, np.nan, np.inf, -np.inf], "e8m0") == [0xFF] * 6
+    assert code_of([2.0**-140, 2.0**-1000, 2.0**127, 2.0**128, 1e300], "e8m0") == [0, 0, 0xFE, 0xFE, 0xFE]
+
+
+# ---- `cast`, which clamps and then uses torch's conversion, against `encode`; stochastic rounding with given noise
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_cast_equals_encode(name):
+    torch.manual_seed(4)
+    fmt = FORMATS[name]
+    log_max, log_min = np.log2(fmt.max), np.log2(fmt.smallest_subnormal)
+    x = torch.cat([ALL_BF16[ALL_BF16.isfinite()], log_uniform(1_000_000, log_min - 4, log_max + 2)])
+    result = cast(x, fmt)
+    assert result.dtype == fmt.dtype
+    assert torch.equal(result.view(torch.uint8), encode(x, fmt).to(torch.uint8))
+    assert cast(torch.tensor([torch.nan, -torch.nan]), fmt).float().isnan().all()
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_infinity_is_cast_alike_however_it_is_rounded(name):
+    """inf saturates, with noise too."""
+    fmt, x = FORMATS[name], torch.tensor([torch.inf, -torch.inf])
+    nearest = cast(x, fmt)
+    assert same(widen(nearest), np.array([fmt.max, -fmt.max]))
+    for noise in (0.0, 1 - 2.0**-24):
+        assert torch.equal(cast(x, fmt, torch.full((2,), noise)).view(torch.uint8), nearest.view(torch.uint8))
+
+
+# ---- stochastic rounding, given the noise (the noise itself: test_rounding.py)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_noise_picks_one_of_the_two_neighbours_by_its_size(name):
+    torch.manual_seed(5)
+    fmt = FORMATS[name]
+    values = all_values(name)[: fmt.max_code + 1].astype(np.float64)
+    x = log_uniform(20_000, np.log2(fmt.smallest_subnormal) - 2, np.log2(fmt.max)).double()
+    noise = torch.rand(len(x))
+    below = np.searchsorted(values, x.abs().numpy(), side="right") - 1
+    above = np.minimum(below + 1, fmt.max_code)
+    part = (x.abs().numpy() - values[below]) / np.maximum(values[above] - values[below], 1e-30)  # distance in spacings
+    expected = np.where(part + noise.double().numpy() >= 1, above, below)
+    codes = encode(x, fmt, noise)
+    assert np.array_equal((codes & 0x7F).numpy(), expected)
+    assert 0.3 < (expected == above).mean() < 0.7
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_exact_values_never_move(name):
+    fmt = FORMATS[name]
+    codes = torch.arange(256)
+    values = decode(codes, fmt)
+    finite = values.isfinite()
+    for noise in (0.0, 0.5, 1 - 2.0**-24):
+        moved = encode(values[finite], fmt, torch.full((int(finite.sum()),), noise))
+        assert torch.equal(moved, codes[finite])
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_stochastic_cast_saturates_and_keeps_nan(name):
+    fmt = FORMATS[name]
+    x = torch.tensor([fmt.max, 1.01 * fmt.max, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, -torch.nan])
+    result = widen(cast(x, fmt, torch.full((8,), 1 - 2.0**-24)))
+    assert result[:6].tolist() == [fmt.max, fmt.max, fmt.max, -fmt.max, fmt.max, -fmt.max]
+    assert result[6:].isnan().all()
+
+
+# ---- `widen` against `decode`: all 256 codes, wherever and however it runs
+
+
+CODES = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
+NUMBERS = torch.tensor([1.0, -2.0, 0.0, -0.0])  # no NaN among them
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_every_code_is_widened_as_it_is_decoded(name):
+    codes = CODES.view(FORMATS[name].dtype)
+    wide = widen(codes)
+    assert (wide.dtype, wide.shape) == (torch.float32, codes.shape)
+    assert same(wide, decode(CODES, FORMATS[name]).numpy())
+    transposed = codes.transpose(0, 2)
+    assert same(widen(transposed), decode(CODES, FORMATS[name]).transpose(0, 2).numpy())
+    empty = widen(transposed[:0])
+    assert (empty.dtype, empty.shape) == (torch.float32, (0, 8, 2))
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_the_bytes_are_left_alone_and_the_result_is_memory_of_its_own(name):
+    codes = CODES.clone()
+    widen(codes.view(FORMATS[name].dtype)).fill_(7)
+    assert torch.equal(codes, CODES)
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_numbers_alone_are_widened_as_beside_nan(name):
+    """The search for NaN must change no number."""
+    codes = CODES.flatten()
+    number = decode(codes, FORMATS[name]).isfinite()
+    wide = widen(codes[number].view(FORMATS[name].dtype))
+    assert same(wide, widen(codes.view(FORMATS[name].dtype))[number].numpy())
+    assert wide.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_it_is_exact_where_subnormals_are_flushed(name):
+    """FP8's subnormals are normal numbers in float32: `torch.set_flush_denormal` must not change them."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormals")
+    try:
+        wide = widen(CODES.view(FORMATS[name].dtype))
+    finally:
+        torch.set_flush_denormal(False)
+    assert same(wide, decode(CODES, FORMATS[name]).numpy())
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_it_takes_the_device_of_its_data_whatever_the_context(name):
+    """A model is often created under `torch.device("meta")`: no tensor of that device may be cached."""
+    data = NUMBERS.to(FORMATS[name].dtype)
+    expected = data.float()
+    with torch.device("meta"):
+        shadow = widen(data.to("meta"))
+        real = widen(data)
+    assert (shadow.device.type, shadow.dtype, shadow.shape) == ("meta", torch.float32, (4,))
+    assert real.device.type == "cpu"
+    assert same(real, expected.numpy())
+    assert same(widen(data), expected.numpy())
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in FP8), ("e5m2", "inductor"), ("e4m3fnuz", "inductor")]
+)
+def test_it_compiles_into_one_graph(name, backend):
+    torch.compiler.reset()
+    compiled = torch.compile(widen, fullgraph=True, backend=backend)
+    for codes in (CODES, CODES.flatten()[:7]):  # with NaN, and without
+        assert same(compiled(codes.view(FORMATS[name].dtype)), decode(codes, FORMATS[name]).numpy())

@@ -1,8 +1,14 @@
+""""""
+
+import itertools
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from octavo.numerics import FORMATS, ROW, TENSOR, QTensor, block, group
+from octavo.numerics.qtensor import Granularity, parse_granularity
 
 E4M3 = FORMATS["e4m3"]
 
@@ -97,3 +103,127 @@ def test_t_refuses_granularities_that_do_not_transpose(granularity):
 def test_t_refuses_what_is_no_matrix():
     with pytest.raises(ValueError, match="only a matrix"):
         QTensor(data(2, 3, 5), torch.ones(1, 1, 1), E4M3, TENSOR).t()
+
+
+ALL = [TENSOR, ROW, group(4), group(64), block(2, 3), block(128, 128), block(16, 1), block(1, 1)]
+SHAPES = [(1,), (5,), (1, 1), (3, 5), (17, 130), (129, 8), (2, 3, 5), (1, 7, 129), (2, 2, 3, 9)]
+
+
+def slow_blocks(granularity: Granularity, shape: tuple[int, ...]) -> dict[tuple[int, ...], list[tuple[int, ...]]]:
+    """The block of each element, by a loop over the elements."""
+    sizes = [1] * len(shape)
+    if granularity == TENSOR:
+        sizes = list(shape)
+    else:
+        sizes[-1] = granularity.cols or shape[-1]
+        if len(shape) > 1:
+            sizes[-2] = granularity.rows or shape[-2]
+    members: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for index in itertools.product(*map(range, shape)):
+        members.setdefault(tuple(i // s for i, s in zip(index, sizes, strict=True)), []).append(index)
+    return members
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scale_shape_amax_and_expand_equal_a_loop_over_elements(granularity, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape)
+    members = slow_blocks(granularity, shape)
+    expected_shape = tuple(max(axis) + 1 for axis in zip(*members, strict=True))
+    assert granularity.scale_shape(shape) == expected_shape
+
+    values = x.tolist()
+
+    def at(index: tuple[int, ...]) -> float:
+        value = values
+        for i in index:
+            value = value[i]
+        return value
+
+    expected = torch.empty(expected_shape)
+    for place, indices in members.items():
+        expected[place] = max(abs(at(i)) for i in indices)
+    assert torch.equal(granularity.amax(x), expected)
+
+    scale = torch.arange(math.prod(expected_shape), dtype=torch.float32).view(expected_shape)
+    spread = torch.empty(shape)
+    for place, indices in members.items():
+        spread[tuple(torch.tensor(axis) for axis in zip(*indices, strict=True))] = scale[place]
+    assert torch.equal(granularity.expand(scale, shape).expand(shape), spread)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "shape", "expected"),
+    [
+        (ROW, (0, 7), (0, 1)), (group(4), (0, 7), (0, 2)), (block(2, 4), (0, 9), (0, 3)), (group(4), (3, 0), (3, 0)),
+        (ROW, (2, 0, 7), (2, 0, 1)), (ROW, (0,), (1,)), (ROW, (0, 0), (0, 1)), (ROW, (3, 0), (3, 1)),
+        (ROW, (2, 3, 0), (2, 3, 1)), (block(2, 4), (6, 5, 9), (6, 3, 3)),
+    ],
+)  # fmt: skip
+def test_scale_shapes_of_empty_tensors(granularity, shape, expected):
+    """A row scale is [M, 1] whatever K is: a GEMM multiplies its [M, N] result by it."""
+    assert granularity.scale_shape(shape) == expected
+
+
+@pytest.mark.parametrize("shape", [(0, 7), (3, 0), (0,), (0, 0), (2, 0, 7), ()])
+def test_a_tensor_scale_is_one_number_even_of_an_empty_tensor(shape):
+    """The module says "tensor: one block, scale[1, 1]", and delayed scaling has that scale before it sees a tensor."""
+    assert TENSOR.scale_shape(shape) == (1,) * len(shape)
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+def test_amax_is_nan_in_the_block_that_holds_one_and_only_there(granularity):
+    x = torch.ones(17, 130)
+    x[3, 70], x[16, 129] = torch.nan, torch.inf
+    amax = granularity.amax(x)
+    members = slow_blocks(granularity, (17, 130))
+    for place, indices in members.items():
+        held = {float(x[i]) if not x[i].isnan() else "nan" for i in indices if i in ((3, 70), (16, 129))}
+        expected = torch.nan if "nan" in held else (torch.inf if held else 1.0)
+        assert torch.equal(amax[place], torch.tensor(expected)) or (amax[place].isnan() and math.isnan(expected))
+
+
+@pytest.mark.parametrize("granularity", ALL, ids=lambda g: g.name)
+def test_name_round_trip(granularity):
+    assert parse_granularity(granularity.name) == granularity
+
+
+def test_names_written_out():
+    names = ["tensor", "row", "group:64", "block:128x128", "block:16x1"]
+    assert [g.name for g in (TENSOR, ROW, group(64), block(128, 128), block(16, 1))] == names
+    assert parse_granularity("block:1x128") == group(128)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8"]
+)
+def test_bad_names_are_answered_with_the_choices(name):
+    with pytest.raises(ValueError, match="unknown granularity") as error:
+        parse_granularity(name)
+    assert repr(name) in str(error.value)
+    assert all(word in str(error.value) for word in ("tensor", "row", "group:G", "block:RxC"))
+
+
+@pytest.mark.parametrize("name", ["group:0", "block:0x4", "block:4x0"])
+def test_empty_blocks_are_refused(name):
+    with pytest.raises(ValueError, match="at least one row and one column"):
+        parse_granularity(name)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(None, 64), (None, 1), (64, None), (2, None)])
+def test_only_a_row_spans_all_columns_and_only_a_tensor_all_rows(rows, cols):
+    with pytest.raises(ValueError, match=f"only one row can span all columns, got a block of {rows} x {cols}"):
+        Granularity(rows, cols)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(0, 4), (4, 0), (-1, 4), (0, None), (None, 0)])
+def test_blocks_of_nothing_are_refused(rows, cols):
+    with pytest.raises(ValueError, match=f"at least one row and one column, got {rows} x {cols}"):
+        Granularity(rows, cols)
+
+
+def test_which_transpose_and_which_apply_outside_a_gemm():
+    every = (TENSOR, ROW, group(64), block(128, 128), block(1, 128))
+    assert [g.name for g in every if g.transposes] == ["tensor", "block:128x128"]
+    assert [g.outer for g in (TENSOR, ROW, group(64), block(128, 128))] == [True, True, False, False]

@@ -1,22 +1,29 @@
+""""""
+
 import math
 
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from metrics import sqnr
+from scipy import stats
 
-from octavo.numerics import Cast
-from octavo.numerics.formats import FP8_FORMATS, get_format
-from octavo.numerics.granularity import ROW
+from octavo.numerics import TENSOR, Cast, hadamard
+from octavo.numerics.formats import FORMATS, FP8_FORMATS, decode, encode, get_format
+from octavo.numerics.qtensor import ROW
 from octavo.numerics.scaling import (
     RULES,
     SMALLEST_SCALE,
     History,
     ceil_power_of_two,
+    new_seed,
     scale_exponent,
     scale_from_amax,
     scale_mantissa,
+    scattered_signs,
+    uniform_noise,
 )
 from octavo.ops import quantize
 
@@ -223,3 +230,192 @@ def test_history_of_one_step_is_that_step(rule):
 def test_history_refuses(fields, message):
     with pytest.raises(ValueError, match=message.replace("<", r"\<")):
         History(**fields)
+
+
+# ---- Stochastic rounding's noise: known bytes, an independent implementation in plain integers, and its statistics
+
+
+SEED = 0x0123456789ABCDEF
+
+
+def lowbias32(h: int) -> int:
+    """Wellons' 32-bit mix, in Python's integers."""
+    h ^= h >> 16
+    h = h * 0x7FEB352D % 2**32
+    h ^= h >> 15
+    h = h * 0x846CA68B % 2**32
+    return h ^ h >> 16
+
+
+def slow_noise(seed: int, index: int) -> float:
+    low, high = seed % 2**32, seed // 2**32
+    return (lowbias32(index ^ lowbias32(low ^ lowbias32(high))) // 256) / 2**24
+
+
+def noise(n: int, seed: int) -> np.ndarray:
+    return uniform_noise((n,), torch.tensor(seed)).double().numpy()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, SEED, 2**62 - 1])
+def test_noise_equals_the_hash_in_plain_integers(seed):
+    index = [*range(100), 65_535, 65_536, 99_999]
+    actual = noise(100_000, seed)
+    assert [actual[i] for i in index] == [slow_noise(seed, i) for i in index]
+
+
+GOLDEN = [[24078, 16189798, 14740406, 12732512], [13469529, 12781995, 8076455, 1616510]]
+
+
+def test_known_values_for_one_seed():
+    """Fixed values, in units of 2^-24: if they change, old runs cannot be repeated."""
+    actual = uniform_noise((2, 4), torch.tensor(SEED))
+    assert actual.dtype == torch.float32
+    assert (actual.double() * 2**24).long().tolist() == GOLDEN
+
+
+def test_noise_depends_on_the_index_alone_not_the_shape():
+    seed = torch.tensor(7)
+    assert torch.equal(uniform_noise((6, 35), seed).view(-1), uniform_noise((210,), seed))
+    assert torch.equal(uniform_noise((300,), seed)[:210], uniform_noise((210,), seed))
+    assert uniform_noise((0, 5), seed).shape == (0, 5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, SEED])
+def test_noise_is_uniform(seed):
+    values = noise(200_000, seed)
+    assert values.min() >= 0
+    assert values.max() < 1
+    assert stats.kstest(values, "uniform").pvalue > 1e-3
+    low_bits = (values * 2**24).astype(np.int64) % 256  # the low bits as much as the high
+    assert stats.chisquare(np.bincount(low_bits, minlength=256)).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("lag", [1, 2, 64, 4096])
+def test_neighbouring_indices_are_uncorrelated(lag):
+    values = noise(200_000, 3)
+    assert stats.pearsonr(values[:-lag], values[lag:]).pvalue > 1e-3
+    table = np.histogram2d(values[:-lag], values[lag:], bins=8)[0]
+    assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 2), (SEED, SEED + 1), (5, 5 + 2**32), (5, 5 + 2**31)])
+def test_neighbouring_seeds_are_uncorrelated(one, other):
+    a, b = noise(100_000, one), noise(100_000, other)
+    assert stats.pearsonr(a, b).pvalue > 1e-3
+    assert stats.chi2_contingency(np.histogram2d(a, b, bins=8)[0]).pvalue > 1e-3
+    assert stats.pearsonr(a[1:], b[:-1]).pvalue > 1e-3  # nor is one the other, shifted
+
+
+def test_seeds_follow_torch_manual_seed():
+    torch.manual_seed(11)
+    first, second = new_seed(torch.device("cpu")), new_seed(torch.device("cpu"))
+    torch.manual_seed(11)
+    assert int(new_seed(torch.device("cpu"))) == int(first) != int(second)
+    assert (first.dtype, first.shape) == (torch.int64, ())
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"])
+@pytest.mark.parametrize("x", [1.03, -0.9, 3.3e-3, 200.1, -1.1e-5])
+def test_rounding_is_unbiased_and_between_neighbours(name, x):
+    fmt, draws = FORMATS[name], 100_000
+    value = float(torch.tensor(x).double())
+    result = decode(encode(torch.full((draws,), x), fmt, uniform_noise((draws,), torch.tensor(17))), fmt).double()
+    table = decode(torch.arange(256), fmt).double()
+    table = table[table.isfinite()].unique()
+    low, high = table[table <= value].max().item(), table[table >= value].min().item()
+    assert set(result.tolist()) <= {low, high}
+    p = (value - low) / (high - low)
+    standard_error = (high - low) * math.sqrt(p * (1 - p) / draws)
+    assert abs(result.mean().item() - value) < 4 * standard_error
+
+
+def test_one_seed_gives_the_same_codes_and_another_does_not():
+    torch.manual_seed(0)
+    x = torch.randn(1000)
+    codes = [encode(x, FORMATS["e4m3"], uniform_noise(x.shape, torch.tensor(seed))) for seed in (4, 4, 5)]
+    assert torch.equal(codes[0], codes[1])
+    assert (codes[0] != codes[2]).float().mean() > 0.1
+
+
+def matrix(n: int) -> np.ndarray:
+    """The rotation as a matrix: the rotated rows of the identity."""
+    return hadamard(torch.eye(n, dtype=torch.float64)).numpy()
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 64, 512])
+def test_powers_of_two_take_sylvesters_matrix(n):
+    assert np.allclose(matrix(n), scipy.linalg.hadamard(n) / math.sqrt(n), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("n", "size"), [(192, 64), (96, 32), (6, 2), (12, 4)])
+def test_other_even_sizes_are_block_diagonal(n, size):
+    expected = scipy.linalg.block_diag(*[scipy.linalg.hadamard(size) / math.sqrt(size)] * (n // size))
+    assert np.allclose(matrix(n), expected, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("n", [1, 3, 17, 129])
+def test_odd_sizes_are_left_alone(n):
+    assert np.array_equal(matrix(n), np.eye(n))
+
+
+@pytest.mark.parametrize("n", [2, 96, 192, 256])
+def test_orthogonal_symmetric_and_its_own_inverse(n):
+    h = matrix(n)
+    assert np.allclose(h @ h.T, np.eye(n), rtol=0, atol=1e-13)
+    assert np.array_equal(h, h.T)
+    torch.manual_seed(0)
+    x = torch.randn(3, 5, n, dtype=torch.float64)
+    assert torch.allclose(hadamard(hadamard(x)), x, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shape_and_dtype_are_kept(dtype):
+    x = torch.ones(2, 3, 8, dtype=dtype)
+    y = hadamard(x)
+    assert (y.shape, y.dtype) == (x.shape, dtype)
+    assert y[0, 0, 0].item() == pytest.approx(math.sqrt(8), rel=torch.finfo(dtype).eps)
+    assert not y[..., 1:].any()
+    assert hadamard(x[:0]).shape == (0, 3, 8)
+
+
+def test_a_transposed_view_is_rotated_along_its_own_last_dimension():
+    torch.manual_seed(1)
+    x = torch.randn(8, 12, dtype=torch.float64)
+    assert np.allclose(hadamard(x.t()).numpy(), x.t().numpy() @ matrix(8), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [64, 96])
+def test_the_gradient_is_the_rotation_of_the_gradient(n):
+    torch.manual_seed(3)
+    x, dy = torch.randn(4, n, dtype=torch.float64, requires_grad=True), torch.randn(4, n, dtype=torch.float64)
+    hadamard(x).backward(dy)
+    assert np.allclose(x.grad.numpy(), dy.numpy() @ matrix(n), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [64, 1024, 8192])
+def test_scattered_signs_have_no_pattern(n):
+    """Their largest Walsh coefficient is that of random signs, about sqrt(2 ln n); a pattern would have sqrt(n)."""
+    signs = scattered_signs(n, torch.device("cpu"))
+    assert set(signs.tolist()) == {-1.0, 1.0}
+    assert hadamard(signs[None]).abs().max() < 1.5 * math.sqrt(2 * math.log(n))
+    assert torch.equal(scattered_signs(n // 2, torch.device("cpu")), signs[: n // 2])
+
+
+def test_it_saves_the_other_rows_from_an_outlier_under_one_scale():
+    """An outlier of 2^20 drives the other rows out of E4M3; spread over 4096 columns it is 2^14, and they come back.
+
+    (With row scales, rotation does not lower the error of an FP8 format, whose precision is relative. Rotation helps
+    if the range is too small.)
+    """
+    torch.manual_seed(4)
+    x = torch.randn(16, 4096)
+    x[5, 7] = 2.0**20
+    others = torch.arange(16) != 5
+
+    def error(rotate: bool) -> float:
+        back = quantize(hadamard(x) if rotate else x, Cast(granularity=TENSOR)).dequantize()
+        back = hadamard(back) if rotate else back
+        return float((back - x)[others].norm() / x[others].norm())
+
+    assert error(rotate=False) > 0.9
+    assert error(rotate=True) < 0.04

@@ -1,12 +1,15 @@
-"""Tables and lines: whole names in a pipe and on a narrow terminal."""
+"""Tables and lines: whole names in a pipe and on a narrow terminal, and nothing that a terminal would obey."""
 
 import io
+import sys
 
 import pytest
+import torch
 from rich.console import Console
+from verify_examples import change_tensors
 
 from octavo_cli import display
-from octavo_cli.display import print_facts, print_table, progress, say
+from octavo_cli.display import print_rows, print_table, progress, say
 
 LONG = "model.layers.0.self_attn.a_projection_with_a_long_name.weight"
 WORDS = "one reason in several words that a narrow terminal has to wrap between two of them"
@@ -30,44 +33,81 @@ def terminal(monkeypatch):
     return make
 
 
-def test_in_a_pipe_nothing_is_cut_or_wrapped(capsys, monkeypatch):
+def test_in_a_pipe_nothing_is_cut_and_numbers_are_aligned_on_their_right(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    print_table(("tensor", "why", "MB"), [(LONG, WORDS, "1.00"), ("b", "", "22.00")], right=["MB"], prose=["why"])
+    rows = [
+        {"tensor": LONG, "empty": "", "why": WORDS, "MB": "1.00", "gap": "+1.5%"},
+        {"tensor": "b", "MB": "22.00", "gap": ""},
+    ]
+    print_rows(rows, prose=["why"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3
-    assert lines[1].split() == [LONG, *WORDS.split(), "1.00"]
-    assert lines[2].rstrip().endswith(" 22.00")
-    assert {line.rindex(end) + len(end) for line, end in zip(lines, ("MB", "1.00", "22.00"), strict=True)} == {
-        len(lines[1].rstrip())
+    assert [line.split() for line in lines] == [
+        ["tensor", "why", "MB", "gap"], [LONG, *WORDS.split(), "1.00", "+1.5%"], ["b", "22.00"],
+    ]  # fmt: skip
+    assert {line.index(end) + len(end) for line, end in zip(lines, ("MB", "1.00", "22.00"), strict=True)} == {
+        lines[1].index("1.00") + 4
     }
 
 
-def test_a_narrow_terminal_shows_whole_names(terminal):
-    file = terminal(50)
-    print_table(("tensor", "why"), [(LONG, WORDS)], prose=["why"])
+@pytest.mark.parametrize(("name", "width"), [(LONG, 50), ("short", 80)])
+def test_a_terminal_wraps_prose_and_shows_whole_names(terminal, name, width):
+    file = terminal(width)
+    print_table(("tensor", "why"), [(name, WORDS)], prose=["why"])
     text = file.getvalue()
-    assert LONG in text
-    assert text.replace(LONG, "").split() == ["tensor", "why", *WORDS.split()]
-    assert "…" not in text
+    assert name in text
+    assert text.replace(name, "").split() == ["tensor", "why", *WORDS.split()]
+    assert name == LONG or max(len(line.rstrip()) for line in text.splitlines()) <= width
 
 
-def test_a_wide_enough_terminal_wraps_prose_within_its_width(terminal):
-    file = terminal(80)
-    print_table(("name", "why"), [("short", WORDS)], prose=["why"])
-    assert max(len(line.rstrip()) for line in file.getvalue().splitlines()) <= 80
-    assert file.getvalue().split() == ["name", "why", "short", *WORDS.split()]
+@pytest.mark.parametrize("width", [None, 400])
+def test_a_row_that_fits_takes_few_calls(terminal, capsys, width):
+    """rich makes thousands of calls for a row, which took 90 s for 20,000 tensors."""
+    if width:
+        terminal(width)
+    rows, calls = 500, 0
+
+    def count(*_):
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        print_table(("tensor", "why", "MB"), [(LONG, WORDS, "1.00")] * rows, right=["MB"], prose=["why"])
+    finally:
+        sys.setprofile(None)
+    assert calls < 300 * rows
 
 
-def test_brackets_are_printed_as_they_are(capsys):
-    print_facts([("left in BF16", "[red]no[/red] markup")])
-    say("[bold]this[/bold] too")
-    out = capsys.readouterr().out
-    assert out.splitlines()[0].split("  ")[-1].strip() == "[red]no[/red] markup"
-    assert "[bold]this[/bold] too" in out
+HOSTILE = "\x1b]0;owned\x07[red]a\x1b[2J\rb\x9b31mc\udcff"
+SHOWN = "\ufffd]0;owned\ufffd[red]a\ufffd[2J\ufffdb\ufffd31mc\ufffd"
+
+
+def test_nothing_in_a_name_is_obeyed_by_a_terminal_or_taken_for_markup(terminal, capsys):
+    say(HOSTILE, error=True)
+    assert capsys.readouterr().err == f"{SHOWN}\n"
+    for width in (40, 400):
+        file = terminal(width)
+        print_table((HOSTILE, "why"), [(f"{HOSTILE}\nb", HOSTILE)], prose=["why"], title=HOSTILE)
+        assert file.getvalue().split() == [SHOWN, SHOWN, "why", f"{SHOWN}\ufffdb", SHOWN]
+
+
+@pytest.mark.parametrize("command", ["inspect", "generate", "verify"])
+def test_a_file_whose_names_are_meant_for_the_terminal(octavo, copy_of, packed, command):
+    folder = copy_of("llama")
+    change_tensors(folder, lambda tensors: tensors.update({HOSTILE[:-1]: torch.ones(2)}))
+    words = {"generate": ("--prompt", "a"), "verify": ("--against", packed["llama"].run), "inspect": ()}[command]
+    _, out, err = octavo(command, folder, *words)
+    assert SHOWN[:-1] in out + err
+    assert not [c for c in out + err if not c.isprintable() and c != "\n"]
+
+
+def test_a_name_beyond_all_measure_is_cut_in_its_middle(capsys):
+    print_table(("tensor", "why"), [("a" * 5000 + "z", "w" * 300)], prose=["why"])
+    name, why = capsys.readouterr().out.splitlines()[1].split()
+    assert (name, why) == ("a" * 100 + "…" + "a" * 99 + "z", "w" * 300)
 
 
 def test_no_bar_and_no_blank_line_where_there_is_no_terminal(capsys):
     with progress("packing") as advance:
         advance(1, 2, "packing")
-        advance(2, 2, "checking")
     assert capsys.readouterr() == ("", "")

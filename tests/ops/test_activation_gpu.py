@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.numerics import Cast
 from octavo.ops import activation_quantize_scaled, activation_scales
-from octavo.ops.activation.reference import (
+from octavo.ops.activation import (
     activation_backward_reference,
     activation_gradient,
     activation_quantize_reference,
@@ -25,14 +25,14 @@ CASES = [(torch.bfloat16, Cast(), True), (torch.float32, Cast("e5m2", scale="pow
 
 
 def forward_kernel(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, ...]:
-    return torch.ops.octavo.activation_quantize(u, cast.spec, kind)
+    return torch.ops.octavo.activation_quantize(u, kind, cast.spec)
 
 
 def backward_kernel(
     u: Tensor, dh: Tensor, column_scale: Tensor, row_scale: Tensor, kind: str, cast: Cast, h_scale: Tensor, biased: bool
 ) -> tuple[Tensor, ...]:
     return torch.ops.octavo.activation_backward(
-        dh, u, cast.spec, cast.spec, biased, kind, column_scale, row_scale, h_scale, None
+        dh, u, kind, cast.spec, column_scale, row_scale, cast.spec, h_scale, biased, None
     )
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.ops.attention.op import MAX_DIM, MAX_ROWS
-from octavo.ops.attention.tiles import TILES, choose_tile, shared_bytes
+from octavo.ops.attention import MAX_DIM, MAX_ROWS
+from octavo.ops.attention_tiles import TILES, choose_tile, shared_bytes
 
 ADA, HOPPER = 99 * 1024, 227 * 1024
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.numerics import ROW, TENSOR, group
+from octavo.ops import dispatch as backend
 from octavo.ops import find_backend
-from octavo.ops.gemm import backend
-from octavo.ops.gemm.backend import MX, SQUARE, STRIP
+from octavo.ops.dispatch import MX, SQUARE, STRIP
 
 CUDA = torch.device("cuda")
 E4M3 = ("e4m3", "e4m3")

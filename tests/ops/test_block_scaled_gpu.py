@@ -12,8 +12,7 @@ from hopper import ONLY_HOPPER
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
-from octavo.ops.gemm import MAX_SMALL_M
-from octavo.ops.gemm.backend import MAX_M_OF_GROUPS
+from octavo.ops.dispatch import MAX_M_OF_GROUPS, MAX_SMALL_M
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -22,7 +21,7 @@ SIZES = [(515, 129), (4096, 200), (14336, 200)]  # k, n: no multiples of a tile,
 
 
 def product(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, residual=None, tiling=()) -> torch.Tensor:
-    from octavo.ops.gemm import block_scaled_kernel as kernel  # imports Triton, which a CPU build does not have
+    from octavo.ops.kernels import block_scaled_gemm as kernel  # imports Triton, which a CPU build does not have
 
     poison()
     how = kernel.Tiling(*tiling) if tiling else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import octavo
-from octavo.ops.cache_tag import source_version
+from octavo.ops.registration import source_version
 
 
 def test_the_version_changes_with_a_file(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_tag_of_compiled_graphs_has_the_version() -> None:
 
 
 def test_a_tag_of_the_user_is_preserved() -> None:
-    code = "import octavo.ops.inductor, torch; print(torch.compiler.config.cache_key_tag)"
+    code = "import octavo.ops.registration, torch; print(torch.compiler.config.cache_key_tag)"
     run = [sys.executable, "-c", code]
     tag = subprocess.check_output(run, env=os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "mine"}, text=True)
     assert tag.startswith("mine octavo ")

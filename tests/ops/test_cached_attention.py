@@ -5,8 +5,8 @@ import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
 
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention.reference import cached_attention_reference, widened_attention
-from octavo.ops.attention.splits import splits_of
+from octavo.ops.attention import cached_attention_reference, widened_attention
+from octavo.ops.attention_tiles import splits_of
 
 SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
     (2, 8, 2, 1, 32, 50, 37),
@@ -111,38 +111,6 @@ def test_strided_keys_are_stored_as_they_are():
     append_kv(k, -k, keys, values, None, None, length_of(6), torch.zeros(2, dtype=torch.int64))
     assert torch.equal(keys[:, :, 1:], k)
     assert torch.equal(values[:, :, 1:], -k)
-
-
-# ---- the operations
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(2, 3, 1, 16)}, r"q must be \[2, a multiple of 2, T, 16\]"),
-        ({"q": torch.zeros(2, 4, 1, 8)}, "q must be"),
-        ({"keys": torch.zeros(2, 2, 9, 16).to(torch.float8_e5m2)}, "keys must be contiguous"),
-        ({"values": torch.zeros(2, 2, 9, 16)}, "values must be torch.float8_e4m3fn"),
-        ({"k_scale": None}, "k_scale goes with eight-bit"),
-        ({"v_scale": torch.ones(3)}, r"v_scale must be torch.float32 \[2\]"),
-        ({"length": torch.tensor([3])}, r"length must be torch.int64 \[\]"),
-        ({"first": torch.zeros(2)}, r"first must be torch.int32 \[2\]"),
-    ],
-)
-def test_what_does_not_fit_is_refused(change, message):
-    q, keys, values, k_scale, v_scale = given("fp8", 2, 4, 2, 1, 16, 9)
-    fields = {"q": q, "keys": keys, "values": values, "k_scale": k_scale, "v_scale": v_scale, "length": length_of(3)}
-    with pytest.raises(ValueError, match=message):
-        cached_attention(**{**fields, **change})
-
-
-def test_storing_refuses_other_shapes():
-    keys, values, clipped = torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"v must be torch.float32 or .* \[1, 2, 3, 16\]"):
-        append_kv(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 2, 16), keys, values, None, None, length_of(3), clipped)
-    k = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(ValueError, match="clipped must be"):
-        append_kv(k, k, keys, values, None, None, length_of(3), clipped[:1])
 
 
 # ---- how the kernel is cut up

@@ -9,9 +9,9 @@ from gpu_memory import poison
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from octavo.kv_cache.layer import LayerKVCache
+from octavo.inference.kv_cache import LayerKVCache
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention.reference import widened_attention
+from octavo.ops.attention import widened_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -61,7 +61,7 @@ def test_against_float64(kind, shape, padded):
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[6]], ids=str)
 @pytest.mark.parametrize("kind", DTYPES)
 def test_the_smaller_tiles_of_gpus_with_less_shared_memory(kind, shape, kib, monkeypatch):
-    from octavo.ops.attention import kernel
+    from octavo.ops.kernels import attention as kernel
 
     monkeypatch.setattr(kernel, "shared_memory", lambda device: kib * 1024)
     *sizes, used = shape

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops import compiling
-from octavo.ops.compiling import compile_only, running
-from octavo.ops.launching import launch
+from octavo.ops import launching as compiling
+from octavo.ops.launching import compile_only, launch, running
 
 
 class Kernel:

@@ -7,9 +7,9 @@ from gemm_examples import operands, wide, worst_row
 from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.numerics import ROW, TENSOR, Cast
+from octavo.ops import library_gemms as cublaslt
 from octavo.ops import quantize
-from octavo.ops.gemm import cublaslt
-from octavo.ops.gemm.backend import MX, SQUARE, STRIP
+from octavo.ops.dispatch import MX, SQUARE, STRIP
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (128, 4), (129, 5), (300, 9), (16, 12)])

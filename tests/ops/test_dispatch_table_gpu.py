@@ -9,12 +9,11 @@ from gemm_examples import on_gpu, wide
 from gpu_memory import poison
 
 from octavo.numerics import Cast
-from octavo.numerics.granularity import parse_granularity
+from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import quantize
-from octavo.ops.gemm.backend import architecture_key
-from octavo.ops.gemm.cublaslt import scaled_mm_cublaslt
-from octavo.ops.gemm.dispatch import LINES
-from octavo.ops.gpu_architecture import find_architecture
+from octavo.ops.dispatch import LINES, architecture_key
+from octavo.ops.launching import find_architecture
+from octavo.ops.library_gemms import scaled_mm_cublaslt
 
 pytestmark = pytest.mark.gpu
 

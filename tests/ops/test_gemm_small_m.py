@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from octavo.numerics import ROW, TENSOR
+from octavo.ops import dispatch as backend
 from octavo.ops import find_backend
-from octavo.ops.gemm import MAX_SMALL_M, backend
-from octavo.ops.gemm.backend import SQUARE, STRIP, max_small_m
+from octavo.ops.dispatch import MAX_SMALL_M, SQUARE, STRIP, max_small_m
 
 CUDA = torch.device("cuda")
 E4M3 = ("e4m3", "e4m3")

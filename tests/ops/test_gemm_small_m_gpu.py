@@ -12,7 +12,7 @@ from hopper import ONLY_HOPPER
 
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
-from octavo.ops.gemm import MAX_SMALL_M
+from octavo.ops.dispatch import MAX_SMALL_M
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -24,7 +24,7 @@ PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
 def product(
     a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None
 ) -> torch.Tensor:
-    from octavo.ops.gemm import kernel  # imports Triton, which a CPU build of PyTorch does not have
+    from octavo.ops.kernels import gemm as kernel  # imports Triton, which a CPU build of PyTorch does not have
 
     poison()
     how = kernel.Tiling(*tiling) if tiling else None

@@ -6,12 +6,11 @@ import torch
 from gemm_examples import worst_row
 from grouped_examples import GROUPED_PAIRS, SIZES, exact, exact_dw, offsets_of, operands
 
-from octavo.numerics import Cast, QTensor, block, group
-from octavo.ops import find_grouped_backend, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, quantize_stack
-from octavo.ops.gemm.backend import SQUARE, STRIP
-from octavo.ops.gpu_architecture import architecture_of
-from octavo.ops.grouped_gemm import backend
-from octavo.ops.grouped_gemm.backend import takes_cutlass
+from octavo.numerics import Cast, QTensor, group
+from octavo.ops import dispatch as backend
+from octavo.ops import find_grouped_backend, grouped_mm, grouped_mm_dw, quantize_matrices, quantize_stack
+from octavo.ops.dispatch import SQUARE, STRIP, takes_cutlass
+from octavo.ops.launching import architecture_of
 from octavo.recipe import ROW_W
 
 
@@ -56,27 +55,6 @@ def test_the_floor_of_a_matrix_does_not_depend_on_the_others(cast):
     q, alone = quantize_matrices(w, cast), [quantize_stack([matrix], cast) for matrix in w]
     assert torch.equal(q.scale, torch.stack([part.scale for part in alone]))
     assert torch.equal(q.data.view(torch.uint8), torch.stack([part.data.view(torch.uint8) for part in alone]))
-
-
-def test_matrices_are_quantized_by_row():
-    with pytest.raises(ValueError, match=r"takes \[E, N, K\] of float32"):
-        quantize_matrices(torch.zeros(4, 4), Cast())
-    with pytest.raises(ValueError, match="takes a cast by row"):
-        quantize_matrices(torch.zeros(2, 4, 4), Cast(granularity=block(4, 4)))
-
-
-def test_bad_operands_are_named():
-    a, b, offsets = operands([3, 5], 48, 32)
-    with pytest.raises(ValueError, match=r"the same K, got \[8, 48\] and \[2, 32, 64\]"):
-        grouped_mm(a, quantize_matrices(torch.zeros(2, 32, 64), Cast()), offsets)
-    with pytest.raises(ValueError, match=r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"):
-        grouped_mm(a, b, offsets.long())
-    with pytest.raises(ValueError, match=r"row scales, .* got block:4x4 and row"):
-        grouped_mm(quantize(torch.zeros(8, 48), Cast(granularity=block(4, 4))), b, offsets)
-    with pytest.raises(ValueError, match=r"the same M, got \[8, 48\] and \[48, 8\]"):
-        grouped_mm_dw(a.data, torch.ones(2, 8, 1), a.data.view(torch.uint8).t().view(a.data.dtype), offsets)
-    with pytest.raises(ValueError, match=r"scale must be torch.float32 \[2, 8, 1\], got"):
-        grouped_mm_dw(a.data, torch.ones(2, 7, 1), a.data, offsets)
 
 
 E4M3, GRADIENT = ("e4m3", "e4m3"), ("e5m2", "e4m3")

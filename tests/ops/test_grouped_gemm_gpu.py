@@ -10,8 +10,8 @@ from grouped_examples import row_error_bound as bound
 from hopper import ONLY_HOPPER
 
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, transpose
-from octavo.ops.grouped_gemm import backend
-from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
+from octavo.ops import dispatch as backend
+from octavo.ops.dispatch import MAX_MEAN_ROWS
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -87,14 +87,16 @@ def test_worst_row_of_scales_along_k(sizes, k, n, pair):
 @pytest.mark.parametrize("pair", ["strip-square", "mx"])
 @pytest.mark.parametrize("tiling", [(64, 16, 2, 3, 4), (64, 64, 2, 3, 4), (128, 128, 1, 3, 8)], ids=str)
 def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
-    from octavo.ops.gemm import block_scaled_kernel as dense
-    from octavo.ops.grouped_gemm import block_scaled_kernel as kernel
+    from octavo.ops.kernels import block_scaled_gemm as dense
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     how, sizes = dense.Tiling(*tiling), [40, 0, 1, 150, 129]
     a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
     a, b = on_gpu(a), on_gpu(b)
     poison()
-    y = kernel.grouped_mm(a.data, a.scale, b.data, b.scale, b.granularity, offsets.cuda(), torch.float32, how)
+    y = kernel.block_scaled_grouped_mm(
+        a.data, a.scale, b.data, b.scale, b.granularity, offsets.cuda(), torch.float32, how
+    )
     for e, rows in enumerate(rows_of(sizes)):
         alone = (a.data[rows], a.scale[rows], a.granularity, b.data[e], b.scale[e], b.granularity)
         assert torch.equal(y[rows], dense.scaled_mm(*alone, None, torch.float32, None, how))

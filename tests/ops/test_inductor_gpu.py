@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
-from octavo.ops import inductor
+from octavo.ops import registration as inductor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -51,7 +51,7 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     x = torch.randn(4, 96, 256, device="cuda", dtype=torch.bfloat16)
     if recipe == "delayed":
         gradients(model, model, x)
-        octavo.update_scales(model)
+        octavo.scales.update_scales(model)
     expected = gradients(model, model, x)
     compiled = torch.compile(model, fullgraph=True)
     actual, codes = run_and_get_code(gradients, model, compiled, x)

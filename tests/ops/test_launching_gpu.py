@@ -61,7 +61,7 @@ def test_a_launch_goes_to_the_current_stream():
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(2_000_000_000)  # a second: the host comes back within it
         scale = quantize(x, Cast()).scale
         assert not side.query()
     side.synchronize()

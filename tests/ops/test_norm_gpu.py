@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.numerics import Cast, QTensor
 from octavo.ops import norm_backward, norm_quantize, norm_quantize_inference
-from octavo.ops.norm.reference import norm_quantize_reference
+from octavo.ops.norm import norm_quantize_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def reference(
 
 
 def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
-    return torch.ops.octavo.norm_quantize(x, cast.spec, residual, weight, bias, EPS, center, True)
+    return torch.ops.octavo.norm_quantize(x, residual, weight, bias, EPS, cast.spec, center, True)
 
 
 def check_forward(values: tuple[Any, ...], cast: Cast, center: bool, repeats: int) -> None:
@@ -74,7 +74,7 @@ def test_eps_decides_in_rows_as_small_as_its_root(eps):
     x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
     weight = torch.ones(130, device="cuda")
     expected = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
-    actual = torch.ops.octavo.norm_quantize(x, Cast().spec, None, weight, None, eps, False, True)
+    actual = torch.ops.octavo.norm_quantize(x, None, weight, None, eps, Cast().spec, False, True)
     for one, other in zip(actual[1:], expected[1:], strict=True):
         assert_same(one, other)
 

@@ -18,11 +18,11 @@ from quantize_oracle import matrix
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-import octavo.int8  # noqa: F401  registers int8_mm
+import octavo.ops.int8_gemm  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.observation.statistics import BRIEF_WIDTH, WIDTH
+from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH
 from octavo.ops import quantize, quantize_matrices
-from octavo.ops.inductor import OPERATIONS
+from octavo.ops.registration import OPERATIONS
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 ROW = Cast().spec
@@ -51,27 +51,27 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
     yield "quantize_stack", ([x, x[: m // 2]], ROW)
     yield "row_scales", ([x, x[: m // 2]], ROW)
-    yield "requantize", ([x, x], ROW, torch.cat((row, row)))
-    yield "requantize_transposed", ([x, x], ROW, torch.cat((row, row)), row)
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3")
+    yield "requantize_transposed", ([x, x], torch.cat((row, row)), "e4m3", "row", row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
-            yield "transpose", (quantize(x, Cast(fmt)).data, shift, x, place)
+            yield "transpose", (quantize(x, Cast(fmt)).data, shift, place, x)
     for center in (False, True):
         residual, bias, mean = (x, vector, row) if center else (None, None, None)
         for statistics in (False, True):
-            yield "norm_quantize", (x, Cast(scale="pow2").spec, residual, vector, bias, 1e-5, center, statistics)
+            yield "norm_quantize", (x, residual, vector, bias, 1e-5, Cast(scale="pow2").spec, center, statistics)
         yield "norm_backward", (x, x, vector, row, row, residual, center)
-        yield "requantize_norm", (x, "e4m3", row, mean, row, vector, bias)
+        yield "requantize_norm", (x, mean, row, vector, bias, row, "e4m3")
     for (kind, width), biased in product((("gelu", 1), ("swiglu", 2), ("geglu", 2)), (False, True)):
         u, factor = x.repeat(1, width), torch.rand(1, width * k)
-        yield "activation_quantize", (u, ROW, kind)
-        yield "activation_scales", (u, ROW, kind)
+        yield "activation_quantize", (u, kind, ROW)
+        yield "activation_scales", (u, kind, ROW)
         h_scale = 1e6 * row  # so that no h saturates
-        yield "activation_quantize_scaled", (u, ROW, kind, h_scale)
+        yield "activation_quantize_scaled", (u, kind, h_scale, ROW)
         for lines in (None, torch.arange(m, dtype=torch.int32) % 2):
             factors = factor if lines is None else torch.cat((factor, 2 * factor))
             spec = Cast("e5m2", scale="pow2").spec
-            yield "activation_backward", (x, u, spec, ROW, biased, kind, factors, row, h_scale, lines)
+            yield "activation_backward", (x, u, kind, spec, factors, row, ROW, h_scale, biased, lines)
 
 
 def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -86,11 +86,11 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
-    yield "grouped_mm_dw", (h, x_t, b.scale, offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, b.scale, x_t, offsets, torch.float32, "emulated", True)
     slot, row = torch.randperm(20).to(torch.int32), torch.randperm(20).to(torch.int32).view(10, 2) - 1
     factors = torch.rand(3, 32), torch.arange(20, dtype=torch.int32) % 3, torch.rand(20, 1)
     for given, factor in product((slot, None), (factors, (None, None, None))):
-        yield "gather_quantize", (x, ROW, 1, given, *factor)
+        yield "gather_quantize", (x, ROW, given, 1, *factor)
     for weight in (None, torch.rand(10, 2)):
         yield "combine", (x, row, weight)
     yield "combine_weight_gradient", (x[:10], x, row)

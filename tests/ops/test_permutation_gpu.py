@@ -7,10 +7,10 @@ from gpu_memory import poison
 
 from octavo.numerics import Cast
 from octavo.ops import aligned_groups, group_of_rows, sort_by_expert
-from octavo.ops.activation.reference import activation_backward_reference, activation_scales_reference
-from octavo.ops.permutation import reference
-from octavo.ops.quantization.reference import quantize_reference
-from octavo.ops.transposition.reference import transpose_reference
+from octavo.ops import permutation as reference
+from octavo.ops.activation import activation_backward_reference, activation_scales_reference
+from octavo.ops.quantization import quantize_reference
+from octavo.ops.transposition import transpose_reference
 from octavo.recipe import ROW_W
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def test_gather_quantize(size, dtype, cast):
         expected = reference.gather_quantize_reference(matrix, cast, slot, count, *rest)
         for _ in range(REPEATS):
             poison()
-            actual = torch.ops.octavo.gather_quantize(matrix, cast.spec, count, slot, *rest)
+            actual = torch.ops.octavo.gather_quantize(matrix, cast.spec, slot, count, *rest)
             for one, other in zip(actual, expected, strict=True):
                 assert_same(one, other)
 
@@ -78,7 +78,7 @@ def test_the_transpose_places_rows(size, shifted):
     expected = transpose_reference(data, shift, place)
     for _ in range(REPEATS):
         poison()
-        assert_same(torch.ops.octavo.transpose(data, shift, None, place), expected)
+        assert_same(torch.ops.octavo.transpose(data, shift, place, None), expected)
 
 
 @pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
@@ -115,7 +115,7 @@ def test_the_gradient_of_swiglu_by_group(m, f):
     for _ in range(REPEATS):
         poison()
         actual = torch.ops.octavo.activation_backward(
-            dh, u, cast.spec, Cast().spec, False, "swiglu", column, row, h_scale, group
+            dh, u, "swiglu", cast.spec, column, row, Cast().spec, h_scale, False, group
         )
         for one, other in zip(actual, expected, strict=True):
             assert_same(one, other)

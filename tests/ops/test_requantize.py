@@ -6,7 +6,7 @@ from bits import assert_same_numbers
 from torch import Tensor
 
 from octavo.numerics import ROW, TENSOR, Cast, Granularity
-from octavo.numerics.granularity import block
+from octavo.numerics.qtensor import block
 from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize, requantize_transposed, row_scales
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -70,14 +70,3 @@ def test_a_scale_that_is_nan_gives_nan(device: str, fmt: str) -> None:
     x[3, 4] = torch.inf
     scale = torch.full((1, 1), torch.nan, device=device)
     assert requantize_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()
-
-
-def test_scales_of_another_shape_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"need a scale for each row of \[\[70, 130\]\], got \[69, 1\]"):
-        requantize([matrix("cpu")], torch.ones(69, 1), Cast())
-    with pytest.raises(ValueError, match=r"requantize takes a cast by row"):
-        requantize([matrix("cpu")], torch.ones(70, 1), Cast(granularity=TENSOR))
-    with pytest.raises(ValueError, match=r"row_scales takes a cast by row"):
-        row_scales([matrix("cpu")], Cast(granularity=TENSOR))
-    with pytest.raises(ValueError, match=r"need the scales of \[\[70, 130\]\] by row, got scales \[1, 1\]"):
-        requantize_transposed([matrix("cpu")], torch.ones(1, 1), Cast("e4m3", ROW))

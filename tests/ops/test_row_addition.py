@@ -4,7 +4,7 @@ import pytest
 import torch
 from offline_triton import compile_for
 
-from octavo.ops.row_addition import add_rows
+from octavo.ops.rows import add_rows
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -19,7 +19,7 @@ def test_the_sums_are_those_of_float64(shape: tuple[int, int], mean: bool) -> No
 @pytest.mark.triton
 @pytest.mark.parametrize("capability", [80, 90, 120])
 def test_the_kernel_compiles(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = pytest.importorskip("octavo.ops.row_addition.kernel", exc_type=ImportError)
+    kernel = pytest.importorskip("octavo.ops.kernels.rows", exc_type=ImportError)
     compiled = compile_for(capability, kernel, monkeypatch)
     for mean in (True, False):
         kernel.add_rows(torch.zeros(8, 2048, dtype=torch.bfloat16), torch.zeros(2048), mean)

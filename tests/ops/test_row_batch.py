@@ -7,7 +7,8 @@ from row_batch_examples import PADDING, SIZES, matrices, quantized, starts
 
 from octavo.numerics import ROW, TENSOR, Cast
 from octavo.ops import quantize, quantize_scaled
-from octavo.ops.row_batch import RowBatch, cast_rows
+from octavo.ops.launching import RowBatch
+from octavo.ops.rows import cast_rows
 
 CASTS = [Cast(relative_floor=2.0**-8), Cast(), Cast("e5m2", ROW, "pow2", relative_floor=0.25)]
 
@@ -34,9 +35,3 @@ def test_numbers_beyond_a_given_scale_saturate() -> None:
     data = torch.zeros(5, 24).to(torch.float8_e4m3fn)
     cast_rows(RowBatch([x], [0]), scale.view(1).repeat(5), None, data, Cast())
     assert_same_numbers(data, quantize_scaled(x, scale, Cast(granularity=TENSOR))[0].data)
-
-
-def test_scales_of_stride_0_are_refused() -> None:
-    data = torch.zeros(5, 24).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="needs a contiguous scale"):
-        cast_rows(RowBatch([torch.randn(5, 24)], [0]), torch.ones(1).expand(5), None, data, Cast())

@@ -27,7 +27,7 @@ EACH_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=str)
 
 
 def product(a, b, offsets, dtype, fast, tiling=()):
-    from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     how = kernel.Tiling(*tiling) if tiling else None
     poison()
@@ -82,7 +82,7 @@ def check_gradients(dw, h, scale, x_t, sizes, fast):
 
 
 def gradient(h, scale, x_t, offsets, dtype, fast, tiling=()):
-    from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     how = kernel.Tiling(*tiling) if tiling else None
     poison()

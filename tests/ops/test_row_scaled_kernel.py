@@ -34,7 +34,7 @@ def kernels() -> Iterator[Executor]:
 
 def product(sizes, k, n, pair, tile, fast, turned):
     """y [M, N] in float32; run in the interpreter, which would cut numbers off at BF16, and not round."""
-    from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     a, b, offsets = operands(sizes, k, n, SPARE, pair)
     data = b.data
@@ -46,7 +46,7 @@ def product(sizes, k, n, pair, tile, fast, turned):
 
 def gradient(sizes, formats, tile, fast):
     """dw [E, N, K] in float32; run in the interpreter."""
-    from octavo.ops.grouped_gemm import row_scaled_kernel as kernel
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     h, scale, x_t = gradient_operands(sizes, formats)
     tiling = kernel.Tiling(*tile)
@@ -98,7 +98,8 @@ def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, form
 
 def trained(gradients, backend):
     """out, dx and the gradients of the weights of experts, whose grouped GEMMs have this backend; one has no rows."""
-    from octavo.ops.grouped_gemm import op, row_scaled_kernel
+    from octavo.ops import grouped_gemm as op
+    from octavo.ops.kernels import grouped_gemm as row_scaled_kernel
 
     torch.manual_seed(0)
     experts = Experts(6, 64, 96)
@@ -122,7 +123,7 @@ def test_experts_train_by_it_as_by_the_reference(kernels, gradients):
 
 
 def test_the_tilings():
-    from octavo.ops.grouped_gemm.row_scaled_kernel import tiling_for
+    from octavo.ops.kernels.grouped_gemm import tiling_for
 
     ada, hopper = 99 * 1024, 227 * 1024
     assert tiling_for(1, True, ada) == (64, 16, 4, 4)

@@ -11,16 +11,9 @@ from gpu_memory import poison
 
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import quantize, transpose
-from octavo.ops.quantization.reference import quantize_reference
-from octavo.ops.transposition.reference import transpose_reference
-from octavo.ops.triton_support import (
-    LONGEST_ROW,
-    fits,
-    has_kernels,
-    power_of_two_above,
-    row_tile,
-    some_gpu_rounds_twice,
-)
+from octavo.ops.launching import LONGEST_ROW, fits, has_kernels, power_of_two_above, row_tile, some_gpu_rounds_twice
+from octavo.ops.quantization import quantize_reference
+from octavo.ops.transposition import transpose_reference
 
 REPEATS = 20
 LARGE = (8192, 4096)

@@ -18,9 +18,8 @@ from weight_only_examples import (
 
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm
-from octavo.ops.grouped_gemm.backend import MAX_MEAN_ROWS
-from octavo.ops.triton_support import has_kernels
-from octavo.ops.weight_only.backend import MAX_M
+from octavo.ops.dispatch import MAX_M, MAX_MEAN_ROWS
+from octavo.ops.launching import has_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +32,7 @@ def ways() -> list[bool]:
 
 
 def product(x, w: QTensor, bias=None, residual=None, tiling=(), native: bool | None = None):
-    from octavo.ops.weight_only import kernel
+    from octavo.ops.kernels import weight_only as kernel
 
     poison()
     how = kernel.Tiling(*tiling) if tiling else None
@@ -44,7 +43,7 @@ def product(x, w: QTensor, bias=None, residual=None, tiling=(), native: bool | N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_all_256_codes(dtype, native):
     """x is the unit matrix, so that y is the widened weight, by the row kernel and by tiles."""
-    from octavo.ops.weight_only import kernel
+    from octavo.ops.kernels import weight_only as kernel
 
     if native not in ways():
         pytest.skip("this GPU does not convert E4M3")
@@ -98,7 +97,7 @@ def test_every_way_to_cut_it_up(splits):
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_dequantize(cast):
-    from octavo.ops.weight_only import kernel
+    from octavo.ops.kernels import weight_only as kernel
 
     _, w = operands(cast, 1, 1056 if cast != "block" else 1000, 515)
     for native in ways():
@@ -111,7 +110,7 @@ def test_dequantize(cast):
 @pytest.mark.parametrize("sizes", [[7, 0, 33, 16, 1], [0, 0, 300], [1, 1, 1], [129, 0, 64]], ids=str)
 @pytest.mark.parametrize("cast", GROUPED_CASTS)
 def test_every_element_of_groups_of_rows(cast, sizes):
-    from octavo.ops.weight_only import grouped_kernel as kernel
+    from octavo.ops.kernels import grouped_gemm as kernel
 
     x, w, offsets = grouped_operands(cast, sizes, 1056 if cast != "block" else 1000, 515, torch.float16)
     on_device = x.cuda(), w.data.cuda(), w.scale.cuda(), w.granularity, offsets.cuda()

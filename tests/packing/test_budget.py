@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from octavo.artifact.packed.reader import PackedTensors
 from octavo.calibration import calibrate
+from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
-from octavo.hf.fused_groups import groups
+from octavo.hf.layer_map import groups
 from octavo.hf.source import open_source
+from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.ops import quantize, scaled_mm
 from octavo.packing import PackOptions, pack, pack_within
-from octavo.packing.partly_packed import PartlyPackedModel
-from octavo.runtime import load_packed
+from octavo.packing.budget import PartlyPackedModel
 
 SENSITIVE = "model.layers.1.mlp.down_proj"
 KL = [Budget("kl", 0.01)]
@@ -265,3 +265,32 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, 
 def by_hand(x: Tensor, weight: Any, scheme: Any) -> Tensor:
     x_q = quantize(x.flatten(0, 1), scheme.inputs)
     return scaled_mm(x_q, weight, out_dtype=x.dtype, fast_accumulation=True).view(*x.shape[:-1], -1)
+
+
+# ---- A budget measured on a GPU, by its FP8 GEMMs, against the same on the CPU
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+
+PROMPTS = PromptOptions(32, 40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["channel", "tensor"])
+def test_a_gpu_measures_what_a_cpu_does(tmp_path: Path, scheme: str) -> None:
+    source = write_model(tmp_path / "llama", "llama", **SIZES)
+    data = write_data(tmp_path / "data.jsonl")
+    options = PackOptions(scheme=scheme)
+    _, free = pack_within(source, tmp_path / "free", [Budget("kl", 99)], data, options, prompts=PROMPTS)
+    budget = Budget("kl", free.all_packed.kl.value / 2)
+    found = {
+        device: pack_within(source, tmp_path / device, [budget], data, options, prompts=PROMPTS, device=device)[1]
+        for device in ("cpu", "cuda")
+    }
+    cpu, cuda = found["cpu"], found["cuda"]
+    assert cuda.quality.kl.value <= budget.limit < cuda.all_packed.kl.value
+    assert cuda.all_packed.kl.value == pytest.approx(cpu.all_packed.kl.value, rel=0.2)
+    harms = {group.layers: group.harm for group in cpu.ranking}
+    for group in cuda.ranking:
+        assert group.harm == pytest.approx(harms[group.layers], rel=0.5)
+    assert {g.layers for g in cuda.ranking[:2]} & {g.layers for g in cpu.ranking[:3]}

@@ -1,8 +1,9 @@
 """`pack` writes the same bytes from one version to the next.
 
 golden_bytes.json has, for every packing and model of `golden_models`, the digest of the folder that Octavo wrote at
-commit 9702d1e. A difference means that a model packed today is not the model packed before. If that is intended, state
-it in CHANGELOG.md and replace the digest by the one in the failure's message.
+commit 9702d1e. Its rows of the layout autofp8, which has gone, are not read. A difference means that a model packed
+today is not the model packed before. If that is intended, state it in CHANGELOG.md and replace the digest by the one in
+the failure's message.
 """
 
 import json
@@ -12,7 +13,7 @@ import golden_models
 import pytest
 from packed_examples import small_shards
 
-from octavo.artifact.safetensors_files import SHARD_BYTES
+from octavo.checkpoint.files import SHARD_BYTES
 from octavo.packing import pack
 
 GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_bytes.json").read_text())

@@ -1,25 +1,38 @@
-"""The layouts that vLLM alone opens: written, read back, and converted.
+"""Layouts and schemes: written, read back, converted, registered, and described in the model card.
 
 Oracles: the names and shapes that the loaders of vLLM and ModelOpt read, from their sources (`VLLM` below), and bytes
 for everything that must not change.
 """
 
 import json
+import math
+import re
 import shutil
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import Folders, outputs, same_bytes
+from tiny_models import Folders, make_model, outputs, same_bits, same_bytes, write_text
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
-from octavo.artifact.files import ArtifactError
-from octavo.artifact.packed.reader import PackedTensors
-from octavo.packing import convert_layout, pack, unpack
-from octavo.runtime import load_packed
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.layouts.layout import LAYOUTS, Layout, packed_layers
+from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Scheme
+from octavo.evaluation import PromptOptions
+from octavo.evaluation.metrics import Budget
+from octavo.inference.opening import load_packed
+from octavo.numerics import Cast, group
+from octavo.packing import convert_layout, pack, pack_within, unpack
+from octavo.verification import layer_spec, verify
 from octavo_cli.app import app
 
 # The suffix and shape of what lies beside a weight [256, 128], by layout and scheme, as vLLM's loaders want it.
@@ -27,9 +40,8 @@ VLLM: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("modelopt", "static"): {"weight_scale": (), "input_scale": ()},
     ("modelopt", "channel"): {"weight_scale": (256,)},
     ("modelopt", "block"): {"weight_scale": (2, 1, 1, 1)},
-    ("autofp8", "static"): {"weight_scale": (), "input_scale": ()},
-    ("autofp8", "tensor"): {"weight_scale": ()},
 }
+FP8 = {"quant_method": "fp8", "weight_block_size": []}
 UP, ATTENTION = "model.layers.1.mlp.up_proj", "model.layers.1.self_attn"
 
 
@@ -40,17 +52,9 @@ def test_names_and_shapes_are_those_that_vllm_reads(made: Folders, layout: str, 
     beside = {name.removeprefix(f"{UP}."): tuple(t.shape) for name, t in stored.items() if name.startswith(UP)}
     assert beside == {"weight": (256, 128), **VLLM[layout, scheme]}
     cache = {name: t for name, t in stored.items() if name.endswith(("k_scale", "v_scale"))}
-    dot = {"modelopt": ("k_proj.", "v_proj."), "autofp8": ("", "")}[layout]
-    assert set(cache) == {f"model.layers.{i}.self_attn.{dot[j]}{'kv'[j]}_scale" for i in range(2) for j in range(2)}
+    assert set(cache) == {f"model.layers.{i}.self_attn.{kind}_proj.{kind}_scale" for i in range(2) for kind in "kv"}
     assert all(t.dtype == torch.float32 and t.shape == () for t in cache.values())
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
-    if layout == "autofp8":
-        activations = {"static": "static", "tensor": "dynamic"}[scheme]
-        assert config == {
-            "quant_method": "fp8", "activation_scheme": activations, "ignored_layers": ["lm_head"],
-            "kv_cache_scheme": "static",
-        }  # fmt: skip
-        return
     algorithm = {"static": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}[scheme]
     assert (config["quant_method"], config["quant_algo"], config["ignore"]) == ("modelopt", algorithm, ["lm_head"])
     assert (config["kv_cache_scheme"]["type"], config["kv_cache_scheme"]["num_bits"]) == ("float", 8)
@@ -101,13 +105,13 @@ def test_folders_as_modelopt_writes_them(made: Folders, tmp_path: Path, file: st
     assert "lm_head" in PackedTensors(folder).ignored
     before = made("llama", scheme="static", layout="modelopt", kv_cache="fp8")
     assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(before).model))
-    convert_layout(folder, tmp_path / "again", layout="autofp8")
+    convert_layout(folder, tmp_path / "again")
     load_packed(tmp_path / "again")
 
 
 @pytest.mark.parametrize("names", ["kv_scale", "output_scale"])
-def test_folders_as_autofp8_writes_them(made: Folders, tmp_path: Path, names: str) -> None:
-    folder = shutil.copytree(made("llama", scheme="static", layout="autofp8", kv_cache="fp8"), tmp_path / "theirs")
+def test_other_names_of_the_scales_of_a_cache(made: Folders, tmp_path: Path, names: str) -> None:
+    folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "theirs")
     tensors = load_file(folder / "model.safetensors")
     ours = PackedTensors(folder).kv_scales
     for name, (k, v) in ours.items():
@@ -117,35 +121,9 @@ def test_folders_as_autofp8_writes_them(made: Folders, tmp_path: Path, names: st
         else:
             tensors |= {f"{name}.k_proj.output_scale": k.clone(), f"{name}.v_proj.output_scale": v.clone()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    change_config(folder, kv_cache_scheme=None)
     for name, (k, v) in PackedTensors(folder).kv_scales.items():
         assert (k, v) == (ours[name][0], ours[name][names == "output_scale"])
     load_packed(folder)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"layout": "modelopt", "scheme": "tensor"}, "modelopt holds the schemes static, channel, block, not tensor"),
-        (
-            {"layout": "autofp8", "scheme": "channel"},
-            "autofp8 holds the schemes static, tensor, not channel: --sc",
-        ),
-        ({"layout": "autofp8", "scheme": "mx"}, "or --layout compressed-tensors, which holds any"),
-        (
-            {"layout": "modelopt", "scheme": "channel", "layers": {"*.o_proj": "block"}},
-            "modelopt holds one scheme in a model, not block and channel",
-        ),
-    ],
-)
-def test_what_a_layout_does_not_hold(made: Folders, tmp_path: Path, how: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(made("llama"), tmp_path / "out", **how)
-    if "layers" not in how:
-        source = made("llama", scheme=how["scheme"], kv_cache="fp8")
-        with pytest.raises(ValueError, match=message):
-            convert_layout(source, tmp_path / "out", layout=how["layout"])
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -158,9 +136,10 @@ def test_what_a_layout_does_not_hold(made: Folders, tmp_path: Path, how: dict[st
             "num_bits is 4, required 8",
         ),
         ("modelopt", {"ignore": "lm_head"}, "ignore must be a list of module names, got 'lm_head'"),
-        ("autofp8", {"activation_scheme": "token"}, "activation_scheme is 'token', required 'dynamic'"),
-        ("autofp8", {"ignored_layers": ["lm_head", "re:.*up_proj"]}, "up_proj.input_scale has no place in the model"),
-        ("autofp8", {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], required \[128, 128\]"),
+        ("modelopt", {"ignore": ["lm_head", "re:.*up_proj"]}, "up_proj.input_scale has no place in the model"),
+        ("modelopt", {"quant_method": "fp8"}, "is AutoFP8, and octavo reads the layouts compressed-tensors, fp8, mod"),
+        ("modelopt", FP8 | {"activation_scheme": "token"}, "activation_scheme is 'token', required 'dynamic'"),
+        ("modelopt", FP8 | {"weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\], required \[128, 128\]"),
     ],
 )
 def test_another_packing_is_refused(
@@ -180,37 +159,279 @@ def test_scales_of_another_shape_are_refused(made: Folders, tmp_path: Path) -> N
             opened(folder)
 
 
-# ---- the command line
-
-
-@pytest.mark.parametrize(("scheme", "said"), [("group32", True), ("channel", False)])
-def test_who_does_not_open_groups_is_said(made: Folders, tmp_path: Path, scheme: str, said: bool) -> None:
-    done = CliRunner().invoke(app, ["pack", str(made("llama")), str(tmp_path / "out"), "--scheme", scheme])
-    assert done.exit_code == 0, done.output
-    assert ("not for vLLM" in done.output) == said
-
-
-def test_commands(made: Folders, tmp_path: Path) -> None:
-    run, out = CliRunner().invoke, tmp_path / "out"
-    calibrated, source = str(made("llama", "calibrated")), str(made("llama"))
-    done = run(
-        app,
-        ["pack", source, str(out), "--layout", "modelopt", "--scheme", "static", "--calibration", calibrated,
-         "--kv-cache", "fp8", "--tensor-parallel", "1,2,4"],
-    )  # fmt: skip
-    assert done.exit_code == 0, done.output
-    assert "for vLLM and TensorRT-LLM: transformers computes nonsense" in done.output
-    listed = json.loads(run(app, ["inspect", str(out), "--json"]).output)
+def test_inspect_lists_the_scales_of_a_cache(made: Folders) -> None:
+    folder = made("llama", scheme="static", layout="modelopt", kv_cache="fp8")
+    listed = json.loads(CliRunner().invoke(app, ["inspect", str(folder), "--json"]).output)
     assert listed["layout"] == "modelopt"
     rows = {row["tensor"]: row for row in listed["tensors"]}
-    k, v = PackedTensors(out).kv_scales[ATTENTION]
+    k, v = PackedTensors(folder).kv_scales[ATTENTION]
     assert rows[f"{ATTENTION}.k_proj.k_scale"]["least"] == float(k)
     assert rows[f"{ATTENTION}.v_proj.v_scale"]["largest"] == float(v)
     assert rows[f"{UP}.weight"]["input_scale"] > 0
     assert listed["bytes"] == sum(row["bytes"] for row in listed["tensors"])
-    assert "kv cache" in run(app, ["inspect", str(out)], env={"COLUMNS": "200"}).output
-    converted = run(app, ["convert-layout", str(out), str(tmp_path / "again"), "--layout", "autofp8"])
-    assert "no weight changed" in converted.output
-    wrong = run(app, ["pack", source, str(tmp_path / "no"), "--tensor-parallel", "two"])
-    assert isinstance(wrong.exception, ValueError)
-    assert "such as 1,2,4,8, got 'two'" in str(wrong.exception)
+
+
+# ---- A layout and a scheme are objects in a registry: a test registers one of each, and every step works with them
+
+
+_GROUPS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 16}
+PAIRS = Scheme(
+    "group16", Cast(granularity=group(16)), Cast(granularity=group(16)), "float-quantized", _GROUPS,
+    {**_GROUPS, "dynamic": True},
+)  # fmt: skip
+
+
+class Toy(Layout):
+    """A scale [K / 16, N] with a name of its own."""
+
+    name = "toy"
+    schemes = (PAIRS.name,)
+    readers = "Octavo alone"
+
+    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+        return {"quant_method": self.name, "group": 16, "ignore": list(ignore)}
+
+    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+        return dict.fromkeys(packed_layers(self, found, linears, where), PAIRS), False
+
+    def rename(self, name: str) -> str:
+        return name.replace(f".{SCALE_NAME}", ".toy_scale")
+
+    def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
+        return [name.replace(".toy_scale", f".{SCALE_NAME}")]
+
+
+def test_a_scheme_and_a_layout_are_registered(made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SCHEMES, PAIRS.name, PAIRS)
+    monkeypatch.setitem(LAYOUTS, Toy.name, Toy())
+    spec = layer_spec.LayerSpec(1, 16, "token", 16, scale="toy_scale")  # the wall: verification reads it a second time
+    monkeypatch.setitem(layer_spec.METHODS, Toy.name, lambda settings: spec)
+    plain = pack(made("llama"), tmp_path / "plain", scheme=PAIRS.name).folder
+    packed = pack(made("llama"), tmp_path / "toy", scheme=PAIRS.name, layout=Toy.name).folder
+    for folder, readers in ((plain, ["transformers", "octavo"]), (packed, ["octavo"])):
+        report = verify(folder, made("llama"))
+        assert report.ok, [str(finding) for finding in report.findings]
+        assert [reader.name for reader in report.readers if reader.outcome == "agrees"] == readers
+    assert torch.equal(outputs(load_packed(packed).model), outputs(load_packed(plain).model))
+    assert convert_layout(packed, tmp_path / "again").lossless
+    with pytest.raises(ValueError, match="toy holds the scheme group16 alone, not channel: --scheme group16"):
+        pack(made("llama"), tmp_path / "no", layout=Toy.name)
+
+
+# ---- Packed folders unpacked, converted and listed; the numbers in float64 from the files' own bytes
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A BF16 model, and its packings."""
+    root = tmp_path_factory.mktemp("folders")
+    make_model(root / "bf16", "qwen2", num_hidden_layers=1, tie_word_embeddings=False)
+    for scheme in ("channel", "tensor", "block", "mx"):
+        pack(root / "bf16", root / scheme, scheme=scheme)
+    with small_shards(50_000):
+        pack(root / "bf16", root / "mixed", layers={"*.o_proj": "block"}, skip=["*.down_proj"])
+    return {path.name: path for path in root.iterdir()}
+
+
+def wide(folder: Path) -> dict[str, Tensor]:
+    packed = PackedTensors(folder)
+    return {name: packed.weight(name).dequantize(torch.float64) for name in packed.packing.schemes}
+
+
+@pytest.mark.parametrize("name", ["channel", "tensor", "block", "mx", "mixed"])
+def test_unpacked_is_data_times_scale_in_bf16(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    unpack(folders[name], tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
+    assert not any(info.values())
+    state, original = model.state_dict(), load_file(folders["bf16"] / "model.safetensors")
+    weights = wide(folders[name])
+    assert len(weights) == (6 if name == "mixed" else 7)
+    for key, weight in weights.items():
+        assert torch.equal(state[f"{key}.weight"], weight.bfloat16())
+    for key, tensor in original.items():
+        if key.removesuffix(".weight") not in weights:
+            assert torch.equal(state[key], tensor)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (tmp_path / "out" / "tokenizer.json").exists() == (folders["bf16"] / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "scheme"),
+    [("block", "fp8", None), ("block", "compressed-tensors", "block"), ("tensor", "compressed-tensors", "channel"),
+     ("mixed", "compressed-tensors", None)],
+)  # fmt: skip
+def test_what_holds_the_same_scales_loses_nothing(
+    folders: dict[str, Path], tmp_path: Path, name: str, layout: str, scheme: str | None
+) -> None:
+    result = convert_layout(folders[name], tmp_path / "out", layout=layout, scheme=scheme)
+    assert result.lossless
+    before, after = wide(folders[name]), wide(tmp_path / "out")
+    assert same_bits(before, after)
+    back = convert_layout(tmp_path / "out", tmp_path / "back")
+    assert back.lossless
+    if scheme is None and name != "mixed":
+        assert same_bytes(tmp_path / "back", folders[name])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    load_packed(tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"), [("channel", "block"), ("block", "mx"), ("mx", "channel"), ("channel", "tensor")]
+)
+def test_what_is_cast_again_states_its_loss(folders: dict[str, Path], tmp_path: Path, name: str, scheme: str) -> None:
+    result = convert_layout(folders[name], tmp_path / "out", scheme=scheme)
+    assert not result.lossless
+    before, after = wide(folders[name]), wide(tmp_path / "out")
+    for key, db in result.sqnr.items():
+        noise = (before[key] - after[key]).square().sum()
+        assert db == pytest.approx(float(10 * torch.log10(before[key].square().sum() / noise)), abs=1e-3)
+        assert 20 < db < 60
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())
+    assert record["sqnr_db"] == pytest.approx(result.sqnr)
+    assert {PackedTensors(tmp_path / "out").packing.schemes[key].name for key in before} == {scheme}
+
+
+def test_what_cannot_be_converted(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="fp8 holds the scheme block alone, not channel"):
+        convert_layout(folders["channel"], tmp_path / "out", layout="fp8")
+    for how in ({"layout": "gguf"}, {"scheme": "int4"}):
+        with pytest.raises(ValueError, match=f"unknown {next(iter(how))}"):
+            convert_layout(folders["channel"], tmp_path / "out", **how)
+    for act in (unpack, convert_layout):
+        with pytest.raises(ArtifactError, match="has no quantization_config, so the model is not packed"):
+            act(folders["bf16"], tmp_path / "out")
+        with pytest.raises(FileExistsError):
+            act(folders["channel"], folders["mx"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({"k.weight_scale": torch.ones(4, 1)}),
+            "k.weight must be a matrix of torch.float8_e4m3fn, it is missing",
+        ),
+        (lambda t: t.pop(NAME), "up_proj.weight_scale is missing, and .*up_proj.weight is packed"),
+        (lambda t: t.update({NAME: torch.ones(128)}), r"weight_scale must be .*\[256, 1\], it is .*\[128, 1\]"),
+        (lambda t: t.update({NAME: torch.ones(256, 1).double()}), "up_proj.* must be .*float32.*it is .*float64"),
+    ],
+)  # fmt: skip
+def test_damaged_folders(folders: dict[str, Path], tmp_path: Path, change, message: str) -> None:
+    shutil.copytree(folders["channel"], tmp_path / "bad")
+    change_tensors(tmp_path / "bad", change)
+    with pytest.raises(ArtifactError, match=message):
+        PackedTensors(tmp_path / "bad")
+
+
+NAME = "model.layers.0.mlp.up_proj.weight_scale"
+
+
+@pytest.mark.parametrize("how", [{}, {"scheme": "tensor"}, {"layout": "modelopt"}])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_one_nan_is_not_repacked(folders: dict[str, Path], tmp_path: Path, name: str, how: dict[str, str]) -> None:
+    shutil.copytree(folders["channel"], tmp_path / "bad")
+    change_tensors(tmp_path / "bad", lambda t: t[name].flatten()[-1:].copy_(torch.tensor([math.nan])))
+    for act in (partial(convert_layout, **how), unpack):
+        with pytest.raises(ArtifactError, match=f"{name} holds inf or NaN; the folder is damaged or of another model"):
+            act(tmp_path / "bad", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the command line
+
+
+def test_commands(folders: dict[str, Path], tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    listed = json.loads(run(app, ["inspect", str(folders["mixed"]), "--json"]).output)
+    assert listed["layout"] == "compressed-tensors"
+    rows = {row["tensor"]: row for row in listed["tensors"]}
+    o_proj = rows["model.layers.0.self_attn.o_proj.weight"]
+    assert (o_proj["scheme"], o_proj["scales"], o_proj["bytes"]) == ("block", 1, 128 * 128 + 4)
+    weight = load_file(folders["bf16"] / "model.safetensors")["model.layers.0.self_attn.o_proj.weight"]
+    assert o_proj["largest"] == pytest.approx(float(weight.abs().max()) / 448)
+    assert rows["model.layers.0.mlp.down_proj.weight"]["dtype"] == "bfloat16"
+    assert listed["bytes"] == sum(row["bytes"] for row in listed["tensors"])
+    text = run(app, ["inspect", str(folders["mixed"])], env={"COLUMNS": "200"}).output
+    assert "6 layers packed, 2 linear layers in BF16" in text
+    done = run(app, ["unpack", str(folders["block"]), str(tmp_path / "hf"), "--layout", "fp8"])
+    assert "no weight changed" in done.output
+    lossy = run(app, ["unpack", str(tmp_path / "hf"), str(tmp_path / "mx"), "--scheme", "mx"], env={"COLUMNS": "200"})
+    assert "7 of 7 weights were cast again" in lossy.output
+    assert "dB, lowest " in lossy.output
+    assert run(app, ["unpack", str(tmp_path / "mx"), str(tmp_path / "plain")]).exit_code == 0
+    assert math.isfinite(float(load_file(tmp_path / "plain" / "model.safetensors")["model.norm.weight"].sum()))
+
+
+# ---- The model card of a packed folder: what it says works, and the card of the model stays
+
+
+OWN = "---\nlicense: apache-2.0\nbase_model: org/llama\n---\n# Llama\n\nIts own words.\n"
+
+
+def blocks(folder: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)\n```", (folder / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", {}),
+        ("llama", {"scheme": "block", "layout": "fp8"}),
+        ("llama", {"scheme": "channel", "layout": "modelopt"}),
+        ("llama", {"scheme": "group64"}),
+        ("bert", {"scheme": "int8"}),
+    ],
+    ids=str,
+)
+def test_its_commands_open_the_folder(
+    made: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, how: dict[str, Any]
+) -> None:
+    pack(made(kind), tmp_path / "packed", **how)
+    monkeypatch.chdir(tmp_path)
+    (python,) = blocks(tmp_path / "packed", "python")
+    exec(python, {})
+    assert ("transformers" in python) == (how.get("layout") != "modelopt")
+    shell = [line for block in blocks(tmp_path / "packed", "bash") for line in block.splitlines()]
+    assert ("vllm serve packed" in shell) == (kind == "llama" and how.get("scheme") != "group64")
+    for line in (line for line in shell if line.startswith("octavo ")):
+        words = [word.strip('"') for word in line.split()[1:]]
+        assert CliRunner().invoke(app, [*words, "--count", "2"]).exit_code == 0
+    assert (kind == "llama") == any(line.startswith("octavo generate packed") for line in shell)
+
+
+def test_the_card_of_the_model_follows_with_its_front_matter(made: Folders, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    pack(made("llama"), tmp_path / "plain")
+    assert (tmp_path / "plain" / "README.md").read_text().startswith("---\ntags: [")
+    source.mkdir()
+    for path in made("llama").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (source / "README.md").write_text(OWN)
+    pack(source, tmp_path / "packed", scheme="block")
+    convert_layout(tmp_path / "packed", tmp_path / "again", layout="fp8")
+    for name, layout in (("packed", "compressed-tensors"), ("again", "fp8")):
+        card = (tmp_path / name / "README.md").read_text()
+        assert card.startswith(OWN.partition("# ")[0])
+        assert card.endswith("# Llama\n\nIts own words.\n")
+        assert card.count("Packed in eight bits by Octavo") == 1
+        assert f"14 by `block`, in the layout {layout}" in card
+
+
+def test_a_card_that_is_a_link_out_of_the_folder_is_refused(made: Folders, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in made("llama").iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "key").write_text("private")
+    (source / "README.md").symlink_to("../key")
+    with pytest.raises(ArtifactError, match="README.md must be a file of the folder itself"):
+        pack(source, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+
+
+def test_a_measured_quality_stands_in_it(made: Folders, tmp_path: Path) -> None:
+    text, out = str(write_text(tmp_path / "text.txt")), tmp_path / "packed"
+    pack_within(made("llama"), out, [Budget("kl", 0.5)], [text], prompts=PromptOptions(2, 16))
+    measured = json.loads((out / "octavo.json").read_text())["budget"]["limits"][0]["measured"]
+    assert f"on 2 prompts: kl {measured:.3g}." in (out / "README.md").read_text()

@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from verify_examples import change_tensors
 
-from octavo.artifact.files import ArtifactError
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.scheme import SCHEMES, get_scheme
+from octavo.numerics import QTensor
+from octavo.ops import quantize
 from octavo.packing import PackOptions, pack
+from octavo.packing.options import check_degrees, check_shapes
 
 
 @pytest.fixture
@@ -48,11 +54,31 @@ def test_what_the_model_has_no_place_for_is_left_out(llama: Path, tmp_path: Path
         ({"scheme": "static"}, "stores scales of inputs: give --calibration"),
         ({"step": 3}, "is a model, not a run of octavo train"),
         (
+            {"calibration": Path("c"), "input_scales": {}},
+            "the calibration and the prompts .* both give the scales of inputs: leave one out",
+        ),
+        (
             {"skip": ["*.1.*.k_proj"]},
             "layers.1.self_attn: layers that readers run as one GEMM need one scheme, they have q_proj channel, "
             "k_proj BF16, v_proj channel: name all of them in --skip or --layer",
         ),
         ({"layers": {"*.gate_proj": "block"}}, "layers.0.mlp: .* they have gate_proj block, up_proj channel"),
+        ({"weights": "best"}, "unknown rule 'best' for weights: choose one of amax, mse"),
+        ({"rule": "max"}, "unknown rule 'max'"),
+        ({"input_scales": {"other": torch.ones(1)}}, "input_scales has no scale of model.layers.0.self_attn.q_proj"),
+        *[
+            ({"input_scales": {"a": bad}}, "the scale of a must be one positive number")
+            for bad in (torch.zeros(1), torch.tensor([torch.nan]), torch.ones(2))
+        ],
+        ({"kv_cache": "int8"}, "unknown cache 'int8' of keys and values: choose fp8"),
+        ({"kv_cache": "fp8"}, "--kv-cache stores scales of keys and values: give --calibration"),
+        ({"kv_cache": "fp8", "scheme": "block", "layout": "fp8"}, "no place for the scales of a KV cache: --layout"),
+        ({"layout": "modelopt", "scheme": "tensor"}, "modelopt holds the schemes static, channel, block, not tensor"),
+        ({"layout": "modelopt", "scheme": "mx"}, "or --layout compressed-tensors, which holds any"),
+        (
+            {"layout": "modelopt", "scheme": "channel", "layers": {"*.o_proj": "block"}},
+            "modelopt holds one scheme in a model, not block and channel",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(llama: Path, tmp_path: Path, how: dict[str, Any], message: str) -> None:
@@ -130,3 +156,129 @@ def test_a_config_without_the_class_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ArtifactError, match="must state architectures, the class of a model that is not causal"):
         pack(tmp_path, tmp_path / "out")
+
+
+# ---- Layers whose sizes a scheme cannot have: one message names all of them
+
+
+SHAPES = {
+    "layers.0.mlp.experts.0.gate_proj": (192, 256),
+    "layers.0.mlp.experts.0.up_proj": (256, 256),
+    "layers.0.mlp.experts.1.gate_proj": (192, 256),
+    "layers.0.mlp.experts.1.up_proj": (256, 256),
+    "layers.0.mlp.shared.gate_proj": (256, 256),
+    "layers.0.mlp.shared.up_proj": (256, 256),
+    "layers.0.mlp.shared.down_proj": (96, 256),
+    "layers.1.mlp.shared.down_proj": (128, 256),
+    "layers.1.fc": (256, 256),
+}
+
+
+def refusal(shapes, scheme="block"):
+    with pytest.raises(ValueError, match="cannot be packed|no multiple") as error:
+        check_shapes({name: get_scheme(scheme) for name in shapes}, shapes)
+    return str(error.value)
+
+
+def test_the_options_match_the_layers_that_do_not_fit_and_those_fused_with_them():
+    globs = re.findall(r"--layer '(\S+)=channel'", refusal(SHAPES))
+    assert globs == ["*.experts.*.gate_proj", "*.experts.*.up_proj", "layers.0.mlp.shared.down_proj"]
+    changed = {name for name in SHAPES if any(fnmatchcase(name, glob) for glob in globs)}
+    check_shapes({name: get_scheme("channel" if name in changed else "block") for name in SHAPES}, SHAPES)
+
+
+def test_a_model_of_which_nothing_fits_takes_another_scheme():
+    shapes = dict.fromkeys(SHAPES, (96, 96))
+    message = refusal(shapes)
+    assert "layers.0.mlp.experts.0.gate_proj: [96, 96] is no multiple of 128 x 128, the blocks of block" in message
+    assert "and 8 other layers cannot be packed either: pack by channel (--scheme channel)" in message
+    check_shapes({name: get_scheme("channel") for name in shapes}, shapes)
+
+
+# ---- Which models can be split over several devices, against a split that is really made
+
+
+CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 4}
+LAYER = "model.layers.0."
+
+
+def check(scheme: str, leaf: str, size: tuple[int, int], degree: int, **config: int) -> None:
+    name = LAYER + leaf
+    check_degrees({name: SCHEMES[scheme]}, {name: size}, CONFIG | config, [degree])
+
+
+@cache
+def quantized(scheme: str, size: tuple[int, int]) -> QTensor:
+    torch.manual_seed(0)
+    return quantize(torch.randn(size), SCHEMES[scheme].weight)
+
+
+def can_be_cut(scheme: str, size: tuple[int, int], by: int, degree: int) -> bool:
+    """Whether each device's part of data and scales is, by itself, the same part of the numbers."""
+    if size[by] % degree:
+        return False
+    q = quantized(scheme, size)
+    whole = q.dequantize().chunk(degree, by)
+    data: tuple[Tensor, ...] = q.data.chunk(degree, by)
+    shared = q.granularity.cols is None and by == 1  # a scale a row goes to every device
+    if not shared and q.scale.shape[by] % degree:
+        return False
+    scales = [q.scale] * degree if shared else list(q.scale.chunk(degree, by))
+    try:
+        parts = [QTensor(d, s, q.format, q.granularity).dequantize() for d, s in zip(data, scales, strict=True)]
+    except ValueError:
+        return False
+    return all(torch.equal(a, b) for a, b in zip(parts, whole, strict=True))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "static"])
+@pytest.mark.parametrize("degree", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [(256, 512), (512, 256), (1024, 1024), (384, 128), (128, 96 * 4)])
+@pytest.mark.parametrize(("leaf", "by"), [("mlp.up_proj", 0), ("mlp.down_proj", 1)])
+def test_a_split_is_legal_where_it_can_be_made(
+    scheme: str, degree: int, size: tuple[int, int], leaf: str, by: int
+) -> None:
+    if (scheme == "tensor" and size[by] % degree == 0) or can_be_cut(scheme, size, by, degree):
+        check(scheme, leaf, size, degree)
+    else:
+        with pytest.raises(ValueError, match=rf"{leaf}: \[{size[0]}, {size[1]}\] over {degree} devices"):
+            check(scheme, leaf, size, degree)
+
+
+def test_both_outcomes_occur() -> None:
+    assert can_be_cut("block", (512, 256), 0, 4)
+    assert not can_be_cut("block", (256, 512), 0, 4)
+    assert not can_be_cut("mx", (128, 384), 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "degree", "message"),
+    [
+        ({}, 16, "8 heads of attention do not divide over 16 devices: take a degree of 1, 2, 4, 8"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 4}, 6, "4 heads of keys and values neither divide over 6"),
+        ({}, 0, "1 device or more, not 0"),
+    ],
+)
+def test_heads_stay_whole(config: dict[str, int], degree: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check("channel", "self_attn.q_proj", (1024, 1024), degree, **config)
+
+
+def test_more_devices_than_heads_of_keys_share_them() -> None:
+    check("block", "self_attn.k_proj", (512, 1024), 8)  # 4 heads of 128 rows: two devices have the same one
+    with pytest.raises(ValueError, match=r"k_proj: \[256, 1024\] over 8 devices gives each 64 rows.*blocks of 128"):
+        check("block", "self_attn.k_proj", (256, 1024), 8)
+
+
+def test_a_layer_that_nobody_knows() -> None:
+    check("channel", "score", (64, 64), 1)
+    with pytest.raises(ValueError, match="score: how readers split this layer over 2 devices is not known"):
+        check("channel", "score", (64, 64), 2)
+
+
+def test_pack_refuses_before_it_writes(tmp_path: Path) -> None:
+    make_model(tmp_path / "source", "llama", hidden_size=256, intermediate_size=384, num_hidden_layers=1, head_dim=64)
+    with pytest.raises(ValueError, match=r"gate_proj.*2 devices gives each 192 rows.*'\*.gate_proj=channel' --layer"):
+        pack(tmp_path / "source", tmp_path / "out", scheme="block", tensor_parallel=[1, 2])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    pack(tmp_path / "source", tmp_path / "out", scheme="block", layers={"*.mlp.*": "channel"}, tensor_parallel=[1, 2])

@@ -1,4 +1,4 @@
-"""Packed experts: each with scales of its own, as transformers and our reader open them."""
+"""Packed experts, each with scales of its own, as transformers and Octavo open them; and layers kept in BF16."""
 
 import json
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
+from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model, open_theirs, outputs, write_text
-from typer.testing import CliRunner
 
 import octavo
-from octavo.artifact.files import ArtifactError
-from octavo.artifact.packed.scheme import get_scheme
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.scheme import get_scheme
 from octavo.evaluation import PromptOptions
-from octavo.evaluation.limits import Budget
+from octavo.evaluation.metrics import Budget
+from octavo.inference.packed_experts import PackedGroupedLinear
+from octavo.models import Llama, LlamaConfig
 from octavo.ops import quantize
-from octavo.packing import PackOptions, pack, pack_within
-from octavo.runtime.packed_experts import PackedGroupedLinear
+from octavo.packing import PackOptions, convert_layout, pack, pack_within
 from octavo.verification import verify
-from octavo_cli.app import app
 
 HOW: list[dict[str, Any]] = [
     {"scheme": "channel"},
@@ -62,6 +62,46 @@ def test_every_reader_opens_packed_experts(sources, tmp_path, kind, how):
     rounded = found.readers[0].distance
     assert rounded is not None
     assert rounded == 0 or how.get("layout") == "fp8"  # the reference has each bit of transformers' emulation
+
+
+@pytest.mark.parametrize("sizes", [(256, 128), (128, 256), (256, 512), (512, 512)], ids=str)
+def test_experts_of_several_blocks_open_in_the_layout_fp8_and_are_refused_in_the_other(tmp_path, sizes):
+    """transformers multiplies an expert's weight by its scale element by element; only one block fits."""
+    width, hidden = sizes
+    made = {"hidden_size": hidden, "intermediate_size": width, "moe_intermediate_size": width, "num_hidden_layers": 1}
+    source, out = make_model(tmp_path / "source", "mixtral", **made), tmp_path / "packed"
+    with pytest.raises(
+        ValueError, match=r"experts\.0\.w1: transformers opens .* --layout fp8, .* by channel \(--layer"
+    ):
+        pack(source, out, experts=True, scheme="block")
+    pack(source, out, experts=True, scheme="block", layout="fp8")
+    with pytest.raises(ValueError, match="in the layout fp8 alone"):
+        convert_layout(out, tmp_path / "converted")
+    assert same_stacks(out)
+    pack(source, tmp_path / "mixed", experts=True, scheme="block", layers={"*.experts.*": "channel"})
+    assert same_stacks(tmp_path / "mixed")
+
+
+def same_stacks(folder: Path) -> bool:
+    """Whether transformers has the experts of our reader."""
+    ours, theirs = octavo.load(folder), open_theirs(folder).state_dict()
+    stacks = {name: m for name, m in ours.named_modules() if isinstance(m, PackedGroupedLinear)}
+    return len(stacks) > 0 and all(torch.equal(m.dequantize(torch.bfloat16), theirs[n]) for n, m in stacks.items())
+
+
+@pytest.mark.parametrize("how", [{}, {"experts": True, "layers": {"*.experts.*": "channel"}}], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3moe", "deepseekv3"])
+def test_mixtures_in_int8_open_in_every_reader(tmp_path, kind, how):
+    source = make_model(tmp_path / "source", kind)
+    report = pack(source, tmp_path / "packed", scheme="int8", **how)
+    assert any(map(is_expert, report.packed)) == bool(how)
+    assert distance(outputs(octavo.load(tmp_path / "packed")), outputs(open_theirs(tmp_path / "packed"))) < 0.3
+    found = verify(tmp_path / "packed", source)
+    assert found.ok, [str(finding) for finding in found.findings]
+    assert found.readers[0].outcome == "agrees"
+    convert_layout(tmp_path / "packed", tmp_path / "again")
+    again, before = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("again", "packed"))
+    assert again["quantization_config"]["config_groups"] == before["quantization_config"]["config_groups"]
 
 
 def test_the_bytes_are_those_of_each_expert_alone(sources, tmp_path):
@@ -152,28 +192,79 @@ def test_an_expert_of_zeros_is_packed_as_zeros(sources, tmp_path):
     assert outputs(octavo.load(tmp_path / "packed")).isfinite().all()
 
 
-def test_a_budget_takes_no_experts(sources, tmp_path):
-    with pytest.raises(ValueError, match="a budget chooses among linear layers.*: leave --experts or --budget out"):
-        pack_within(sources["mixtral"], tmp_path / "packed", [Budget("kl", 0.1)], ["x"], PackOptions(experts=True))
-
-
-def test_a_dense_model_has_no_experts(tmp_path):
-    with pytest.raises(ValueError, match="has no stacked experts that Octavo packs: leave --experts out"):
-        pack(make_model(tmp_path / "llama", "llama"), tmp_path / "packed", experts=True)
-
-
-def test_experts_in_bf16_are_said_with_their_share_of_the_bytes(sources, tmp_path):
-    call = ["pack", str(sources["mixtral"]), str(tmp_path / "plain")]
-    said = CliRunner().invoke(app, call).output
+def test_experts_in_bf16_are_counted(sources, tmp_path):
+    report = pack(sources["mixtral"], tmp_path / "plain")
     sizes = {name: t.nbytes for name, t in load_file(tmp_path / "plain" / "model.safetensors").items()}
-    experts = sum(size for name, size in sizes.items() if is_expert(name))
-    folder = sum(file.stat().st_size for file in (tmp_path / "plain").iterdir())
-    expected = f"warning: {experts / folder:.0%} of the folder, {experts / 1e6:.2f} MB, are experts in BF16: --experts"
-    assert expected in said
-    packed = CliRunner().invoke(app, [*call[:2], str(tmp_path / "packed"), "--experts"]).output
-    assert "experts in BF16" not in packed
+    assert report.unpacked_expert_bytes == sum(size for name, size in sizes.items() if is_expert(name))
+    assert pack(sources["mixtral"], tmp_path / "packed", experts=True).unpacked_expert_bytes == 0
 
 
-def test_experts_are_not_packed_in_int8(sources, tmp_path):
-    with pytest.raises(ValueError, match=r"experts are packed in FP8, not int8 \(--layer '\*\.experts\.\*=channel'\)"):
-        pack(sources["mixtral"], tmp_path / "packed", scheme="int8", experts=True)
+def test_experts_that_cannot_be_packed(sources, tmp_path):
+    experts = PackOptions(experts=True)
+    for act, message in (
+        (lambda out: pack_within(sources["mixtral"], out, [Budget("kl", 0.1)], ["x"], experts), "leave --experts or"),
+        (lambda out: pack(make_model(tmp_path / "llama", "llama"), out, experts), "leave --experts out"),
+        (lambda out: pack(sources["mixtral"], out, experts, scheme="int8"), r"not int8 \(--layer '\*\.experts\.\*=ch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            act(tmp_path / "out")
+
+
+# ---- Runs whose early warning moved layers to BF16: they are packed as they ran
+
+
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.0.mlp"
+DOWN = f"{MLP}.down_proj"
+
+
+def promotion(layer, step=5, to="bf16"):
+    return {"step": step, "layer": layer, "to": to, "rule": "underflow"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of seven steps."""
+    model = lively(Llama(LlamaConfig(**LLAMA)))
+    return write_run(tmp_path / "run", model, model.config.to_hf(), recipe="rowwise")
+
+
+def promote(run, *promotions):
+    (run / "actions.json").write_text(json.dumps({"promotions": promotions, "rollbacks": []}))
+
+
+def test_they_stay_in_bf16_with_those_that_readers_fuse_with_them(run, tmp_path):
+    later, narrow = promotion(f"{MLP}.up_proj", step=8), promotion(f"{ATTENTION}.o_proj", to="e5m2")
+    promote(run, promotion(DOWN), promotion(f"{ATTENTION}.k_proj", step=7), later, narrow)
+    report = pack(run, tmp_path / "packed")
+    fused = f"readers fuse it with {ATTENTION}.k_proj, which training moved to BF16"
+    expected = {
+        DOWN: "training moved it to BF16 at step 5 (underflow)",
+        f"{ATTENTION}.q_proj": fused,
+        f"{ATTENTION}.k_proj": "training moved it to BF16 at step 7 (underflow)",
+        f"{ATTENTION}.v_proj": fused,
+    }
+    assert {name: why for name, why in report.skipped.items() if name != "lm_head"} == expected
+    assert len(report.packed) == 14 - len(expected)
+    ignored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert expected.keys() <= set(ignored)
+
+
+def test_a_layer_that_is_named_is_packed(run, tmp_path):
+    promote(run, promotion(DOWN))
+    report = pack(run, tmp_path / "asked", layers={DOWN: "channel"})
+    assert report.packed[DOWN] == "channel"
+
+
+def test_a_run_that_moved_all_its_layers_is_refused(run, tmp_path):
+    leaves = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + [f"mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    promote(run, *(promotion(f"model.layers.{i}.{leaf}") for i in range(2) for leaf in leaves))
+    with pytest.raises(
+        ValueError, match=r"every layer .* to BF16: pack an earlier step .--step., or name layers in --layer"
+    ):
+        pack(run, tmp_path / "packed")
+
+
+def test_a_damaged_file_of_actions_is_refused(run, tmp_path):
+    promote(run, {"layer": DOWN})
+    with pytest.raises(ArtifactError, match=r"actions.json is damaged: KeyError 'to'"):
+        pack(run, tmp_path / "packed")

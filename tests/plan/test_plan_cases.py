@@ -2,14 +2,12 @@
 
 import pytest
 
-from octavo.artifact.run import RunFolder
-from octavo.plan.cases import Case, make_cases, parse_count
-from octavo.plan.gemms import find_gemms
-from octavo.plan.hardware import find_gpu, known_gpus
-from octavo.plan.models import model_presets
+from octavo.checkpoint.run import RunFolder
+from octavo.plan.cases import Case, find_runs, make_cases, model_presets, parse_count
+from octavo.plan.setup import find_gemms
+from octavo.rates.measured import find_gpu, known_gpus
 from octavo.recipe import get_recipe
-from octavo.train.config import Config
-from octavo.train.run_settings import write_settings
+from octavo.train.config import Config, write_settings
 
 
 def test_the_defaults_of_a_plan():
@@ -43,8 +41,16 @@ def test_a_preset_of_training():
     setup = Case("llama-1b", ("--tokenizer", "bpe", "--vocabulary", "50257", "--batch", "8")).training().setup
     assert setup.config.accumulate > 1
     assert setup.model.parameters > 1e9
-    for name, parameters, gpus in (("llama-1b", 1.236e9, 1), ("llama-3-8b", 8.03e9, 8), ("llama-3-70b", 70.55e9, 64)):
+    for name, parameters, gpus in (
+        ("llama-1b", 1.236e9, 1),
+        ("llama-3-8b", 8.03e9, 8),
+        ("llama-3-70b", 70.55e9, 64),
+    ):
         assert Case(name, gpus=gpus).training().setup.model.parameters == pytest.approx(parameters, rel=1e-3)
+        ours = Config.load(name, ())
+        assert Case(name, gpus=gpus).training().setup.config == ours  # with its gathers, checkpointing and batch
+    scaled = Case("llama-3-8b", gpus=64).training().setup.config
+    assert (scaled.batch, scaled.accumulate, scaled.parallel.gather_dtype) == (64, 8, "bf16")
     with pytest.raises(ValueError, match="how many tokens the tokenizer hf:"):
         Case("llama-1b", ("--tokenizer", "hf:some/tokenizer")).training()
 
@@ -60,11 +66,12 @@ def test_every_preset_has_a_plan(model):
 @pytest.mark.parametrize(
     ("compare", "labels"),
     [
-        ("", ["gpt2"]),
-        ("recipe=bf16,rowwise", ["recipe bf16", "recipe rowwise"]),
-        ("gpus=1,8", ["gpus 1", "gpus 8"]),
-        ("model=gpt2,gpt2-xl", ["model gpt2", "model gpt2-xl"]),
-        ("optimizer.state=fp32,8bit", ["optimizer.state fp32", "optimizer.state 8bit"]),
+        ([], ["gpt2"]),
+        (["recipe=bf16,rowwise"], ["recipe bf16", "recipe rowwise"]),
+        (["gpus=1,8"], ["gpus 1", "gpus 8"]),
+        (["model=gpt2,gpt2-xl"], ["model gpt2", "model gpt2-xl"]),
+        (["optimizer.state=fp32,8bit"], ["optimizer.state fp32", "optimizer.state 8bit"]),
+        (["gpus=1,2", "recipe=bf16,rowwise"], [f"gpus {n}, recipe {r}" for n in (1, 2) for r in ("bf16", "rowwise")]),
     ],
 )
 def test_each_case_of_a_comparison_has_its_value(compare, labels):
@@ -78,13 +85,14 @@ def test_each_case_of_a_comparison_has_its_value(compare, labels):
             "model": setup.model.name,
             "optimizer.state": setup.config.optimizer.state,
         }
-        name, _, value = label.partition(" ")
-        assert found.get(name, "gpt2") == (value or label)
+        for each in label.split(", "):
+            name, _, value = each.partition(" ")
+            assert found.get(name, "gpt2") == (value or label)
 
 
 @pytest.mark.parametrize("compare", ["scheme=bf16,int8", "kv-cache=bf16,fp8", "attention=bf16,fp8"])
 def test_a_comparison_of_servers(compare):
-    one, two = (case.serving() for _, case in make_cases(Case("llama-3-8b", ("--context", "8192")), compare))
+    one, two = (case.serving() for _, case in make_cases(Case("llama-3.1-8b", ("--context", "8192")), [compare]))
     name = {"kv-cache": "cache_a_token"}.get(compare.partition("=")[0], compare.partition("=")[0])
     assert getattr(one, name) != getattr(two, name)
 
@@ -92,12 +100,24 @@ def test_a_comparison_of_servers(compare):
 @pytest.mark.parametrize("compare", ["recipe", "=bf16", "recipe=", "recipe=bf16,,rowwise", "gpus=many"])
 def test_a_comparison_of_another_form(compare):
     with pytest.raises(ValueError, match="--compare"):
-        make_cases(Case("gpt2"), compare)
+        make_cases(Case("gpt2"), [compare])
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("7B", 7e9), ("1.5t", 1.5e12), ("300M", 3e8), ("2K", 2000), ("7", None), ("B", None), ("", None)],
+    [
+        ("7B", 7e9),
+        ("1.5t", 1.5e12),
+        ("300M", 3e8),
+        ("2K", 2000),
+        ("1e12", 1e12),
+        ("1.5E+9", 1.5e9),
+        ("50000", 5e4),
+        ("7", None),
+        ("B", None),
+        ("e12", None),
+        ("", None),
+    ],
 )
 def test_numbers_with_a_unit(text, count):
     assert parse_count(text) == count
@@ -111,7 +131,7 @@ def test_every_gpu_is_complete():
         assert gpu.source
         found = find_gemms(get_recipe("rowwise"), gpu)
         assert {backend.name == "none" for backend in found.values()} == {gpu.fp8 is None}
-        assert set(gpu.origins) == {"matrix products", "attention", "memory", "links"}
+        assert set(gpu.origins) == {"attention", "memory", "links"}
 
 
 @pytest.mark.parametrize(
@@ -119,12 +139,15 @@ def test_every_gpu_is_complete():
     [
         (Case("gpt2", gpu="h300"), "--gpu must be one of .* got 'h300'; the nearest is h"),
         (Case("gpt2", gpu="abacus"), "--gpu must be one of"),
-        (Case("gpt2", gpus=0), "--gpus must be at least 1; got 0"),
-        (Case("gpt2", gpus=-8), "--gpus must be at least 1; got -8"),
-        (Case("llama-3-8b", ("--parallel.tp", "3"), gpus=3), "parallel.tp must divide .*; got 3: it can be 1, 2, 4, 8"),
-        (Case("llama-3-8b", ("--parallel.tp", "2"), gpus=3), "must multiply to the number of processes, 3"),
+        (Case("gpt2", gpus=0), "--gpus must be from 1 to 1,000,000, more than any machine has; got 0"),
+        (Case("gpt2", gpus=-8), "--gpus must be from 1 to 1,000,000, .* got -8"),
+        (
+            Case("llama-3.1-8b", ("--parallel.tp", "3"), gpus=3),
+            "parallel.tp must divide .*; got 3: it can be 1, 2, 4, 8",
+        ),
+        (Case("llama-3.1-8b", ("--parallel.tp", "2"), gpus=3), "must multiply to the number of processes, 3"),
         (Case("gpt2", ("--batch", "3"), gpus=2), "must be a multiple of the 2 that .* have 3: give --batch 4"),
-        (Case("llama-1b", gpus=16), "multiple of the 16 .* the settings have 8: give --batch 16"),
+        (Case("llama-1b", ("--batch", "8"), gpus=16), "multiple of the 16 .* settings have 8: give --batch 16"),
         (Case("gpt2", ("--context", "4096")), "must be at most the 1024 tokens of gpt2; got 4096"),
         (Case("gpt2", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),
         (Case("gpt2", ("--recipe", "rowwize")), "unknown recipe"),
@@ -145,14 +168,85 @@ def test_auto_is_the_best_recipe_of_the_gpu():
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    plan = Case("llama-3-8b", gpus=8).training()
+    plan = Case("llama-3.1-8b", gpus=8).training()
     most = plan.largest_batch
     assert most % 8 == 0
     for batch, fits in ((most, True), (most + 8, False)):
-        assert Case("llama-3-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
+        assert Case("llama-3.1-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
 
 
 def test_days_and_cost():
-    plan = Case("llama-3-8b", gpus=8).training()
+    plan = Case("llama-3.1-8b", gpus=8).training()
     assert plan.days(1e12) == pytest.approx(1e12 / (8 * plan.tokens_per_second) / 86400)
     assert plan.cost(1e12, 2.0) == pytest.approx(plan.days(1e12) * 24 * 8 * 2)
+
+
+def test_recipes_are_compared_with_equal_gathers():
+    """FP32 gathers, which nobody takes for BF16, made FP8 1.57x of it on eight GPUs."""
+    bf16, fp8 = (case.training() for _, case in make_cases(Case("llama-3.1-8b", gpus=8), ["recipe=bf16,rowwise"]))
+    assert bf16.setup.gathered_bytes == (2.0, 2.0)
+    assert fp8.setup.gathered_bytes == (1.0, 2.0)
+    assert 1.35 < fp8.tokens_per_second / bf16.tokens_per_second < 1.5
+    wide = Case("llama-3.1-8b", ("--parallel.gather-dtype", "fp32", "--recipe", "bf16"), gpus=8).training()
+    assert wide.tokens_per_second < 0.95 * bf16.tokens_per_second
+
+
+def test_mfu_counts_queries_and_values_at_their_own_widths():
+    plan = Case("deepseek-v3", ("--parallel.tp", "8"), gpus=512).training()
+    flops = 6 * plan.setup.model.active_parameters + 6 * 61 * 128 * (192 + 128) * 4096
+    assert plan.utilization == pytest.approx(flops * plan.tokens_per_second / plan.setup.gpu.bf16)
+
+
+@pytest.mark.parametrize(
+    ("model", "products", "attention"),
+    [
+        ("llama-3.1-8b", "interpolated between measured layers", "measured"),
+        (
+            "deepseek-v3",
+            "below 1,024 inputs or outputs is extrapolated; experts",
+            "causal heads of 128 and 192 were not",
+        ),
+        ("gpt2", "below 1,024", "causal heads of 64 were not measured"),
+        ("vit-h-14", "interpolated", "bidirectional heads of 80 were not measured"),
+    ],
+)
+def test_origins_say_measured_only_of_the_shapes_of_the_model(model, products, attention):
+    for origins in (Case(model).training().origins, *([] if "vit" in model else [Case(model).serving().origins])):
+        assert products in origins["matrix products"]
+        assert attention in origins["attention"]
+        assert (origins["attention"] == "measured") == (model == "llama-3.1-8b")
+
+
+def test_a_plan_that_does_not_fit_finds_what_does():
+    plan = Case("llama-3.1-8b", ("--batch", "16"), "h100", 4).training()
+    assert not plan.fits
+    assert plan.to_dict()["utilization"] is None
+    assert "--batch 4 --accumulate 4" in plan.fitting
+    for options, other in plan.fitting.items():
+        words = ["--batch", "16", *options.split()]
+        gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 4
+        given = {name: value for name, value in zip(words[::2], words[1::2], strict=True) if name != "--gpus"}
+        again = Case("llama-3.1-8b", tuple(w for pair in given.items() for w in pair), "h100", gpus).training()
+        assert other.memory.peak == again.memory.peak <= again.setup.gpu.memory
+    two = Case("llama-3.1-70b", gpus=1, gpu="h100").training().fitting  # none is enough alone
+    assert two
+    assert all(options.count("--") >= 2 for options in two)
+    assert Case("gpt2").training().fitting == {}
+
+
+def test_runs_that_end_in_time():
+    runs = find_runs(Case("llama-3-8b"), 1e12, 14)
+    assert {plan.setup.recipe.name for plan in runs} == {"bf16", "rowwise"}
+    costs = [plan.cost(1e12, 1) for plan in runs]
+    assert costs == sorted(costs)
+    for plan in runs:
+        assert plan.fits
+        assert plan.days(1e12) <= 14
+        assert plan.tokens_per_step == pytest.approx(2**22, rel=0.3)
+    smaller = min(plan.gpus for plan in runs) - 8
+    assert Case("llama-3-8b", ("--batch", str(4 * smaller)), gpus=smaller).training().days(1e12) > 14
+    [recipe] = {p.setup.recipe.name for p in find_runs(Case("gpt2", ("--recipe", "tensorwise"), gpu="h100"), 1e10, 1)}
+    assert recipe == "tensorwise"
+    assert all(plan.setup.degrees.tp == 8 for plan in find_runs(Case("llama-3-70b"), 1e12, 30))
+    with pytest.raises(ValueError, match=r"trains on 1e\+15 tokens in 1 days: \d+ take [\d,.]+ days"):
+        find_runs(Case("llama-3-8b", ("--recipe", "rowwise")), 1e15, 1)

@@ -1,20 +1,26 @@
 """The planned peak against the tensors that are alive in a training step of Octavo's own models on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.live_memory import LiveMemory
+from torch import nn
 
 import octavo
-from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
+from octavo.nn import use_fp8_attention
 from octavo.plan.cases import Case
-from octavo.plan.families import describe_architecture
-from octavo.plan.hardware import find_gpu
-from octavo.plan.memory import Memory, buffer_bytes, plan_memory
-from octavo.plan.setup import make_setup
-from octavo.train.blocks import prepare_blocks
+from octavo.plan.memory import Memory, block_bytes, buffer_bytes, checkpointed_bytes, element_bytes, plan_memory
+from octavo.plan.model_shape import Block, describe_architecture
+from octavo.plan.setup import Setup, make_setup
+from octavo.rates.measured import find_gpu
+from octavo.recipe import get_recipe
 from octavo.train.config import Config
 from octavo.train.loss import make_loss
+from octavo.train.model import prepare_blocks
 
+FP32 = ("--parallel.gather-dtype", "fp32")
 COMMON = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 512}
 SIZES = {"llama": LlamaConfig(**COMMON, kv_heads=2, mlp_width=512), "gpt2": GPT2Config(**COMMON)}
 
@@ -51,7 +57,7 @@ def test_the_peak_of_a_step(kind, recipe, mode, logits):
     assert plan.peak - plan.fp8_copies == pytest.approx(expected, rel=0.05)
 
 
-def planned(*settings: str, gpus: int = 1, model: str = "llama-3-8b") -> Memory:
+def planned(*settings: str, gpus: int = 1, model: str = "llama-3.1-8b") -> Memory:
     return Case(model, settings, gpus=gpus).training().memory
 
 
@@ -61,7 +67,7 @@ def test_states_are_sixteen_bytes_a_parameter():
 
 
 def test_gpus_share_the_states():
-    one, eight = planned(), planned(gpus=8)
+    one, eight = planned(), planned(*FP32, gpus=8)
     assert one.weights == 8 * eight.weights
     assert one.optimizer == 8 * eight.optimizer
     assert one.buffers == 0
@@ -71,7 +77,7 @@ def test_gpus_share_the_states():
 
 def test_one_block_is_reduced_while_the_next_one_computes():
     """At the end of the backward pass: two gathered blocks, the gathered root, and one reduction in FP32."""
-    setup = Case("llama-3-8b", gpus=8).training().setup
+    setup = Case("llama-3.1-8b", FP32, gpus=8).training().setup
     block = setup.model.blocks[0]
     outside = 4 * (setup.model.parameters - 32 * block.parameters)
     narrow = block.weights + 4 * (block.parameters - block.weights)
@@ -81,7 +87,7 @@ def test_one_block_is_reduced_while_the_next_one_computes():
 
 
 def test_two_small_blocks_are_gathered_and_reduced_together():
-    setup = Case("gpt2", gpus=8).training().setup
+    setup = Case("gpt2", FP32, gpus=8).training().setup
     block = setup.model.blocks[0]
     outside = 4 * (setup.model.parameters - setup.model.depth * block.parameters)
     narrow = block.weights + 4 * (block.parameters - block.weights)
@@ -113,11 +119,165 @@ def test_offloaded_states_are_in_the_memory_of_the_cpu():
 
 
 def test_fewer_bytes_are_gathered_in_eight_bits():
-    gathered = planned("--parallel.gather-dtype", "bf16", gpus=8).buffers
-    assert gathered < planned("--no-parallel.fp8-all-gather", "--parallel.gather-dtype", "bf16", gpus=8).buffers
+    assert planned(gpus=8).buffers < planned("--no-parallel.fp8-all-gather", gpus=8).buffers
 
 
 def test_whole_logits_are_the_peak_of_a_large_vocabulary():
     whole, chunked = (planned("--loss.logits", logits, model="llama-3.2-1b") for logits in ("whole", "chunked"))
     assert whole.peak - chunked.peak > 8 * 128256 * 8192  # two of the FP32 tensors of all logits at least
     assert whole.moment == "start of backward"
+
+
+# ---- Planned activations against the tensors that Octavo's own models hold after the forward pass
+
+
+TOKENS, WIDTH, VOCABULARY = 256, 128, 64
+PARTITION = "aot_eager_decomp_partition"  # decides what to save as Inductor does, and compiles no C++
+
+
+def sizes(kind: str, layers: int) -> LlamaConfig | GPT2Config:
+    common = {"vocabulary": VOCABULARY, "layers": layers, "width": WIDTH, "heads": 4, "context": TOKENS}
+    if kind == "mixture":
+        return MixtureConfig(**common, kv_heads=2, mlp_width=384, experts=8, top_k=2)
+    return LlamaConfig(**common, kv_heads=2, mlp_width=384) if kind == "llama" else GPT2Config(**common)
+
+
+def prepared(
+    kind: str, recipe: str, mode: str, layers: int, *, compiled: bool = False, fp8_attention: bool = False
+) -> nn.Module:
+    torch.manual_seed(0)
+    model = build(sizes(kind, layers))
+    octavo.convert(model, recipe)
+    if fp8_attention:
+        use_fp8_attention(model, shortest=TOKENS)
+    settings = {"activation_checkpointing.mode": mode, "compile.blocks": compiled, "compile.backend": PARTITION}
+    prepare_blocks(model, Config().change(**settings))
+    return model
+
+
+def held(kind: str, recipe: str, mode: str, layers: int, *, fp8_attention: bool = False) -> int:
+    """Bytes that are alive after the forward pass."""
+    model = prepared(kind, recipe, mode, layers, fp8_attention=fp8_attention)
+    tokens = torch.randint(VOCABULARY, (1, TOKENS))
+    with LiveMemory(model.parameters()) as memory, torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens).float().sum()
+        found = memory.now()
+    assert loss.requires_grad
+    return found
+
+
+def saved(kind: str, recipe: str, layers: int) -> int:
+    """Bytes that the compiled blocks of a model, its norm and its head save."""
+    torch.compiler.reset()  # which counts the compilations of blocks in other models too
+    model, tokens = prepared(kind, recipe, "none", layers, compiled=True), torch.randint(VOCABULARY, (1, TOKENS))
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    storages = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens)  # the histories of `delayed` begin
+        octavo.scales.update_scales(model)
+        model(tokens)  # compiles, which hooks would hinder
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            model(tokens)
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class WithFp8Attention(Setup):
+    """The models here have heads that no kernel takes."""
+
+    fp8_attention = True
+
+
+def of_block(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_attention: bool = False) -> float:
+    model = describe_architecture(kind, sizes(kind, 2).to_hf())
+    options = {"activation_checkpointing.mode": mode, "compile.blocks": compiled, "context": TOKENS, "batch": 1}
+    setup = make_setup(model, Config(recipe=recipe).change(**options), find_gpu("h200"), 1)
+    setup = WithFp8Attention(**vars(setup)) if fp8_attention else setup
+    block = model.blocks[0]
+    return block_bytes(setup, block) if mode == "none" else checkpointed_bytes(setup, block, mode)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "groupwise"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_block_saves_what_is_planned(kind, recipe, mode):
+    block = (held(kind, recipe, mode, 4) - held(kind, recipe, mode, 2)) / 2
+    if kind == "llama" and mode == "none" and recipe != "rowwise":
+        block -= 2 * 4 * WIDTH * TOKENS  # nn.RMSNorm on the CPU is several operations, and saves one tensor more
+    assert of_block(kind, recipe, mode) * TOKENS == pytest.approx(block, rel=0.05)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(("kind", "recipe"), [("llama", "bf16"), ("llama", "rowwise"), ("gpt2", "rowwise")])
+def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode):
+    block = (held(kind, recipe, mode, 4, fp8_attention=True) - held(kind, recipe, mode, 2, fp8_attention=True)) / 2
+    if mode == "none" and recipe == "bf16":
+        block -= 2 * 4 * WIDTH * TOKENS  # as above
+    assert of_block(kind, recipe, mode, fp8_attention=True) * TOKENS == pytest.approx(block, rel=0.05)
+
+
+@pytest.mark.parametrize(("recipe", "plain_norms"), [("bf16", 2), ("tensorwise", 2), ("rowwise", 1)])
+def test_a_block_of_experts_saves_what_is_planned(recipe, plain_norms):
+    block = (held("mixture", recipe, "none", 4) - held("mixture", recipe, "none", 2)) / 2
+    block -= plain_norms * 4 * WIDTH * TOKENS  # as above
+    casts = 0 if recipe == "rowwise" else 2 * sum(e.weights for e in described("mixture").layers if e.copies > 1)
+    assert of_block("mixture", recipe, "none") * TOKENS + casts == pytest.approx(block, rel=0.05)
+
+
+def test_a_block_on_images_saves_queries_keys_and_values_once():
+    """As views of one tensor: the output of one layer, as in timm's blocks."""
+
+    def alive(layers: int) -> int:
+        blocks = nn.Sequential(*(vision.Block(WIDTH, 4) for _ in range(layers))).bfloat16()
+        assert len(octavo.convert(blocks).fused) == 2 * layers
+        x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        with LiveMemory(blocks.parameters()) as memory:
+            y = blocks(x)
+            found = memory.now()
+        assert y.requires_grad
+        return found
+
+    fields = {"model_type": "vit", "hidden_size": WIDTH, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+    fields |= {"num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "num_channels": 3}
+    model = replace(describe_architecture("vit", fields), fused=True)
+    config = Config().change(**{"context": model.context, "batch": 1, "optimizer.weights": "bf16"})
+    block = block_bytes(make_setup(model, config, find_gpu("h200"), 1), model.blocks[0])
+    assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mixture", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", ["bf16", pytest.param("rowwise", marks=pytest.mark.slow)])
+def test_compiled_blocks_save_each_input_once(kind, recipe):
+    found = (saved(kind, recipe, 3) - saved(kind, recipe, 1)) / 2
+    casts = 2 * described(kind).weights if recipe == "bf16" else 0  # the BF16 copies of the FP32 weights
+    assert of_block(kind, recipe, "none", compiled=True) * TOKENS + casts == pytest.approx(found, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_layers_save_an_input_once_for_each_history():
+    recipes = ("delayed", "tensorwise")
+    delayed, tensorwise = ((saved("llama", each, 3) - saved("llama", each, 1)) / 2 for each in recipes)
+    more = of_block("llama", "delayed", "none", compiled=True) - of_block("llama", "tensorwise", "none", compiled=True)
+    assert delayed - tensorwise == pytest.approx(more * TOKENS, rel=0.01)
+
+
+def test_layers_with_histories_of_their_own_share_no_input():
+    more = of_block("llama", "delayed", "none", compiled=True) - of_block("llama", "tensorwise", "none", compiled=True)
+    assert more == (2 + 1) * WIDTH  # q, k and v; gate and up
+
+
+def described(kind: str) -> Block:
+    return describe_architecture(kind, sizes(kind, 2).to_hf()).blocks[0]
+
+
+def test_an_input_takes_the_bytes_that_dw_reads():
+    by_recipe = {name: element_bytes(256, get_recipe(name)) for name in ("bf16", "tensorwise", "rowwise", "groupwise")}
+    assert by_recipe == {"bf16": 512, "tensorwise": 256, "rowwise": 260, "groupwise": 256 + 4 * 4}

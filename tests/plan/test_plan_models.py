@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.plan.families import describe_architecture
-from octavo.plan.models import find_architecture, model_presets
+from octavo.plan.cases import find_architecture, model_presets
+from octavo.plan.model_shape import describe_architecture
 from octavo.train.config import Config
 
 LANGUAGE_MODELS = [name for name, fields in model_presets().items() if fields["model_type"] not in ("vit", "dit")]
@@ -51,8 +51,8 @@ def test_vit_has_the_parameters_of_transformers():
         ("gpt2", 0.124439808),
         ("gpt-3-175b", 174.604259328),
         ("llama-2-7b", 6.738415616),
-        ("llama-3-8b", 8.030261248),
-        ("llama-3-70b", 70.553706496),
+        ("llama-3.1-8b", 8.030261248),
+        ("llama-3.1-70b", 70.553706496),
         ("llama-3-405b", 405.853388800),
         ("mixtral-8x7b", 46.702792704),
         ("deepseek-v3", 671.026419200),
@@ -128,8 +128,9 @@ def test_an_unknown_architecture_gets_the_nearest_one():
     ("text", "message"),
     [
         ('{"model_type": "llama"}', "must state 'hidden_size'"),
-        ("{", "must be JSON"),
-        ("[]", "must be a JSON object"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("[" * 100_000, "config.json is not valid JSON .it is nested too deeply"),
         ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
         (
             '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}',

@@ -1,5 +1,6 @@
 """Planned times against measured steps of bench/results, and against what must follow from the settings."""
 
+import heapq
 import json
 import statistics
 from dataclasses import replace
@@ -7,16 +8,35 @@ from pathlib import Path
 
 import pytest
 
-from octavo.plan.architecture import Architecture
-from octavo.plan.attention import attention_seconds, gradient_bytes
-from octavo.plan.cases import Case
-from octavo.plan.hardware import find_gpu
-from octavo.plan.models import find_architecture
-from octavo.plan.passes import passes_seconds
-from octavo.plan.rates import layer_speedup, linear_seconds
-from octavo.plan.setup import make_setup
-from octavo.plan.step_time import StepTime, block_products, plan_step
-from octavo.plan.training import TrainingPlan
+from octavo.plan.cases import Case, TrainingPlan, find_architecture
+from octavo.plan.memory import saved_bytes
+from octavo.plan.model_shape import Architecture, Block
+from octavo.plan.setup import Setup, attention_seconds, fp8_limit, gradient_bytes, make_setup
+from octavo.plan.step_time import (
+    GELU,
+    LAYER_NORM,
+    STACKED_GATE,
+    Pass,
+    StepTime,
+    bias_bytes,
+    block_passes,
+    block_products,
+    passes_seconds,
+    plan_step,
+)
+from octavo.rates.measured import (
+    MEASURED,
+    MULTIPROCESSORS,
+    find_gpu,
+    forward_seconds,
+    fp8_speed,
+    grouped_seconds,
+    known_gpus,
+    layer_speedup,
+    linear_seconds,
+    product_seconds,
+    slowdowns,
+)
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 
@@ -25,7 +45,7 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 
 def layer_stack(*, fused: bool) -> Architecture:
     """The four blocks of bench/gpu/stack.py, without embedding and head."""
-    llama = find_architecture("llama-3-8b", Config())
+    llama = find_architecture("llama-3.1-8b", Config())
     blocks = (replace(llama.blocks[0], count=4),)
     return replace(llama, blocks=blocks, vocabulary=0, head=0, embeddings=0, others=0, fused=fused)
 
@@ -51,7 +71,7 @@ def test_the_measured_stack_of_layers(mode, recipe, fused):
 
 
 def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.0) -> StepTime:
-    return Case("llama-3-8b", settings, gpu, gpus, network).training().time
+    return Case("llama-3.1-8b", settings, gpu, gpus, network).training().time
 
 
 def test_micro_batches_repeat_all_but_the_optimizer():
@@ -60,7 +80,7 @@ def test_micro_batches_repeat_all_but_the_optimizer():
     assert four.optimizer == one.optimizer
 
 
-def forward_seconds(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
+def forward_of(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
     """Seconds of the forward GEMMs of these layers, in all blocks."""
     setup, block = plan.setup, plan.setup.model.blocks[0]
     products = [each for each in block_products(setup, block) if each.layer in layers]
@@ -72,11 +92,11 @@ def forward_seconds(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
 )
 def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention):
     """All GEMMs, or every second one, but the last, whose output no gradient reads."""
-    plan = Case("llama-3-8b", ("--activation-checkpointing.mode", mode), "h100").training()
+    plan = Case("llama-3.1-8b", ("--activation-checkpointing.mode", mode), "h100").training()
     time, block = plan.time, plan.setup.model.blocks[0]
     traffic = block.count * plan.setup.tokens * passes_seconds(plan.setup, block)[1]
     _, attention_forward = attention_seconds(block, plan.setup.gpu, plan.setup.tokens, plan.setup.config.context)
-    expected = forward_seconds(plan, layers) + attention * block.count * attention_forward + traffic
+    expected = forward_of(plan, layers) + attention * block.count * attention_forward + traffic
     assert time.recomputation == pytest.approx(expected)
     assert traffic < 0.45 * time.memory
     assert step().recomputation == 0
@@ -89,14 +109,15 @@ def test_eager_converted_layers_compute_their_outputs_again_too():
 
 
 def test_gathers_are_not_copied_again_for_the_recomputation():
-    one, two = (step("--activation-checkpointing.mode", "full", "--batch", str(n), gpus=n) for n in (1, 2))
+    settings = ("--activation-checkpointing.mode", "full", "--parallel.gather-dtype", "fp32")
+    one, two = (step(*settings, "--batch", str(n), gpus=n) for n in (1, 2))
     assert two.memory > 1.1 * one.memory
     assert two.recomputation == pytest.approx(one.recomputation)
 
 
 def test_attention_grows_with_the_square_of_the_context():
     """And with a tile more for each token. The bytes that the backward pass moves beside it grow with the context."""
-    plans = {n: Case("llama-3-8b", ("--context", str(n), "--batch", "1"), "h200").training() for n in (8192, 2048)}
+    plans = {n: Case("llama-3.1-8b", ("--context", str(n), "--batch", "1"), "h200").training() for n in (8192, 2048)}
     block, gpu = plans[8192].setup.model.blocks[0], find_gpu("h200")
     a_token = block.count * gradient_bytes(block.attention) / gpu.copy_rate
     long, short = (plan.time.attention - tokens * a_token for tokens, plan in plans.items())
@@ -111,7 +132,7 @@ def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():
 
 def test_gathering_in_eight_bits_is_faster_on_a_slow_network():
     narrow, wide = (step(*option, gpus=64, network=100) for option in ((), ("--no-parallel.fp8-all-gather",)))
-    assert narrow.total < 0.9 * wide.total
+    assert narrow.total < 0.95 * wide.total
 
 
 def test_offloading_pays_with_the_links_and_the_cpu():
@@ -128,7 +149,7 @@ def test_tensor_parallelism_divides_the_work():
 
 
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
-    table = json.loads((RESULTS.parents[1] / "src/octavo/nn/speedup/h100.json").read_text())["grid"]
+    table = json.loads((RESULTS.parents[1] / "src/octavo/rates/h100.json").read_text())["grid"]
     row = next(r for r in table if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 32768))
     gpu, bf16, rowwise, shape = find_gpu("h100"), get_recipe("bf16"), get_recipe("rowwise"), (8192, 4096, 32768)
     assert 1e3 * linear_seconds(gpu, bf16, shape) == pytest.approx(row["bf16_ms"])
@@ -171,7 +192,7 @@ def test_fp32_weights_are_cast_and_their_gradients_too(recipe, moved, compiled):
     """A cast moves six bytes an element. A converted layer casts once a step, and writes its gradient in FP32."""
     settings = ("--recipe", recipe, compiled)
     narrow, wide = (
-        Case("llama-3-8b", (*settings, "--optimizer.weights", weights), "h100").training()
+        Case("llama-3.1-8b", (*settings, "--optimizer.weights", weights), "h100").training()
         for weights in ("bf16", "fp32")
     )
     more = moved * wide.setup.model.block_weights / wide.setup.gpu.copy_rate
@@ -192,8 +213,343 @@ def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
     assert a100 / h100 == pytest.approx(989.4 / 312)
     plan = Case("gpt2", ("--recipe", "bf16"), gpu="a100").training()
     assert "data sheet" in plan.origins["matrix products"]
-    assert Case("gpt2", gpu="h100").training().origins["matrix products"] == "measured"
+    assert Case("gpt2", gpu="h100").training().origins["matrix products"].startswith("interpolated")
     assert (
         "mxfp8 was not measured"
         in Case("gpt2", ("--recipe", "mxfp8"), gpu="h100").training().origins["matrix products"]
     )
+
+
+# ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu
+
+
+ROOT = Path(__file__).parents[2]
+TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
+BF16, ROWWISE = get_recipe("bf16"), get_recipe("rowwise")
+
+
+@pytest.mark.parametrize("recipe", [BF16, ROWWISE])
+def test_no_measured_layer_is_slowed(recipe):
+    shapes = {(row["M"], row["K"], row["N"]) for row in TABLE}
+    assert {slowdowns(recipe, shape) for shape in shapes} == {(1.0, 1.0, 1.0)}
+
+
+def rounds(tiles: int) -> int:
+    """How many tiles one after the other the busiest multiprocessor computes: each takes the next when it is free."""
+    free = [0] * MULTIPROCESSORS
+    for _ in range(tiles):
+        heapq.heappush(free, heapq.heappop(free) + 1)
+    return max(free)
+
+
+@pytest.mark.parametrize(("k", "n"), [(1280, 3840), (1280, 5120), (3072, 5120), (2048, 3072), (1152, 4608)])
+def test_tiles_that_multiprocessors_take_one_by_one(k, n):
+    """dw of [N, K] in tiles of 128 x 128. A measured layer has 128 of 132 multiprocessors at work."""
+    tiles = (n // 128) * (k // 128)
+    y, _, dw = slowdowns(ROWWISE, (32768, k, n))
+    assert dw == pytest.approx(rounds(tiles) * MEASURED / tiles)
+    assert 1 <= y < 1.04  # thousands of tiles
+
+
+def test_the_fastest_tile_is_chosen_and_few_tiles_share_their_sums():
+    """[5120, 1280] is 200 tiles of 256 x 128 in two waves; [1280, 1280] fewer than a wave in each of the tiles."""
+    assert slowdowns(BF16, (32768, 1280, 5120))[2] == 256 / 200
+    assert slowdowns(BF16, (32768, 1280, 1280))[2] == 1.0
+
+
+def test_each_gemm_of_a_mixed_recipe_has_its_own_tiles():
+    shape = (32896, 1280, 3840)
+    mixed = get_recipe("rowwise_dw_bf16")
+    assert slowdowns(mixed, shape) == (*slowdowns(ROWWISE, shape)[:2], slowdowns(BF16, shape)[2])
+    assert slowdowns(ROWWISE, shape)[2] > 1.2 > slowdowns(BF16, shape)[2]
+
+
+def test_kernels_of_a_profile():
+    """Six blocks of ViT-H: those of dw [5120, 1280] and [1280, 5120], against dx of all layers, whose outputs have
+    thousands of tiles. Their rate is 0.85 of it."""
+    shape = json.loads((ROOT / "bench/results/gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
+    kernels = {name: (count, ms) for name, count, ms in shape["profiles"]["bf16"]["kernels"]}
+    (dw_count, dw_ms), (_, dx_ms) = (
+        next(found for name, found in kernels.items() if form in name)
+        for form in ("128x256_64x4_4x2_h_bz_coopA_NTN", "320x128_64x3_1x2_h_bz_coopB_NNT")
+    )
+    assert dw_count == 2 * 6
+    dx_columns = 1280 + 3 * 1280 + 2 * 5120  # N of o and qkv, and of up and down, each times K = 1280
+    slower = (dw_ms / (2 * 5120)) / (dx_ms / dx_columns)
+    assert slowdowns(BF16, (32896, 1280, 5120))[2] == pytest.approx(slower, rel=0.12)
+
+
+def test_the_forward_pass_has_no_part_of_the_slower_gradient():
+    gpu, shape = find_gpu("h100"), (32768, 1280, 3840)
+    assert forward_seconds(gpu, ROWWISE, shape, 1) < 0.95 * linear_seconds(gpu, ROWWISE, shape) / 3
+
+
+# ---- Planned passes between the GEMMs against kernels of bench/results, and against what must follow from the model
+
+
+def setup_of(model: str, recipe: str, *settings: str) -> tuple[Setup, Block]:
+    setup = Case(model, ("--recipe", recipe, *settings), "h200").training().setup
+    return setup, setup.model.blocks[0]
+
+
+def kernel_ms(profile: dict[str, list[list[float]]], name: str) -> float:
+    """Milliseconds of one launch of the only kernel whose name starts so."""
+    ((_, count, ms),) = (row for row in profile["kernels"] if str(row[0]).startswith(name))
+    return ms / count
+
+
+@pytest.mark.parametrize(("which", "form"), [(0, "triton_poi_fused_gelu_view"), (1, "triton_poi_fused_gelu_gelu_b")])
+def test_the_kernels_of_gelu_in_a_step(which, form):
+    """They were timed alone, and take longer in a step, in which the clock is lower."""
+    shape = json.loads((RESULTS / "gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
+    setup, block = setup_of("vit-h-14", "bf16", "--batch", "128", "--optimizer.weights", "bf16")
+    activation = block_passes(setup, block)[which][2]
+    assert activation.instructions == GELU[which] * 5120
+    planned = 1e3 * setup.tokens * activation.seconds(setup.gpu)
+    assert setup.tokens == shape["shape"]["batch"] * shape["shape"]["tokens"]
+    assert 0.85 < planned / kernel_ms(shape["profiles"]["bf16"], form) < 1
+
+
+def test_the_kernel_of_layer_norm_in_a_step():
+    shape = json.loads((RESULTS / "gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
+    setup, block = setup_of("vit-h-14", "bf16", "--batch", "128", "--optimizer.weights", "bf16")
+    norm = block_passes(setup, block)[0][0]
+    assert norm.instructions == LAYER_NORM[0] * 2048  # a power of two of columns, of which 1,280 are the row
+    measured = kernel_ms(shape["profiles"]["bf16"], "triton_red_fused_native_layer_norm_0")
+    assert 0.85 < 1e3 * setup.tokens * norm.seconds(setup.gpu) / measured < 1
+
+
+def test_the_gradient_of_gate_and_up_as_one_tensor():
+    row = json.loads((RESULTS / "gpu_moe.json").read_text())["mixtral"]
+    ((_, _, measured),) = (each for each in row["kernels"]["bf16"] if "silu_backward" in each[0])
+    setup, block = setup_of("mixtral-8x7b", "bf16", "--batch", "1")
+    gradient = block_passes(setup, block)[1][2]
+    assert gradient.instructions == STACKED_GATE * 2 * 14336  # of two experts a token
+    planned = 1e3 * row["shape"]["tokens"] * gradient.seconds(find_gpu("h200"))
+    assert 0.75 < planned / measured < 1.1  # two runs under the power limit are 14 % apart
+    assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    [("llama-3.1-8b", "bf16"), ("llama-3.1-8b", "rowwise"), ("gpt2", "rowwise"), ("mixtral-8x7b", "rowwise")],
+)
+def test_other_passes_are_bound_by_their_bytes(model, recipe):
+    setup, block = setup_of(model, recipe)
+    assert not any(each.instructions for passes in block_passes(setup, block) for each in passes)
+    both, forward = (sum(each.moved for each in passes) / setup.gpu.copy_rate for passes in block_passes(setup, block))
+    assert passes_seconds(setup, block) == pytest.approx((both + forward, both))
+
+
+def test_a_pass_takes_the_longer_of_bytes_and_instructions():
+    gpu = find_gpu("h200")
+    assert Pass(gpu.copy_rate, gpu.instruction_rate / 2).seconds(gpu) == 1
+    assert Pass(gpu.copy_rate / 2, gpu.instruction_rate * 2).seconds(gpu) == 2
+
+
+def test_the_gradients_of_biases_read_the_gradients_of_outputs():
+    setup, block = setup_of("gpt2", "rowwise")
+    assert bias_bytes(setup, block) == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # dh and u of the fused MLP
+    without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
+    assert bias_bytes(setup, without) == 0
+    forward, backward = block_passes(setup, block)
+    assert forward == block_passes(setup, without)[0]
+    more = sum(each.moved for each in backward) - sum(each.moved for each in block_passes(setup, without)[1])
+    assert more == bias_bytes(setup, block)
+
+
+def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied():
+    setup, block = setup_of("gpt2", "bf16")
+    forward, backward = (passes[-1].moved for passes in block_passes(setup, block))
+    assert forward == 0
+    assert backward - bias_bytes(setup, block) == 4 * 3 * 768
+
+
+@pytest.mark.parametrize("key", known_gpus())
+def test_no_gpu_multiplies_faster_without_its_tensor_cores(key):
+    gpu = find_gpu(key)
+    assert gpu.fp32 < gpu.bf16
+    assert gpu.instruction_rate == gpu.fp32 / 2
+
+
+# ---- Planned experts against the measured grouped GEMMs of bench/results, and what runs in FP8 of a mixture
+
+
+@pytest.mark.parametrize("shape", ["mixtral", "small experts"])
+@pytest.mark.parametrize(("recipe", "ways"), [("bf16", ["bf16"] * 3), ("rowwise", ["fast", "fast", "promoted"])])
+def test_the_measured_rates_of_experts(shape, recipe, ways):
+    """The products of a grouped layer take the time of its three GEMMs at the measured rates; FP8 has casts beside."""
+    row = json.loads((RESULTS / "gpu_moe.json").read_text())[shape]
+    found, sizes = row["gemm_tflops"], row["shape"]
+    rows, k, n = sizes["tokens"] * sizes["top_k"] // sizes["experts"], sizes["width"], sizes["mlp_width"]
+    rates = [1e12 * found[f"{gemm}, {way}"] for gemm, way in zip(("y", "dx", "dw"), ways, strict=True)]
+    products = sum(2 * rows * k * n / rate for rate in rates)
+    planned = grouped_seconds(find_gpu("h200"), get_recipe(recipe), (rows, k, n), 8) / 8
+    casts = 5 * (rows * (k + n) + k * n) / find_gpu("h200").copy_rate if recipe == "rowwise" else 0.0
+    assert planned - casts == pytest.approx(products, rel=1e-3)
+
+
+def test_the_measured_layer_of_mixtrals_experts():
+    row = json.loads((RESULTS / "gpu_moe.json").read_text())["mixtral"]
+    for recipe, mode in (("bf16", "bf16"), ("rowwise", "ours")):
+        plan = Case("mixtral-8x7b", ("--recipe", recipe, "--batch", "2"), gpus=1).training()
+        setup, block = plan.setup, plan.setup.model.blocks[0]
+        assert setup.tokens == row["shape"]["tokens"]
+        layers = [each for each in block_products(setup, block) if each.count > 1]
+        used = setup.recipe
+        linear = sum(product_seconds(setup.gpu, used, each.shape, each.count) for each in layers)
+        assert 1e3 * linear < row["ms"][mode]
+        assert 1e3 * linear == pytest.approx(row["ms"][mode], rel=0.15)  # the layer also sorts, and computes SwiGLU
+
+
+def test_few_rows_of_experts_take_the_time_of_reading_the_weights():
+    gpu, recipe = find_gpu("h200"), get_recipe("bf16")
+    few, one = (grouped_seconds(gpu, recipe, (rows, 4096, 14336), 8) for rows in (4, 1))
+    assert few == one == 8 * 6 * 4096 * 14336 / gpu.copy_rate
+
+
+def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_recipe():
+    plans = {name: Case("mixtral-8x7b", ("--recipe", name)).training() for name in ("bf16", "tensorwise", "rowwise")}
+    quantized = {
+        name: {each.layer for each in block_products(plan.setup, plan.setup.model.blocks[0]) if each.quantized}
+        for name, plan in plans.items()
+    }
+    assert quantized == {"bf16": set(), "tensorwise": {"qkv", "o"}, "rowwise": {"qkv", "o", "up", "down"}}
+
+
+@pytest.mark.parametrize(("gpu", "layers"), [("b200", {"qkv", "o", "up", "down"}), ("mi300x", {"qkv", "o"})])
+def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_gpu(gpu, layers):
+    settings = ("--recipe", "rowwise", "--batch", "1")
+    setup = Case("mixtral-8x7b", settings, gpu=gpu).training().setup
+    block = setup.model.blocks[0]
+    assert {each.layer for each in block_products(setup, block) if each.quantized} == layers
+    in_fp8 = Case("mixtral-8x7b", settings).training().setup
+    assert (saved_bytes(setup, block) > 1.5 * saved_bytes(in_fp8, block)) == (gpu == "mi300x")
+
+
+def test_a_shared_mlp_is_computed_once_for_each_token():
+    setup = Case("deepseek-v3", gpus=1).training().setup
+    block = setup.model.blocks[1]
+    shared = [each for each in block_products(setup, block) if each.layer in ("up", "down") and each.count == 1]
+    assert [each.shape for each in shared] == [(4096, 7168, 2048), (4096, 7168, 2048), (4096, 2048, 7168)]
+
+
+# ---- Planned attention in FP8: where it runs, and its measured speed
+
+
+CELLS = json.loads((RESULTS / "gpu_attention.json").read_text())["cells"]
+FP8 = ("--attention.precision", "fp8")
+
+
+def plan(*settings: str, model: str = "llama-3.1-8b", gpu: str = "h200") -> TrainingPlan:
+    return Case(model, settings, gpu).training()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: str(cell["tokens"]))
+def test_the_speeds_are_those_of_the_benchmark(cell):
+    for passes, key, mode in [
+        ("forward", "forward", "ours"),
+        ("forward from an FP8 KV cache", "forward", "ours, FP8 KV cache"),
+        ("forward and backward", "both", "ours"),
+    ]:
+        ms = cell[key]["ms"]
+        assert fp8_speed(passes, cell["tokens"]) == pytest.approx(ms["BF16, cuDNN"] / ms[mode], rel=0.01)
+
+
+def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_longest():
+    short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
+    assert middle == pytest.approx((short + long) / 2)
+    assert beyond == long
+
+
+def test_a_step_with_attention_in_fp8():
+    wide, narrow = plan(), plan(*FP8)
+    assert wide.time.attention / narrow.time.attention == pytest.approx(narrow.fp8_attention_speed)
+    assert wide.fp8_attention_speed == narrow.fp8_attention_speed  # a question of the settings' texts alone
+    # q, k and v of 32 and 8 heads of 128, a byte less each, in 32 blocks. The output takes two bytes in both: in BF16
+    # for the attention and the next layer, in FP8 a byte for each of them.
+    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024)
+    assert "FP8" in narrow.origins["attention"]
+    assert wide.origins["attention"] == "measured"
+
+
+def test_attention_computes_whole_tiles():
+    """Of 7 FLOPs a pair and an element: two thirds of the keys of 256 tokens for 128 of them, and all if not causal."""
+    gpu, causal = find_gpu("h100"), plan().setup.model.blocks[0]
+    every = replace(causal, attention=replace(causal.attention, causal=False))
+    flops = 7 * 2 * 4096  # of a pair, with queries and outputs of 4,096 elements
+    others = gradient_bytes(causal.attention) / gpu.copy_rate  # seconds a token
+    for context, whole in ((256, 256), (257, 384), (100, 128)):
+        pairs = sum(128 * (tile + 1) * 128 for tile in range(whole // 128))
+        for block, computed in ((causal, pairs), (every, whole**2)):
+            both, forward = attention_seconds(block, gpu, context, context)
+            assert both == pytest.approx(flops * computed / gpu.attention_rate + context * others)
+            assert forward == pytest.approx(flops * computed / gpu.attention_rate / 4)
+
+
+def test_narrow_heads_have_a_lower_rate():
+    """Of the same FLOPs. 64 heads of 64 elements take twice the exponentials of 32 heads of 128."""
+    gpu, wide = find_gpu("h100"), plan().setup.model.blocks[0]
+    narrow = replace(wide, attention=replace(wide.attention, heads=64))
+    of_wide, of_narrow = (attention_seconds(block, gpu, 8192, 8192)[1] for block in (wide, narrow))
+    assert of_narrow / of_wide == pytest.approx((7 * 2 * 64 + 2 * 256) * 2 / (7 * 2 * 128 + 2 * 256))
+
+
+@pytest.mark.parametrize(("head", "computed"), [(40, 64), (80, 128), (128, 128), (160, 192), (512, 512)])
+def test_heads_are_padded_to_those_of_the_kernels(head, computed):
+    gpu, block = find_gpu("h100"), plan().setup.model.blocks[0]
+
+    def seconds(width):
+        a = replace(block.attention, heads=16, queries=16 * width, output=16 * width)
+        return attention_seconds(replace(block, attention=a), gpu, 8192, 8192)[1]
+
+    assert seconds(head) == pytest.approx(seconds(computed))
+    assert seconds(head) < seconds(computed + 64)
+
+
+def test_the_gradient_moves_the_bytes_that_were_profiled():
+    """The kernels of cuDNN around the products in the stack's backward pass: 0.093, 0.074 and 2 x 0.031 ms a block."""
+    kernels = json.loads((RESULTS / "gpu_stack.json").read_text())["profiles"]["bf16, compile"]["kernels"]
+    around = sum(ms for name, _, ms in kernels if "cudnn::fusion" in name) / 4
+    products = sum(ms for name, _, ms in kernels if "native_sdpa" in name) / 4
+    gpu, block = find_gpu("h100"), plan().setup.model.blocks[0]
+    assert 1e3 * 8192 * gradient_bytes(block.attention) / gpu.copy_rate == pytest.approx(around, rel=0.1)
+    assert 1e3 * attention_seconds(block, gpu, 8192, 8192)[0] == pytest.approx(products + around, rel=0.01)
+
+
+def test_the_gradients_of_key_heads_that_nobody_shares_are_not_summed():
+    a = plan().setup.model.blocks[0].attention
+    alone = replace(a, keys=a.queries, values=a.output)
+    assert gradient_bytes(a) - gradient_bytes(alone) == 2 * 2 * (4096 + 1024)
+
+
+def test_recomputation_repeats_the_forward_pass_in_fp8():
+    checkpointing = ("--activation-checkpointing.mode", "full")
+    wide, narrow = plan(*checkpointing), plan(*checkpointing, *FP8)
+    block = wide.setup.model.blocks[0]
+    _, forward = attention_seconds(block, wide.setup.gpu, wide.setup.tokens, 8192)
+    saved = block.count * forward * (1 - 1 / fp8_speed("forward", 8192))
+    assert wide.time.recomputation - narrow.time.recomputation == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model", "gpu", "reason"),
+    [
+        (("--context", "4096"), "llama-3.1-8b", "h200", "shorter than attention.shortest, 8,192"),
+        (("--context", "8100", "--attention.shortest", "8000"), "llama-3.1-8b", "h200", "no multiple of 128"),
+        ((), "llama-3.1-8b", "l40s", "Hopper and Blackwell"),
+        (("--attention.shortest", "128", "--context", "1024"), "gpt2", "h200", "heads of 128 elements"),
+        (("--attention.shortest", "128"), "vit-h-14", "h200", "no multiple"),
+    ],
+)
+def test_attention_that_stays_in_bf16_says_why(settings, model, gpu, reason):
+    wide, narrow = (plan(*settings, *more, model=model, gpu=gpu) for more in ((), FP8))
+    assert narrow.time == wide.time
+    assert narrow.memory == wide.memory
+    assert reason in narrow.origins["attention"]
+    assert narrow.fp8_attention_speed is None
+
+
+@pytest.mark.parametrize(("model", "reason"), [("vit-h-14", "is causal"), ("deepseek-v3", "of one size")])
+def test_models_whose_attention_has_no_fp8(model, reason):
+    assert reason in fp8_limit(plan(model=model).setup.model, find_gpu("h100"))

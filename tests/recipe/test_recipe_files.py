@@ -31,8 +31,8 @@ def write(folder, values, name="mine.json"):
 
 def test_a_field_that_is_left_out_has_its_default(tmp_path):
     assert get_recipe(write(tmp_path, {})) == Recipe("mine")
-    path = write(tmp_path, {"rotate": True, "dx": {"dy": {"format": "e5m2", "granularity": "group:64"}, "w": {}}})
-    expected = Recipe("mine", dx=Gemm(Cast("e5m2", group(64)), Cast()), rotate=("y",))
+    path = write(tmp_path, {"rotate": ["dx"], "dx": {"dy": {"format": "e5m2", "granularity": "group:64"}, "w": {}}})
+    expected = Recipe("mine", dx=Gemm(Cast("e5m2", group(64)), Cast()), rotate=("dx",))
     assert get_recipe(path) == get_recipe(str(path)) == expected
 
 
@@ -64,7 +64,7 @@ def test_a_changed_preset_needs_a_name_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("values", "essentials"),
     [
-        ([1], ["a recipe must be an object", "y, dx, dw", "[1] (list)"]),
+        ([1], ["must hold a JSON object, got list"]),
         ({"rotat": True}, ["unknown field rotat (did you mean 'rotate'?)", "name, rotate, emulate, y, dx, dw"]),
         ({"zzz": 1}, ["unknown field zzz: the fields are name"]),
         ({"rotate": 1}, ["rotate lists the GEMMs", "of y, dx, dw", "got 1"]),
@@ -113,9 +113,12 @@ def test_a_file_that_is_missing_or_no_json(tmp_path):
             get_recipe(path)
 
 
-@pytest.mark.parametrize("name", ["rowise", "fp8"])
-def test_a_misspelt_preset_is_answered_with_the_nearest_and_a_format_with_the_default(name):
-    with pytest.raises(ValueError, match=rf"unknown recipe '{name}' \(did you mean 'rowwise'\?\): choose one of bf16"):
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("rowise", r"did you mean 'rowwise'\?"), ("fp8", "fp8 is a format; 'rowwise' is the default recipe")],
+)
+def test_a_misspelt_preset_is_answered_with_the_nearest_and_a_format_with_the_default(name, advice):
+    with pytest.raises(ValueError, match=rf"unknown recipe '{name}' \({advice}\): choose one of bf16"):
         get_recipe(name)
 
 

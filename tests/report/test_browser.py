@@ -10,11 +10,10 @@ from browser import Browser, chromium
 from report_examples import make_run, watched_of, write_metrics
 from selenium.webdriver.common.keys import Keys
 
+from octavo.report.page import page_of_report
 from octavo.report.runs import RunData, read_runs
 from octavo.report.training_page import page_of_runs
-from octavo.report.verification_page import page_of_report
-from octavo.verification.report import Invocation
-from octavo.verification.result import LayerReport, Report
+from octavo.verification.findings import Invocation, LayerReport, Report
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +50,9 @@ def test_the_charts_are_drawn_in_time(browser: Browser, page: Path) -> None:
     assert page.stat().st_size < 5e6
     assert min(browser.open(page) for _ in range(3)) < 2000
     canvases = browser.run("[...document.querySelectorAll('figure canvas')].map(c => c.width * c.height)")
-    assert len(canvases) == 6
+    assert len(canvases) == 7
     assert min(canvases) > 100_000
-    for chart in ("loss", "speed", "gradient", "memory", "heat", "histogram"):
+    for chart in ("loss", "gap", "speed", "gradient", "memory", "heat", "histogram"):
         painted = "new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data).size"
         assert (
             browser.driver.execute_script(f"const c = document.querySelector('#{chart} canvas'); return {painted}") > 10
@@ -124,7 +123,7 @@ def test_an_event_leads_to_its_cell(browser: Browser, page: Path) -> None:
     assert [button.text for button in events] == ["model.layers.0.attn.v_proj"]
     events[0].send_keys(Keys.ENTER)
     assert browser.text("#heat .readout").startswith("model.layers.0.attn.v_proj, step 2000: ")
-    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.v_proj, x at step 2000: ")
+    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.v_proj, dy at step 2000: ")
     assert browser.run("document.activeElement.closest('figure').id") == "heat"
 
 
@@ -146,7 +145,7 @@ def test_everything_is_reached_and_moved_by_keys(browser: Browser, page: Path) -
     assert browser.text("#heat .readout").startswith("model.layers.0.attn.q_proj, step 50: SQNR ")
     browser.press(Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
     assert browser.text("#heat .readout").startswith("model.layers.0.attn.k_proj, step 100: SQNR ")
-    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.k_proj, x at step 100: ")
+    assert browser.text("#histogram-caption").startswith("model.layers.0.attn.k_proj, dy at step 100: ")
     browser.run("document.querySelector('#loss .plot').focus()")
     browser.press(Keys.END)
     assert browser.text("#loss .readout").startswith("step 2,000: ")

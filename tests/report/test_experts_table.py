@@ -3,11 +3,9 @@
 import numpy as np
 from report_examples import make_run
 
-from octavo.report.facts import expert_rows
 from octavo.report.runs import read_runs
-from octavo.report.training_page import page_of_runs
-from octavo.telemetry.schema import EXPERTS
-from octavo.telemetry.storage import read_watch
+from octavo.report.training_page import expert_rows, page_of_runs
+from octavo.watching.storage import EXPERTS, read_watch
 
 
 def records(steps):

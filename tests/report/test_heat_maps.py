@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from report_examples import layers_of, operands_of, watched_of
 
-from octavo.artifact.files import ArtifactError
+from octavo.checkpoint.files import ArtifactError
 from octavo.report.heat_maps import (
     LAST,
     METRICS,
@@ -15,14 +15,14 @@ from octavo.report.heat_maps import (
     Columns,
     Metric,
     check_records,
+    code_points,
     encode_grid,
+    histograms_at,
     metric_grids,
     sampled_steps,
     spread,
 )  # fmt: skip
-from octavo.report.histograms import code_points, histograms_at
-from octavo.telemetry.schema import BINADES, LAYER, OPERAND
-from octavo.telemetry.storage import Watched
+from octavo.watching.storage import BINADES, LAYER, OPERAND, Watched
 
 STEPS = np.arange(5, 105, 5)
 BY_KEY = {metric.key: metric for metric in METRICS}

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from report_examples import make_run, write_metrics
 
-from octavo.artifact.files import ArtifactError
-from octavo.report.facts import recipe_rows, run_facts
+from octavo.checkpoint.files import ArtifactError
 from octavo.report.runs import read_runs, read_series
-from octavo.report.summary import to_dict
-from octavo.report.training_page import page_of_runs
+from octavo.report.training_page import page_of_runs, recipe_rows, run_facts, to_dict
 
 
 def test_a_run_of_octavo_train(tmp_path):
@@ -179,9 +177,9 @@ def test_folders_that_are_no_run_are_refused(tmp_path):
     [
         ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
         ("[1]", "metrics.jsonl, line 1 must hold a JSON object, got list"),
-        ('{"loss": 1}', "each record of the metrics must have a step, a whole number; got None"),
-        ('{"step": 1, "loss": "low"}', "step 1: loss must be a number, got 'low'"),
-        ('{"step": 1, "loss": true}', "step 1: loss must be a number, got True"),
+        ('{"loss": 1}', "metrics.jsonl, line 1: step must be a whole number, got None"),
+        ('{"step": 1, "loss": "low"}', "line 1: loss must be a number or null, got 'low'"),
+        ('{"step": 1, "loss": true}', "line 1: loss must be a number or null, got True"),
     ],
 )
 def test_damaged_metrics_are_refused(tmp_path, line, message):

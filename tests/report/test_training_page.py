@@ -2,15 +2,17 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from report_examples import make_run, watched_of, write_metrics
 
 from octavo.report.runs import RunData, Series, read_runs
-from octavo.report.training_page import page_of_runs, thin
-from octavo.telemetry.schema import Event
+from octavo.report.training_page import gap_verdicts, gaps, page_of_runs, thin, verdict
+from octavo.watching.storage import Event, GemmRun
 
 
 def data_of(html: str) -> Any:
@@ -54,8 +56,93 @@ def test_many_events_are_cut_and_counted(tmp_path: Path) -> None:
     watched.events.extend(events)
     page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
     assert "The last 1000 of 1500 events." in page
-    assert page.count("&lt;i&gt;the loss of") == 1000
+    assert page.count("&lt;i&gt;the loss of") == 1000 + 1  # and the first of its kind
     assert "<i>" not in page
+
+
+def test_events_come_first_with_a_row_for_each_kind(tmp_path: Path) -> None:
+    found = [("underflow", "dy", 10 * n, f"layer {n % 2}") for n in range(1, 6)] + [("saturation", "x", 7, "layer 3")]
+    watched = watched_of(4, np.arange(3))
+    watched.events.extend(
+        Event(step, rule, layer, operand, 9.0, 1.0, "why", None) for rule, operand, step, layer in found
+    )
+    page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
+    rows = re.findall(r"<tr><td>(.*?)</td></tr>", page.split("<h2>Events</h2>")[1].split("</table>")[0])
+    assert [row.split("</td><td>") for row in rows] == [
+        ["underflow", "dy", "5", "2 layers", "10", "50", "why"],
+        ["saturation", "x", "1", "layer 3", "7", "7", "why"],
+    ]
+    assert page.index("<h2>Events</h2>") < page.index("<h2>Layers over") < page.index("<h2>Every event</h2>")
+    assert "the watch recorded 6 events: 5 underflow, 1 saturation." in page
+
+
+@pytest.mark.parametrize(
+    ("losses", "events", "said", "good"),
+    [
+        ([2.0, 1.5], 0, "step 2 of 9 with a loss of 1.5000, and the watch found nothing.", True),
+        ([2.0, np.nan], 0, "The loss is inf or NaN at step 2.", False),
+        ([2.0, 1.5], 1, "and the watch recorded 1 event: 1 underflow.", False),
+        ([2.0, 1.5], None, "its layers were not watched.", True),
+    ],
+)
+def test_the_verdict_of_a_run(losses, events, said, good, tmp_path: Path) -> None:
+    watched = None if events is None else watched_of(4, np.arange(0))
+    for step in range(events or 0):
+        watched.events.append(Event(step, "underflow", None, "dy", 9.0, 1.0, "why", None))
+    series = {"loss": Series(np.array([1, 2]), np.array(losses))}
+    text, fine = verdict(RunData(tmp_path, "run", {"steps": 9}, series, watched=watched))
+    assert said in text
+    assert fine == good
+
+
+def test_what_a_run_is_stands_at_the_top(tmp_path: Path) -> None:
+    record = {"command": "octavo train a.toml", "machine": "2 x NVIDIA H200", "versions": "octavo 0.1.0, torch 2.11"}
+    write_metrics(tmp_path, 5)
+    log = tmp_path / "metrics.jsonl"
+    log.write_text(json.dumps({"step": 0, "started": record}) + "\n" + log.read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"data": ["book.txt"], "recipe": "rowwise"}))
+    top = page_of_runs(read_runs([tmp_path])).html().split("<h2>")[0]
+    assert all(f"<td>{text}</td>" in top for text in ("book.txt", "rowwise", *record.values()))
+    assert re.search(r"<td>written</td><td>20\d\d-\d\d-\d\d \d\d:\d\d UTC</td>", top)
+
+
+def run_of(name: str, losses: Any) -> RunData:
+    return RunData(Path(name), name, {}, {"loss": Series(np.arange(1, len(losses) + 1), np.asarray(losses))})
+
+
+def test_the_gap_has_a_band_of_the_noise_of_its_means() -> None:
+    """Of 2 % more with an error of 1 % in each step: the band of a mean of 100 steps is 2 * 1 % / sqrt(100)."""
+    random, losses = np.random.default_rng(0), np.linspace(4, 3, 1000)
+    noisy = losses * (1.02 + 0.01 * random.normal(size=1000))
+    noisy[500] = np.nan
+    (gap,) = gaps([run_of("a", losses), run_of("b", noisy)])
+    assert gap.mean.mean() == pytest.approx(2, abs=0.05)
+    assert gap.half.mean() == pytest.approx(0.2, rel=0.1)
+    assert np.mean(np.abs(gap.mean - 2) < gap.half) > 0.8
+    assert gap.steps[0] == 50
+    chart = page_of_runs([run_of("a", losses), run_of("b", noisy)]).charts[1]
+    assert (chart.id, chart.bands, chart.zero) == ("gap", [(2, 1)], True)
+    [(text, good)] = gap_verdicts([run_of("a", losses), run_of("b", noisy)])
+    assert re.match(r"b against a: loss \+[12]\.\d\d % \+- 0\.\d\d % at the end\. one seed: cannot tell", text)
+    assert not good
+    [(text, good)] = gap_verdicts([run_of("a", losses), run_of("b", losses * (1 + 0.01 * random.normal(size=1000)))])
+    assert good
+    assert "within the noise" in text
+    assert gaps([run_of("a", losses), run_of("b", losses[:5])]) == []
+
+
+def test_a_reason_of_all_layers_is_said_once(tmp_path: Path) -> None:
+    """What one layer alone has stays in its row; the head, in BF16, has a reason of its own."""
+    emulated, fused = "cpu has no FP8 GEMM: slow", "cpu has no FP8 GEMM: slow; in model.layers.0.mlp"
+    watched = watched_of(8, np.arange(3))
+    for number, layer in enumerate(watched.layers[:-1]):
+        gemms = {name: GemmRun("fp8", "emulated", fused if number == 4 else emulated) for name in ("y", "dx", "dw")}
+        watched.layers[number] = replace(layer, gemms=gemms)
+    page = page_of_runs([RunData(tmp_path, "run", {}, {}, watched=watched)]).html()
+    table = page.split("What ran where</h2>")[1].split("<h2>")[0]
+    assert table.count("cpu has no FP8 GEMM: slow") == 1
+    assert table.count("in model.layers.0.mlp<") == 1
+    assert table.count("the layer is skipped") == 1
 
 
 def test_runs_share_the_bytes_of_a_page(tmp_path: Path) -> None:

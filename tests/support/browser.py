@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import HANG
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
@@ -58,7 +59,9 @@ class Browser:
 
     def wait_for(self, selector: str, text: str) -> str:
         """The text of an element as soon as it has `text`. A chart follows the mouse in its next frame."""
-        WebDriverWait(self.driver, 5, 0.02).until(lambda _: text in self.text(selector), f"no {text!r} in {selector}")
+        WebDriverWait(self.driver, HANG, 0.02).until(
+            lambda _: text in self.text(selector), f"no {text!r} in {selector}"
+        )
         return self.text(selector)
 
     def point(self, selector: str, right: float, down: float, *, click: bool = False) -> None:

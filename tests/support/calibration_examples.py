@@ -11,7 +11,7 @@ from packed_examples import lively
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from octavo.artifact.files import model_tensors
+from octavo.checkpoint.files import model_tensors
 from octavo.models import GPT2, GPT2Config
 from octavo.models.tokenizer import ByteTokenizer
 

@@ -1,4 +1,4 @@
-"""A small model for the tests of `octavo.cast_once`, ways to write its weights, and what its caches hold."""
+"""A small model for the tests of `octavo.scales.cast_once`, ways to write its weights, and what its caches hold."""
 
 from collections.abc import Callable, Iterator
 

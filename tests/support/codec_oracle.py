@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from octavo.numerics.codec import encode
-from octavo.numerics.formats import FORMATS, FP8_FORMATS
+from octavo.numerics.formats import FORMATS, FP8_FORMATS, encode
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,

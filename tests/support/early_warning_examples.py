@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from octavo.telemetry.schema import Event
-from octavo.telemetry.storage import read_watch
-from octavo.train.early_warning import TrainingError
+from octavo.train.supervision import TrainingError
+from octavo.watching.storage import Event, read_watch
 
 DOWN, UP = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj"
 

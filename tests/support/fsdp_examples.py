@@ -63,7 +63,7 @@ def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = No
         loss = backward(model, i) if step is None else step(model, i)
         results.append(loss.detach())
         optimizer.step()
-        octavo.update_scales(model)
+        octavo.scales.update_scales(model)
         optimizer.zero_grad()
     return [*results, *whole(model.parameters())]
 

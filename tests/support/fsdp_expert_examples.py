@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
-from octavo.nn.gathered_weight import GatheredWeight
+from octavo.nn.weight_cache import GatheredWeight
 from octavo.ops import quantize_matrices
 
 

@@ -1,10 +1,5 @@
-"""Casts, sizes and errors that the tests of norms and activations share, and kernels replaced on a CPU."""
+"""Casts, sizes and errors that the tests of norms and activations share."""
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
-from typing import Any
-
-import pytest
 import torch
 
 from octavo.numerics import TENSOR, Cast, History, group
@@ -22,22 +17,3 @@ REFUSED = [
 ]
 NEAR = 1e-6  # the error that float32 may have, relative to the magnitudes of the numbers that are added
 FLOAT = "torch.float32 or torch.bfloat16 or torch.float16"
-
-
-def kernels_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch, package: ModuleType, **kernels: Callable[..., Any]
-) -> list[tuple[Any, ...]]:
-    """Make a CPU run these functions as the kernels of an operation; returns their arguments, call by call."""
-    calls: list[tuple[Any, ...]] = []
-
-    def recorded(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*values: Any) -> Any:
-            calls.append(values)
-            return kernel(*values)
-
-        return run
-
-    fakes = SimpleNamespace(**{name: recorded(kernel) for name, kernel in kernels.items()})
-    monkeypatch.setattr("octavo.ops.triton_support.has_kernels", lambda device: True)
-    monkeypatch.setattr(package, "kernel", fakes, raising=False)
-    return calls

@@ -8,7 +8,7 @@ import torch
 
 from octavo.numerics import TENSOR, Cast, QTensor, group
 from octavo.ops import quantize
-from octavo.ops.gemm.backend import MX, SQUARE, STRIP
+from octavo.ops.dispatch import MX, SQUARE, STRIP
 from octavo.recipe import ROW_W, ROW_X
 
 # Every pair of casts that a preset gives to one of its GEMMs, by granularity.

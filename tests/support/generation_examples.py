@@ -7,9 +7,9 @@ import torch
 from kv_cache_examples import model_of
 from torch import Tensor
 
-from octavo.generation import Engine
-from octavo.generation.session import Session
-from octavo.generation.transformers_generate import accelerate_generate
+from octavo.inference.engine import Engine
+from octavo.inference.session import Session
+from octavo.inference.transformers_generate import accelerate_generate
 
 END = 7  # the token that ends a text
 

@@ -42,7 +42,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], torch.dtype]] = {
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128")
 LAYOUTS = {
     "compressed-tensors": SCHEMES, "fp8": ("block",), "modelopt": ("static", "channel", "block"),
-    "autofp8": ("static", "tensor"),
 }  # fmt: skip
 RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8", "groupwise")
 
@@ -57,7 +56,7 @@ def model_cases(name: str) -> dict[str, dict[str, Any]]:
     found.append({"scheme": "tensor", "share": False})
     found.append({"scheme": "mx", "layers": {"*.0.*": "tensor"}, "shard_bytes": 100_000})
     if name == "llama":  # the choice of scales knows no architecture
-        cached = [(layout, scheme) for layout, scheme in packings if layout in ("modelopt", "autofp8")]
+        cached = [(layout, scheme) for layout, scheme in packings if layout == "modelopt"]
         found += [{"layout": layout, "scheme": scheme, "kv_cache": "fp8"} for layout, scheme in cached]
         found += [{"scheme": scheme, "pow2": True} for scheme in SCHEMES]
         found += [{"scheme": scheme, "weights": "mse", "pow2": pow2} for scheme in SCHEMES for pow2 in (False, True)]
@@ -72,7 +71,7 @@ def run_cases(name: str) -> dict[str, dict[str, Any]]:
         return named([{"recipe": "rowwise"}])
     found: list[dict[str, Any]] = [{"recipe": recipe} for recipe in RECIPES]
     found += [{"recipe": recipe, "share": True} for recipe in ("tensorwise", "delayed")]
-    found += [{"recipe": "delayed", "layout": layout} for layout in ("modelopt", "autofp8")]
+    found.append({"recipe": "delayed", "layout": "modelopt"})
     return named(found)
 
 
@@ -195,12 +194,12 @@ def statistics(site: str) -> dict[str, Tensor]:
 
 
 def digest_folder(folder: Path) -> str:
-    """The first 16 hexadecimal digits of SHA-256 over the names and the contents of all files.
+    """The first 16 hexadecimal digits of SHA-256 over the names and the contents of all files but the model card.
 
     JSON, the headers of safetensors files included, is without the keys that `stable` leaves out.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.name != "README.md"):
         digest.update(path.name.encode())
         if path.suffix == ".json":
             digest.update(json.dumps(stable(json.loads(path.read_text()))).encode())
@@ -214,14 +213,14 @@ def digest_folder(folder: Path) -> str:
 def stable(content: Any) -> Any:
     """A JSON value without the keys that depend on the version or the machine.
 
-    It also lacks the keys that `pack` did not write yet when the digests were made: not_linear, and of an OPT
-    num_key_value_heads.
+    It also lacks the keys that `pack` did not write yet when the digests were made: not_linear, checksums, and of an
+    OPT num_key_value_heads.
     """
     if isinstance(content, list):
         return [stable(value) for value in content]
     if not isinstance(content, dict):
         return content
-    left_out = ["octavo_version", "producer", "sqnr_gain_db", "not_linear"]
+    left_out = ["octavo_version", "producer", "sqnr_gain_db", "not_linear", "checksums"]
     if content.get("model_type") == "opt":
         left_out.append("num_key_value_heads")
     return {key: stable(value) for key, value in content.items() if key not in left_out}

@@ -6,8 +6,10 @@ import signal
 import sys
 import threading
 
-from octavo.artifact.dcp_writer import SafetensorsWriter
-from octavo.train.loop import Trainer
+from patience import HANG
+
+from octavo.checkpoint.dcp_writer import SafetensorsWriter
+from octavo.train.trainer import Trainer
 from octavo_cli import main
 
 writing = threading.Event()
@@ -17,13 +19,13 @@ write_data, step = SafetensorsWriter.write_data, Trainer.step
 def write_forever(writer, plan, planner):
     if writer.target.name == "step-00000006":
         writing.set()
-        threading.Event().wait(60)
+        threading.Event().wait(HANG)
     return write_data(writer, plan, planner)
 
 
 def step_and_die(trainer):
     result = step(trainer)
-    if trainer.state.step == 7 and writing.wait(60):
+    if trainer.state.step == 7 and writing.wait(HANG):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import with_source
+from patience import HANG
 from ranks import use_server
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher import LaunchConfig, elastic_launch
@@ -19,7 +20,7 @@ def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.Compl
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--standalone"]
     environment = with_source(OMP_NUM_THREADS="1")
     return subprocess.run(
-        [*start, *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=240, check=False
+        [*start, *words], cwd=folder, env=environment, text=True, capture_output=True, timeout=HANG, check=False
     )
 
 

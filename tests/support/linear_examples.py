@@ -7,7 +7,7 @@ import octavo
 from octavo.recipe import Recipe
 
 T, K, N = 96, 80, 112
-QUANTIZED = [name for name in octavo.PRESETS if name != "bf16"]
+QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
 
 
 def converted(recipe: str | Recipe, bias: bool = False, k: int = K, n: int = N) -> octavo.Linear:

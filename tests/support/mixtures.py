@@ -19,5 +19,6 @@ def packed_mixtral(root: Path, scheme: str = "channel") -> tuple[MixtralForCausa
     for p in model.parameters():  # and not the rotary frequencies
         p.data = (p + torch.randn_like(p) * 0.2 if p.ndim == 1 else p * 2).detach().bfloat16()
     model.save_pretrained(root / "model")
-    pack(root / "model", root / "packed", experts=True, scheme=scheme)
+    layout = "fp8" if scheme == "block" else "compressed-tensors"
+    pack(root / "model", root / "packed", experts=True, scheme=scheme, layout=layout)
     return model, root / "packed"

@@ -52,7 +52,7 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
     """
     from triton.runtime.driver import driver
 
-    from octavo.ops import column_sums_kernel
+    from octavo.ops.kernels import device_math as column_sums_kernel
 
     compiled = Compiled(capability)
     monkeypatch.setattr(driver, "_active", _Driver(capability))

@@ -224,14 +224,6 @@ WRITERS: dict[str, Callable[[Path], Weights]] = {
         at, _STATIC | {"weight_block_size": None, "scale_fmt": "float", "modules_to_not_convert": ["lm_head"]}, one,
         shape=lambda shape: (), name="weight_scale_inv", beside={"activation_scale": INPUT},
     ),
-    "AutoFP8": lambda at: published(
-        at, _STATIC | {"ignored_layers": ["lm_head"]}, one, shape=lambda shape: (), dtype=torch.float16,
-        beside={"input_scale": INPUT.half()},
-    ),
-    "AutoFP8 and cache": lambda at: published(
-        at, _STATIC | {"ignored_layers": ["re:.*lm_head"], "kv_cache_scheme": "static"}, one,
-        beside={"input_scale": INPUT}, change=_attentions({"kv_scale": 0.0625}),
-    ),
     "ModelOpt": lambda at: published(
         at, {}, one, shape=lambda shape: (), beside={"input_scale": INPUT},
         change=_attentions({"k_proj.k_scale": 0.0625, "v_proj.v_scale": 0.125}),
@@ -247,6 +239,5 @@ WRITERS: dict[str, Callable[[Path], Weights]] = {
 CACHES = {
     "compressed-tensors FP8 and cache": (0.03125, 0.03125),
     "cache in k_proj.output_scale": (0.0625, 0.125),
-    "AutoFP8 and cache": (0.0625, 0.0625),
     "ModelOpt": (0.0625, 0.125),
 }

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import PackReport
-from octavo.runtime import load_packed
 from octavo.train.config import Config
 
 LLAMA = {"vocabulary": 256, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 48}
@@ -66,7 +66,7 @@ def examples() -> dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
 
 
 def write_run(path: Path, model: nn.Module, hf: dict[str, Any], /, step: int = 7, **settings: Any) -> Path:
-    """A run's folder, as octavo.artifact.run describes it."""
+    """A run's folder, as octavo.checkpoint.run describes it."""
     (path / "model").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(Config(**settings).to_dict()))
     (path / "model" / "config.json").write_text(json.dumps(hf))
@@ -89,5 +89,5 @@ def load_float32(folder: Path) -> nn.Module:
 def small_shards(size: int) -> Iterator[None]:
     """In this block, files of tensors hold at most `size` bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("octavo.artifact.safetensors_files.SHARD_BYTES", size)
+        patch.setattr("octavo.checkpoint.files.SHARD_BYTES", size)
         yield

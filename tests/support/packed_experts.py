@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.artifact.packed.scheme import Scheme, get_scheme
+from octavo.checkpoint.scheme import Scheme, get_scheme
+from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, scales_by_row
 from octavo.ops import quantize
-from octavo.runtime.packed_experts import PackedExperts, PackedGroupedLinear, scales_by_row
 
 E, K, INNER, TOP_K, TOKENS = 4, 256, 128, 2, 24
 

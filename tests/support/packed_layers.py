@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.packed.scheme import SCHEMES
+from octavo.checkpoint.scheme import SCHEMES
+from octavo.inference.packed_linear import PackedLinear
 from octavo.ops import quantize
-from octavo.runtime import PackedLinear
 
 TOKENS, INPUTS, OUTPUTS = 48, 256, 384
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patience import HANG
 from torch import distributed
 
-SECONDS = 180  # for a call; a collective that waits longer fails
 # A server that has imported these once for all tests forks the processes: a rank starts in some 50 ms, not in seconds.
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -71,7 +71,7 @@ def use_gpus(rank: int) -> None:
     torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl", store=distributed.PrefixStore("nccl", store), rank=rank, world_size=world,
-        timeout=timedelta(seconds=SECONDS), device_id=torch.device("cuda", rank),
+        timeout=timedelta(seconds=HANG), device_id=torch.device("cuda", rank),
     )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _results(receivers: list[Any]) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
-        ready = wait(waiting, SECONDS)
+        ready = wait(waiting, HANG)
         assert ready, f"ranks {[rank for rank in range(len(receivers)) if rank not in results]} did not end in time"
         for receiver in ready:
             rank = receivers.index(receiver)
@@ -101,8 +101,9 @@ def _rank(rank: int, world: int, folder: Path, sender: Any, function: Callable[.
     try:
         store = distributed.FileStore(str(folder / "store"), world)
         distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=SECONDS)
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=HANG)
         )
+        distributed.barrier()  # A rank whose function fails at once must not leave while another still connects.
         sender.send((function(rank, *args), None))
         distributed.destroy_process_group()
     except BaseException:

@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from octavo.telemetry.schema import BINADES, FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
-from octavo.telemetry.storage import Watched, WatchWriter
+from octavo.watching.storage import (
+    BINADES,
+    FULL_SHARE,
+    LAYER,
+    OPERAND,
+    Event,
+    GemmRun,
+    Watched,
+    WatchedLayer,
+    WatchWriter,
+)
 
 KINDS = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj", "mlp.up", "mlp.down")
 NORMAL = np.exp2(-np.arange(BINADES)) / 2  # shares of an even distribution

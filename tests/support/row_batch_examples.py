@@ -5,7 +5,8 @@ from torch import Tensor
 
 from octavo.numerics import Cast
 from octavo.numerics.scaling import scale_from_amax
-from octavo.ops.row_batch import RowBatch, cast_rows, row_amaxes
+from octavo.ops.launching import RowBatch
+from octavo.ops.rows import cast_rows, row_amaxes
 
 SIZES = (3, 0, 130, 1, 257)
 PADDING = 2  # rows between the matrices, which nothing may write

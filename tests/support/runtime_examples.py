@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from octavo.runtime import PackedLinear
+from octavo.inference.packed_linear import PackedLinear
 
 SIZES = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -1,10 +1,10 @@
-"""One checkpoint of a run, written and waited for."""
+"""One checkpoint of a run, written and waited for, and a bit of a file that flips."""
 
+import json
 from pathlib import Path
 
-from octavo.artifact.run import RunFolder
-from octavo.train.checkpoint import TrainState
-from octavo.train.checkpoint_writer import CheckpointWriter
+from octavo.checkpoint.run import RunFolder
+from octavo.train.saving import CheckpointWriter, TrainState
 
 
 def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
@@ -16,3 +16,15 @@ def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
     with CheckpointWriter(run, keep) as writer:
         writer.save(state)
     return run.checkpoint(state.step)
+
+
+def flip_bit(path: Path) -> str:
+    """Flip a bit in the middle of the largest tensor of a safetensors file; returns the tensor's name."""
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header.pop("__metadata__", None)
+    name, entry = max(header.items(), key=lambda item: item[1]["data_offsets"][1] - item[1]["data_offsets"][0])
+    content[8 + size + sum(entry["data_offsets"]) // 2] ^= 1
+    path.write_bytes(content)
+    return str(name)

@@ -8,11 +8,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import octavo
-from octavo import scale_state
-from octavo.artifact.files import model_tensors
+from octavo.checkpoint.files import model_tensors
 from octavo.nn.delayed import histories
-from octavo.train.checkpoint import TrainState
+from octavo.scales import scale_state
 from octavo.train.optimizer import optimizer_state
+from octavo.train.saving import TrainState
 
 
 class Net(nn.Module):
@@ -47,7 +47,7 @@ def take_step(state):
     state.optimizer.step()
     for _, history in histories(state.model):
         history.observe(1 + state.model.seen.view(1, 1))
-    octavo.update_scales(state.model)
+    octavo.scales.update_scales(state.model)
     state.step += 1
     state.model.seen += 1
 

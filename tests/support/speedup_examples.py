@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from itertools import product
 
-from octavo.nn.speedup.table import Machine, Measurement, Shape, Table
 from octavo.ops import Backend
+from octavo.rates.measured import Machine, Measurement, Shape, Table
 
 UNKNOWN = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0+cu130", "0.1.0")
 H100 = Machine("NVIDIA H100 80GB HBM3", "9.0", "13.0", "2.11.0+cu130", "0.1.0")

@@ -76,10 +76,11 @@ class NoTokenizer(BaseTokenizer):
         return 2048
 
 
-def make_trainer(rank: int = 0, world: int = 1, port: int = 0, *, converters: list[Any], **changes: Any) -> Any:
+def make_trainer(rank: int = 0, world: int = 1, *, converters: list[Any], **changes: Any) -> Any:
     """torchtitan's Trainer of its small Llama, in one of `world` processes; `changes` are of its config."""
-    place = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+    place = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in place.items()}
+    os.environ.setdefault("MASTER_PORT", "0")  # any that is free
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel", converters=converters)
     for _, _, parent, name in config.model_spec.traverse(FlexAttention.Config):

@@ -1,7 +1,7 @@
 """`octavo verify` for a process of its own, where the CPU build of vLLM 0.32 gets in PyTorch what it lacks.
 
 That is only arithmetic: the cast to FP8 by a stored scale, the GEMM of 128 x 128 blocks (for Intel's AMX alone there),
-experts with inputs in FP8, and a place for MX in its table of kernels; and inputs of the layout autofp8 are cast by
+experts with inputs in FP8, and a place for MX in its table of kernels; and inputs of vLLM's method fp8 are cast by
 token, as on NVIDIA GPUs. Which scheme a folder has, the names and shapes of its tensors, what they are merged into and
 what stays in BF16 is its own.
 """
@@ -82,7 +82,7 @@ def complete() -> None:
     import vllm._custom_ops as operations
     import vllm.model_executor.kernels.linear as kernels
     import vllm.model_executor.layers.fusion.fused_act_quant as fused
-    import vllm.model_executor.layers.quantization.fp8 as autofp8
+    import vllm.model_executor.layers.quantization.fp8 as method
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -101,13 +101,13 @@ def complete() -> None:
             scale = Bs.repeat_interleave(128, 0)[: B.shape[0]].repeat_interleave(128, 1)[:, : B.shape[1]]
             return (a @ (B.float() * scale).t()).to(self.config.out_dtype)
 
-    for module in (compressed, autofp8):
+    for module in (compressed, method):
         module.select_fp8_moe_backend = lambda **_: (Fp8MoeBackend.NONE, Experts.Chosen)
         module.convert_to_fp8_moe_kernel_format = unconverted
         module.make_fp8_moe_quant_config = lambda **settings: settings
         module.make_fp8_moe_kernel = Experts
     operations.scaled_fp8_quant = scaled_fp8_quant
-    autofp8.cutlass_fp8_supported = lambda: True
+    method.cutlass_fp8_supported = lambda: True
     fused._FUSED_ACT_QUANT.clear()
     kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Blocks]
     kernels._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [EmulationMxfp8LinearKernel]

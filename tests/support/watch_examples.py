@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from octavo.telemetry.schema import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
+from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
 
 
 def watched_layers(count: int = 2) -> list[WatchedLayer]:

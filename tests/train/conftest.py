@@ -4,16 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from rich.console import Console
 from tiny_runs import one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
-from octavo.train.declaration import flatten
-from octavo.train.early_warning import EarlyWarning
+from octavo.train.settings import flatten
 from octavo.train.start import resume_run, start_run
+from octavo.train.supervision import Supervisor
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +62,7 @@ def spawn(settings):
                 values = (
                     value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
                 )
-                words += [f"--{key}", *map(str, values or [""])]
+                words += [f"--{key}", *map(str, values)] if values else [f"--{key}="]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(words, env=environment, text=True, **streams))
         return started[-1]
@@ -78,23 +77,10 @@ def spawn(settings):
 
 
 @pytest.fixture
-def wait_for():
-    """wait_for(process, condition): until it holds, the process ends, or a minute has passed."""
-
-    def wait(process, condition):
-        patience = time.monotonic() + 60
-        while not condition() and process.poll() is None and time.monotonic() < patience:
-            time.sleep(0.01)
-        assert condition(), process.communicate() if process.poll() is not None else "it takes too long"
-
-    return wait
-
-
-@pytest.fixture
 def found(monkeypatch):
     """found(step, *events): the events that the rules over samples find at the check of that step."""
     at = {}
-    monkeypatch.setattr(EarlyWarning, "_judge_samples", lambda warning: at.pop(warning._state.step, []))
+    monkeypatch.setattr(Supervisor, "_judge_samples", lambda supervisor: at.pop(supervisor.state.step, []))
     return lambda step, *events: at.__setitem__(step, list(events))
 
 

@@ -1,18 +1,30 @@
-"""The blocks of a model: which they are, and what selective activation checkpointing saves."""
+"""The blocks of a model and what runs in them: checkpointing, FP8 attention, experts, the margin of `delayed`."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from metrics import sqnr
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
+from octavo import History
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
-from octavo.nn import convert
-from octavo.telemetry.schema import RECOMPUTED
-from octavo.train.blocks import blocks_gathered_together, find_blocks, prepare_blocks, unit_size
+from octavo.nn import convert, linear_function
+from octavo.nn.attention_layers import GradientScales
+from octavo.nn.delayed import histories
+from octavo.packing import pack
+from octavo.recipe import PRESETS, delayed
 from octavo.train.config import Config, ConfigError
+from octavo.train.model import blocks_gathered_together, convert_model, find_blocks, make_model, prepare_blocks
+from octavo.train.settings import unit_size
+from octavo.train.step_metrics import precision_of
+from octavo.watching.storage import RECOMPUTED
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
 GPT2 = GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16)
@@ -38,6 +50,11 @@ def saved_and_gradients(config, table, recipe="rowwise"):
         loss = F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten())
     loss.backward()
     return sum(sizes), [p.grad for p in model.parameters()]
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="compile.backend must be one of .*inductor.*; got 'nope'"):
+        prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
@@ -135,3 +152,191 @@ def test_two_small_blocks_are_gathered_together(width, layers, expected):
 
 def test_a_pair_of_blocks_has_at_most_134_million_parameters():
     assert [unit_size(parameters) for parameters in (1, 67_108_864, 67_108_865, 10**9)] == [2, 2, 1, 1]
+
+
+# ---- Runs whose attention is in E4M3: the loss falls as in BF16, and other settings compute the same
+
+
+FP8 = {"attention": {"precision": "fp8", "shortest": 32}}
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_the_loss_falls_as_in_bf16(begin, records, tmp_path, model):
+    found = {}
+    for name, table in (("bf16", {}), ("fp8", FP8)):
+        trainer = begin(**table, model=model, steps=24, recipe="bf16", out=str(tmp_path / name))
+        trainer.run()
+        found[name] = list(records(tmp_path / name).values())
+        scales = [m.amax for m in trainer.model.modules() if isinstance(m, GradientScales)]
+        assert len(scales) == (2 if name == "fp8" else 0)
+        assert all((amax > 0).all() for amax in scales)
+    assert found["bf16"] != found["fp8"]
+    assert found["fp8"][-1] == pytest.approx(found["bf16"][-1], abs=0.1)
+    assert found["fp8"][-1] < found["fp8"][0] - 1
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_activation_checkpointing_computes_the_same(begin, records, tmp_path, mode):
+    found = []
+    for name, table in (("plain", {}), (mode, {"activation_checkpointing": {"mode": mode}})):
+        begin(**FP8, **table, steps=4, watch={"interval": 0}, out=str(tmp_path / name)).run()
+        found.append(list(records(tmp_path / name).values()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attention": {"precision": "fp8"}}, "lower attention.shortest"),
+        ({**FP8, "dropout": 0.1}, "attention.precision = fp8 has no dropout, and dropout is 0.1"),
+    ],
+)
+def test_a_run_in_which_no_sequence_would_attend_in_fp8_is_refused(begin, changes, words):
+    with pytest.raises(ConfigError) as raised:
+        begin(**changes)
+    assert words in str(raised.value)
+
+
+def test_a_precision_that_is_not_one():
+    with pytest.raises(ConfigError, match=r"attention\.precision must be one of bf16, fp8; got 'int8'"):
+        Config.from_dict({"attention": {"precision": "int8"}})
+
+
+def test_a_context_that_cudnn_does_not_take_is_refused_on_a_gpu(settings):
+    config = settings(**FP8, context=200)
+    model = make_model(config, 256, Path())
+    with pytest.raises(ConfigError, match="a multiple of 128 on a GPU, got 200"):
+        convert_model(model, config.change(recipe="bf16"), torch.device("cuda"))
+
+
+# ---- A small mixture, trained in BF16 and in FP8: the losses fall alike, runs continue, and routers stay even
+
+
+SPARSE = {
+    "model": "mixture",
+    "mlp_width": 48,
+    "steps": 24,
+    "experts": {"count": 4, "top_k": 2, "balance": 0.01},
+}
+
+
+def losses(trainer):
+    trainer.run()
+    lines = (trainer.run_folder.path / "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_bf16_and_fp8_learn_alike(begin, tmp_path):
+    runs = {
+        recipe: losses(begin(**SPARSE, recipe=recipe, out=str(tmp_path / recipe))) for recipe in ("bf16", "rowwise")
+    }
+    assert runs["bf16"] != runs["rowwise"]
+    for found in runs.values():
+        assert found[-1] < found[0] - 1.5
+    assert runs["rowwise"][-1] == pytest.approx(runs["bf16"][-1], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpointing": {"mode": "full"}},
+        {"loss": {"logits": "chunked", "chunk": 16}},
+        {"accumulate": 2, "batch": 1},
+        pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.slow),
+    ],
+    ids=["checkpointing", "chunks", "accumulation", "compiled"],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
+def test_settings_that_compute_the_same(begin, tmp_path, changes):
+    few = SPARSE | {"steps": 4}
+    expected = losses(begin(**few, out=str(tmp_path / "plain")))
+    assert losses(begin(**few, **changes, out=str(tmp_path / "other"))) == pytest.approx(expected, abs=0.02)
+
+
+def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(begin, tmp_path):
+    few = SPARSE | {"steps": 3}
+    one, other = (
+        losses(begin(**(few | {"experts": {"balance": factor}}), out=str(tmp_path / str(factor))))
+        for factor in (0.0, 1.0)
+    )
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+
+
+def test_a_run_continues_with_the_same_bits(begin, go_on, tmp_path):
+    few = SPARSE | {"steps": 8}
+    whole = begin(**few, out=str(tmp_path / "whole"))
+    whole.run()
+    half = begin(**(few | {"steps": 4, "decay_steps": 8}), out=str(tmp_path / "half"))
+    half.run()
+    rest = go_on(tmp_path / "half", "--steps", "8")
+    rest.run()
+    for one, two in zip(whole.state.model.parameters(), rest.state.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_the_record_of_a_run_counts_experts_among_fp8(begin):
+    trainer = begin(**(SPARSE | {"steps": 3}))
+    found = precision_of(trainer.state.model, torch.device("cpu"))
+    assert found["fp8_share"] > 0.5
+    assert not [name for name in found["high_precision"] if "experts." in name]
+
+
+@pytest.mark.parametrize("shared", [0, 32])
+@pytest.mark.filterwarnings("ignore:.* is an expert in FP8")
+def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
+    trainer = begin(**(SPARSE | {"experts": {"count": 4, "shared_width": shared}}))
+    trainer.run()
+    report = pack(trainer.run_folder.path, tmp_path / "packed", experts=True)
+    assert sum(".experts." in name for name in report.packed) == 2 * 4 * 3
+    model = octavo.load(tmp_path / "packed")
+    ids = torch.randint(256, (1, 12))
+    with torch.no_grad():
+        exact, found = trainer.state.model.eval()(ids), model(ids).logits
+    assert sqnr(exact, found) > 15
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 16)
+
+
+def test_more_experts_a_token_than_there_are_is_an_error(settings):
+    with pytest.raises(ConfigError, match="must be at most experts.count; got experts.top_k 9 and experts.count 8"):
+        settings(model="mixture", experts={"top_k": 9})
+
+
+# ---- The margin of `delayed` in a small run: x and w do not saturate, and dy hardly does (docs/decisions.md)
+
+
+@pytest.fixture
+def saturated(monkeypatch):
+    """saturated(trainer, steps): the mean share of the elements that saturate in `steps` steps, by operand."""
+    quantize_by = linear_function._quantize_by
+
+    def measure(trainer, steps):
+        operand = {id(history): name.rpartition(".")[2] for name, history in histories(trainer.model)}
+        shares = defaultdict(list)
+
+        def count(history, t, cast):
+            if history.ready:
+                limit = float(history.scale) * cast.fmt.max * (1 + 2**-23)
+                shares[operand[id(history)]].append(float((t.detach().abs() > limit).float().mean()))
+            return quantize_by(history, t, cast)
+
+        monkeypatch.setattr(linear_function, "_quantize_by", count)
+        with trainer.lock:
+            for _ in range(steps):
+                trainer.step()
+        return {name: sum(found) / len(found) for name, found in shares.items()}
+
+    return measure
+
+
+@pytest.mark.slow
+def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, saturated, monkeypatch, tmp_path):
+    rates = {"steps": 40, "learning_rate": 3e-3}
+    with_margin = saturated(begin(recipe="delayed", **rates), 40)
+    assert (with_margin["x"], with_margin["w"]) == (0, 0)
+    assert with_margin["dy"] < 1e-4
+    monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History()))
+    without = saturated(begin(recipe="no_margin", out=str(tmp_path / "other"), **rates), 40)
+    assert without["w"] > 1e-5
+    assert without["x"] > 1e-5
+    assert without["dy"] > 5 * with_margin["dy"]

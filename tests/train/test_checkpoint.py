@@ -1,24 +1,42 @@
 """A checkpoint is whole or not there, and fits or changes nothing."""
 
 import json
+import math
+import re
+import shutil
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from full_disk import files_of_at_most
+from packed_examples import small_shards
+from patience import HANG
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from saved_checkpoints import save_checkpoint
+from saved_checkpoints import flip_bit, save_checkpoint
+from sharded_states import differing, everything, make_state, take_step
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from octavo import scale_state
-from octavo.artifact.atomic_folder import WriteError
-from octavo.artifact.files import ArtifactError, model_tensors
-from octavo.train.checkpoint import load_checkpoint
+from octavo.checkpoint.dcp_writer import SafetensorsWriter
+from octavo.checkpoint.files import ArtifactError, model_tensors
+from octavo.checkpoint.folder import WriteError
+from octavo.checkpoint.run import RunFolder
+from octavo.packing import pack
+from octavo.scales import scale_state
+from octavo.train import saving as checkpoint
+from octavo.train.finished import open_run
 from octavo.train.optimizer import optimizer_state
+from octavo.train.processes import Agreement
+from octavo.train.saving import CheckpointWriter, load_checkpoint, load_into_other_recipe
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
+DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]
 
 
-def everything(trainer):
+def all_of(trainer):
     """All that a checkpoint restores, copied."""
     state = trainer.state
     tensors = model_tensors(state.model) | optimizer_state(state.model, state.optimizer) | scale_state(state.model)
@@ -26,7 +44,7 @@ def everything(trainer):
 
 
 def assert_unchanged(trainer, before):
-    after = everything(trainer)
+    after = all_of(trainer)
     assert after.keys() == before.keys()
     assert [name for name in before if not torch.equal(after[name], before[name])] == []
 
@@ -42,7 +60,7 @@ def saved(begin):
 
 def test_checkpoint_holds_the_unconverted_model_in_float32(saved):
     _, folder = saved
-    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", *FILES]
     model = load_file(folder / "model.safetensors")
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
     assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
@@ -61,7 +79,7 @@ def test_full_disk_leaves_the_older_checkpoint_whole_and_nothing_partial(saved):
     trainer, folder = saved
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     trainer.step()
-    before = everything(trainer)
+    before = all_of(trainer)
     with files_of_at_most(20_000), pytest.raises(WriteError, match=r"step-00000005.*File too large") as caught:
         save_checkpoint(trainer.run_folder, trainer.state, keep=1)
     assert "nothing that existed was changed" in str(caught.value)
@@ -100,9 +118,19 @@ def test_leftovers_of_a_kill_are_ignored_and_cleared(saved):
 # --- What cannot be loaded
 
 
+@pytest.mark.parametrize("stem", ["model", "optimizer", "state"])
+def test_a_flipped_bit_is_named_by_whoever_reads_it(saved, stem):
+    trainer, folder = saved
+    path = folder / f"{stem}.safetensors"
+    name = flip_bit(path)
+    for restore in (load_checkpoint, load_into_other_recipe):
+        with pytest.raises(ArtifactError, match=re.escape(f"{path} is damaged: the bytes of {name} have the CRC-32")):
+            restore(folder, trainer.state)
+
+
 def refuses(trainer, folder, *essentials):
     """Loading `folder` raises an ArtifactError with these essentials, and changes nothing."""
-    before = everything(trainer)
+    before = all_of(trainer)
     with pytest.raises(ArtifactError) as caught:
         load_checkpoint(folder, trainer.state)
     for essential in essentials:
@@ -110,47 +138,97 @@ def refuses(trainer, folder, *essentials):
     assert_unchanged(trainer, before)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_missing_file(saved, name):
-    trainer, folder = saved
-    (folder / name).unlink()
-    trainer.step()
-    refuses(trainer, folder, folder / name, "is missing", "Remove that folder to resume from the one before it")
+def cut(name, share):
+    """Leave `share` of a file of the checkpoint."""
 
-
-@pytest.mark.parametrize("name", FILES)
-def test_truncated_file(saved, name):
-    trainer, folder = saved
-    content = (folder / name).read_bytes()
-    trainer.step()
-    for share in (0, 0.1, 0.5, 0.9):
+    def damage(folder):
+        content = (folder / name).read_bytes()
         (folder / name).write_bytes(content[: int(len(content) * share)])
-        refuses(trainer, folder, folder / name)
+
+    return damage
 
 
-def test_description_that_is_none(saved):
+def described(change):
+    """Change train.json: `change` gives the new text of the values."""
+
+    def damage(folder):
+        values = json.loads((folder / "train.json").read_text())
+        (folder / "train.json").write_text(change(values))
+
+    return damage
+
+
+def stored(name, change):
+    """Change the tensors of a file: `change` gives the new ones."""
+
+    def damage(folder):
+        save_file(change(load_file(folder / name)), folder / name)
+
+    return damage
+
+
+def cast(dtype):
+    def change(tensors):
+        name = next(name for name in tensors if "norm" in name and "step" not in name)
+        return tensors | {name: tensors[name].to(dtype)}
+
+    return change
+
+
+def without(tensors, name):
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+TENSORS, RANDOM, MOMENT = FILES[:2], "random.cpu", "model.norm.weight.exp_avg"
+ADVICE = "Move that folder out of the run to resume"
+DAMAGES = [  # what is done to the folder, and what the error must contain
+    *((lambda folder, name=name: (folder / name).unlink(), [name, "is missing", ADVICE]) for name in FILES),
+    *((cut(name, share), [name]) for name in FILES for share in (0, 0.1, 0.5, 0.9)),
+    *((described(lambda _, text=text: text), ["train.json"]) for text in ("not json", "[]", "3", "null", "{}")),
+    (lambda folder: (folder / "train.json").write_bytes(b"\xff\xfe"), ["train.json"]),
+    *((described(lambda v, key=key: json.dumps(without(v, key))), ["train.json", key]) for key in DESCRIBED),
+    *((described(lambda v, key=key: json.dumps(v | {key: None})), ["train.json", key]) for key in DESCRIBED),
+    *(
+        (
+            described(lambda v, step=step: json.dumps(v | {"step": step})),
+            [f"train.json says that it is of step {step}, whose folder is step-{step:08d}: one of the two"],
+        )
+        for step in (0, 3, 5, 30)
+    ),
+    *(
+        (stored(name, cast(dtype)), [name, "another model", f"must be torch.float32, the file has {dtype}"])
+        for name in TENSORS
+        for dtype in (torch.int32, torch.float8_e5m2, torch.int8)
+    ),
+    (stored(FILES[2], lambda tensors: without(tensors, RANDOM)), [FILES[2], RANDOM]),
+    (stored(FILES[2], lambda tensors: tensors | {RANDOM: torch.zeros(3, dtype=torch.uint8)}), [FILES[2], RANDOM]),
+    (stored(FILES[1], lambda tensors: without(tensors, MOMENT)), [FILES[1], MOMENT]),
+]
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(saved):
     trainer, folder = saved
-    path = folder / "train.json"
-    described = json.loads(path.read_text())
     trainer.step()
-    for content in (b"not json", b"[]", b"3", b"null", b"{}", b"\xff\xfe"):
-        path.write_bytes(content)
-        refuses(trainer, folder, path)
-    for key in ("step", "skipped_steps", "fingerprint", "scaler"):
-        for broken in ({name: value for name, value in described.items() if name != key}, described | {key: None}):
-            path.write_text(json.dumps(broken))
-            refuses(trainer, folder, path, key)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for damage, essentials in DAMAGES:
+        damage(folder)
+        refuses(trainer, folder, folder, *essentials)
+        for name, content in whole.items():
+            (folder / name).write_bytes(content)
+    load_checkpoint(folder, trainer.state)
 
 
-def test_random_state_that_is_none(saved):
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+def test_one_number_that_is_not_finite(saved, file, value):
     trainer, folder = saved
-    path = folder / "state.safetensors"
-    tensors = load_file(path)
-    del tensors["random.cpu"]
-    trainer.step()
-    for random in ({}, {"random.cpu": torch.zeros(3, dtype=torch.uint8)}):
-        save_file(tensors | random, path)
-        refuses(trainer, folder, path, "random.cpu")
+    tensors = load_file(folder / f"{file}.safetensors")
+    name = next(name for name in tensors if "down_proj" in name and "step" not in name)
+    tensors[name][-1, -1] = value
+    save_file(tensors, folder / f"{file}.safetensors")
+    for restore in (load_checkpoint, load_into_other_recipe):
+        with pytest.raises(ArtifactError, match=rf"{folder.name}: {name} holds inf or NaN: the run had diverged by th"):
+            restore(folder, trainer.state)
 
 
 @pytest.mark.parametrize(
@@ -187,21 +265,12 @@ def test_other_data(saved, begin, tmp_path):
     refuses(trainer, folder, folder, "the data", "--data")
 
 
-def test_optimizer_of_another_model(saved):
-    trainer, folder = saved
-    moments = load_file(folder / "optimizer.safetensors")
-    del moments["model.norm.weight.exp_avg"]
-    save_file(moments, folder / "optimizer.safetensors")
-    trainer.step()
-    refuses(trainer, folder, folder / "optimizer.safetensors", "model.norm.weight.exp_avg")
-
-
 # --- What is loaded
 
 
 def test_loading_restores_everything(saved, begin, tmp_path):
     trainer, folder = saved
-    before = everything(trainer)
+    before = all_of(trainer)
     other = begin(recipe="delayed", out=str(tmp_path / "other"))
     torch.manual_seed(99)
     other.step()
@@ -218,7 +287,7 @@ def test_files_of_the_safetensors_library_are_loaded(saved, begin, tmp_path):
         path.unlink()
         save_file(tensors, path)
     other = begin(recipe="delayed", out=str(tmp_path / "other"))
-    before = everything(trainer)
+    before = all_of(trainer)
     load_checkpoint(folder, other.state)
     assert_unchanged(other, before)
 
@@ -232,10 +301,252 @@ def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
     for _ in range(2):
         trainer.step()
         other.step()
-    assert_unchanged(other, everything(trainer))
+    assert_unchanged(other, all_of(trainer))
 
 
 def test_persistent_buffers_are_saved_and_others_are_not():
     model = nn.BatchNorm1d(3)
     model.register_buffer("scratch", torch.zeros(2), persistent=False)
     assert list(model_tensors(model)) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+
+
+# ---- Checkpoints are written while training goes on, and a failure is told at the next step
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """An event that the writing of every checkpoint waits for."""
+    event, write = threading.Event(), SafetensorsWriter.write_data
+
+    def wait_and_write(*args):
+        assert event.wait(HANG)
+        return write(*args)
+
+    monkeypatch.setattr(SafetensorsWriter, "write_data", wait_and_write)
+    return event
+
+
+def test_the_state_that_is_written_is_that_of_the_call(tmp_path, held):
+    run, state = RunFolder(tmp_path), make_state(steps=2)
+    with CheckpointWriter(run, keep=1) as writer:
+        required = everything(state)
+        writer.save(state)
+        for _ in range(3):
+            take_step(state)
+        assert run.checkpoints() == []
+        held.set()
+    load_checkpoint(run.checkpoint(2), state)
+    assert differing(everything(state), required) == []
+
+
+def test_checkpoints_come_one_after_the_other(tmp_path, held, monkeypatch):
+    run, state = RunFolder(tmp_path), make_state(steps=1)
+    with CheckpointWriter(run, keep=2) as writer:
+        writer.save(state)
+        monkeypatch.setattr(writer, "wait", lambda: held.set() or CheckpointWriter.wait(writer))
+        for _ in range(3):
+            take_step(state)
+            writer.save(state)
+            assert run.checkpoint(state.step - 1) in run.checkpoints()
+    assert run.checkpoints() == [run.checkpoint(3), run.checkpoint(4)]
+
+
+def test_a_run_learns_of_a_failed_write_before_the_next_save(begin):
+    """Its error names the checkpoint, and the one before it is whole."""
+    trainer = begin(recipe="bf16", steps=100, save_every=4, evaluate_every=100)
+    step = trainer.step
+
+    def limited():
+        if trainer.state.step == 7:
+            limit.__enter__()
+        return step()
+
+    trainer.step, limit = limited, files_of_at_most(20_000)
+    with pytest.raises(WriteError, match=r"step-00000008.*File too large"):
+        trainer.run()
+    limit.__exit__(None, None, None)
+    run = trainer.run_folder
+    assert run.checkpoints() == [run.checkpoint(4)]
+    assert list(run.path.glob(".step*")) == []
+    assert 9 <= trainer.state.step < 100
+
+
+def test_large_checkpoints_are_several_files_which_everything_opens(begin, tmp_path):
+    trainer = begin()
+    with small_shards(20_000):
+        folder = save_checkpoint(trainer.run_folder, trainer.state, keep=1)
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors.index.json", "optimizer.safetensors.index.json"} <= names
+    assert not {"model.safetensors", "optimizer.safetensors"} & names
+    parts = [load_file(path) for path in sorted(folder.glob("model-*"))]
+    assert len(parts) > 2
+
+    opened = open_run(trainer.run_folder.path).model
+    weights = dict(trainer.model.named_parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in opened.named_parameters())
+    other = begin(out=str(tmp_path / "other"), seed=1)
+    load_checkpoint(folder, other.state)
+    assert all(torch.equal(p, weights[name]) for name, p in other.model.named_parameters())
+    pack(trainer.run_folder.path, tmp_path / "packed")
+    assert (tmp_path / "packed" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_waits_for_the_checkpoint_and_a_second_signal_does_not(tmp_path, held, monkeypatch, error):
+    run, state = RunFolder(tmp_path), make_state(steps=1)
+    writer = CheckpointWriter(run, keep=2)
+
+    def save_and_fail():
+        with writer:
+            writer.save(state)
+            join = writer._pending.join
+            monkeypatch.setattr(writer._pending, "join", lambda *patience: held.set() or join(*patience))
+            raise error
+
+    with pytest.raises(error):
+        save_and_fail()
+    assert len(run.checkpoints()) == (error is RuntimeError)
+    held.set()
+    writer.wait()
+
+
+def test_a_checkpoint_that_cannot_be_removed_wholly_is_not_there(tmp_path, monkeypatch):
+    """As on NFS, where the file that somebody reads cannot be removed."""
+    run, state = RunFolder(tmp_path), make_state(steps=1)
+    with CheckpointWriter(run, keep=1) as writer:
+        monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)
+        for _ in range(2):
+            take_step(state)
+            writer.save(state)
+    assert run.checkpoints() == [run.checkpoint(3)]
+    monkeypatch.undo()
+    with CheckpointWriter(run, keep=1):
+        assert list(run.path.glob(".*")) == []
+
+
+def write_nowhere(rank, folder):
+    """What each rank raises if rank 1 cannot write in the folder of the run."""
+    try:
+        CheckpointWriter(RunFolder(Path(folder) / ("file/run" if rank else "")), keep=1)
+    except WriteError as error:
+        return str(error)
+
+
+def test_a_rank_that_cannot_write_stops_the_run_before_its_first_step(tmp_path):
+    (tmp_path / "file").touch()  # no folder can be made below it
+    found = run_ranks(2, write_nowhere, str(tmp_path))
+    assert len(found) == 2
+    assert all(f"could not write {tmp_path}/file/run" in error for error in found)
+
+
+# --- Checkpoints of several ranks: the files of one process, loaded by any number of ranks, written by all or by none
+
+
+def save(run, layout, step, seed):
+    state = make_state(layout, recipe="bf16" if layout == "2d" else "delayed", steps=2)
+    state.step = step
+    torch.manual_seed(seed)
+    save_checkpoint(run, state, keep=9)
+
+
+def saved_by_four(rank, folder):
+    """Save the same state as FSDP2 over 4 ranks, as 2 replicas of 2 shards, and with tensor parallel over 2."""
+    for step, layout in enumerate(("fsdp", "hsdp", "2d")):
+        save(RunFolder(Path(folder)), layout, step, rank)
+
+
+def loaded_by_two(rank, folder):
+    """For each checkpoint, what differs from the state of one process when 2 ranks have loaded it and a step later, and
+    a number that each rank then draws, which had a seed of its own; also what differs when DCP's own reader reads."""
+    run, results = RunFolder(Path(folder)), []
+    for path in run.checkpoints():
+        recipe = "bf16" if path == run.checkpoint(2) else "delayed"
+        state, required = make_state("fsdp", recipe=recipe, steps=1), make_state("plain", recipe=recipe, steps=2)
+        torch.manual_seed(rank)
+        load_checkpoint(path, state)
+        drawn, wrong = torch.rand(1).item(), differing(everything(state), everything(required))
+        take_step(state)
+        take_step(required)
+        results.append((wrong + differing(everything(state), everything(required)), drawn))
+    parameters = dict(make_state("fsdp").model.named_parameters())
+    load(parameters, storage_reader=HuggingFaceStorageReader(str(run.checkpoint(0))))
+    whole = {name: p.full_tensor().detach() for name, p in parameters.items()}
+    results.append((differing(whole, dict(make_state("plain", steps=2).model.named_parameters())), None))
+    return results
+
+
+def test_files_do_not_depend_on_the_ranks_and_any_number_of_ranks_loads_them(tmp_path):
+    """4 ranks to 2 and to 1, and 1 to 2."""
+    run = RunFolder(tmp_path)
+    run_ranks(4, saved_by_four, str(tmp_path))
+    save(run, "plain", 3, 9)
+
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in run.checkpoints()]
+    for found in files:
+        assert found.keys() == files[-1].keys()
+        assert all(found[name] == files[-1][name] for name in ("model.safetensors", "optimizer.safetensors"))
+    states = [load_file(folder / "state.safetensors") for folder in run.checkpoints()]
+    assert sum(name.startswith("random.") for name in states[0]) == 4
+    of_four, of_one = ({n: t for n, t in states[step].items() if not n.startswith("random.")} for step in (0, 3))
+    assert differing(of_four, of_one) == []
+
+    required = make_state("plain", recipe="delayed", steps=2)
+    for folder in (run.checkpoint(0), run.checkpoint(1), run.checkpoint(3)):
+        state = make_state("plain", recipe="delayed")
+        load_checkpoint(folder, state)
+        assert differing(everything(state), everything(required)) == []
+
+    first, second = run_ranks(2, loaded_by_two, str(tmp_path))
+    assert [wrong for wrong, _ in first + second] == 10 * [[]]
+    drawn = [[number for _, number in results if number is not None] for results in (first, second)]
+    assert len(set(drawn[0] + drawn[1])) == 8  # each rank has random numbers of its own, and others at each step
+
+
+def failures_of_two(rank, folder):
+    """What each rank raises when one of them fails, and what is in the folder after it."""
+    run, raised = RunFolder(Path(folder)), []
+    state = make_state("fsdp", recipe="delayed", steps=1, width=500)
+    save_checkpoint(run, state, keep=1)
+    for refused in (0, 1):  # the rank whose disk is full: the coordinator, or the other
+        state.step = 2
+        with pytest.raises(WriteError) as caught, files_of_at_most(2_000 if rank == refused else 10**6):
+            save_checkpoint(run, state, keep=1)
+        raised.append(str(caught.value))
+    before = everything(state)
+    other = make_state("fsdp", recipe="delayed", steps=1, width=501)
+    for model, damaged in ((other, None), (state, 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == damaged:
+                patch.setattr(checkpoint, "optimizer_state", lambda model, optimizer: {})
+            with pytest.raises(ArtifactError) as caught:
+                load_checkpoint(run.checkpoint(1), model)
+        raised.append(str(caught.value))
+    assert differing(everything(state), before) == []
+    torch.manual_seed(rank)
+    save_checkpoint(run, state, keep=1)  # there is space again
+    drawn = torch.rand(1)
+    load_checkpoint(run.checkpoint(2), state)
+    assert torch.equal(torch.rand(1), drawn)
+    return raised, sorted(path.name for path in run.path.iterdir())
+
+
+def test_a_failure_of_one_rank_is_the_same_failure_of_all_and_leaves_the_checkpoint_before(tmp_path):
+    (first, folders), (second, _) = run_ranks(2, failures_of_two, str(tmp_path))
+    assert first == second
+    for message in first[:2]:
+        assert "step-00000002: " in message
+        assert "File too large" in message
+        assert "nothing that existed was changed" in message
+    assert "another model: up.weight must have shape [501, 9], the file has [500, 9]" in first[2]
+    assert "has no place in the model" in first[3]
+    assert folders == ["step-00000002"]
+
+
+def agreed_by_two(rank):
+    agreement = Agreement()
+    return [list(agreement.reach(signal, 0)) for signal in ((0, 15, 0), (0, 0, 2))[rank]]
+
+
+def test_ranks_agree_on_a_signal_one_step_later():
+    assert run_ranks(2, agreed_by_two) == [[[0, 0], [0, 0], [15, 0]]] * 2
+    assert list(Agreement().reach(15, 0)) == [15, 0]

@@ -1,11 +1,21 @@
 import dataclasses
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from octavo.train.config import Config, ConfigError, describe
-from octavo.train.declaration import settings_of
-from octavo.train.tables import ActivationCheckpointing, Parallel
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.numerics import History
+from octavo.recipe import delayed
+from octavo.train.config import RULES, Config, ConfigError, describe
+from octavo.train.model import check_memory, make_model
+from octavo.train.optimizer import learning_rate
+from octavo.train.parallel_model import check_parallel
+from octavo.train.processes import total_memory
+from octavo.train.run_records import different_settings
+from octavo.train.settings import PRESETS, ActivationCheckpointing, Parallel, find_degrees, settings_of
 
 
 def write(folder, text):
@@ -22,8 +32,10 @@ def fails(*essentials, overrides=(), path=None):
 
 
 def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
-    path = write(tmp_path, 'layers = 6\nkv_heads = 1\nlearning_rate = 1\nskip = ["lm_head"]\ncompile = true\n')
-    config = Config.load(path, ["--kv-heads", "4", "--clip=0", "--compile", "false"])
+    path = write(
+        tmp_path, 'layers = 6\nkv_heads = 1\nlearning_rate = 1\nskip = ["lm_head"]\n[compile]\nblocks = true\n'
+    )
+    config = Config.load(path, ["--kv-heads", "4", "--clip=0", "--compile.blocks", "false"])
     assert (config.layers, config.kv_heads, config.compile.blocks, config.skip) == (6, 4, False, ("lm_head",))
     assert (config.width, config.data) == (256, ("stdlib",))
     assert type(config.learning_rate) is float
@@ -86,8 +98,9 @@ def test_describe_covers_every_setting_with_help():
         (["--clip", "much"], ["clip", "number", "'much'"]),
         (["--clip", "nan"], ["clip", "number", "'nan'"]),
         (["--clip", "1e999"], ["clip", "finite", "inf"]),
-        (["--compile", "0"], ["compile", "true or false", "'0'"]),
-        (["--compile", "yes"], ["compile", "true or false", "'yes'"]),
+        (["--compile.blocks", "0"], ["compile.blocks", "true or false", "'0'"]),
+        (["--compile.blocks", "yes"], ["compile.blocks", "true or false", "'yes'"]),
+        (["--compile", "true"], ["'compile' in the command line is a table", "'compile.blocks'"]),
         (["--steps", "0"], ["steps", "at least 1", "0"]),
         (["--heads", "-4"], ["heads", "at least 1", "-4"]),
         (["--schedule", "linear"], ["schedule", "cosine, wsd", "'linear'"]),
@@ -111,6 +124,11 @@ def test_describe_covers_every_setting_with_help():
         (["--width", "6", "--heads", "2"], ["6 / 2 = 3", "even", "RoPE", "1, 3"]),
         (["--width", "7", "--heads", "7"], ["7 / 7 = 1", "make the width even"]),
         (["--data="], ["data", "at least one"]),
+        (["--schedule", "wsd", "--decay", "2"], ["decay must be between 0 and 1", "got 2.0"]),
+        (["--decay", "-1", "--schedule", "wsd"], ["decay must be between 0 and 1", "got -1.0"]),
+        (["--steps", "9" * 26], ["steps must be below 2^63; got " + "9" * 26]),
+        (["--skip", ""], ["--skip has an empty value", "--skip= for an empty list"]),
+        (["--skip", "lm_head", ""], ["--skip has an empty value"]),
     ],
 )
 def test_bad_command_line(overrides, essentials):
@@ -138,7 +156,8 @@ def test_a_setting_that_is_no_list_is_given_once(again):
         ('layers = "3"', ["layers", "run.toml", "an integer", "'3'"]),
         ("layers = true", ["layers", "an integer", "True"]),
         ("clip = true", ["clip", "number", "True"]),
-        ("compile = 1", ["compile", "true or false", "1"]),
+        ("[compile]\nblocks = 1", ["compile.blocks", "true or false", "1"]),
+        (f"clip = {10**400}", ["clip", "a finite number", "(int)"]),
         ("clip = inf", ["clip", "finite", "inf"]),
         ('data = "stdlib"', ["data", "a list of strings", "'stdlib'"]),
         ("data = [1]", ["data", "a list of strings", "[1]"]),
@@ -150,6 +169,7 @@ def test_a_setting_that_is_no_list_is_given_once(again):
         ('[parallel]\ntp = "2"', ["parallel.tp", "run.toml", "an integer"]),
         ("parallel = 2", ["'parallel' in", "is a table, not a setting", "'parallel.tp'"]),
         ('[activation_checkpointing]\nmode = "some"', ["none, full, selective", "'some'"]),
+        (f"steps = {9 * 10**25}", ["steps must be below 2^63", f"{9 * 10**25}"]),
         ("layers = 3\nwidth = = 4", ["run.toml", "TOML", "line 2"]),
     ],
 )
@@ -161,7 +181,7 @@ def test_missing_and_binary_file(tmp_path):
     fails("absent.toml", "No such file", path=tmp_path / "absent.toml")
     fails("directory", path=tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"ab\xff")
-    fails("binary.toml", "UTF-8", "byte 2", path=tmp_path / "binary.toml")
+    fails("binary.toml is not valid TOML", "utf-8", "position 2", path=tmp_path / "binary.toml")
 
 
 def test_a_table_reads_the_same_from_a_file_the_command_line_and_json(tmp_path):
@@ -176,16 +196,6 @@ def test_a_table_reads_the_same_from_a_file_the_command_line_and_json(tmp_path):
         parallel=Parallel(dp_shard=2, dp_replicate=-1),
         activation_checkpointing=ActivationCheckpointing("selective"),
     )
-
-
-def test_former_settings_are_read_as_the_tables_that_replace_them(tmp_path):
-    path = write(tmp_path, "compile = true\ncheckpoint_activations = true\n")
-    config = Config.load(path)
-    assert (config.compile.blocks, config.activation_checkpointing.mode) == (True, "full")
-    config = Config.load(path, ["--no-compile", "--checkpoint-activations", "false"])
-    assert (config.compile.blocks, config.activation_checkpointing.mode) == (False, "none")
-    assert Config.from_dict({"compile": True, "checkpoint_activations": False}).compile.blocks
-    fails("compile", "former name of compile.blocks", overrides=["--compile", "--compile.blocks"])
 
 
 def test_from_dict_names_the_unknown_key():
@@ -215,3 +225,182 @@ def test_experts_are_settings_of_a_mixture_alone(option):
             ConfigError, match=f"{name} is a setting of the model mixture, and the model {model} has no"
         ):
             Config.load(None, ["--model", model, option, "3"])
+
+
+# --- What was not given follows from what was, and a resumed run keeps what it had
+
+
+def load(*words):
+    return Config.load(None, words)
+
+
+def test_the_defaults_do_not_contradict_each_other():
+    assert (load("--steps", "10").warmup, load("--steps", "1").warmup) == (1, 0)
+    assert load("--learning-rate", "1e-5").min_learning_rate == pytest.approx(1e-6)
+    assert load("--heads", "1").kv_heads == load("--heads", "1").heads
+    assert load("--heads", "16", "--schedule", "wsd", "--decay", "1").warmup == 0
+
+
+def test_without_settings_the_numbers_are_those_that_they_were():
+    config = Config()
+    found = [config.learning_rate, config.min_learning_rate, config.warmup, config.context, config.kv_heads]
+    assert found == [1e-3, 1e-4, 20, 512, 2]
+    assert (load("--steps", "200").warmup, config.decay_steps) == (20, 500)  # the demo's
+
+
+def test_a_model_of_a_folder_learns_slowly(tmp_path):
+    config = Config(model=str(tmp_path))
+    assert (config.learning_rate, config.min_learning_rate) == (2e-5, pytest.approx(2e-6))
+    assert Config(model=str(tmp_path), learning_rate=1e-3).min_learning_rate == 1e-4
+
+
+def test_what_is_given_is_not_derived():
+    config = load("--learning-rate", "0.5", "--min-learning-rate", "0.4", "--warmup", "7", "--decay-steps", "50")
+    assert (config.min_learning_rate, config.warmup, config.decay_steps) == (0.4, 7, 50)
+    assert config.derived == {"kv_heads", "context"}
+    with pytest.raises(ConfigError, match="warmup 500"):
+        load("--warmup", "500")
+
+
+def test_a_change_derives_what_follows_from_it_and_nothing_else():
+    recorded = Config.from_dict(json.loads(json.dumps(load("--steps", "100", "--learning-rate", "1e-2").to_dict())))
+    assert recorded.derived == RULES.keys() - {"learning_rate"}
+    longer = recorded.replace(["--steps", "400"])
+    assert (longer.decay_steps, longer.warmup, longer.min_learning_rate) == (400, 20, 1e-3)
+    assert longer == load("--steps", "400", "--learning-rate", "1e-2")
+    slower = recorded.replace(["--learning-rate", "1e-5"])
+    assert (slower.min_learning_rate, slower.warmup) == (pytest.approx(1e-6), recorded.warmup)
+    given = recorded.replace(["--warmup", "9"]).replace(["--steps", "50"])
+    assert (given.warmup, given.decay_steps) == (9, 50)
+
+
+def test_recorded_values_hold_although_the_rules_may_change():
+    """Another version of octavo may derive another warmup: a run that goes on keeps its own."""
+    recorded = Config().to_dict() | {"warmup": 3}
+    assert Config.from_dict(recorded).warmup == 3
+    assert Config.from_dict(recorded).replace(["--batch", "8"]).warmup == 3
+    assert Config.from_dict(recorded).replace(["--steps", "80"]).warmup == 8
+
+
+def test_the_settings_of_a_run_are_a_configuration_file(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(load("--steps", "40", "--data", "a", "b").to_dict()))
+    assert Config.load(path) == load("--steps", "40", "--data", "a", "b")
+    assert Config.load(path, ["--steps", "4"]) == load("--steps", "4", "--data", "a", "b")
+    path.write_text('{"derived": ["steps"]}')
+    with pytest.raises(ConfigError, match=r"derived in .*config.json must be a list of some of learning_rate, "):
+        Config.load(path)
+    for text, reason in (("{", "is not valid JSON"), ("[]", "must hold a JSON object")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            Config.load(path)
+
+
+def test_flags_need_no_value():
+    config = load("--tensorboard", "--no-tied", "--compile.blocks", "true", "--deterministic=false")
+    assert (config.tensorboard, config.tied, config.compile.blocks, config.deterministic) == (True, False, True, False)
+    with pytest.raises(ConfigError, match="no_steps"):
+        load("--no-steps")
+    with pytest.raises(ConfigError, match="must be given once"):
+        load("--tied", "--no-tied")
+
+
+def test_the_rate_stays_at_its_end_after_the_last_step_of_the_decay():
+    """nanoGPT calls it lr_decay_iters."""
+    config = Config(steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+    whole = Config(steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+    assert [learning_rate(s, config) for s in range(41)] == [learning_rate(s, whole) for s in range(41)]
+    assert {learning_rate(s, config) for s in range(40, 100)} == {0.1}
+    cut = Config(steps=20, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+    assert [learning_rate(s, cut) for s in range(20)] == [learning_rate(s, whole) for s in range(20)]
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", "-1", str(1 << 63)])
+def test_a_seed_beyond_what_a_generator_takes(seed):
+    with pytest.raises(ConfigError, match=rf"seed must be an integer from 0 to 2\^63 - 1; got {seed}"):
+        load("--seed", seed)
+
+
+# --- The settings in which runs differ, where their recipes are names or fields
+
+
+MINE = replace(delayed(), name="mine")
+OTHER = replace(delayed(history=History(margin=3.0)), name="mine", emulate=True)
+
+
+def differences(*configs: Config) -> dict[str, list[object]]:
+    return different_settings([config.to_dict() for config in configs])
+
+
+def test_recipes_differ_in_their_fields():
+    found = differences(Config(recipe=MINE, steps=5), Config(recipe=OTHER, steps=5))
+    margins = {f"recipe.{gemm}.{operand}.history.margin" for gemm, operand in (("y", "x"), ("dx", "w"), ("dw", "dy"))}
+    assert margins <= found.keys()
+    assert found["recipe.y.x.history.margin"] == [1.0, 3.0]
+    assert found["recipe.emulate"] == [False, True]
+    assert len(found) == 7
+
+
+def test_a_recipe_differs_from_a_preset_by_its_name():
+    assert differences(Config(recipe=MINE), Config(recipe="rowwise")) == {"recipe": ["mine", "rowwise"]}
+    assert differences(Config(recipe=MINE), Config(recipe=MINE)) == {}
+
+
+# --- The presets: whole models by name, of the sizes that their names say
+
+
+LLAMA_VOCABULARY = 128_256
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "processes"),
+    [("llama-1b", 1.2358, 1), ("llama-3-8b", 8.0303, 8), ("llama-3-70b", 70.5537, 64)],
+)
+def test_a_preset_has_the_parameters_and_the_processes_of_its_model(name, billions, processes):
+    config = Config.load(name)
+    with torch.device("meta"):
+        model = make_model(config, LLAMA_VOCABULARY, Path("none"))
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=1e-4)
+    check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
+    assert (config.batch * config.accumulate * config.context) & 0x7FFFF == 0  # a multiple of 524,288 tokens a step
+    assert config.tokenizer.startswith("hf:meta-llama/")
+    assert config.compile.blocks
+
+
+def test_every_file_is_a_preset_that_an_error_names(tmp_path, monkeypatch):
+    assert PRESETS.keys() == {"llama-1b", "llama-3-8b", "llama-3-70b"}
+    with pytest.raises(ConfigError, match="llama-7b cannot be read.*presets are llama-1b, llama-3-70b, llama-3-8b"):
+        Config.load("llama-7b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-1b").write_text("layers = 3")
+    assert Config.load("llama-1b").layers == 3
+    with pytest.raises(ConfigError, match="give a TOML file of settings, or the config.json of a run"):
+        Config.load(tmp_path)
+    assert Config.load("llama-3-8b", ["--layers", "2", "--parallel.tp", "2"]).layers == 2
+
+
+def test_memory_counts_the_parts_of_each_process(monkeypatch):
+    monkeypatch.setattr("octavo.train.model.total_memory", lambda device: 80e9)
+    config, gpu = Config.load("llama-3-70b"), torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"divided among 8 processes, 141 GB .* 80 GB.*torchrun"):
+        check_memory(config, LLAMA_VOCABULARY, gpu, parts=8)
+    check_memory(config, LLAMA_VOCABULARY, gpu, parts=64)
+
+
+def test_a_tokenizer_by_its_name(begin, go_on, tmp_path):
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    trainer = begin(tokenizer=f"hf:{tmp_path / 'tokenizer'}", steps=4)
+    assert trainer.data.tokenizer.encode("ab") == [97, 98]
+    trainer.run()
+    (tmp_path / "tokenizer").rename(tmp_path / "gone")
+    assert go_on(tmp_path / "run", "--steps", "5").run().step == 5
+    with pytest.raises(ValueError, match=r"hf:no/such/name cannot be opened .* or a local folder"):
+        begin(tokenizer="hf:no/such/name", out=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="tokenizer must be one of bytes, characters, bpe, or hf:"):
+        begin(tokenizer="words")
+
+
+def test_processes_share_the_memory_of_their_machine(monkeypatch):
+    whole = total_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert total_memory(torch.device("cpu")) == whole // 4

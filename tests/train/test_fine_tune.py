@@ -9,8 +9,13 @@ import torch
 from calibration_examples import write_model
 from safetensors.torch import load_file, save_file
 
-from octavo.artifact.files import ArtifactError
+from octavo.calibration import calibrate
+from octavo.checkpoint.files import ArtifactError
+from octavo.evaluation import PromptOptions
+from octavo.inference.opening import load_packed
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.nn.delayed import histories
+from octavo.packing import pack
 from octavo.train.config import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -87,7 +92,8 @@ llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
 def test_recomputing_activations_does_not_change_the_run(begin, records, source, tmp_path):
     for recompute in (False, True):
         out = str(tmp_path / f"{recompute}")
-        begin(model=str(source), recipe="delayed", steps=3, checkpoint_activations=recompute, out=out).run()
+        checkpointing = {"mode": "full" if recompute else "none"}
+        begin(model=str(source), recipe="delayed", steps=3, activation_checkpointing=checkpointing, out=out).run()
     assert records(tmp_path / "True") == records(tmp_path / "False")
 
 
@@ -111,95 +117,84 @@ def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_p
     assert described == ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
-def refuses(begin, tmp_path, error, *essentials, **overrides):
-    with pytest.raises(error) as caught:
-        begin(**overrides)
-    for essential in essentials:
-        assert str(essential) in str(caught.value)
-    assert not (tmp_path / "run").exists()
+def describe(source, **changes):
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | changes))
 
 
-@llama_only
-def test_context_beyond_the_positions(begin, source, tmp_path):
-    refuses(begin, tmp_path, ConfigError, "context", "32 positions", "33", model=str(source), context=33)
-
-
-@llama_only
-def test_tokenizer_larger_than_the_vocabulary(begin, source, tmp_path):
-    config = json.loads((source / "config.json").read_text()) | {"vocab_size": 100}
+def change_weights(source, change):
     weights = load_file(source / "model.safetensors")
-    cut = {name: weights[name][:100].clone() for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    save_file(weights | cut, source / "model.safetensors", {"format": "pt"})
-    (source / "config.json").write_text(json.dumps(config))
-    refuses(begin, tmp_path, ConfigError, "100 rows", f"token {ord('v')}", model=str(source))
+    save_file(change(weights), source / "model.safetensors", {"format": "pt"})
+
+
+def cut_vocabulary(source):
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    change_weights(source, lambda weights: weights | {name: weights[name][:100].clone() for name in names})
+    describe(source, vocab_size=100)
+
+
+def diverge(source):
+    """Its logits are NaN, which are not those of a causal model either."""
+    change_weights(source, lambda weights: (weights[UP][3, 5].fill_(math.nan), weights)[1])
+
+
+def cut_file(source):
+    content = (source / "model.safetensors").read_bytes()
+    (source / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def remove_tokenizer(source):
+    for file in source.glob("tokenizer*"):
+        file.unlink()
+
+
+def lose_weight(source):
+    change_weights(source, lambda weights: {name: t for name, t in weights.items() if name != UP})
+
+
+def ask_for_code(source):
+    describe(source, model_type="mine", auto_map={"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.My"})
+    (source / "code.py").write_text("raise SystemExit('this code was run')")
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+REFUSED = [  # what is done to the folder, settings, the error, and what it must contain
+    (lambda source: None, {"context": 33}, ConfigError, ["context", "32 positions", "33"]),
+    (cut_vocabulary, {}, ConfigError, ["100 rows", f"token {ord('v')}"]),
+    (lambda source: (source / "config.json").unlink(), {}, ConfigError, ["a config.json", "/source"]),
+    (diverge, {}, ArtifactError, [f"{UP} holds inf or NaN", "/source"]),
+    (cut_file, {}, ArtifactError, ["truncated", "/source"]),
+    (remove_tokenizer, {}, FileNotFoundError, ["no tokenizer in", "/source", "tokenizer.json"]),
+    (lambda source: describe(source, model_type="mine"), {}, ConfigError, ["model_type 'mine'", "does not implement"]),
+    (
+        lambda source: (source / "config.json").write_text('{"model_type": "vit"}'),
+        {},
+        ConfigError,
+        ["model_type 'vit'", "no causal language model", "octavo.convert takes any model"],
+    ),
+    (lose_weight, {}, ConfigError, ["lacks weights", UP, "1 in all"]),
+    (ask_for_code, {}, ValueError, ["auto_map", "runs no code"]),
+]
 
 
 @llama_only
-def test_folder_without_a_model(begin, source, tmp_path):
-    (source / "config.json").unlink()
-    refuses(begin, tmp_path, ConfigError, "config.json", source, model=str(source))
+@pytest.mark.parametrize(("spoil", "changes", "error", "essentials"), REFUSED)
+def test_a_model_that_cannot_be_trained_is_refused(
+    begin, source, tmp_path, monkeypatch, spoil, changes, error, essentials
+):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
+    spoil(source)
+    with pytest.raises(error) as caught:
+        begin(model=str(source), **changes)
+    assert [each for each in essentials if each not in str(caught.value)] == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_an_encoder_is_refused_because_it_sees_the_answer(begin, tmp_path):
     source = write_model(tmp_path / "source", "bert masked")
-    says = ("BertLMHeadModel", "not causal", "earlier tokens", "choose such a model", source)
-    refuses(begin, tmp_path, ConfigError, *says, model=str(source), recipe="bf16")
-
-
-@llama_only
-def test_a_model_that_has_diverged(begin, source, tmp_path):
-    """Its logits are NaN, which are not those of a causal model either."""
-    weights = load_file(source / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    says = ("model.layers.1.mlp.up_proj.weight holds inf or NaN", source)
-    refuses(begin, tmp_path, ArtifactError, *says, model=str(source))
-
-
-@llama_only
-def test_a_truncated_file_of_weights(begin, source, tmp_path):
-    content = (source / "model.safetensors").read_bytes()
-    (source / "model.safetensors").write_bytes(content[: len(content) // 2])
-    refuses(begin, tmp_path, ArtifactError, "truncated", source, model=str(source))
-
-
-@llama_only
-def test_a_folder_without_a_tokenizer(begin, source, tmp_path):
-    for file in source.glob("tokenizer*"):
-        file.unlink()
-    refuses(begin, tmp_path, FileNotFoundError, "no tokenizer in", source, "tokenizer.json", model=str(source))
-
-
-@llama_only
-def test_a_model_type_that_transformers_lacks(begin, source, tmp_path):
-    (source / "config.json").write_text('{"model_type": "mine"}')
-    refuses(begin, tmp_path, ConfigError, "model_type 'mine'", "does not implement", model=str(source))
-
-
-@llama_only
-def test_a_model_type_without_a_causal_language_model(begin, source, tmp_path):
-    (source / "config.json").write_text('{"model_type": "vit"}')
-    says = ("model_type 'vit'", "no causal language model", "octavo.convert takes any model")
-    refuses(begin, tmp_path, ConfigError, *says, model=str(source))
-
-
-@llama_only
-def test_missing_weights_are_not_drawn_at_random(begin, source, tmp_path):
-    weights = load_file(source / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    del weights[name]
-    save_file(weights, source / "model.safetensors", {"format": "pt"})
-    refuses(begin, tmp_path, ConfigError, "lacks weights", name, "1 in all", model=str(source))
-
-
-@llama_only
-def test_a_folder_that_needs_its_own_code_is_refused_by_that_reason(begin, source, tmp_path, monkeypatch):
-    described = json.loads((source / "config.json").read_text())
-    described |= {"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.My"}}
-    (source / "config.json").write_text(json.dumps(described))
-    (source / "code.py").write_text("raise SystemExit('this code was run')")
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
-    refuses(begin, tmp_path, ValueError, "auto_map", "runs no code", model=str(source))
+    with pytest.raises(ConfigError, match=f"{source} is a BertLMHeadModel .*not causal.*choose such a model"):
+        begin(model=str(source), recipe="bf16")
+    assert not (tmp_path / "run").exists()
 
 
 @llama_only
@@ -219,3 +214,88 @@ def test_settings_that_are_not_given_fit_the_model(begin, source, tmp_path):
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["context"], written["learning_rate"]) == (32, 2e-5)
     assert written["derived"] == ["decay_steps", "learning_rate", "min_learning_rate", "warmup"]
+
+
+# --- Fine-tuning with the recipe delayed, whose first scales come from a calibration
+
+
+@pytest.fixture
+def calibrated(tmp_path, text):
+    """(model, calibration): the folders of a tiny Llama and of its calibration."""
+    model = write_model(tmp_path / "model", "llama")
+    calibrate(model, [str(text)], tmp_path / "calibrated", prompts=PromptOptions(samples=8, context=32, batch=4))
+    return model, tmp_path / "calibrated"
+
+
+def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, calibrated, tmp_path):
+    model, calibration = calibrated
+    trainer = begin(model=str(model), recipe="delayed", calibration=str(calibration), steps=3)
+    found = dict(histories(trainer.model))
+    inputs = {name: history for name, history in found.items() if name.endswith(".x")}
+    assert len(inputs) == 21
+    for name, history in inputs.items():
+        assert history.ready
+        assert history.steps == 2, "one entry for each batch of the calibration"
+        weight = found[name.replace(".x", ".w")]
+        assert (weight.ready, weight.steps) == (True, 1)
+        assert not found[name.replace(".x", ".dy")].ready
+    trainer.run()
+    resumed = go_on(tmp_path / "run", "--steps", "4")
+    assert all(history.steps == 5 for name, history in histories(resumed.model) if name.endswith(".x"))
+
+
+def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):
+    model, calibration = calibrated
+    with pytest.raises(ConfigError, match="to fine-tune the calibrated model; got recipe rowwise"):
+        settings(model=str(model), calibration=str(calibration))
+    with pytest.raises(ConfigError, match="to fine-tune the calibrated model; got recipe delayed and model llama"):
+        settings(recipe="delayed", calibration=str(calibration))
+    with pytest.raises(FileNotFoundError, match="calibration.json"):
+        begin(model=str(model), recipe="delayed", calibration=str(tmp_path / "absent"))
+    other = write_model(tmp_path / "other", "qwen2")
+    with pytest.raises(ArtifactError, match="is a calibration of another model than"):
+        begin(model=str(other), recipe="delayed", calibration=str(calibration))
+
+
+# ---- GPT-2 of transformers, whose linear layers are `Conv1D`, from fine-tuning to the packed folder
+
+
+@pytest.fixture
+def source_gpt2(tmp_path):
+    sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "source")
+    ByteTokenizer().save(tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "bf16"])
+def test_it_trains_under_its_own_names_and_packs(begin, go_on, records, source_gpt2, tmp_path, recipe):
+    begin(model=str(source_gpt2), recipe=recipe, context=None, steps=4, seed=3).run()
+    trainer = go_on(tmp_path / "run", "--steps", "5")
+    trainer.run()
+    losses = list(records(tmp_path / "run").values())
+    assert losses[4] < losses[0] - 0.2
+    published = load_file(source_gpt2 / "model.safetensors")
+    saved = load_file(tmp_path / "run" / "step-00000005" / "model.safetensors")
+    assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in published.items()}
+    pack(tmp_path / "run", tmp_path / "packed")
+    packed = load_packed(tmp_path / "packed").model
+    tokens = torch.arange(32)[None] + 97
+    with torch.no_grad():
+        found, trained = packed(tokens), trainer.model.eval()(tokens).logits
+    found = getattr(found, "logits", found).float()
+    assert (found - trained).norm() < 0.1 * trained.norm()
+
+
+def test_what_a_run_left_in_bf16_and_its_scales_are_found_under_its_names(begin, source_gpt2, tmp_path):
+    trainer = begin(model=str(source_gpt2), recipe="delayed", steps=4, skip=("transformer.h.0.mlp.*",))
+    trainer.run()
+    pack(tmp_path / "run", tmp_path / "packed")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    dtypes = {layer: packed[f"model.decoder.layers.{layer}.fc1.weight"].dtype for layer in (0, 1)}
+    assert dtypes == {0: torch.bfloat16, 1: torch.float8_e4m3fn}
+    history = trainer.model.get_submodule("transformer.h.1.attn.c_attn").histories["w"]
+    for part in "qkv":
+        scale = packed[f"model.decoder.layers.1.self_attn.{part}_proj.weight_scale"]
+        assert torch.equal(scale.view(()), history.scale.view(()))

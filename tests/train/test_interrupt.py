@@ -6,10 +6,11 @@ import signal
 
 import pytest
 import torch
+from patience import HANG, wait_for
 
-from octavo.artifact.run import RunFolder
-from octavo.train.checkpoint_writer import CheckpointWriter
-from octavo.train.interrupt import delay_interrupts, name_of
+from octavo.checkpoint.run import RunFolder
+from octavo.train.saving import CheckpointWriter
+from octavo.train.trainer import delay_interrupts, name_of
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -112,12 +113,12 @@ def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, wait_for, tmp_path):
+def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, tmp_path):
     run = RunFolder(tmp_path / "run")
     process = spawn(recipe="bf16", steps=100_000, save_every=10)
     wait_for(process, run.checkpoints)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG)
     assert (process.returncode, err) == (0, "")
     saved = re.search(rf"(?m)^SIGINT: saved step (\d+); continue with: octavo train --resume {run.path}$", out)
     assert saved, out

@@ -1,17 +1,28 @@
 """The steps of the training loop, and what must not change them."""
 
 import copy
+import gc
+import io
 import math
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from saved_checkpoints import save_checkpoint
 
-from octavo import PRESETS, Cast, Gemm, Recipe, scale_state
-from octavo.artifact.files import model_tensors
-from octavo.train.early_warning import TrainingError
-from octavo.train.optimizer import make_optimizer
+from octavo import Cast, Gemm, Recipe
+from octavo.checkpoint.files import model_tensors
+from octavo.recipe import PRESETS
+from octavo.scales import scale_state
+from octavo.train.config import Config, ConfigError
+from octavo.train.model import check_memory
+from octavo.train.optimizer import make_optimizer, optimizer_state
+from octavo.train.start import start_run
+from octavo.train.supervision import TrainingError
+from octavo.train.trainer import EVERY, collect_between_steps, collect_young
 
 
 def copied(tensors):
@@ -229,6 +240,7 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
 
     registry = torch._dynamo.backends.registry
     monkeypatch.setitem(registry._BACKENDS, "count", None)
+    count._tags = ()  # as register_backend leaves it
     monkeypatch.setitem(registry._COMPILER_FNS, "count", count)
     settings = {"recipe": "delayed", "layers": 2, "steps": 3, "evaluate_every": 3, "save_every": 3, "sample": 4}
     settings["skip"] = ["*self_attn*", "*gate_proj", "*up_proj"]  # Dynamo takes a second for each FP8 layer it traces
@@ -276,7 +288,7 @@ def test_loss_that_is_no_number_names_the_step_and_the_last_checkpoint(begin, re
         trainer.run()
     run = trainer.run_folder
     assert run.checkpoints() == ([run.checkpoint(4)] if last else [])
-    assert (str(run.checkpoint(4)) if last else "no checkpoint was saved yet") in str(caught.value)
+    assert (str(run.checkpoint(4)) if last else "no good checkpoint was saved") in str(caught.value)
     losses = records(run.path)
     assert max(losses) == 6  # the step that broke is in the log, and nothing after it
     assert losses[6] is None  # JSON has no NaN
@@ -290,3 +302,195 @@ def test_gradient_that_is_no_number_ends_a_bf16_run_before_it_is_saved(begin):
     with pytest.raises(TrainingError, match=r"step 3: .* norm (inf|nan)"):
         trainer.run()
     assert trainer.run_folder.checkpoints() == []
+
+
+# --- When Python collects garbage in a run, and that it frees what steps leave
+
+
+class Node:
+    """An object in a cycle of references."""
+
+    def __init__(self):
+        self.own = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_collection_is_as_before_after_the_block_and_after_an_error(enabled):
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with collect_between_steps():
+            assert not gc.isenabled()
+        assert gc.isenabled() == enabled
+        with pytest.raises(KeyError), collect_between_steps():
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_cycles_are_freed_at_every_fiftieth_step_and_no_sooner():
+    with collect_between_steps():
+        node = weakref.ref(Node())
+        for step in range(1, EVERY):
+            collect_young(step)
+        [Node() for _ in range(10_000)]  # enough for a collection by itself
+        assert node() is not None
+        collect_young(EVERY)
+        assert node() is None
+
+
+def test_a_run_collects_between_its_steps(begin, monkeypatch):
+    collected, enabled = [], []
+    trainer = begin(steps=3)
+    monkeypatch.setattr("octavo.train.trainer.collect_young", collected.append)
+    step = trainer.step
+    monkeypatch.setattr(trainer, "step", lambda: (enabled.append(gc.isenabled()), step())[1])
+    before = gc.isenabled()
+    trainer.run()
+    assert collected == [1, 2, 3]
+    assert enabled == [False] * 3
+    assert gc.isenabled() == before
+
+
+# --- What a run says before its first step, and models that are too large for the device
+
+
+def test_the_header_says_what_is_trained_on_what(settings, text):
+    out = io.StringIO()
+    start_run(settings(steps=1, warmup=0, min_learning_rate=None), Console(file=out, width=30))
+    lines = {line.split()[0]: line for line in out.getvalue().splitlines() if line}
+    assert "llama, 26,784 parameters, trained from random weights" in lines["model"]
+    assert str(text) in lines["data"]
+    assert "held out" in lines["data"]
+    assert "1 step of 64 tokens" in lines["steps"]
+    assert "0.01 to 0.001 (cosine), after 0 steps of warmup" in lines["rate"]
+    assert lines["rowwise:"] == "rowwise: 14 linear layers converted, 1 skipped"
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [{"width": 100_000_000}, {"width": 4 * 10**15}, {"layers": 10**9}, {"mlp_width": 10**14}, {"width": 10**18}],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_a_model_beyond_the_memory_is_refused_in_plain_words(model, absurd):
+    if model == "gpt2" and "mlp_width" in absurd:
+        pytest.skip("gpt2 has no mlp_width")
+    with pytest.raises(ConfigError, match="16 bytes for each.*cpu has .* GB. Lower width, mlp_width or layers"):
+        check_memory(Config(model=model, **absurd), 256, torch.device("cpu"))
+
+
+def test_the_default_model_fits():
+    check_memory(Config(), 4096, torch.device("cpu"))
+
+
+# ---- FP16 with dynamic loss scaling: the scale finds its level, and a step that overflows changes no weight
+
+
+def copied_fp16(trainer):
+    state = model_tensors(trainer.model) | optimizer_state(trainer.model, trainer.state.optimizer)
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def changed(trainer, before):
+    return {name for name, tensor in copied_fp16(trainer).items() if not torch.equal(tensor, before[name])}
+
+
+def overflow_at(trainer, *steps):
+    """Make one weight's gradient infinite in these steps."""
+    weight = trainer.model.model.layers[0].mlp.up_proj.weight
+    weight.register_hook(lambda gradient: gradient * math.inf if trainer.state.step in steps else gradient)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
+def test_scale_doubles_after_so_many_good_steps(begin, recipe):
+    trainer = begin(recipe=recipe, precision="fp16")
+    trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scales = []
+    for _ in range(7):
+        loss, _ = trainer.step()
+        scales.append(trainer.state.scaler.get_scale())
+    assert scales == [2.0**10] * 2 + [2.0**11] * 3 + [2.0**12] * 2
+    assert math.isfinite(loss)
+    assert trainer.state.skipped_steps == 0
+
+
+def test_overflow_halves_the_scale_and_skips_the_step(begin):
+    trainer = begin(precision="fp16")
+    overflow_at(trainer, 0, 3)
+    start, scale = copied_fp16(trainer), trainer.state.scaler.get_scale()
+    trainer.step()
+    assert changed(trainer, start) == set()
+    assert (trainer.state.scaler.get_scale(), trainer.state.skipped_steps, trainer.state.step) == (scale / 2, 1, 1)
+    for _ in range(2):
+        trainer.step()
+    before = copied_fp16(trainer)
+    assert changed(trainer, start) == set(start)
+    trainer.step()
+    assert changed(trainer, before) == set()  # neither the weights nor the moments, nor the optimizer's count of steps
+    assert (trainer.state.scaler.get_scale(), trainer.state.skipped_steps, trainer.state.step) == (scale / 4, 2, 4)
+    assert float(optimizer_state(trainer.model, trainer.state.optimizer)["model.norm.weight.step"]) == 2
+    trainer.step()
+    assert changed(trainer, before) == set(before)
+
+
+def test_overflow_of_the_scaled_gradients_themselves_finds_a_scale(begin):
+    """From a scale far too large, without anybody's help."""
+    trainer = begin(recipe="bf16", precision="fp16")
+    trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for _ in range(40):
+        trainer.step()
+    assert 10 < trainer.state.skipped_steps < 38
+    assert trainer.state.scaler.get_scale() == 2.0 ** (40 - trainer.state.skipped_steps)
+
+
+def test_norm_and_clipping_are_of_unscaled_gradients(begin, tmp_path):
+    norms = {}
+    for precision in ("fp16", "fp32"):
+        trainer = begin(recipe="bf16", precision=precision, clip=0.25, out=str(tmp_path / precision))
+        gradients = []
+
+        def note(optimizer, args, kwargs, gradients=gradients, model=trainer.model):
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+
+        trainer.state.optimizer.register_step_pre_hook(note)
+        norms[precision] = [trainer.step()[1] for _ in range(2)]
+        torch.testing.assert_close(torch.stack(gradients), torch.full((2,), 0.25), rtol=1e-4, atol=0)
+    torch.testing.assert_close(norms["fp16"], norms["fp32"], rtol=1e-2, atol=0)
+
+
+def test_skipped_steps_are_logged_and_the_run_goes_on(begin, records):
+    trainer = begin(precision="fp16", steps=5)
+    overflow_at(trainer, 1, 2)
+    trainer.run()
+    run = trainer.run_folder.path
+    assert list(records(run, "skipped_steps").values()) == [0, 1, 2, 2, 2]
+    assert list(records(run, "loss_scale").values()) == [2.0**16, 2.0**15, 2.0**14, 2.0**14, 2.0**14]
+    assert [step for step, norm in records(run, "gradient_norm").items() if norm is None] == [2, 3]
+    assert all(math.isfinite(loss) for loss in records(run).values())
+
+
+def test_resumed_scaler_is_the_same(begin, go_on, tmp_path):
+    """Scale, count towards the next growth, skipped steps: saved right after an overflow in the very first step too."""
+    trainer = begin(recipe="delayed", precision="fp16")
+    overflow_at(trainer, 0, 2)
+    trainer.lock.close()
+    for _ in range(4):
+        trainer.step()
+        save_checkpoint(trainer.run_folder, trainer.state, keep=1)
+        resumed = go_on(trainer.run_folder.path)
+        resumed.lock.close()
+        assert resumed.state.scaler.state_dict() == trainer.state.scaler.state_dict()
+        assert (resumed.state.step, resumed.state.skipped_steps) == (trainer.state.step, trainer.state.skipped_steps)
+        assert changed(resumed, copied_fp16(trainer)) == set()
+    for _ in range(2):
+        assert torch.equal(resumed.step()[0], trainer.step()[0])
+    assert changed(resumed, copied_fp16(trainer)) == set()
+
+
+def test_loss_that_is_no_number_ends_the_run_though_gradients_may_overflow(begin):
+    trainer = begin(precision="fp16")
+    trainer.model.model.norm.weight.data.fill_(math.inf)
+    with pytest.raises(TrainingError, match="step 1: the loss is nan"):
+        trainer.run()

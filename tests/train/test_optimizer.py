@@ -1,11 +1,35 @@
-"""AdamW: which parameters decay, what a step computes, and its state by name."""
+"""AdamW and what it reads: decay, gradients of BF16 weights, clipping, moments in eight bits, the learning rate."""
 
+import functools
+import itertools
+import math
+import sys
+
+import numpy as np
 import pytest
 import torch
+from patience import HANG
+from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from octavo.artifact.files import model_tensors
-from octavo.train.optimizer import make_optimizer, optimizer_state
+from octavo.checkpoint.files import ArtifactError, model_tensors
+from octavo.checkpoint.run import RunFolder
+from octavo.train.config import Config, ConfigError
+from octavo.train.optimizer import (
+    accumulate_in_fp32,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    optimizer_state,
+    set_learning_rate,
+)
+from octavo.train.parallel_model import make_mesh
+from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
+from octavo.train.settings import Degrees
 
 
 def test_matrices_decay_and_nothing_else_does(begin):
@@ -79,3 +103,431 @@ def test_state_by_name_is_what_is_required_and_goes_back(settings, steps):
     step()
     for name, tensor in model_tensors(model).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+COSINE = Config(steps=110, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
+WSD = Config(steps=100, warmup=10, learning_rate=1.0, min_learning_rate=0.1, schedule="wsd", decay=0.2)
+
+
+@pytest.mark.parametrize("config", [COSINE, WSD])
+def test_warmup_is_linear_and_learns_from_the_first_step(config):
+    assert [learning_rate(step, config) for step in range(10)] == pytest.approx([n / 10 for n in range(1, 11)])
+
+
+@pytest.mark.parametrize(("step", "expected"), [(10, 1.0), (60, 0.55), (110, 0.1), (10_000, 0.1)])
+def test_cosine_corners(step, expected):
+    assert learning_rate(step, COSINE) == pytest.approx(expected)
+
+
+def test_cosine_at_a_third_falls_by_a_quarter():
+    config = Config(steps=300, warmup=0, learning_rate=2.0, min_learning_rate=1.0)
+    assert learning_rate(100, config) == pytest.approx(1.75)  # (1 + cos 60°) / 2 = 3/4
+
+
+@pytest.mark.parametrize(("step", "expected"), [(10, 1.0), (79, 1.0), (80, 1.0), (90, 0.55), (99, 0.145), (100, 0.1)])
+def test_wsd_corners(step, expected):
+    assert learning_rate(step, WSD) == pytest.approx(expected)
+
+
+def test_wsd_without_decay_is_constant_and_with_all_decay_falls_from_the_start():
+    flat = Config(steps=50, warmup=0, schedule="wsd", decay=0.0)
+    assert {learning_rate(step, flat) for step in range(50)} == {1e-3}
+    ramp = Config(steps=50, warmup=0, schedule="wsd", decay=1.0, learning_rate=1.0, min_learning_rate=0.0)
+    assert [learning_rate(step, ramp) for step in (0, 25, 49)] == pytest.approx([1.0, 0.5, 0.02])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_never_rises_after_warmup_nor_leaves_its_bounds(schedule):
+    config = Config(steps=97, warmup=7, schedule=schedule, decay=0.33)
+    rates = [learning_rate(step, config) for step in range(7, 98)]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rates))
+    assert rates[0] == config.learning_rate
+    assert math.isclose(rates[-1], config.min_learning_rate)
+
+
+def test_no_warmup_starts_at_the_peak():
+    assert learning_rate(0, Config(warmup=0)) == 1e-3
+
+
+def test_negative_step():
+    with pytest.raises(ValueError, match="0 or more; got -1"):
+        learning_rate(-1, Config())
+
+
+# ---- Gradients: the sum of many in BF16 and the norm of all, against float64; and clipping
+
+
+MICRO_BATCHES = 300
+
+
+def make_layer():
+    torch.manual_seed(0)
+    return nn.Linear(8, 12, bias=False).bfloat16()
+
+
+def inputs():
+    """A small gradient with the same sign each time, so that a BF16 sum stops growing."""
+    draw = torch.Generator().manual_seed(1)
+    return [1 + torch.rand(4, 8, generator=draw).bfloat16() / 8 for _ in range(MICRO_BATCHES)]
+
+
+def summed(model):
+    for x in inputs():
+        model(x).sum().backward()
+    [grad] = [p.grad for p in model.parameters()]
+    return grad
+
+
+@functools.cache
+def expected():
+    """The sum in float64 of the BF16 gradients of the micro-batches."""
+    total = torch.zeros(12, 8, dtype=torch.float64)
+    for x in inputs():
+        layer = make_layer()
+        layer(x).sum().backward()
+        total += layer.weight.grad.double()
+    return total
+
+
+def error(grad):
+    return float(((grad.double() - expected()) / expected()).abs().max())
+
+
+def test_in_fp32_nothing_is_lost():
+    layer = make_layer()
+    assert error(summed(layer)) > 0.05  # without
+    layer = make_layer()
+    accumulate_in_fp32(layer.parameters())
+    grad = summed(layer)
+    assert grad.dtype == torch.float32
+    assert error(grad) < 1e-6
+
+
+def test_a_new_step_begins_at_zero_and_other_parameters_stay_as_they_are():
+    model = nn.Sequential(make_layer(), nn.Linear(12, 3, dtype=torch.bfloat16), nn.LayerNorm(3)).requires_grad_()
+    model[2].requires_grad_(False)
+    accumulate_in_fp32(p for p in model.parameters() if p.requires_grad)
+    for _ in range(2):
+        model(inputs()[0]).square().sum().backward()
+        first = {name: p.grad for name, p in model.named_parameters()}
+        assert {name: None if g is None else g.dtype for name, g in first.items()} == {
+            "0.weight": torch.float32, "1.weight": torch.float32, "1.bias": torch.float32,
+            "2.weight": None, "2.bias": None,
+        }  # fmt: skip
+        model.zero_grad()
+    plain = nn.Linear(2, 2)
+    accumulate_in_fp32(plain.parameters())
+    assert plain.weight.grad_dtype == torch.float32
+    with pytest.raises(RuntimeError, match="dtype"):
+        plain.weight.grad = torch.zeros(2, 2, dtype=torch.bfloat16)
+
+
+def sharded_errors(rank):
+    """Under FSDP2, where each micro-batch is reduced and where only the last is, and under tensor parallelism."""
+    errors = []
+    for layout in ("each", "last", "tensor parallel"):
+        layer, mesh = make_layer(), init_device_mesh("cpu", (2,))
+        if layout == "tensor parallel":
+            layer = parallelize_module(layer, mesh, ColwiseParallel())
+        else:
+            fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        accumulate_in_fp32(layer.parameters())
+        if layout == "last":
+            layer.set_requires_gradient_sync(False)
+            summed(layer)
+            layer.set_requires_gradient_sync(True)
+            layer(torch.zeros(4, 8, dtype=torch.bfloat16)).sum().backward()
+            grad = layer.weight.grad
+        else:
+            grad = summed(layer)
+        assert grad.to_local().dtype == torch.float32
+        errors.append(error(grad.full_tensor()))
+    return errors
+
+
+@pytest.mark.slow
+def test_sharded_weights_too():
+    for errors in run_ranks(2, sharded_errors):
+        assert errors[0] < 1e-6
+        assert errors[1] < 1e-2  # the sum of all micro-batches is rounded to BF16 once
+        assert errors[2] < 1e-6
+
+
+class Clipped(nn.Module):
+    """Two layers, and one that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.unused = nn.Linear(8, 12), nn.Linear(12, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x.to(self.first.weight.dtype)).relu()
+        return 2 * self.second(hidden.to(self.second.weight.dtype))
+
+
+def backward(model):
+    torch.manual_seed(1)
+    model(torch.randn(4, 8)).square().sum().backward()
+
+
+def exact_norm(model):
+    """The norm of the gradients in float64."""
+    return math.sqrt(sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None))
+
+
+@pytest.mark.parametrize("limit", [0.25, 1e4, math.inf])
+def test_clipping_divides_by_the_norm_where_it_is_above_the_limit(limit):
+    model = Clipped()
+    backward(model)
+    norm = exact_norm(model)
+    factor = min(limit / norm, 1)
+    expected = {name: p.grad.double() * factor for name, p in model.named_parameters() if p.grad is not None}
+    found = clip_gradients(model.parameters(), limit)
+    assert found.shape == ()
+    assert float(found) == pytest.approx(norm, rel=1e-6)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert sorted(grads) == ["first.bias", "first.weight", "second.bias", "second.weight"]
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad.double(), expected[name], rtol=1e-5, atol=0)
+
+
+def test_clipping_takes_gradients_of_two_dtypes():
+    model = Clipped()
+    model.first.bfloat16()
+    backward(model)
+    norm = exact_norm(model)
+    found = clip_gradients(model.parameters(), 0.5)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(norm, rel=1e-2)  # the norm of BF16 gradients is BF16
+    assert exact_norm(model) == pytest.approx(0.5, rel=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_shows_in_the_norm():
+    model = Clipped()
+    backward(model)
+    model.second.bias.grad[2] = math.nan
+    assert not clip_gradients(model.parameters(), 1.0).isfinite()
+
+
+def sharded_clipping(rank):
+    """Whether norm and gradients are those of one process, and the all-reduces, by the layout of the parameters."""
+    whole = Clipped()
+    backward(whole)
+    norm = exact_norm(whole)
+    clip_gradients(whole.parameters(), 0.25)
+    results = {}
+    degrees = {"FSDP2": Degrees(1, 4), "HSDP": Degrees(2, 2), "with tensor parallelism": Degrees(1, 2, 2)}
+    for layout, each in degrees.items():
+        mesh, model = make_mesh(each, torch.device("cpu"), timeout=HANG), Clipped()
+        if each.tp > 1:
+            parallelize_module(model, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"] if each.dp_replicate > 1 else mesh["dp_shard"])
+        backward(model)
+        with CommDebugMode() as collectives:
+            found = clip_gradients(model.parameters(), 0.25)
+        results[layout, "norm"] = float(found) == pytest.approx(norm, rel=1e-6)
+        for name, p in model.named_parameters():
+            expected = whole.get_parameter(name).grad
+            if expected is not None:
+                grad = p.grad.full_tensor()
+                results[layout, name] = torch.allclose(grad, expected, rtol=1e-5, atol=1e-8)
+        results[layout, "collectives"] = collectives.get_total_counts()
+    return results
+
+
+@pytest.mark.slow
+def test_clipping_of_sharded_gradients_is_that_of_one_process():
+    for results in run_ranks(4, sharded_clipping):
+        counts = {layout: count for (layout, what), count in results.items() if what == "collectives"}
+        assert counts["FSDP2"] == counts["HSDP"] == 1  # for all gradients
+        assert len(results) == 3 * 6
+        assert all(results.values()), results
+
+
+# ---- AdamW with moments in eight bits and with BF16 weights, on torchao's optimizers, run eagerly
+
+
+EIGHT_BITS = ["8bit", "fp8"]
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """Compiling torchao's step takes half a minute."""
+    pytest.importorskip("torchao")
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def make_model(dtype=torch.float32):
+    """The moments of a.weight, whose rows 2 ranks share unevenly, and of b.weight are quantized."""
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(256, 17), "b": nn.Linear(512, 8, bias=False), "c": nn.Linear(24, 200)}
+    return nn.ModuleDict(layers).to(dtype)
+
+
+def config_of(**optimizer):
+    return Config.from_dict({"optimizer": optimizer, "learning_rate": 1e-2, "weight_decay": 0.1})
+
+
+def take_steps(model, optimizer, count):
+    """Steps whose gradients follow from the weights element by element, so that shards have the same."""
+    for _ in range(count):
+        for p in model.parameters():
+            p.grad = (50 * p.detach().float()).sin().to(p.dtype)
+        optimizer.step()
+
+
+def trained(steps, dtype=torch.float32, **optimizer):
+    model = make_model(dtype)
+    adamw = make_optimizer(model, config_of(**optimizer))
+    take_steps(model, adamw, steps)
+    return model, adamw
+
+
+@pytest.mark.parametrize("state", EIGHT_BITS)
+def test_a_step_is_adamws_but_for_the_rounding_of_its_moments(state):
+    for steps, limit in ((1, 1e-5), (10, 0.05)):  # the first step reads no quantized moment
+        begin, (exact, _), (found, adamw) = make_model(), trained(steps), trained(steps, state=state)
+        for name, p in found.named_parameters():
+            way = exact.get_parameter(name).detach() - begin.get_parameter(name).detach()
+            difference = p.detach() - exact.get_parameter(name).detach()
+            assert float(difference.norm() / way.norm()) < limit, name
+            if name in ("a.bias", "c.weight", "c.bias"):  # too small, or rows that are no whole blocks: float32
+                assert float(difference.abs().max()) < 1e-6
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("state", EIGHT_BITS)
+def test_the_state_by_name_is_two_bytes_an_element_and_two_scales_a_block(state):
+    model, adamw = trained(2, state=state)
+    found = {name: t for name, t in optimizer_state(model, adamw).items() if name.startswith(("a.weight", "b.weight"))}
+    shapes = {"a.weight": (17, 256), "b.weight": (8, 512)}
+    expected = {}
+    for name, (rows, columns) in shapes.items():
+        expected[f"{name}.step"] = (), torch.float32
+        for moment in ("exp_avg", "exp_avg_sq"):
+            expected[f"{name}.{moment}.codes"] = (rows, columns), torch.uint8
+            expected[f"{name}.{moment}.scale"] = (rows, columns // 256), torch.float32
+    assert {name: (tuple(t.shape), t.dtype) for name, t in found.items()} == expected
+    largest = optimizer_state(*trained(2))["b.weight.exp_avg"].view(8, 2, 256).abs().amax(-1)
+    top = {"8bit": 1, "fp8": 448}[state]  # the largest value of a byte
+    torch.testing.assert_close(found["b.weight.exp_avg.scale"] * top, largest, rtol=0.02, atol=0)
+
+
+def rounded(steps, update, seed=0):
+    """4,096 BF16 weights of 1 after steps of `update` each, without momentum."""
+    model = nn.ParameterList([torch.ones(16, 256, dtype=torch.bfloat16)])
+    config = Config.from_dict(
+        {"optimizer": {"weights": "bf16"}, "learning_rate": update, "min_learning_rate": 0.0, "weight_decay": 0.0,
+         "beta1": 0.0, "seed": seed}
+    )  # fmt: skip
+    adamw = make_optimizer(model, config)
+    for _ in range(steps):
+        model[0].grad = torch.ones_like(model[0])
+        adamw.step()
+    return model[0].detach().double()
+
+
+def test_updates_below_the_spacing_of_bf16_arrive_on_average():
+    """The spacing below 1 is 1/256: rounding to nearest would leave all weights where they are."""
+    steps, update = 40, 2.0**-11
+    found = 1 - rounded(steps, update)
+    deviation = np.sqrt(steps * update * 2.0**-8 / 4096)  # of the mean: each step is a draw of 0 or 1/256
+    assert abs(float(found.mean()) - steps * update) < 5 * deviation
+    assert float(found.std()) > 0
+
+
+def test_rounding_depends_on_the_seed_and_the_step_and_leaves_the_random_state_alone():
+    """So that ranks with the same part of a weight round it alike, and a resumed run rounds as the first."""
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = rounded(3, 2.0**-11)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(rounded(3, 2.0**-11), first)
+    assert not torch.equal(rounded(3, 2.0**-11, seed=1), first)
+    early, late = (1 - rounded(n, 2.0**-11) for n in (1, 2))
+    assert not torch.equal(late, 2 * early)  # the second step draws anew
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"state": "8bit"}])
+def test_the_learning_rate_is_set_of_all_parameters(optimizer):
+    model = make_model()
+    adamw = make_optimizer(model, config_of(**optimizer))
+    set_learning_rate(adamw, 0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    take_steps(model, adamw, 1)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", [{"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=lambda o: "-".join(o.values())
+)
+def test_a_run_resumes_bit_for_bit(begin, go_on, records, tmp_path, optimizer):
+    wide = {"width": 256, "mlp_width": 64, "layers": 1, "accumulate": 2, "optimizer": optimizer}
+    begin(out=str(tmp_path / "whole"), **wide).run()
+    begin(out=str(tmp_path / "short"), steps=4, decay_steps=8, **wide).run()
+    trainer = go_on(tmp_path / "short", "--steps", "8")
+    dtype = torch.bfloat16 if "weights" in optimizer else torch.float32
+    assert {p.dtype for p in trainer.model.parameters()} == {dtype}
+    trainer.run()
+    assert records(tmp_path / "short") == records(tmp_path / "whole")
+
+
+def test_another_state_than_the_checkpoints_is_an_error(begin, go_on, tmp_path):
+    begin(width=256, layers=1, steps=4).run()
+    with pytest.raises(ArtifactError, match=r"of another model or optimizer\.state: .*exp_avg\.codes is missing"):
+        go_on(tmp_path / "run", "--optimizer.state", "8bit")
+
+
+def train_state(model, adamw, step=0):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return TrainState(model, adamw, scaler, torch.device("cpu"), "", step=step)
+
+
+def state_bytes(model, adamw):
+    """The bytes of each tensor of the state, by name."""
+    found = optimizer_state(model, adamw)
+    plain = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in found.items()}
+    return {name: t.reshape(-1).view(torch.uint8).tolist() for name, t in plain.items()}
+
+
+def sharded_runs(rank, folder):
+    """The state of two ranks after 3 steps, and a checkpoint of it, for each kind of moments."""
+    found = {}
+    for kind in EIGHT_BITS:
+        with torch.compiler.set_stance("force_eager"):
+            model = make_model()
+            for module in model.values():
+                fully_shard(module)
+            adamw = make_optimizer(model, config_of(state=kind))
+            take_steps(model, adamw, 3)
+        with CheckpointWriter(RunFolder(folder / kind), keep=1) as writer:
+            writer.save(train_state(model, adamw, step=3))
+        found[kind] = state_bytes(model, adamw)
+    return found
+
+
+def test_two_ranks_hold_the_bytes_of_one_and_one_process_loads_them(tmp_path):
+    by_rank = run_ranks(2, sharded_runs, tmp_path)
+    for kind in EIGHT_BITS:
+        expected = state_bytes(*trained(3, state=kind))
+        for found in by_rank:
+            assert found[kind] == expected
+        model, adamw = trained(0, state=kind)
+        load_checkpoint(RunFolder(tmp_path / kind).checkpoint(3), train_state(model, adamw))
+        assert state_bytes(model, adamw) == expected
+
+
+def test_without_torchao_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ImportError, match=r"weights in BF16 .* need .* torchao.* pip install \"\.\[optim\]\""):
+        make_optimizer(make_model(), config_of(state="8bit"))
+
+
+@pytest.mark.parametrize("optimizer", [{"weights": "bf16"}, {"offload": True}], ids=str)
+def test_fp16_and_its_loss_scale_are_refused(optimizer):
+    with pytest.raises(ConfigError, match=r"optimizer\..* requires precision bf16 or fp32, got fp16"):
+        Config.from_dict({"precision": "fp16", "optimizer": optimizer})

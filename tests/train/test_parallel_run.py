@@ -1,19 +1,45 @@
-"""A run of several processes, against the run of one process on the same sequences."""
+"""Runs of several processes: against one process, under torchrun, with lost ranks, and offloaded."""
 
+import json
+import math
+import os
+import re
+import signal
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
+import killed_train
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from launch import run_elastic, torchrun
+from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
 from torch import distributed
+from torch.distributed import HashStore, distributed_c10d
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.tensor import DTensor
 
-from octavo.artifact.files import model_tensors
-from octavo.train.config import Config
-from octavo.train.processes import mean_of_ranks, whole
-from octavo.train.start import start_run
+from octavo.checkpoint.files import model_tensors
+from octavo.checkpoint.run import RunFolder
+from octavo.train import processes
+from octavo.train import processes as rendezvous
+from octavo.train.config import Config, ConfigError
+from octavo.train.optimizer import optimizer_state
+from octavo.train.parallel_model import check_parallel
+from octavo.train.processes import _message_group, agree_on_name, gather, mean_of_ranks, naming_lost_ranks, whole
+from octavo.train.settings import Degrees, Parallel, find_degrees
+from octavo.train.start import resume_run, start_run
+from octavo.train.trainer import Trainer
+from octavo_cli import main
 
 TINY = {
     "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 2, "steps": 3,
@@ -137,3 +163,330 @@ def test_two_ranks_fine_tune_a_hugging_face_model_as_one(tmp_path, text):
     settings = {"model": str(tmp_path / "model"), "tokenizer": "bytes"}
     one = train(0, tmp_path / "one", str(text), settings | {"accumulate": 2})
     same(run_ranks(2, train, tmp_path / "two", str(text), settings | TWO)[0], one)
+
+
+def refused(*essentials, parallel, processes=1, **settings):
+    config = Config(parallel=parallel, **settings)
+    with pytest.raises(ConfigError) as caught:
+        check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
+    for essential in essentials:
+        assert essential in str(caught.value)
+
+
+def test_minus_one_is_what_is_left():
+    assert find_degrees(Parallel(), 1) == Degrees(1, 1, 1)
+    assert find_degrees(Parallel(), 8) == Degrees(1, 8, 1)
+    assert find_degrees(Parallel(tp=2), 8) == Degrees(1, 4, 2)
+    assert find_degrees(Parallel(dp_shard=2, dp_replicate=-1, tp=2), 12) == Degrees(3, 2, 2)
+    assert find_degrees(Parallel(dp_shard=2, tp=-1), 2) == Degrees(1, 2, 1)
+
+
+def test_degrees_that_do_not_multiply_to_the_processes():
+    refused("number of processes, 3", "dp_shard 1 x tp 2", "is 2", parallel=Parallel(tp=2), processes=3)
+    refused("number of processes, 1", "dp_shard 4", "start 4 processes", parallel=Parallel(dp_shard=4))
+    refused("dp_replicate and dp_shard", "set all but one", parallel=Parallel(dp_replicate=-1), processes=2)
+
+
+def test_sizes_that_cannot_be_divided():
+    tp, dp = Parallel(tp=4), Parallel()
+    refused("tp must divide kv_heads", "tp 4 and kv_heads 2", parallel=tp, processes=4, heads=8, kv_heads=2)
+    refused("heads 6", parallel=tp, processes=4, heads=6, width=384, kv_heads=2)
+    refused("mlp_width 70", parallel=Parallel(tp=4), processes=4, heads=8, kv_heads=4, mlp_width=70)
+    refused("batch must be a multiple of the 3 shares", "dp_shard 3", "got 4", parallel=dp, processes=3)
+    refused("fp16 is for one process", parallel=dp, processes=2, precision="fp16")
+
+
+def test_the_processes_of_a_tensor_parallel_group_share_their_sequences():
+    degrees = Degrees(dp_replicate=2, dp_shard=2, tp=2)
+    assert [degrees.share(rank) for rank in range(8)] == [(i, 4) for i in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+# ---- `torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error
+
+
+SETTINGS = """
+layers = 2
+width = 32
+heads = 2
+context = 32
+batch = 4
+steps = 4
+evaluate_batches = 2
+save_every = 2
+log_every = 2
+sample = 4
+device = "cpu"
+out = "run"
+"""
+
+
+def fail_in_step_3(*words):
+    """`octavo train words`, of which rank 1 fails."""
+    step = Trainer.step
+
+    def fail(trainer):
+        if os.environ["RANK"] == "1" and trainer.state.step == 3:
+            raise RuntimeError("the GPU of rank 1 fell off the bus")
+        return step(trainer)
+
+    Trainer.step = fail
+    sys.argv = ["octavo", "train", *words]
+    main()
+
+
+@pytest.mark.slow
+def test_two_processes_train_log_and_save(tmp_path, text, go_on):
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    ended = torchrun(tmp_path, "-m", "octavo", "train", "run.toml", "--data", str(text))
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [line for line in lines if line.startswith("ranks")] == ["ranks   2, dp_shard 2"]
+    assert "FP8 all-gather: 14 weights in eight bits, 0 wide" in lines
+    assert sum(line.startswith("step 4/4") for line in lines) == 1
+    assert "a GPU)" in next(line for line in lines if line.startswith("step 4/4"))
+    assert lines[-1] == "done: 4 steps in run"
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [record for record in records if "loss" in record]
+    assert [record["step"] for record in logged] == [2, 4]
+    for record in logged:
+        assert record["tokens_per_second_per_gpu"] == pytest.approx(record["tokens_per_second"] / 2)
+    # one process goes on where two ended
+    trainer = go_on(tmp_path / "run", "--steps", "5", "--data", str(text))
+    assert trainer.run().step == 5
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
+    (tmp_path / "run.toml").write_text(SETTINGS)
+    words = [str(tmp_path / "run.toml"), "--data", str(text), "--out", str(tmp_path / "run")]
+    with pytest.raises(ChildFailedError):
+        run_elastic(tmp_path / "logs", fail_in_step_3, *words)
+    # Not the message of the agent, which may see rank 0 fail first: that one loses its peer.
+    [error] = (tmp_path / "logs").rglob("1/error.json")
+    callstack = json.loads(error.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert 'raise RuntimeError("the GPU of rank 1 fell off the bus")' in callstack
+    assert [path.name for path in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+
+
+def test_an_error_that_its_message_explains_has_no_traceback(monkeypatch):
+    def refuse():
+        raise ConfigError("width must be even")
+
+    monkeypatch.setattr(processes, "attempt_store", lambda: (HashStore(), 0, 1))
+    monkeypatch.setattr(processes.dist, "init_process_group", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match="width must be even") as refused:
+        processes._join(refuse)
+    assert "refuse" not in [entry.name for entry in refused.traceback]
+    assert refused.value.__context__ is None
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_alone_says_what_is_wrong(monkeypatch, rank):
+    def refuse(main):
+        raise ConfigError("no")
+
+    environment = {"WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in (environment | {"TORCHELASTIC_RUN_ID": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(processes, "_join", refuse)
+    with pytest.raises(ConfigError if rank == "0" else SystemExit):
+        processes.run_in_group(lambda: None)
+
+
+def test_an_environment_without_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK, .*start several processes with torchrun"):
+        processes.run_in_group(lambda: None)
+
+
+@pytest.mark.parametrize("number", ["x", "", "0", "-1", "2.0"])
+def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, number):
+    monkeypatch.setenv("WORLD_SIZE", number)
+    with pytest.raises(ConfigError, match=f"WORLD_SIZE must be a number of processes, got '{number}': start"):
+        processes.run_in_group(lambda: None)
+
+
+# ---- A rank that is killed costs the steps since the last checkpoint; a signal to one rank stops all of them
+
+
+def train_undisturbed(rank, settings):
+    start_run(Config.from_dict(settings), Console(quiet=True)).run()
+
+
+def continue_undisturbed(rank, folder):
+    resume_run(Path(folder), ("--steps", "10"), Console(quiet=True)).run()
+
+
+@pytest.mark.slow
+def test_torchrun_resumes_a_run_of_which_a_rank_was_killed(settings, go_on, records, tmp_path):
+    """Its losses are those of a run without a failure. One process then continues it like two."""
+    of_run = {"recipe": "delayed", "save_every": 2, "keep": 2}
+    words = [str(tmp_path / "config.json"), "--out", str(tmp_path / "run")]
+    (tmp_path / "config.json").write_text(json.dumps(settings(**of_run).to_dict()))
+    run_elastic(tmp_path / "logs", killed_train.train, *words, restarts=1)
+    (log,) = (tmp_path / "logs").glob("*/attempt_1/0/stdout.log")
+    assert f"resumed from {tmp_path}/run/step-00000004" in log.read_text()
+    run = RunFolder(tmp_path / "run")
+    assert run.checkpoints() == [run.checkpoint(6), run.checkpoint(8)]
+    assert list(run.path.glob(".*")) == []
+
+    run_ranks(2, train_undisturbed, settings(**of_run, out=str(tmp_path / "whole")).to_dict())
+    for key in ("loss", "evaluation_loss", "gradient_norm", "largest_weight"):
+        assert records(run.path, key) == records(tmp_path / "whole", key)
+    for name in ("model.safetensors", "optimizer.safetensors", "state.safetensors"):
+        assert (run.newest() / name).read_bytes() == (RunFolder(tmp_path / "whole").newest() / name).read_bytes()
+
+    assert go_on(run.path, "--steps", "10").run().step == 10
+    run_ranks(2, continue_undisturbed, str(tmp_path / "whole"))
+    for step, loss in records(tmp_path / "whole").items():
+        assert records(run.path)[step] == pytest.approx(loss, rel=1e-5)
+
+
+def patience(rank):
+    """Seconds that a rank waits for a message of another: rank 0 may tokenize for hours before it sends one."""
+    assert gather(rank) == [0, 1]
+    return _message_group(dist.group.WORLD)._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_ranks_wait_a_day_for_the_tokens_of_rank_0():
+    assert run_ranks(2, patience) == [24 * 3600] * 2
+
+
+def train_signalled(rank, settings):
+    """The step at which a rank stops, when rank 1 gets SIGTERM in step 3."""
+    trainer = start_run(Config.from_dict(settings), Console(quiet=True))
+    step = trainer.step
+
+    def stepped():
+        result = step()
+        if rank == 1 and trainer.state.step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    trainer.step = stepped
+    result = trainer.run()
+    return result.step, result.interrupted
+
+
+def test_a_signal_to_one_rank_stops_and_saves_all_at_the_same_step(settings, tmp_path):
+    assert run_ranks(2, train_signalled, settings(recipe="bf16").to_dict()) == [(4, "SIGTERM")] * 2
+    assert RunFolder(tmp_path / "run").newest() == tmp_path / "run" / "step-00000004"
+
+
+def lose(rank, how):
+    """What rank 0 raises when it waits for rank 1, which ends or stands still."""
+    store = distributed_c10d._get_default_store()
+    distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    rendezvous._GRACE = timedelta(seconds=1)
+    try:
+        with naming_lost_ranks(store, rank, 2):
+            if rank == 1 and how == "fails":
+                raise KeyError("the GPU fell off the bus")
+            if rank == 1 and how == "stands still":
+                store.get("rank 0 has ended")
+                return ""
+            dist.all_reduce(torch.ones(1))
+    except (RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if rank == 0:
+            store.set("rank 0 has ended", "")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("fails", "LostRankError: rank 0 ends, because rank 1 failed: KeyError: 'the GPU fell off the bus'"),
+        ("stands still", "LostRankError: rank 0 ends, because rank 1 does not answer. .* parallel.timeout"),
+    ],
+)
+def test_the_rank_that_is_lost_is_named(how, message):
+    found, other = run_ranks(2, lose, how)
+    assert re.fullmatch(rf"{message}.*", found)
+    assert "GLHF" not in found
+    assert other == ("KeyError: 'the GPU fell off the bus'" if how == "fails" else "")
+
+
+# --- Processes of one attempt find each other, and never those of an attempt before
+
+
+def attempt(store, ranks, lost=()):
+    """The names that the ranks of an attempt agree on; `lost` ranks never come.
+
+    For rank 0 no time passes until the other ranks are done; its patience ends in the turn after that.
+    """
+    others = []
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+
+    def sleep(_):
+        clock.now = math.inf if lost and all(call.done() for call in others) else 0.0
+
+    with ThreadPoolExecutor(ranks) as threads, pytest.MonkeyPatch.context() as patch:
+        clock.sleep = sleep
+        patch.setattr(rendezvous, "time", clock)
+        others += [threads.submit(agree_on_name, store, rank, ranks) for rank in range(1, ranks) if rank not in lost]
+        first = [threads.submit(agree_on_name, store, 0, ranks)] if 0 not in lost else []
+        return [call.result() for call in first + others]
+
+
+def test_each_attempt_has_a_name_of_its_own_in_the_same_store():
+    store = dist.HashStore()
+    first = attempt(store, 4)
+    assert len(set(first)) == 1
+    with pytest.raises(dist.DistStoreError, match=r"ranks \[2\] have not come"):
+        attempt(store, 4, lost={2})
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(dist.DistStoreError):  # rank 0 is lost: the others have no answer
+        attempt(store, 3, lost={0})
+    store.set_timeout(timedelta(seconds=HANG))
+    second, fewer = attempt(store, 4), attempt(store, 2)
+    assert len({*first, *second, *fewer}) == 3
+
+
+# ---- Weights and moments in the CPU's memory. On a CPU nothing moves, and the numbers must be those of a run withou
+
+
+def test_one_process_trains_the_same_bit_for_bit_and_resumes(begin, go_on, records, tmp_path):
+    begin(out=str(tmp_path / "plain")).run()
+    begin(out=str(tmp_path / "moved"), steps=4, decay_steps=8, optimizer={"offload": True}).run()
+    trainer = go_on(tmp_path / "moved", "--steps", "8")
+    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    trainer.run()
+    assert records(tmp_path / "moved") == records(tmp_path / "plain")
+    assert not dist.is_initialized()
+
+
+def test_a_run_goes_on_with_or_without(begin, go_on, records, tmp_path):
+    """The checkpoint is the same."""
+    begin(out=str(tmp_path / "plain")).run()
+    begin(out=str(tmp_path / "first"), steps=4, decay_steps=8, optimizer={"offload": True}).run()
+    go_on(tmp_path / "first", "--steps", "8", "--no-optimizer.offload").run()
+    assert records(tmp_path / "first") == records(tmp_path / "plain")
+
+
+def sharded_run(rank, folder, text, tiny):
+    """The first weights, the first loss and the dtypes and devices of BF16 weights and their state on two ranks."""
+    with torch.compiler.set_stance("force_eager"):
+        trainer = start_run(Config.from_dict(tiny | {"data": [text], "out": folder}), Console(quiet=True))
+        weights = {name: whole(t.float()).detach().numpy() for name, t in model_tensors(trainer.model).items()}
+        loss = float(trainer.step()[0].detach())
+        tensors = [*trainer.model.parameters(), *optimizer_state(trainer.model, trainer.state.optimizer).values()]
+        trainer.lock.close()
+    return weights, loss, {str(t.dtype) for t in tensors}, {str(t.device) for t in tensors}
+
+
+def test_bf16_weights_of_two_ranks_begin_as_those_of_one(begin, settings, tmp_path, text):
+    pytest.importorskip("torchao")
+    chosen = {"batch": 4, "accumulate": 2, "optimizer": {"weights": "bf16", "offload": True}}
+    trainer = begin(out=str(tmp_path / "one"), **chosen | {"optimizer": {"weights": "bf16"}})
+    expected = {name: t.detach().float().numpy() for name, t in model_tensors(trainer.model).items()}
+    with torch.compiler.set_stance("force_eager"):
+        loss = float(trainer.step()[0])
+    by_rank = run_ranks(2, sharded_run, str(tmp_path / "two"), str(text), settings(**chosen).to_dict())
+    for weights, _, dtypes, devices in by_rank:
+        assert dtypes == {"torch.bfloat16", "torch.float32"}
+        assert devices == {"cpu"}
+        for name, array in expected.items():
+            np.testing.assert_array_equal(weights[name], array, name)
+    assert sum(found for _, found, *_ in by_rank) / 2 == pytest.approx(loss, rel=1e-5)

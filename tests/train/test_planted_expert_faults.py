@@ -12,7 +12,7 @@ import torch
 from early_warning_examples import run_with
 
 from octavo.packing import pack
-from octavo.telemetry import read_watch
+from octavo.watching import read_watch
 
 pytestmark = pytest.mark.slow
 

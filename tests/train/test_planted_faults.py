@@ -3,8 +3,14 @@
 The steps before the planting are clean: the rules are silent there.
 """
 
+import argparse
+import ast
+import inspect
 import math
+import re
+import typing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +49,11 @@ def gradient_of(trainer, name, change):
 def underflow(trainer):
     """A third of the columns of dy of o_proj are far below the others."""
     gradient_of(trainer, "self_attn.o_proj", lambda dy: dy * torch.where(torch.arange(32) % 3 == 0, 1e-8, 1.0))
+
+
+def lose_a_third(trainer):
+    """The same of a model twice as wide."""
+    gradient_of(trainer, "self_attn.o_proj", lambda dy: dy * torch.where(torch.arange(64) % 3 == 0, 1e-8, 1.0))
 
 
 def underflow_in_dw(trainer):
@@ -140,6 +151,66 @@ def test_a_fault_is_found_within_ten_steps_and_nothing_before_it(events, after, 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_the_rules_are_silent_in_a_clean_run(events, recipe):
     assert events(recipe, [], 140) == []
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """A text that two layers do not learn by heart: 300 kB of Python's own code."""
+    path = tmp_path_factory.mktemp("data") / "code.txt"
+    path.write_text("".join(Path(module.__file__).read_text() for module in (argparse, ast, inspect, typing)))
+    return str(path)
+
+
+@pytest.fixture
+def learning(begin, code):
+    """learning(recipe, rate, seed, faults): the events of 200 steps of a model of width 64 that learn, in which the
+    faults are planted after 60."""
+    sizes = {"width": 64, "heads": 4, "kv_heads": 4, "mlp_width": 176, "context": 64, "batch": 4}
+
+    def run(recipe, rate, seed=0, faults=()):
+        steps = {"steps": 200, "decay_steps": 600, "warmup": 20, "seed": seed}
+        return run_with(begin(recipe=recipe, data=(code,), learning_rate=rate, **RUN | sizes | steps), faults, 60)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_a_rate_a_hundred_times_too_high_is_said_while_it_rises(learning, recipe):
+    found = learning(recipe, 0.1)
+    assert (found[0].rule, found[0].step) == ("rate_too_high", 4)
+    assert {event.rule for event in found} >= ({"underflow"} if recipe == "rowwise" else set())
+
+
+def harder(trainer):
+    """Noise in the last hidden states that grows with the steps: the loss rises, and no step is a spike."""
+    first = trainer.state.step
+
+    def blur(module, args, y):
+        return y + 0.03 * (trainer.state.step - first) * torch.randn_like(y)
+
+    trainer.model.model.norm.register_forward_hook(blur)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "rate", "faults", "causes"),
+    [
+        ("bf16", 1e-3, [harder], r"a learning rate, 0.001, that is too high or too low; data"),
+        ("bf16", 3e-2, [harder], r"the learning rate, too high since step \d+; (\d+ warnings? of \w+; )?data"),
+        ("rowwise", 1e-3, [harder, lose_a_third], r"\d+ warnings? of underflow; a learning rate, 0.001"),
+    ],
+)
+def test_a_loss_that_stops_falling_is_a_stall_with_its_causes(learning, recipe, rate, faults, causes):
+    stall = next(event for event in learning(recipe, rate, faults=faults) if event.rule == "loss_stall")
+    assert stall.step > 128
+    assert re.search(f"Causes, the likeliest first: {causes}", stall.message), stall.message
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "seed"), [("bf16", 0), ("rowwise", 1), ("delayed", 2)])
+def test_at_the_right_rate_nothing_is_said(learning, recipe, seed):
+    assert learning(recipe, 1e-3, seed) == []
 
 
 def test_every_fault_is_planted():

@@ -9,8 +9,9 @@ import sys
 import pytest
 from gpu_memory import no_waits
 from hopper import ONLY_HOPPER
+from patience import HANG
 
-from octavo.artifact.run import RunFolder
+from octavo.checkpoint.run import RunFolder
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -24,7 +25,7 @@ def reproducible(monkeypatch):
 
 
 def finished(process):
-    out, err = process.communicate(timeout=180)
+    out, err = process.communicate(timeout=HANG)
     assert process.returncode == 0, err
     return out
 
@@ -44,7 +45,7 @@ def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, 
     shutil.copytree(whole, parts)
     shutil.rmtree(RunFolder(parts).checkpoint(6))
     words = [sys.executable, "-m", "octavo", "train", "--resume", str(parts)]
-    resumed = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=180, check=False)
+    resumed = subprocess.run(words, env=dict(os.environ), capture_output=True, text=True, timeout=HANG, check=False)
     assert resumed.returncode == 0, resumed.stderr
     assert str(RunFolder(parts).checkpoint(3)) in resumed.stdout
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate", "largest_weight"):

@@ -8,7 +8,7 @@ from packed_examples import small_shards
 from tiny_models import Folders
 
 from octavo.packing import pack
-from octavo.verification import pipeline
+from octavo.verification import verifier as pipeline
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Files and settings with planted damage: one clear finding that names it, nothing run, and no traceback."""
+"""Files, settings and tensors with planted damage: one clear finding that names it, nothing run, and no traceback."""
 
 import json
 import os
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from verify_examples import Damage, change_config, damaged, expect
+from tiny_models import make_model
+from torch import Tensor
+from verify_examples import Damage, change_config, change_tensors, damaged, expect
 
 from octavo.verification import verify
 
@@ -57,7 +59,6 @@ def list_another_tensor(files: dict[str, str]) -> None:
 
 
 FILES: list[tuple[str, Damage, str, str, str]] = [
-    ("channel", cut, "file", SINGLE, "is truncated or not a safetensors file"),
     ("channel", write(SINGLE, b"\x80\x02}q\x00."), "file", SINGLE, "is truncated or not a safetensors file"),
     ("channel", write(SINGLE, b"\xff" * 64), "file", SINGLE, "is truncated or not a safetensors file"),
     ("channel", removed(SINGLE), "file", SINGLE, "the folder has no tensors"),
@@ -66,7 +67,7 @@ FILES: list[tuple[str, Damage, str, str, str]] = [
     ("channel", write("config.json", b"[]"), "file", "config.json", "must hold a JSON object, it holds list"),
     ("channel", write("config.json", b'{"a": 1}'), "config", "config.json", "transformers cannot build the model"),
     ("channel", removed("config.json"), "file", "config.json", "is missing"),
-    ("channel", write("training.bin", b"x"), "pickle", "training.bin", "was not opened: delete it"),
+    ("channel", write("training.bin", b"x"), "pickle", "training.bin", "was not opened: move it elsewhere"),
     ("shards", write(INDEX, b"{}"), "file", INDEX, "must map the name of each tensor"),
     (
         "shards", placed(f"{Q}.weight", "../../secret.safetensors"), "file", INDEX,
@@ -147,7 +148,6 @@ def groups(**settings: Any) -> dict[str, Any]:
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "gptq"}, "quant_method must be one of compressed-tensors, fp8, modelopt, it is 'gptq'"),
     ({"quant_method": None}, "it is None"),
-    ({"quantization_status": "frozen"}, "quantization_status must be \"compressed\", it is 'frozen'"),
     ({"format": "pack-quantized"}, "format must be one of float-quantized"),
     ({"config_groups": {}}, "config_groups must hold groups, it is {}"),
     ({"config_groups": {"g": 3}}, "config_groups.g must have targets (names) and weights, it is 3"),
@@ -156,7 +156,6 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"ignore": "lm_head"}, "ignore must be a list of names of modules"),
     ({"ignore": ["model.layers.7.o"]}, "has 'model.layers.7.o', which is not a linear layer"),
     ({"ignore": ["lm_head", "model.layers.7.o"]}, "has 'model.layers.7.o', which is not a linear layer"),
-    ({"ignore": ["lm_head", Q]}, f"is packed (F8_E4M3), and the list of ignored modules has {Q}"),
     ({"config_groups": groups(strategy="block", block_structure=[64, 64])}, "must have shape"),
     ({"config_groups": groups(strategy="group", group_size=48)}, "not a multiple of its blocks of 1 x 48"),
     ({"config_groups": groups(type="int")}, "must be I8, it is F8_E4M3"),
@@ -178,3 +177,92 @@ def test_configurations(
 def test_no_quantization_config(good: dict[str, Path], model: Path) -> None:
     report = verify(model, model)
     expect(report, "config", "config.json", "must have a quantization_config, it has None")
+
+
+# ---- Tensors with planted damage: one clear finding that names it, nothing run, and no traceback
+
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+def change(edit: Callable[[dict[str, Tensor]], None]) -> Damage:
+    return lambda folder: change_tensors(folder, edit)
+
+
+def put(name: str, place: Any, value: float) -> Damage:
+    """Overwrite elements of a tensor; those of one byte are overwritten with a byte."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensor = tensors[name]
+        tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype)[place] = value
+
+    return change(edit)
+
+
+def replaced(name: str, function: Callable[[Tensor], Tensor]) -> Damage:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = function(tensors[name])
+
+    return change(edit)
+
+
+def renamed(old: str, new: str) -> Damage:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change(edit)
+
+
+# Beside the faults of test_faults.py.
+TENSORS: list[tuple[str, Damage, str, str, str]] = [
+    ("channel", put(f"{Q}.weight_scale", (3, 0), torch.inf), "scale", f"{Q}.weight_scale", "1 of 128 are inf"),
+    (
+        "channel", put(f"{Q}.weight_scale", (3, 0), 1e-44), "scale", f"{Q}.weight_scale",
+        "1 of 128 are below 2^-127, and 1 / scale overflows",
+    ),
+    ("channel", replaced(f"{Q}.weight_scale", lambda s: s * 1e31), "weights", f"{Q}.weight", "128 of 128 scales are"),
+    ("block", put(f"{DOWN}.weight_scale", (0, 1), -1), "scale", f"{DOWN}.weight_scale", "1 of 2 are negative"),
+    ("mx", put(f"{Q}.weight_scale", (0, 0), 255), "scale", f"{Q}.weight_scale", "1 of 512 are NaN (255)"),
+    ("static", put(f"{Q}.input_scale", 0, 0), "scale", f"{Q}.input_scale", "1 of 1 are zero"),
+    ("channel", put("model.norm.weight", 4, torch.inf), "tensor", "model.norm.weight", "must be finite: 1 of 128"),
+    ("tensor", replaced(f"{Q}.weight_scale", lambda s: 1 / s), "weights", f"{Q}.weight", "the scale is reciprocal"),
+    ("fp8", replaced(f"{Q}.weight_scale_inv", lambda s: 1 / s), "weights", f"{Q}.weight", "the scale is reciprocal"),
+    ("mx", replaced(f"{Q}.weight_scale", lambda s: 254 - s), "weights", f"{Q}.weight", "the scale is reciprocal"),
+    ("block", replaced(f"{DOWN}.weight_scale", lambda s: s * 0.7), "weights", f"{DOWN}.weight", "2 of 2 scales are"),
+    ("channel", replaced(f"{Q}.weight_scale", lambda s: s.T), "scale", f"{Q}.weight_scale", "it has [1, 128]"),
+    ("channel", replaced(f"{Q}.weight_scale", Tensor.double), "scale", f"{Q}.weight_scale", "it is F64"),
+    ("channel", renamed(f"{Q}.weight_scale", f"{Q}.weight_scale_inv"), "scale", f"{Q}.weight_scale", "another layout"),
+    ("fp8", renamed(f"{Q}.weight_scale_inv", f"{Q}.scale"), "scale", f"{Q}.weight_scale_inv", "is missing"),
+    ("static", renamed(f"{Q}.input_scale", f"{Q}.old_scale"), "scale", f"{Q}.input_scale", "is missing"),
+    ("channel", renamed("model.norm.weight", "model.norm.w"), "tensor", "model.norm.weight", "is missing, and the"),
+    ("channel", renamed(f"{Q}.weight", f"{Q}.w"), "tensor", f"{Q}.weight", "is missing, and the model needs it"),
+    (
+        "channel", replaced(f"{Q}.weight", lambda w: w.float().bfloat16()), "config", f"{Q}.weight",
+        f"is stored in BF16, and the list of ignored modules lacks {Q}",
+    ),
+    (
+        "channel", replaced(f"{Q}.weight", lambda w: w.view(torch.uint8).flip(0).view(w.dtype)), "weights",
+        f"{Q}.weight", "the bytes are not MODEL's weight",
+    ),
+    (
+        "channel", replaced("model.norm.weight", lambda w: w * 1.5), "weights", "model.norm.weight",
+        "is not MODEL's, rounded to bfloat16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), TENSORS)
+def test_tensors(
+    good: dict[str, Path], model: Path, tmp_path: Path, name: str, damage: Damage, kind: str, where: str, message: str
+) -> None:
+    expect(verify(damaged(good[name], tmp_path / "bad", damage), model), kind, where, message)
+
+
+def test_another_model(good: dict[str, Path], tmp_path: Path) -> None:
+    """It has the same sizes, other sizes, or another architecture."""
+    report = verify(good["block"], make_model(tmp_path / "seed", "llama", seed=1))
+    assert any("the bytes are not MODEL's weight" in str(finding) for finding in report.findings)
+    report = verify(good["block"], make_model(tmp_path / "wide", "llama", intermediate_size=384))
+    assert any("MODEL has shape [384, 128], the folder [256, 128]" in str(finding) for finding in report.findings)
+    report = verify(good["block"], make_model(tmp_path / "opt", "opt"))
+    assert any("MODEL has no such tensor: the folder is of another model" in str(f) for f in report.findings)

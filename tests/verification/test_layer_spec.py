@@ -1,5 +1,9 @@
-"""The settings of several writers, and the numbers that they stand for."""
+"""The reference of verification: the settings of several writers, the numbers they stand for, and the quality."""
 
+import json
+import shutil
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -9,10 +13,31 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import quantize as theirs_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from metrics import sqnr
+from quality import compare_embeddings, compare_logits
+from safetensors.torch import load_file
+from tiny_models import TEXT, Folders, open_theirs, outputs
+from torch import Tensor
+from verify_examples import change_config, change_tensors, run_verify
 
-from octavo.artifact.packed.scheme import SCHEMES, Scheme
-from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs
-from octavo.verification.numbers import round_input, widen
+from octavo.checkpoint.scheme import SCHEMES, Scheme
+from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality
+from octavo.hf.meta_model import transformers_meta_model
+from octavo.packing import pack
+from octavo.rates.measured import measured_speeds
+from octavo.verification.checks import check_folder
+from octavo.verification.findings import LayerReport, Report
+from octavo.verification.layer_spec import (
+    LayerSpec,
+    PackedLayers,
+    SpecError,
+    cache_scales,
+    read_specs,
+    round_input,
+    widen,
+)
+from octavo.verification.stored_files import CheckpointFiles, read_files
+from octavo.verification.streamed_model import StreamedModel, required_by
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
@@ -68,8 +93,12 @@ def test_a_quantization_without_a_name_is_described() -> None:
 def test_other_layouts() -> None:
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
     assert one(fp8 | {"weight_block_size": [128, 128]}) == LayerSpec(128, 128, "token", 128, scale="weight_scale_inv")
-    assert one(fp8) == LayerSpec.per_tensor("token", flat=True)
-    assert one(fp8 | {"activation_scheme": "static"}) == LayerSpec.per_tensor("static", flat=True)
+    names = {"flat": True, "scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    of_tensor = fp8 | {"weight_block_size": None}
+    assert one(of_tensor) == LayerSpec.per_tensor("token", **names)
+    assert one(of_tensor | {"activation_scheme": "static"}) == LayerSpec.per_tensor("static", **names)
+    with pytest.raises(SpecError, match="must state a weight_block_size, or null: this is AutoFP8"):
+        one(fp8)
     modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_*"]}
     assert one(modelopt) == LayerSpec.per_tensor("static", flat=True)
     assert one(modelopt, "lm_head") is None
@@ -149,3 +178,218 @@ def test_powers_of_two_are_rounded_up() -> None:
     assert actual[1, 3:5].tolist() == [448, 0]  # 224 * 2
     assert float(actual[2, 3]) == pytest.approx(1e-3, rel=2**-4)
     assert not actual[3].any()
+
+
+# ---- The reference reads KV caches and the layouts of other writers
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_keys_and_values_are_rounded_as_transformers_does(made: Folders, tmp_path: Path, name: str) -> None:
+    plain = made(name, scheme="channel")
+    cached = shutil.copytree(made(name, scheme="channel", kv_cache="fp8"), tmp_path / "cached")
+    change_tensors(
+        cached, lambda t: t.update({key: 9 * s for key, s in t.items() if key.endswith(("k_scale", "v_scale"))})
+    )
+    before, after = (run_verify(folder, made(name)) for folder in (plain, cached))
+    assert not after.findings
+    assert "keys and values are rounded by the folder's scales, as its cache does" in after.remarks
+    transformers, octavo = after.readers[:2]
+    assert (transformers.outcome, octavo.outcome) == ("agrees", "agrees")
+    assert transformers.distance is not None
+    assert transformers.distance < 1e-5
+    assert isinstance(before.quality, LogitQuality)
+    assert isinstance(after.quality, LogitQuality)
+    assert before.quality.kl.value < after.quality.kl.value < 2
+
+
+def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path) -> None:
+    ours, modelopt = (
+        made("llama", scheme="static", layout=layout, kv_cache="fp8") for layout in ("compressed-tensors", "modelopt")
+    )
+    scales = cache_scales(read_files(ours))
+    assert list(scales) == [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    assert cache_scales(read_files(modelopt)) == scales
+    renamed = shutil.copytree(ours, tmp_path / "renamed")
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        for name in scales:
+            tensors[f"{name}.kv_scale"] = tensors.pop(f"{name}.k_scale")
+            del tensors[f"{name}.v_scale"]
+
+    change_tensors(renamed, rename)
+    assert cache_scales(read_files(renamed)) == {name: (k, k) for name, (k, _) in scales.items()}
+    change_tensors(renamed, lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
+    assert cache_scales(read_files(renamed)) == {}
+
+
+def test_layouts_of_other_writers(made: Folders, tmp_path: Path) -> None:
+    """ModelOpt and transformers name and shape the scale of a tensor in their own way."""
+    folder = made("mistral", scheme="static")
+    ours = read_files(folder)
+    meta_model = partial(transformers_meta_model, ours.config, folder)
+    required = required_by(meta_model())
+    ids = torch.randint(256, (2, 20))
+
+    def logits(files: CheckpointFiles) -> Tensor:
+        layers = check_folder(files, required)
+        assert not files.findings, [str(finding) for finding in files.findings]
+        assert len(layers) == 14
+        return StreamedModel(meta_model(), files.get, files.shapes, PackedLayers(files, layers, "cpu"))(ids)
+
+    expected = logits(ours)
+    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": []}
+    for name, settings in (("modelopt", modelopt), ("fp8", fp8)):
+        theirs = shutil.copytree(folder, tmp_path / name)
+        change_config(theirs, config_groups=None, format=None, quantization_status=None, **settings)
+
+        def flatten(tensors: dict[str, Tensor], name: str = name) -> None:
+            tensors.update({key: t.reshape(()) for key, t in tensors.items() if key.endswith("_scale")})
+            for key in list(tensors) if name == "fp8" else ():
+                module, _, leaf = key.rpartition(".")
+                if other := {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}.get(leaf):
+                    tensors[f"{module}.{other}"] = tensors.pop(key)
+            if name == "modelopt":
+                tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
+
+        change_tensors(theirs, flatten)
+        assert torch.equal(logits(read_files(theirs)), expected)
+    side = shutil.copytree(tmp_path / "modelopt", tmp_path / "side")
+    config = json.loads((side / "config.json").read_text())
+    ignored = config.pop("quantization_config")["ignore"]
+    (side / "config.json").write_text(json.dumps(config))
+    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ignored}
+    (side / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    assert torch.equal(logits(read_files(side)), expected)
+
+
+# ---- The quality of the model and of each layer is that of transformers' models, and of NumPy
+
+
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def prompts() -> list[Tensor]:
+    """The windows of 64 bytes that `run_verify` takes, longest first."""
+    data = TEXT.encode()
+    rows = [torch.tensor(list(data[i : i + 64]))[None] for i in range(0, len(data), 64)]
+    return sorted(rows, key=lambda row: -row.shape[1])
+
+
+def open_float32(folder: Path) -> Any:
+    return open_theirs(folder, torch.float32)
+
+
+def test_quality_is_that_of_transformers(made: Folders) -> None:
+    folder = made("llama", scheme="channel")
+    actual = run_verify(folder, made("llama")).quality
+    expected = compare_logits(*(partial(outputs, open_float32(path)) for path in (made("llama"), folder)), prompts())
+    assert isinstance(actual, LogitQuality)
+    assert actual.prompts == expected.prompts
+    for name in ("kl", "perplexity", "reference_perplexity", "perplexity_ratio", "top1"):
+        a, b = getattr(actual, name), getattr(expected, name)
+        assert (a.value, a.low, a.high) == pytest.approx((b.value, b.low, b.high), rel=1e-3)
+
+
+def test_int8_is_the_layers_in_int8(made: Folders, tmp_path: Path) -> None:
+    """The oracle is the BF16 model in transformers, with a hook on each packed layer."""
+    pack(made("qwen2"), tmp_path / "out", skip=["*.down_proj"])
+    actual = run_verify(tmp_path / "out", made("qwen2")).int8
+    plain, int8 = open_float32(made("qwen2")), open_float32(made("qwen2"))
+
+    def hook(module: Any, args: tuple[Tensor], y: Tensor) -> Tensor:
+        x, w = args[0].double(), module.weight.double()
+        s_x, s_w = (t.abs().amax(-1, keepdim=True) / 127 for t in (x, w))
+        y = ((x / s_x).round() * s_x) @ ((w / s_w).round() * s_w).T
+        return (y if module.bias is None else y + module.bias.double()).float()
+
+    for name, module in int8.named_modules():
+        if name.endswith(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj")):
+            module.register_forward_hook(hook)
+    expected = compare_logits(partial(outputs, plain), partial(outputs, int8), prompts())
+    assert isinstance(actual, LogitQuality)
+    assert actual.kl.value == pytest.approx(expected.kl.value, rel=0.02)  # in float64, ties round to the other side
+
+
+def test_embeddings_are_those_of_transformers(made: Folders) -> None:
+    folder = made("bert", scheme="channel")
+    actual = run_verify(folder, made("bert")).quality
+    expected = compare_embeddings(*(partial(outputs, open_float32(path)) for path in (made("bert"), folder)), prompts())
+    assert isinstance(actual, EmbeddingQuality)
+    assert 1 - actual.cosine.value == pytest.approx(1 - expected.cosine.value, rel=0.01)
+    assert 1 - actual.least == pytest.approx(1 - expected.least, rel=0.01)
+
+
+def inputs_of(model: Path, layer: str, batches: list[Tensor]) -> Tensor:
+    """The inputs [tokens, K] of a layer in the BF16 model."""
+    plain = open_float32(model)
+    inputs: list[Tensor] = []
+
+    def hook(module: Any, args: tuple[Tensor]) -> None:
+        inputs.append(args[0].detach().flatten(0, -2))
+
+    plain.get_submodule(layer).register_forward_pre_hook(hook)
+    for ids in batches:
+        plain(ids)
+    return torch.cat(inputs)
+
+
+def report_of(layer: str, packed: Path, model: Path) -> LayerReport:
+    report = run_verify(packed, model)
+    assert not report.findings
+    return next(row for row in report.layers if row.name == layer)
+
+
+def test_the_errors_of_a_layer(made: Folders) -> None:
+    layer = report_of(DOWN, made("mistral", scheme="channel"), made("mistral"))
+    x = inputs_of(made("mistral"), DOWN, prompts()).double()
+    w = load_file(made("mistral") / "model.safetensors")[f"{DOWN}.weight"].double()
+    x_q, w_q = rows_of_e4m3(x), rows_of_e4m3(w)
+    assert layer.weight_sqnr == pytest.approx(sqnr(w, w_q), abs=0.01)
+    assert layer.output_sqnr == pytest.approx(sqnr(x @ w.T, x_q @ w_q.T), abs=0.05)
+    assert layer.clip_rate is None
+    assert layer.headroom is None
+    assert layer.shape == (128, 256)
+
+
+def rows_of_e4m3(x: Tensor) -> Tensor:
+    """x [M, K], each row rounded to e4m3 by its amax."""
+    scale = x.abs().amax(1, keepdim=True).clamp(min=1e-30) / 448
+    return torch.from_numpy((x / scale).numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float64)) * scale
+
+
+def test_clipping_and_headroom(made: Folders, tmp_path: Path) -> None:
+    folder = made("mistral", scheme="static")
+    right = report_of(DOWN, folder, made("mistral"))
+    assert right.headroom == pytest.approx(1, abs=0.05)  # calibrated in BF16
+    assert right.clip_rate is not None
+    assert right.clip_rate < 1e-3
+
+    shutil.copytree(folder, tmp_path / "clips")
+    change_tensors(tmp_path / "clips", lambda t: t.update({f"{DOWN}.input_scale": t[f"{DOWN}.input_scale"] / 8}))
+    wrong = report_of(DOWN, tmp_path / "clips", made("mistral"))
+    x = inputs_of(made("mistral"), DOWN, prompts()).abs()
+    limit = 448 * float(load_file(tmp_path / "clips" / "model.safetensors")[f"{DOWN}.input_scale"])
+    assert wrong.headroom == pytest.approx(limit / float(x.max()), rel=1e-4)
+    assert wrong.clip_rate == pytest.approx(float((x > limit).double().mean()), rel=1e-3)
+    assert wrong.clip_rate > 0.01
+    assert wrong.output_sqnr is not None
+    assert right.output_sqnr is not None
+    assert wrong.output_sqnr < right.output_sqnr - 5
+
+
+@pytest.mark.parametrize(
+    ("kl", "advice"),
+    [((0.01, 0.02), "int8 is nearer to BF16"), ((1e-4, 2e-4), "channel is nearer"), ((1e-3, 2e-3), "do not differ")],
+)
+def test_the_nearer_scheme_is_named_with_the_speed_of_both(kl: tuple[float, float], advice: str) -> None:
+    report = Report(Path("packed"), Path("model"), layers=[LayerReport("q", "channel", (8, 8))] * 2)
+    report.quality, report.int8 = (
+        LogitQuality(Estimate(sum(each) / 2, *each), *[Estimate(0.0, 0.0, 0.0)] * 4, 2, 8)
+        for each in (kl, (1e-3, 2e-3))
+    )
+    (quality,) = (section for section in report.sections() if section.title == "Quality")
+    assert advice in quality.remark
+    speeds = measured_speeds()
+    for scheme in ("channel", "int8"):
+        assert f"{scheme} {speeds[1][scheme]:.2f}x and {speeds[8192][scheme]:.2f}x" in quality.remark

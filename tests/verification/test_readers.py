@@ -13,15 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Folders
+from tiny_models import Folders, make_model, write_text
 from torch import nn
 from transformers import PretrainedConfig
 from verify_examples import change_config
 
-from octavo.packing import convert_layout
-from octavo.runtime import PackedLinear, gemm_path, load_packed
+from octavo.evaluation import PromptOptions
+from octavo.evaluation.metrics import LogitQuality
+from octavo.inference import packed_linear as gemm_path
+from octavo.inference.opening import load_packed
+from octavo.inference.packed_linear import PackedLinear
+from octavo.packing import convert_layout, pack
 from octavo.verification import readers
-from octavo.verification.pipeline import verify
+from octavo.verification.findings import Report
+from octavo.verification.layer_spec import distance
 from octavo.verification.readers import (
     BF16,
     BF16_LOOSE,
@@ -33,7 +38,7 @@ from octavo.verification.readers import (
     open_with_vllm,
     try_readers,
 )
-from octavo.verification.reference import distance
+from octavo.verification.verifier import verify
 
 
 @pytest.fixture
@@ -182,9 +187,8 @@ def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
 
 
 def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
-    for settings in ({"quant_method": "modelopt"}, {"quant_method": "fp8", "activation_scheme": "static"}):
-        result = next(iter(try_readers(probe_of(Path("gone"), settings), "cpu")))
-        assert (result.outcome, result.note) == ("not run", "it does not read this layout; vLLM does")
+    result = next(iter(try_readers(probe_of(Path("gone"), {"quant_method": "modelopt"}), "cpu")))
+    assert (result.outcome, result.note) == ("not run", "it does not read this layout; vLLM does")
 
 
 def test_tolerances_can_fail() -> None:
@@ -233,3 +237,46 @@ def test_transformers_emulates_int8_as_its_reference_does(made: Folders, kind: s
     assert {reader.outcome for name, reader in result.items() if name != "vllm"} == {"agrees"}
     assert result["transformers"].distance is not None
     assert result["transformers"].distance < 0.002
+
+
+# ---- Verification gives the same results on a GPU as on the CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "scheme"), [("llama", "channel"), ("mistral", "block"), ("qwen2", "tensor")])
+def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
+    text = write_text(tmp_path / "text.txt")
+    pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
+
+    def run(device: str) -> Report:
+        return verify(
+            tmp_path / "out", tmp_path / "model", [str(text)], prompts=PromptOptions(8, 512, 4), device=device
+        )
+
+    cpu, gpu = run("cpu"), run("cuda")
+    assert not gpu.findings
+    assert isinstance(cpu.quality, LogitQuality)
+    assert isinstance(gpu.quality, LogitQuality)
+    assert isinstance(gpu.int8, LogitQuality)
+    assert gpu.quality.reference_perplexity.value == pytest.approx(cpu.quality.reference_perplexity.value, rel=1e-4)
+    assert gpu.quality.kl.value == pytest.approx(cpu.quality.kl.value, rel=0.1)  # roundings at a tie differ
+    assert gpu.int8.kl.value < gpu.quality.kl.value
+    for here, there in zip(cpu.layers, gpu.layers, strict=True):
+        assert there.weight_sqnr == here.weight_sqnr
+        assert there.output_sqnr == pytest.approx(here.output_sqnr, abs=0.1)
+    assert {reader.name: reader.outcome for reader in gpu.readers}["octavo"] == "agrees"
+
+
+OTHERS = [("vit", "channel"), ("vit", "weight"), ("swin", "channel"), ("t5", "channel"), ("bart", "int8")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "scheme"), OTHERS)
+def test_models_of_images_and_with_a_decoder_agree_on_a_gpu(tmp_path: Path, name: str, scheme: str) -> None:
+    pack(make_model(tmp_path / "model", name), tmp_path / "out", scheme=scheme)
+    report = verify(tmp_path / "out", tmp_path / "model", device="cuda")
+    assert not report.findings
+    outcomes = {reader.name: reader.outcome for reader in report.readers}
+    assert outcomes["octavo"] == "agrees"
+    opens = "agrees" if importlib.util.find_spec("compressed_tensors") else "not run"  # transformers opens them by it
+    assert outcomes["transformers"] == opens

@@ -1,5 +1,5 @@
 """Finding the GEMMs and the layers of an FP8 run that make its loss differ from that of BF16."""
 
-from octavo.bisection.pipeline import Bisection, bisect
+from octavo.bisection.bisector import Bisection, bisect
 
 __all__ = ["Bisection", "bisect"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ Outputs = Callable[[Tensor], Tensor]
 """ids int64 [B, T] -> logits (or, of an encoder, hidden states) [B, T, width], on any device, in any floating dtype."""
 
 _ROWS = 256  # tokens whose float64 distributions are in memory at once
-_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,7 @@ class LogitQuality:
 
 @dataclass(frozen=True)
 class EmbeddingQuality:
-    """An encoder compared with a reference: the mean and the `least` cosine, over prompts, of their mean-pooled last
-    hidden states."""
+    """An encoder against a reference: the mean and the `least` cosine of mean-pooled hidden states, over prompts."""
 
     cosine: Estimate
     least: float
@@ -98,11 +96,7 @@ class LogitSums:
         self._rows: list[tuple[float, ...]] = []  # of each prompt: kl, agreeing, nll and reference nll, tokens, targets
 
     def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None:
-        """Add a batch: ids int64 [B, T], logits of the two models [B, T, V].
-
-        Raises:
-            ValueError: the shapes do not fit, or a prompt has fewer than two tokens.
-        """
+        """Add a batch: ids int64 [B, T], logits of the two models [B, T, V]. A ValueError if the shapes do not fit."""
         if reference.shape != candidate.shape or reference.shape[:-1] != ids.shape:
             raise ValueError(
                 f"logits must be [*{list(ids.shape)}, V] of both models, got {list(reference.shape)} and "
@@ -174,7 +168,7 @@ def sqnr(signal: float, noise: float) -> float:
         return math.nan
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    return 10 * math.log10(signal / noise) if signal and noise < math.inf else -math.inf
 
 
 def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
@@ -198,12 +192,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     return Estimate(value, value - half, value + half)
 
 
-def student_quantile(freedom: int) -> float:
-    """The t of a two-sided 95 % interval: Student's distribution has 5 % outside of (-t, t)."""
+def student_quantile(freedom: int, outside: float = 0.05) -> float:
+    """The t of a two-sided interval: Student's distribution has the share `outside` outside of (-t, t)."""
     low, high = 0.0, 20.0
+    while _student_within(high, freedom) < 1 - outside:
+        high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _student_within(middle, freedom) < _CONFIDENCE else (low, middle)
+        low, high = (middle, high) if _student_within(middle, freedom) < 1 - outside else (low, middle)
     return (low + high) / 2
 
 
@@ -239,3 +235,85 @@ def _sums(prompt: Tensor, reference: Tensor, candidate: Tensor) -> tuple[float, 
         before -= float(p[: len(targets)].gather(1, targets).sum())
         nll -= float(q[: len(targets)].gather(1, targets).sum())
     return kl, agree, nll, before, float(len(prompt)), float(last)
+
+
+# ---- Budgets: how much of a model's quality packing may cost.
+
+
+_RANGES = {
+    "kl": "nats a token above 0, such as 0.01",
+    "ppl": "a percentage above 0% and up to 100%, such as 0.5%, or a fraction below 1, such as 0.005",
+    "cosine": "above 0 and below 1, such as 0.999",
+}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit on one measure of quality.
+
+    Attributes:
+        measure: "kl" (KL divergence from the model in BF16, nats a token), "ppl" (relative rise of perplexity), or for
+            encoders "cosine" (mean cosine of the mean-pooled last hidden states).
+        limit: the most KL, the largest rise of perplexity (0.005 is half a percent), or the least cosine.
+    """
+
+    measure: str
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read kl=0.01, ppl=0.005 (or ppl=0.5%, which is the same) or cosine=0.999.
+
+        Raises:
+            ValueError: another measure, or a limit that is not a number in the measure's range.
+        """
+        measure, _, limit = text.partition("=")
+        if measure not in _RANGES:
+            raise ValueError(
+                "a budget reads kl=0.01 (nats a token) or ppl=0.5% (perplexity, relative), and for an encoder "
+                f"cosine=0.999, got {text!r}"
+            )
+        percent = measure == "ppl" and limit.endswith("%")
+        try:
+            value = float(limit.removesuffix("%")) / 100 if percent else float(limit)
+        except ValueError:
+            value = math.nan
+        upper = math.inf if measure == "kl" else 1
+        if not (0 < value < upper or (percent and value == 1)):
+            raise ValueError(f"the budget {measure} must be {_RANGES[measure]}; got {limit!r}")
+        return cls(measure, value)
+
+    @property
+    def of_logits(self) -> bool:
+        """True if the measure is for language models, False if it is for encoders."""
+        return self.measure != "cosine"
+
+    def estimate(self, quality: Quality) -> Estimate:
+        if not isinstance(quality, LogitQuality):
+            return quality.cosine
+        return quality.kl if self.measure == "kl" else quality.perplexity_ratio
+
+    def holds(self, quality: Quality) -> bool:
+        value = self.estimate(quality).value
+        return value <= self.limit if self.of_logits else value >= self.limit
+
+    def show(self, value: float) -> str:
+        """A value of the measure for a message, such as kl=0.01."""
+        return f"{self.measure}={self._number(value)}"
+
+    def show_estimate(self, estimate: Estimate) -> str:
+        if estimate.low is None or estimate.high is None:
+            return self.show(estimate.value)
+        return f"{self.show(estimate.value)} ({self._number(estimate.low)} to {self._number(estimate.high)})"
+
+    def _number(self, value: float) -> str:
+        return f"{value:.3%}" if self.measure == "ppl" else f"{value:.{4 if self.of_logits else 6}g}"
+
+
+def check_budgets(budgets: Sequence[Budget], *, language_model: bool) -> None:
+    """Raise a ValueError unless every budget is for a model of this kind."""
+    if any(budget.of_logits != language_model for budget in budgets):
+        raise ValueError(
+            "budgets of kl and ppl are for language models, those of cosine for encoders: the model is "
+            f"{'a language model' if language_model else 'an encoder'}"
+        )

@@ -19,16 +19,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError
-from octavo.extras import import_extra, open_local
-from octavo.text import DataError, Document, ReadReport, chat_of, read_text
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import has_tokenizer
+from octavo.data import DataError, Document, ReadReport, chat_of, read_text
+from octavo.util import import_extra, of_input, open_local
 
 OnRead = Callable[[ReadReport], None]
 """Called with the report of the text that was read, before a model runs on it."""
 
 
 class TokenLimits(Protocol):
-    """What a model takes, such as `octavo.hf.meta_model.MetaModel`."""
+    """The limits of a model, such as `octavo.hf.meta_model.MetaModel`."""
 
     @property
     def context(self) -> int:
@@ -66,18 +67,11 @@ class PromptOptions:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """The prompts that a model runs on.
+    """The prompts that a model runs on."""
 
-    Attributes:
-        ids: the token ids of each prompt, longest first, so that neighbours make batches of one length.
-        report: of the text that was read and skipped.
-        context: the most tokens that a prompt could have.
-        fingerprint: SHA-256 of the ids, in hexadecimal.
-    """
-
-    ids: tuple[tuple[int, ...], ...]
-    report: ReadReport
-    context: int
+    ids: tuple[tuple[int, ...], ...]  # of each prompt, longest first, so that neighbours make batches of one length
+    report: ReadReport  # of the text that was read and skipped
+    context: int  # the most tokens that a prompt could have
 
     @property
     def tokens(self) -> int:
@@ -88,11 +82,7 @@ class Prompts:
         return hashlib.sha256(json.dumps(self.ids).encode()).hexdigest()
 
     def batches(self, size: int, shortest: int = 1) -> list[Tensor]:
-        """Batches int64 [B, T] of at most `size` prompts of one length, of `shortest` tokens or more, without padding.
-
-        Raises:
-            DataError: every prompt is shorter.
-        """
+        """Batches int64 [B, T] of at most `size` prompts of one length, `shortest` or more, without padding."""
         if len(self.ids[0]) < shortest:
             raise DataError("every prompt is one token long, so that no token follows another: give longer texts")
         batches: list[list[tuple[int, ...]]] = []
@@ -106,18 +96,8 @@ class Prompts:
         return [torch.tensor(batch) for batch in batches]
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-
-
 def open_tokenizer(folder: Path) -> Any:
-    """The transformers tokenizer in `folder`; nothing is downloaded, no code of the folder is run.
-
-    Raises:
-        ImportError: transformers is not installed.
-        FileNotFoundError: the folder has no tokenizer.
-        ValueError: the tokenizer needs code of the folder.
-    """
+    """The transformers tokenizer in `folder`; nothing is downloaded, no code of the folder is run."""
     transformers = import_extra("transformers", "hf", "text is read through transformers")
     if not has_tokenizer(folder):
         raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
@@ -131,20 +111,7 @@ def open_prompts(
     limits: TokenLimits,
     on_read: OnRead | None = None,
 ) -> Prompts:
-    """Read the prompts for a model.
-
-    Args:
-        data: sources of text, see `octavo.text.read_text`.
-        folder: with the model's tokenizer.
-        options: which prompts.
-        limits: of the model.
-        on_read: called with the report of the text.
-
-    Raises:
-        ImportError, FileNotFoundError, ValueError: see `open_tokenizer`.
-        ArtifactError: the tokenizer gives an id that the embedding does not have.
-        DataError: see `read_prompts`.
-    """
+    """The prompts for a model with `limits`, from `data` and the tokenizer in `folder`."""
     most = limits.context  # first: a model of images need not have a tokenizer
     tokenizer = open_tokenizer(folder)
     context = min(options.context, tokenizer.model_max_length, most)
@@ -160,16 +127,7 @@ def open_prompts(
 
 
 def read_prompts(data: Sequence[str], tokenizer: Any, options: PromptOptions) -> Prompts:
-    """Choose prompts from text, see `PromptOptions`.
-
-    Args:
-        data: sources of text, see `octavo.text.read_text`.
-        tokenizer: of transformers.
-        options: which prompts; the tokenizer's own limit does not count.
-
-    Raises:
-        DataError: an error of `read_text`, or a tokenizer or a context that leaves no room for text.
-    """
+    """The prompts that `options` choose from the text of `data`; the tokenizer's own limit does not count."""
     samples, context, seed = options.samples, options.context, options.seed
     reading = read_text(data, chat_of(tokenizer))
     cutter = _Cutter(tokenizer, context)
@@ -230,7 +188,9 @@ class _Cutter:
         try:
             # verbose=False: a text longer than the model's context is cut here, and needs no warning.
             encoded = self._tokenizer(text, add_special_tokens=special, return_attention_mask=False, verbose=False)
-        except Exception as error:  # The library `tokenizers` raises this type where there is no unknown token.
+        except BaseException as error:  # `tokenizers` raises an Exception where there is no unknown token
+            if not of_input(error):
+                raise
             unknown = sorted(set(text) - self._tokenizer.get_vocab().keys())
             raise DataError(
                 f"the tokenizer cannot encode {text[:40]!r} ({error}); it has no token for "

@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError, model_tensors, read_json
-from octavo.hf.expert_names import expert_matrices
-from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
-from octavo.hf.model_files import open_model_files
-from octavo.nn.expert_conversion import find_experts
+from octavo.architectures import ARCHITECTURES
+from octavo.checkpoint.files import ArtifactError, model_tensors, read_json
+from octavo.hf.meta_model import MetaModel, compute_buffers, expert_matrices, open_model_files, transformers_meta_model
+from octavo.nn.conversion import find_experts
 
-SUPPORTED = "Llama, Mistral, Mixtral, Qwen2, Qwen3, GPT-2, OPT and BERT-like encoders are"
+_NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block is not None and each.block.rms)
+SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are"
 
 Looking = Callable[[], AbstractContextManager[None]]
 

@@ -3,29 +3,41 @@
 Packing learns from it which tensors are weights of linear layers, and loading which tensors the files must have.
 """
 
-import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from octavo.artifact.files import ArtifactError, model_tensors
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE
-from octavo.extras import import_extra
-from octavo.hf.experts import ExpertFiles, expert_files
-from octavo.hf.gpt2_as_opt import config_as_opt, is_gpt2
-from octavo.hf.inputs import KINDS, TOKENS, main_input, token_embedding
-from octavo.hf.outputs import is_language_model
+from octavo.checkpoint.files import WIDE, ArtifactError, ShardReader, model_tensors
+from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE, without_code
+from octavo.checkpoint.run import check_expert_counts
+from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
+from octavo.hf.inputs import KINDS, TOKENS, is_language_model, main_input, token_embedding
+from octavo.hf.stored_tensors import (
+    ExpertFiles,
+    ExpertReader,
+    config_as_opt,
+    expert_files,
+    is_gpt2,
+    open_tensors,
+    transformers_names,
+)
 from octavo.models import build, from_hf_config
+from octavo.models.decoder import Decoder
+from octavo.nn.conversion import find_experts
+from octavo.nn.experts import Experts
+from octavo.util import import_extra, reading
 
+DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
+_FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +46,7 @@ class MetaModel:
 
     Attributes:
         model: of `octavo.models`, or of transformers. The tensors that transformers keeps in float32 are float32.
-        config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.gpt2_as_opt`).
+        config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.stored_tensors`).
         positions: the number of tokens that the model can see; `UNLIMITED` if it does not state one.
         experts: the names of its tensors in files, where experts are stacked; None for other models, whose tensors have
             one name.
@@ -80,9 +92,9 @@ class MetaModel:
         if embedding is None or not self.takes_text:
             raise ArtifactError(
                 f"a {type(self.model).__name__} takes {kind}, and octavo calibrate, --freeze, --budget and --data run "
-                "a model on text: leave them out. For the scheme static, octavo.freeze_scales(octavo.load(FOLDER), "
-                f"batches) finds scales on batches of {kind}, and octavo.packing.pack(..., input_scales=scales) stores "
-                "them"
+                "a model on text: leave them out. For the scheme static, octavo.scales.freeze_scales("
+                f"octavo.load(FOLDER), batches) finds scales on batches of {kind}, and octavo.packing.pack(..., "
+                "input_scales=scales) stores them"
             )
         return embedding
 
@@ -103,8 +115,10 @@ class MetaModel:
 
 def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     """The model of `octavo.models` that `our_meta_model` finds, else that of `transformers_meta_model`."""
+    check_counts(config, folder)
     try:
-        ours = our_meta_model(config)
+        with reading(folder / "config.json", DESCRIPTION):
+            ours = our_meta_model(config)
     except ValueError:  # the architecture is ours, a feature of it is not
         ours = None
     return ours or transformers_meta_model(config, folder)
@@ -126,23 +140,32 @@ def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaMode
     """The model of transformers that the parsed config.json of `folder` describes.
 
     Its class is the one in `architectures`, or a causal language model if that names none. A GPT-2 is read as OPT
-    (`octavo.hf.gpt2_as_opt`).
+    (`octavo.hf.stored_tensors`).
 
     Raises:
-        ArtifactError: transformers does not implement the model, its main input is unknown (`octavo.hf.inputs`), a
-            language model does not state its context, or tokens run through more experts than there are.
+        ArtifactError: transformers does not implement the model, or fails to build it; it has too many layers
+            (`check_counts`), its main input is unknown (`octavo.hf.inputs`), a language model does not state its
+            context, or tokens run through more experts than there are.
         ImportError: transformers is not installed.
     """
     where = folder / "config.json"
     transformers = import_extra("transformers", "hf", f"{where} describes a model that runs through transformers")
-    config = config_as_opt(config, where) if is_gpt2(config) else config
+    with reading(where, DESCRIPTION, ArtifactError):
+        return _transformers_meta_model(
+            transformers, config_as_opt(config, where) if is_gpt2(config) else config, folder
+        )
+
+
+def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folder: Path) -> MetaModel:
+    where = folder / "config.json"
     if (kind := config.get("model_type")) not in transformers.CONFIG_MAPPING:
         raise ArtifactError(
             f"{where} has the model_type {kind!r}, which transformers {transformers.__version__} does not implement, "
             "and octavo runs no code of a model folder (auto_map): upgrade transformers, or use another model"
         )
+    check_counts(config, folder)
     check_expert_counts(config, str(where))
-    settings: Any = copy.deepcopy(dict(config)) | {"name_or_path": str(folder)}  # transformers edits what it is given
+    settings = without_code(dict(config)) | {"name_or_path": str(folder)}  # a copy: transformers edits it
     described = transformers.AutoConfig.for_model(**settings)
     model = _model(transformers, described)
     if model is None:
@@ -193,14 +216,29 @@ def _model(transformers: Any, config: Any) -> Any:
     return model
 
 
-def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
-    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
-    used = config.get("num_experts_per_tok")
-    if count is not None and isinstance(used, int) and used > max(count, 1):
+def check_counts(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise an ArtifactError if config.json states more layers or experts than the files of `folder` have tensors: the
+    modules of a number that is far too large would take all memory before a tensor is missed."""
+    key, count = max(_counts(config), key=lambda stated: stated[1], default=("", 0))
+    if count <= _FEW:
+        return
+    try:
+        tensors = len(ShardReader(folder).specs)
+    except FileNotFoundError:  # of a run: the files are elsewhere
+        tensors = _FEW
+    if count > tensors:
         raise ArtifactError(
-            f"{where}: num_experts_per_tok must be at most the number of experts, got {used} of {count}"
+            f"{folder / 'config.json'}: {key} must be at most the number of tensors, {tensors:,}; got {count:,}"
         )
+
+
+def _counts(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    for key, value in described.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value)
+        elif re.search(r"(layers?|experts|depths?|blocks)$", key):
+            stated = value if isinstance(value, list) else [value]
+            yield from ((key, number) for number in stated if isinstance(number, int))
 
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
@@ -241,3 +279,124 @@ def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
     if left := [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]:
         raise ArtifactError(f"{left[0]} of {type(model).__name__} is in no file: this model cannot run here")
     return model.requires_grad_(False)
+
+
+# ---- The tensors of a model folder under the names that they have in the model.
+#
+# transformers renames the tensors of some models as it loads them, by its mapping (`transformers.conversion_mapping`):
+#
+#     in the files   vit.encoder.layer.0.attention.attention.query.weight
+#     in the model   vit.layers.0.attention.q_proj.weight
+#
+# Tensors that the mapping also stacks are read by `octavo.hf.stored_tensors`, and those that it splits are not read.
+
+
+_WEIGHT_SCALES = (SCALE_NAME, *(name for name, ours in OTHER_NAMES.items() if ours == SCALE_NAME))
+
+
+def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaModel) -> ShardReader:
+    """The tensors in `folder` by their names in the model; a tensor that the model does not have keeps its name.
+
+    Args:
+        folder: with safetensors files.
+        config: the parsed config.json of the model, as it is stored.
+        meta_model: the model that it describes.
+
+    Raises what `ShardReader` and `check_unpacked` raise.
+    """
+    if meta_model.experts is not None:
+        stacked = ExpertReader(folder, meta_model.experts)
+        check_unpacked(stacked)
+        return stacked
+    reader = open_tensors(folder, config)
+    check_unpacked(reader)
+    if model_tensors(meta_model.model).keys() <= reader.specs.keys():
+        return reader
+    renamed = _model_names(meta_model.model, reader.specs)
+    return reader if renamed is None else RenamedReader(reader, renamed)
+
+
+def check_unpacked(reader: ShardReader) -> None:
+    """Raise an ArtifactError if tensors look packed, and the config.json of their model states no quantization.
+
+    The codes of a packed model, read as numbers without their scales, would be a model of noise.
+    """
+    for name, spec in reader.specs.items():
+        is_scale = name.endswith(_WEIGHT_SCALES)
+        if is_scale or spec.dtype in WEIGHT_DTYPES or (name.endswith(".weight") and spec.dtype not in WIDE):
+            found = "is the scale of a packed weight" if is_scale else f"is {spec.dtype}"
+            raise ArtifactError(
+                f"{reader.folder}: {name} {found}, and config.json states no quantization: give a model in BF16, FP16 "
+                "or FP32, or restore the quantization_config of the packed one"
+            )
+
+
+def _model_names(model: Any, names: Iterable[str]) -> dict[str, str] | None:
+    """The name in the model of each tensor of the files; None if the model is not of transformers, or two tensors would
+    have one name."""
+    if isinstance(model, Decoder):
+        return None
+    loading, mapping = transformers_names()
+    rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
+    found = {name: loading.rename_source_key(name, rules, [])[0] for name in names}
+    return found if len(set(found.values())) == len(found) else None
+
+
+class RenamedReader(ShardReader):
+    """The tensors of another reader under other names.
+
+    Args:
+        reader: of the files.
+        names: the new name of each of its tensors.
+    """
+
+    def __init__(self, reader: ShardReader, names: Mapping[str, str]) -> None:
+        self.folder, self._reader = reader.folder, reader
+        self._from = {new: name for name, new in names.items()}
+        self.specs = {new: reader.specs[name] for new, name in self._from.items()}
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, on the CPU."""
+        return self._reader.get(self._from[name])
+
+
+# ---- The matrices of each expert of a model of transformers, by their names in its files.
+
+
+class ExpertMatrices(NamedTuple):
+    """The names of an expert's matrices in the files: y = down(act(gate(x)) * up(x))."""
+
+    gate: str
+    up: str
+    down: str
+
+
+def expert_matrices(meta_model: MetaModel) -> dict[str, list[ExpertMatrices]]:
+    """The experts of each module of the model whose mathematics is known, by number."""
+    files, found = meta_model.experts, {}
+    if files is None:
+        return {}
+    for name in find_experts(meta_model.model):
+        inner, outer = (files.parts.get(f"{name}.{leaf}", []) for leaf in Experts.matrices)
+        if outer and len(inner) == 2 * len(outer):
+            parts = zip(inner[: len(outer)], inner[len(outer) :], outer, strict=True)  # the gates of all, then the ups
+            found[name] = [ExpertMatrices(*(part.removesuffix(".weight") for part in each)) for each in parts]
+    return found
+
+
+# ---- transformers without its progress bars and messages, for work that reports its own progress.
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Hide the progress bars and all messages but errors. Both are as before when the block ends."""
+    logging = import_extra("transformers.utils.logging", "hf", "the models here are those of transformers")
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

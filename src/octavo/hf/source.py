@@ -1,6 +1,8 @@
 """The source of packing: a run of `octavo train` or a Hugging Face model folder, read one tensor at a time."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -10,16 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.artifact.files import ArtifactError, check_match, model_tensors, read_json
-from octavo.artifact.numbers import failing, is_finite
-from octavo.artifact.run import RunFolder, find_model
-from octavo.artifact.safetensors_files import ShardReader, Spec, read_all
-from octavo.hf.experts import ExpertReader
-from octavo.hf.gpt2_as_opt import Conv1DReader, open_tensors
-from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, transformers_meta_model
-from octavo.hf.model_files import open_model_files
+from octavo.checkpoint.files import (
+    ArtifactError,
+    ShardReader,
+    Spec,
+    check_match,
+    failing,
+    is_finite,
+    model_tensors,
+    read_all,
+    read_json,
+    write_shards,
+)
+from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
+from octavo.checkpoint.layouts.layout import write_config
+from octavo.checkpoint.run import RunFolder, find_model
+from octavo.hf.meta_model import (
+    DESCRIPTION,
+    MetaModel,
+    check_counts,
+    fill_model,
+    open_model_files,
+    our_meta_model,
+    transformers_meta_model,
+)
+from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
 from octavo.models import BUILT_IN_MODELS
 from octavo.recipe import Recipe, similar_preset
+from octavo.util import Progress, reading
+from octavo.version import __version__
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +57,7 @@ class Source:
         reader: of the files.
         left_out: tensors of the files that have no place in the model.
         trained_as: the name that a layer had in training, by its name here, where the two differ.
-        promoted: the layers that training moved to BF16 (`octavo.nn.promotion`), and why.
+        promoted: the layers that training moved to BF16 (`octavo.nn.selection`), and why.
     """
 
     origin: Path
@@ -99,7 +120,7 @@ class Source:
         )
 
     def folded(self) -> dict[str, Any]:
-        """The entry `folded` of octavo.json, which `octavo fold` writes; it holds for the packed weights too."""
+        """The entry `folded` of octavo.json (`octavo pack --smooth`, `--rotate`): packed weights have it too."""
         path = self.description / "octavo.json"
         found = read_json(path) if path.is_file() else {}
         return {key: found[key] for key in ("folded",) if key in found}
@@ -110,7 +131,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
     Args:
         path: a run of `octavo train`, or a folder with a config.json and safetensors files; a GPT-2 of transformers is
-            read as OPT (`octavo.hf.gpt2_as_opt`).
+            read as OPT (`octavo.hf.stored_tensors`).
         step: the checkpoint of a run; None takes the newest.
 
     Raises:
@@ -167,7 +188,95 @@ def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, 
     """
     if settings.get("model") not in BUILT_IN_MODELS or settings["model"] == "mixture":
         return transformers_meta_model(config, folder)
-    found = our_meta_model(config)
+    check_counts(config, folder)
+    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
+        found = our_meta_model(config)
     if found is None:
         raise ArtifactError(f"{folder / 'config.json'} must be of a {settings['model']}, the model of the run")
     return found
+
+
+# ---- A model folder written from another model, one tensor at a time.
+
+
+Change = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""(name, tensor) of the source's model -> the tensors of the new files that hold it, by their names there. A tensor on
+the meta device gives tensors on the meta device."""
+
+
+@dataclass(frozen=True)
+class WrittenModel:
+    """A folder that was written.
+
+    Attributes:
+        folder: the new folder.
+        source: the folder whose tensors were read.
+        left_out: tensors of the source's files that have no place in its model.
+        specs: dtype and shape of every tensor of the new files.
+        folder_bytes: the size of all files of the new folder.
+    """
+
+    folder: Path
+    source: Path
+    left_out: Sequence[str]
+    specs: Mapping[str, Spec]
+    folder_bytes: int
+
+
+def write_model(
+    source: Source,
+    out: Path,
+    change: Change,
+    config: Mapping[str, Any],
+    record: Callable[[], Mapping[str, object]],
+    progress: Progress,
+    doing: str,
+    added: Mapping[str, Tensor] | None = None,
+    card: Callable[[Mapping[str, object]], str] | None = None,
+) -> WrittenModel:
+    """Write the folder `out`, which appears whole or not at all.
+
+    Args:
+        source: whose tensors are read.
+        out: the folder to make.
+        change: from a tensor of the model to tensors of the files. It is called twice for each tensor, first on the
+            meta device, which gives the headers of the files, then with the numbers.
+        config: the new config.json.
+        record: called when all tensors are written; octavo.json gets its entries.
+        progress: called after each tensor.
+        doing: the name of the work for `progress`.
+        added: tensors of the files beside those of the model.
+        card: makes README.md of the entries of octavo.json.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ArtifactError: a tensor holds inf or NaN, or a file of the source is a link out of its folder.
+        WriteError: the disk refused.
+    """
+    for folder in {source.description, source.origin}:
+        check_links(folder)
+    added = added or {}
+    stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec.meta()).items()}
+    specs = {name: Spec.of(tensor) for name, tensor in {**added, **stored}.items()}
+    digest = hashlib.sha256()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from added.items()
+        for done, name in enumerate(source.specs, start=1):
+            tensor = source.get(name)
+            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            yield from change(name, tensor).items()
+            progress(done, len(source.specs), doing)
+
+    with whole_folder(out) as partial:
+        write_config(partial, config)
+        copy_description(source.description, partial)
+        metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": source.origin.name}
+        checksums = write_shards(partial, specs, tensors(), metadata)
+        made = {"octavo_version": __version__, "source": source.origin.name, "source_sha256": digest.hexdigest()}
+        entries = {**made, **record(), "checksums": checksums}
+        (partial / "octavo.json").write_text(json.dumps(entries, indent=2) + "\n")
+        if card is not None:
+            (partial / CARD).write_text(card(entries), encoding="utf-8")
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return WrittenModel(out, source.origin, source.left_out, specs, size)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from octavo.nn import load_scale_state, scale_state, update_scales
+from octavo.scales import load_scale_state, scale_state, update_scales
 
 KEY = "octavo_scales"
 

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 
-from octavo.runtime import PackedLinear
+from octavo.inference.packed_linear import PackedLinear
 
 ConfigT = TypeVar("ConfigT", bound=LoraConfig)
 

@@ -7,7 +7,7 @@
 torchtitan builds a model on the meta device from a tree of configurations, shards it, allocates its memory, and then
 calls `init_states`. The converter replaces the configuration of each linear layer by one that builds an `FP8Linear`. It
 also replaces the configuration of the model. The `init_states` of the new one prepares the sharded model for FP8: the
-all-gather in eight bits (`octavo.dist.fp8_all_gather`) and the update of delayed scales.
+all-gather in eight bits (`octavo.distributed.fp8_all_gather`) and the update of delayed scales.
 """
 
 from dataclasses import dataclass, field, fields
@@ -23,10 +23,11 @@ from torchtitan.models.common.linear import Linear as TitanLinear
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
-from octavo.dist import fp8_all_gather
-from octavo.nn import Linear, scale_state, update_scales
+from octavo.distributed import fp8_all_gather
+from octavo.nn import Linear
 from octavo.nn.selection import check_globs, skipped_by_name
 from octavo.recipe import get_recipe
+from octavo.scales import scale_state, update_scales
 
 
 class FP8Linear(Linear, Module):  # type: ignore[misc]
@@ -60,7 +61,7 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
         """The settings.
 
         Args:
-            recipe: a preset's name (`octavo.PRESETS`).
+            recipe: a preset's name (`octavo.recipe.PRESETS`).
             skip: globs of names of linear layers to leave as they are, as in `octavo.convert`.
         """
 

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from octavo.nn import load_scale_state, scale_state, update_scales
+from octavo.scales import load_scale_state, scale_state, update_scales
 
 FILE_NAME = "octavo_scales.safetensors"
 

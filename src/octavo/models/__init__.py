@@ -9,12 +9,13 @@
 The names of their parameters are those of transformers, so a state_dict travels both ways unchanged.
 
 Two models of images have no counterpart there: `octavo.models.vision.VisionTransformer`, which classifies, and
-`octavo.models.diffusion.DiffusionTransformer`, which makes images of a class.
+`octavo.models.vision.DiffusionTransformer`, which makes images of a class.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.checkpoint.run import BUILT_IN_MODELS
 from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
 from octavo.models.llama import Llama, LlamaConfig
@@ -34,7 +35,6 @@ __all__ = [
 ]
 
 Config = LlamaConfig | GPT2Config | MixtureConfig
-BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what a training run calls them
 
 
 def build(config: Config) -> Llama | GPT2 | Mixture:

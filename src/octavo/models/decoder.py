@@ -13,14 +13,75 @@ attention, and to the outputs of attention and MLP. It draws from torch's global
 
 import math
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from octavo.models.cache import KVCache
 from octavo.nn import Experts
+from octavo.nn.attention_layers import GradientScales, attend_fp8
+
+# ---- Causal attention, and the KV cache that a decoder reads.
+#
+# Token t attends to tokens 0..t, and the keys and values of a token never change once computed. So a decoder that emits
+# one token at a time saves K and V of every layer (Shazeer 2019, arXiv:1911.02150, section 2.4), and computes them for
+# the new tokens only. `octavo.inference.kv_cache.ModelKVCache` is such a cache.
+
+
+class StoredKeys(Protocol):
+    """The keys and values of one layer that a cache holds, those of the new tokens included."""
+
+    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
+        """Attention of the queries [B, heads, T, head_dim] of the T new tokens; returns the same shape."""
+
+
+class KVCache(Protocol):
+    """The keys and values of all layers, for inference.
+
+    `first`, int32 [B], is the first token of each sequence that is not padding; None without padding.
+    """
+
+    first: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens stored, without waiting for the device."""
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> StoredKeys:
+        """Store k and v of T new tokens, [B, kv_heads, T, head_dim] each."""
+
+    def rotate_append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, StoredKeys]:
+        """Apply rotary embedding to q [B, T, heads * head_dim] and k, and store k and v, [B, T, kv_heads * head_dim]
+        each. Returns the rotated q [B, heads, T, head_dim], and what `append` returns."""
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0, fp8: GradientScales | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v, where token t sees the tokens 0..t.
+
+    q[B, heads, T, head_dim], k and v[B, kv_heads, T, head_dim] with heads a multiple of kv_heads (query head h reads
+    key head h * kv_heads // heads). Each probability is dropped with the probability `dropout`. Returns
+    [B, heads, T, head_dim] in q's dtype. With `fp8` it is computed in E4M3 (`octavo.nn.attention_layers`), unless
+    there is dropout or the text is short.
+    """
+    if fp8 is not None and fp8.takes(q, k, dropout):
+        return attend_fp8(q, k, v, fp8)
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
+
+
+# ---- The base of the decoder-only language models: logits[B, T, V] from tokens[B, T] through a stack of residual
+# blocks.
+
 
 INIT_STD = 0.02
 
@@ -144,3 +205,73 @@ def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
     if module.config.tied and "lm_head.weight" in incompatible.missing_keys:
         incompatible.missing_keys.remove("lm_head.weight")
     module.tie_weights()
+
+
+# ---- Finding out how a language model computes its logits, from the logits and not from the model's name.
+#
+# Training on the next token is only possible if the logits of a token depend on that token and the ones before it. In
+# an encoder they depend on the later tokens too, so that the model sees the answer. The logits need not be in memory as
+# a whole if they are the outputs of a linear layer.
+
+
+_TOKENS = 8
+_TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the effect of attention about 1e-3
+
+
+@torch.no_grad()
+def is_causal(model: nn.Module, vocabulary: int) -> bool:
+    """Whether the logits of a token stay the same when the last token of the sequence changes.
+
+    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens. Call this before `octavo.convert`: the model
+    must compute in float32, and quantization with one scale for a tensor makes every logit depend on every token.
+
+    Args:
+        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
+        vocabulary: tokens from 0 to this number, at least 2, are valid.
+    """
+    device = next(model.parameters()).device
+    tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
+    other = tokens.clone()
+    other[0, -1] = (tokens[0, -1] + vocabulary // 2) % vocabulary
+    training = model.training
+    model.eval()
+    try:
+        before, after = (logits_of(model(ids))[0].float() for ids in (tokens, other))
+    finally:
+        model.train(training)
+    allowed = _TOLERANCE * float(before.abs().max())
+    return bool((before[:-1] - after[:-1]).abs().max() <= allowed)
+
+
+def logits_of(output: object) -> Tensor:
+    """The logits [B, T, V] that a forward pass returned: a tensor, or an output object of transformers."""
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"a language model must return logits, got {type(output).__name__}")
+    return logits
+
+
+@torch.no_grad()
+def head_name(model: nn.Module) -> str | None:
+    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does.
+
+    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
+
+    Args:
+        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
+    """
+    outputs: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        return lambda module, args, output: outputs.__setitem__(name, output)
+
+    # a subclass may compute in another way
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name}
+    with ExitStack() as stack:
+        for name, module in linear.items():
+            if module.bias is None:
+                stack.enter_context(module.register_forward_hook(note(name)))
+        stack.callback(model.train, model.training)
+        model.eval()
+        logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
+    return next((name for name, output in outputs.items() if output is logits), None)

@@ -15,10 +15,9 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from octavo.models.cache import KVCache, causal_attention
-from octavo.models.decoder import Decoder, Dropout
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention
 from octavo.nn import GELU, NormLinear
-from octavo.nn.quantized_attention import GradientScales
+from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "OPTForCausalLM"
 POSITION_OFFSET = 2  # rows that OPT's position table has before position 0
@@ -111,7 +110,7 @@ class GPT2Config:
 
 
 class Attention(nn.Module):
-    layer_after = "out_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+    layer_after = "out_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()

@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.models.cache import KVCache, causal_attention
-from octavo.models.decoder import Decoder, Dropout
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention
 from octavo.nn import NormLinear, SwiGLU
-from octavo.nn.quantized_attention import GradientScales
+from octavo.nn.attention_layers import GradientScales
 
 ARCHITECTURE = "LlamaForCausalLM"
 
@@ -157,7 +156,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    layer_after = "o_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+    layer_after = "o_proj"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()

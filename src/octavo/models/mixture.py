@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.models.llama import Block, Llama, LlamaConfig
 from octavo.nn import Experts, SwiGLU
-from octavo.nn.linear_call import shaped
+from octavo.nn.linear_function import shaped
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-from octavo.extras import import_extra, open_local
-from octavo.models.characters import CharacterTokenizer
-from octavo.models.tokenizer_json import byte_json, characters_of, is_bytes, save_tokenizer_json
-from octavo.text import Chat, chat_of
+from octavo.data import Chat, chat_of
+from octavo.data.chat import ChatTemplate
+from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_ENCODES = "a tokenizer that encodes this text"
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
 
@@ -78,8 +78,8 @@ class BpeTokenizer:
 
     chat = None
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, where: str | Path = "the trained tokenizer") -> None:
+        self._tokenizer, self._where = tokenizer, where
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
@@ -98,20 +98,23 @@ class BpeTokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        return cls(_tokenizers().Tokenizer.from_file(str(Path(folder) / "tokenizer.json")))
+        path = Path(folder) / "tokenizer.json"
+        return cls(_tokenizers().Tokenizer.from_file(str(path)), path)
 
     @property
     def vocabulary_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with reading(self._where, _ENCODES):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         def encode(some: list[str]) -> list[list[int]]:
             return [found.ids for found in self._tokenizer.encode_batch_fast(some, add_special_tokens=False)]
 
-        return _in_batches(texts, encode)
+        with reading(self._where, _ENCODES):
+            return _in_batches(texts, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -128,7 +131,7 @@ class HuggingFaceTokenizer:
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
         if not any((Path(folder) / name).is_file() for name in _FILES):  # transformers would make an empty one
             raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(_FILES)}")
-        self._tokenizer = open_local(_auto_tokenizer(), folder)
+        self._tokenizer, self._where = open_local(_auto_tokenizer(), folder), str(folder)
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
@@ -140,6 +143,7 @@ class HuggingFaceTokenizer:
         if Path(name).is_dir():
             return cls(name)
         tokenizer = cls.__new__(cls)
+        tokenizer._where = f"hf:{name}"
         try:
             tokenizer._tokenizer = _auto_tokenizer().from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
@@ -154,11 +158,12 @@ class HuggingFaceTokenizer:
         return len(self._tokenizer)
 
     @property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatTemplate | None:
         return chat_of(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        with reading(self._where, _ENCODES):
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         def encode(some: list[str]) -> Any:
@@ -166,7 +171,8 @@ class HuggingFaceTokenizer:
             encoded = self._tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
             return encoded["input_ids"]
 
-        return _in_batches(texts, encode)
+        with reading(self._where, _ENCODES):
+            return _in_batches(texts, encode)
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -183,14 +189,16 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     Raises:
         FileNotFoundError: `folder` holds neither `tokenizer.json` nor `tokenizer_config.json`.
         ImportError: the extra that the tokenizer needs is not installed.
+        ValueError: the file is damaged.
     """
     path = Path(folder) / "tokenizer.json"
     if path.is_file():
-        content = json.loads(path.read_text("utf-8"))
-        if is_bytes(content):
-            return ByteTokenizer()
-        characters = characters_of(content)
-        return BpeTokenizer.load(folder) if characters is None else CharacterTokenizer(characters)
+        with reading(path, "a tokenizer that can be opened: take the file from where the model came from"):
+            content = parse_object(path.read_bytes(), str(path))
+            if is_bytes(content):
+                return ByteTokenizer()
+            characters = characters_of(content)
+            return BpeTokenizer.load(folder) if characters is None else CharacterTokenizer(characters)
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
@@ -207,3 +215,134 @@ def _auto_tokenizer() -> Any:
 
 def _tokenizers() -> Any:
     return import_extra("tokenizers", "bpe", "this tokenizer needs tokenizers")
+
+
+# ---- The Hugging Face `tokenizer.json` of the tokenizers that need no library.
+
+
+def save_tokenizer_json(folder: str | Path, tokenizer_json: str) -> None:
+    """Write tokenizer.json and tokenizer_config.json into `folder`, which is created if it is missing."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    # The clean-up of older models ("do n't" to "don't") would not give back the text that was encoded.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def describe_tokenizer(pre_tokenizer: dict[str, Any], decoder: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """The content of a tokenizer.json without a normalizer, special tokens and added tokens."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }
+
+
+def byte_characters() -> list[str]:
+    """The character that spells each of the 256 bytes in a `tokenizer.json`."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def byte_json() -> dict[str, Any]:
+    """A BPE without merges, whose tokens are the 256 bytes."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(byte_characters())},
+        "merges": [],
+    }
+    return describe_tokenizer(byte_level, byte_level, model)
+
+
+def is_bytes(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json gives the same ids as `byte_json`."""
+    model, ours = content["model"], byte_json()["model"]
+    plain = not content.get("added_tokens") and content.get("normalizer") is None
+    return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")
+
+
+def character_json(characters: str) -> dict[str, Any]:
+    """A tokenizer.json whose token i is the character `characters[i]`. It refuses every other character."""
+    every = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    vocabulary = {character: i for i, character in enumerate(characters)}
+    # The unknown token is longer than a character and not in the vocabulary, so that an unknown character is an error.
+    model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"}
+    return describe_tokenizer(every, {"type": "Fuse"}, model)
+
+
+def characters_of(content: dict[str, Any]) -> str | None:
+    """The characters of a tokenizer.json that `character_json` made; None for any other."""
+    characters = "".join(content["model"].get("vocab") or ())
+    return characters if content == character_json(characters) else None
+
+
+# ---- Characters as tokens: every distinct character of the training text has an id.
+#
+# The vocabulary is small, as that of the byte tokenizer, and a character of several bytes in UTF-8 is one token. A
+# character that the training text does not contain has no id, and is an error.
+
+
+class CharacterTokenizer:
+    """The id of a token is the rank of its character among the sorted distinct `characters`. Needs no extra package."""
+
+    chat = None
+
+    def __init__(self, characters: Iterable[str]) -> None:
+        self.characters = "".join(sorted(set(characters)))
+        self._codes = _codes(self.characters)
+
+    @classmethod
+    def train(cls, texts: Iterable[str]) -> Self:
+        """The characters of `texts`, and the newline, with which each document of a training text ends."""
+        return cls(set("\n").union(*texts))
+
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self.characters)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`. Raises a ValueError that names the characters without an id."""
+        return [int(i) for i in self._encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        """The ids of each text, [characters] in uint32. Raises a ValueError that names the characters without an id."""
+        return [self._encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+    def save(self, folder: str | Path) -> None:
+        save_tokenizer_json(folder, json.dumps(character_json(self.characters), ensure_ascii=False, indent=1))
+
+    def _encode(self, text: str) -> npt.NDArray[np.uint32]:
+        codes = _codes(text)
+        ids = np.searchsorted(self._codes, codes)
+        known = self._codes[np.minimum(ids, len(self._codes) - 1)] == codes
+        if not known.all():
+            unknown = [repr(chr(code)) for code in np.unique(codes[~known])]
+            raise ValueError(
+                f"the tokenizer has no token for {some_of(unknown, 8)}: its tokens are the {self.vocabulary_size} "
+                "characters of the text that the model was trained on; leave other characters out"
+            )
+        return ids.astype(np.uint32)
+
+
+def _codes(text: str) -> npt.NDArray[np.uint32]:
+    # Text of a command line can hold surrogates, which are no characters: report them as unknown, not as a codec error.
+    return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")

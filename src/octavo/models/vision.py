@@ -1,4 +1,6 @@
-"""A vision transformer: patches of an image are tokens of a pre-norm transformer, whose mean is classified.
+"""Two models of images: a vision transformer, and below it a diffusion transformer.
+
+The patches of an image are the tokens of a pre-norm transformer, whose mean is classified.
 
     x = patches(image) + positions
     x = x + proj(attention(qkv(norm1(x))));  x = x + fc2(gelu(fc1(norm2(x))))
@@ -8,6 +10,7 @@ Dosovitskiy et al. 2021, arXiv:2010.11929, with the mean of the tokens in place 
 arXiv:2205.01580). The patches are a convolution whose windows do not overlap, which is a matrix product.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,7 +75,7 @@ class Patches(nn.Module):
 class SelfAttention(nn.Module):
     """Attention of all tokens to all; `forward` takes q, k and v as one tensor [B, T, 3 width]."""
 
-    layer_after = "proj"  # whose input is the result of PyTorch's attention (`octavo.nn.saved_inputs`)
+    layer_after = "proj"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -117,3 +120,92 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x).mean(1)  # type: ignore[no-any-return]
+
+
+# ---- A diffusion transformer that makes images of a class from noise, by rectified flow.
+#
+#     x_t = (1 - t) image + t noise;  the model predicts v = noise - image from x_t, t and the class
+#     image = x_1 - (the integral of v from t = 1 to 0), by Euler's method
+#
+# The transformer is DiT (Peebles and Xie 2023, arXiv:2212.09748): each norm is shifted and scaled, and each branch is
+# gated, by a linear function of time and class, whose weights begin with zeros ("adaLN-Zero"). Source of the flow: Liu
+# et al. 2023, arXiv:2209.03003.
+
+
+FREQUENCIES = 32
+
+
+class DiffusionBlock(nn.Module):
+    """A block whose norms and branches depend on the condition c [B, width]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.attention = SelfAttention(width, heads)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = GELU(self, "fc1", "fc2")
+        self.modulation = _zeros(nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(F.silu(c)).unsqueeze(1).chunk(6, dim=-1)
+        n = torch.addcmul(shift1, self.norm1(x), 1 + scale1)
+        x = x + gate1 * self.attention(self.attention.qkv(n))
+        n = torch.addcmul(shift2, self.norm2(x), 1 + scale2)
+        return x + gate2 * self.mlp(n)  # type: ignore[no-any-return]
+
+
+class DiffusionTransformer(nn.Module):
+    """The velocity v [B, C, H, W] of x_t [B, C, H, W] at the times t [B] in 0 to 1, for the classes [B]."""
+
+    def __init__(self, config: ImageConfig) -> None:
+        super().__init__()
+        self.config, width = config, config.width
+        self.patches = Patches(config)
+        self.time1, self.time2 = nn.Linear(2 * FREQUENCIES, width), nn.Linear(width, width)
+        self.classes = nn.Embedding(config.classes, width)
+        self.blocks = nn.ModuleList(DiffusionBlock(width, config.heads) for _ in range(config.layers))
+        self.norm, self.modulation = nn.LayerNorm(width, elementwise_affine=False), _zeros(nn.Linear(width, 2 * width))
+        self.head = _zeros(nn.Linear(width, config.channels * config.patch**2))
+
+    def forward(self, x: Tensor, t: Tensor, classes: Tensor) -> Tensor:
+        c = self.time2(F.silu(self.time1(_waves(t)))) + self.classes(classes)
+        y = self.patches(x)
+        for block in self.blocks:
+            y = block(y, c)
+        shift, scale = self.modulation(F.silu(c)).unsqueeze(1).chunk(2, dim=-1)
+        y = self.head(torch.addcmul(shift, self.norm(y), 1 + scale))  # [B, T, C p p]
+        return F.fold(y.transpose(1, 2), self.config.image, self.config.patch, stride=self.config.patch)
+
+
+def flow_loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
+    """The mean squared error of v at a random time of each image, against fresh noise."""
+    noise, t = torch.randn_like(images), torch.rand(len(images), device=images.device)
+    at = t.view(-1, 1, 1, 1)
+    v = model((1 - at) * images + at * noise, t, classes)
+    return F.mse_loss(v.float(), noise - images)
+
+
+@torch.no_grad()
+def sample(model: DiffusionTransformer, classes: Tensor, steps: int = 20) -> Tensor:
+    """Images [B, C, H, W] of the classes [B], from noise, in `steps` steps of Euler's method."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    config = model.config
+    x = torch.randn(len(classes), config.channels, config.image, config.image, device=classes.device)
+    for step in range(steps):
+        t = torch.full((len(classes),), 1 - step / steps, device=x.device)
+        x = x - model(x, t, classes).float() / steps
+    return x
+
+
+def _waves(t: Tensor) -> Tensor:
+    """Sines and cosines [B, 2 FREQUENCIES] of the times, from one period to 1,000."""
+    rates = torch.logspace(0, 3, FREQUENCIES, device=t.device) * 2 * math.pi
+    angles = t[:, None] * rates
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+def _zeros(linear: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear

@@ -1,35 +1,66 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.nn.backends import choose_recipe, gemm_backends, grouped_backends
-from octavo.nn.candidates import find_candidates
-from octavo.nn.conversion_report import Conversion, Row
-from octavo.nn.coverage import find_coverage
-from octavo.nn.diffusers_fusion import fuse_diffusion_blocks
-from octavo.nn.expert_conversion import expert_rows
-from octavo.nn.fast_path import leave_fast_paths
-from octavo.nn.layer_limits import check_module
-from octavo.nn.mlp import FusedMLP
-from octavo.nn.norm_linear import NormLinear, fusable_layers, read_norm
-from octavo.nn.only_if_faster import gemm_shapes, skip_slower
-from octavo.nn.saved_inputs import mark_saved_inputs
-from octavo.nn.speedup.lookup import find_speedups
-from octavo.nn.timm_fusion import fuse_vision_blocks
-from octavo.nn.transformers_fusion import fuse_decoder_layers
+from octavo.architectures import ARCHITECTURES
+from octavo.nn.attention_layers import MultiheadAttention, input_weights, is_convertible
+from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
+from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
+from octavo.nn.fused_modules import (
+    SILU,
+    DecoderLayer,
+    DiffusionBlock,
+    FusedMLP,
+    NormLinear,
+    SwiGLU,
+    VisionBlock,
+    fusable_layers,
+    fuse_decoder_layers,
+    fuse_diffusion_blocks,
+    fuse_vision_blocks,
+    mark_saved_inputs,
+    read_norm,
+)
+from octavo.nn.linear import (
+    Conv1D,
+    PatchConvolution,
+    RecipeLayer,
+    convert_layer,
+    gemm_shape,
+    is_gemm,
+    reads_image,
+    restore_layer,
+    to_fp8_linear,
+)
+from octavo.nn.module_tools import (
+    check_initialized,
+    check_module,
+    class_name,
+    is_fsdp_module,
+    mix_classes,
+    parts_of,
+    shape_of,
+)
+from octavo.nn.only_if_faster import find_speedups, gemm_shapes, skip_slower, skip_uncalled
+from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears, skipped_by_name
 from octavo.ops import Backend
-from octavo.recipe import Recipe
-from octavo.tracing.forward_pass import ForwardPass, trace_forward
+from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends
+from octavo.ops.grouped_gemm import ALIGNMENT
+from octavo.ops.registration import FLOATS
+from octavo.recipe import Recipe, RecipeName
 
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe = "rowwise",
+    recipe: RecipeName | Literal["auto"] | Path | Recipe = "rowwise",
     *,
     skip: Sequence[str] = (),
     emulate: bool = False,
@@ -47,25 +78,25 @@ def convert(
     The `Conv1D` of transformers' GPT-2 is converted too: it is a linear layer whose weight is stored transposed. With a
     fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
     or the activation, and so do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
-    (`octavo.nn.transformers_fusion`), the blocks of timm's vision transformers (`octavo.nn.timm_fusion`) and the
-    transformer blocks of diffusers' U-Nets (`octavo.nn.diffusers_fusion`). With such a recipe the experts of a
-    mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and those of transformers' Mixtral,
-    Qwen3-MoE, DeepSeek-V3 and others (`octavo.nn.expert_conversion`).
-    `nn.MultiheadAttention` is converted (`octavo.nn.attention`), and so are convolutions that are matrix products:
-    those of size 1, and those of disjoint patches (`octavo.nn.convolution`), but not one that reads an image.
+    (`octavo.architectures`), the blocks of timm's vision transformers and the transformer blocks of diffusers' U-Nets.
+    With such a recipe the experts of a mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and
+    those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others.
+    `nn.MultiheadAttention` is converted (`octavo.nn.attention_layers`), and so are convolutions that are matrix
+    products: those of size 1, and those of disjoint patches (`octavo.nn.linear`), but not one that reads an image.
     `nn.TransformerEncoderLayer` leaves PyTorch's fast path, which would not call its converted layers.
 
     Args:
         model: any module. Embeddings and norms are not linear layers and stay; output heads and routers are skipped.
-        recipe: a preset's name, the .json or .toml file of a recipe, a `Recipe`, or "auto": `rowwise` if the device of
-            `model` has its GEMMs, else the nearest recipe that runs there (the report names it).
+        recipe: a preset's name, the path of the .json or .toml file of a recipe, a `Recipe`, or "auto": `rowwise` if
+            the device of `model` has its GEMMs, else the nearest recipe that runs there (the report names it).
         skip: globs of names of layers, or of modules of experts or attention, to leave as they are, in addition to
             `DEFAULT_SKIP` and heads tied to an embedding.
         emulate: on a GPU without the GEMMs of the recipe, compute them slowly in float32 instead of raising an error.
         only_if_faster: leave in BF16 each layer whose forward and backward pass FP8 would not speed up on the device
-            that `model` is on (`octavo.nn.speedup`; the report has the figures; layers that run as one GEMM are judged
-            as one). All layers stay in BF16 if together they are too little work to hide the longer launches of FP8,
-            and where FP8 is emulated or has no GEMM; that is no error. On an unknown GPU the layers are timed first.
+            that `model` is on (`octavo.nn.only_if_faster`; the report has the figures; layers that run as one GEMM are
+            judged as one). All layers stay in BF16 if together they are too little work to hide the longer launches of
+            FP8, and where FP8 is emulated or has no GEMM; that is no error. On an unknown GPU the layers are timed
+            first.
         tokens: with `only_if_faster`, the rows of each layer's input in a forward pass: batch x sequence.
         batch: an input of the model, in place of `tokens`: a tensor, a sequence of positional arguments, or a mapping
             of keyword arguments. A forward pass is traced without memory or arithmetic. It gives the rows of each
@@ -78,9 +109,11 @@ def convert(
         parameters that stay in high precision, with their shares of the model's FLOPs and parameters.
 
     Raises:
-        TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, or `skip` a string.
-        ValueError: an unknown recipe, a glob of `skip` that matches nothing, no linear layer left to convert, a GPU
-            without the GEMMs of the recipe, or a `batch` with which the model cannot be traced.
+        TypeError: `model` is not a module, `recipe` neither a name nor a `Recipe`, or `skip` no list of
+            strings.
+        ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
+            linear layer left to convert, a GPU without the GEMMs of the recipe, or a `batch` with which the model
+            cannot be traced.
         RuntimeError: the forward pass fails with `batch`.
 
     Example:
@@ -89,6 +122,7 @@ def convert(
         ['0']
     """
     check_module(model, "convert")
+    check_initialized(model)
     candidates = find_candidates(model, skip)
     device = _execution_device(candidates.weight) if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
@@ -157,3 +191,342 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, FusedMLP) and fusable_layers((*module.inner, module.outer)):
             fused[name] = f"{module.activation} MLP"
     return fused
+
+
+# ---- The modules other than linear layers that `convert` changes: attention, and convolutions that are products.
+#
+# Each becomes a subclass of its class with a forward of ours: parameters, `state_dict`, hooks and `isinstance` stay as
+# they are.
+
+
+def find_products(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention and the convolutions of `model` that can run in FP8, by name."""
+    return {name: module for name, module in model.named_modules() if _is_convertible(module)}
+
+
+def _is_convertible(module: nn.Module) -> bool:
+    known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
+    return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
+
+
+def product_rows(products: Mapping[str, nn.Module], skip: Sequence[str]) -> tuple[Row, ...]:
+    """A row of the report for each weight of attention, under the name of the parameter, and for each convolution."""
+    return tuple(
+        Row(weight, shape, skipped_by_name(name, *shape, skip) or _reason(module))
+        for name, module in products.items()
+        for weight, shape in _weights(name, module).items()
+    )
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a module is left as it is, whatever its name, or ""."""
+    if not isinstance(module, nn.MultiheadAttention) and reads_image(module):
+        return "it reads the image, whose rounding raises the loss of diffusion"
+    return ""
+
+
+def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
+    """The shapes [N, K] of the weights by the names of their rows."""
+    if not isinstance(module, nn.MultiheadAttention):
+        return {name: gemm_shape(module)}
+    return {f"{name}.{leaf}".lstrip("."): (w.shape[0], w.shape[1]) for leaf, w in input_weights(module).items()}
+
+
+def chosen_products(products: Mapping[str, nn.Module], rows: Sequence[Row]) -> set[str]:
+    """The names of the modules whose rows are all to be converted."""
+    skipped = {row.name for row in rows if row.reason}
+    return {name for name, module in products.items() if skipped.isdisjoint(_weights(name, module))}
+
+
+def follow_attention(rows: Sequence[Row], products: Mapping[str, nn.Module], chosen: set[str]) -> tuple[Row, ...]:
+    """The rows of linear layers, in which the output layer of attention is converted only where its attention is."""
+    outputs = {
+        f"{name}.out_proj".lstrip("."): name in chosen
+        for name, module in products.items()
+        if isinstance(module, nn.MultiheadAttention)
+    }
+    return tuple(_follow(row, called=outputs.get(row.name)) for row in rows)
+
+
+def _follow(row: Row, *, called: bool | None) -> Row:
+    if called and row.reason == ATTENTION_OUTPUT:
+        return replace(row, reason="")
+    return replace(row, reason=ATTENTION_OUTPUT) if called is False and not row.reason else row
+
+
+def convert_products(products: Mapping[str, nn.Module], recipe: Recipe, chosen: set[str]) -> None:
+    """Convert the modules `chosen`, and restore the others."""
+    for name, module in products.items():
+        restore_layer(module)
+        if name in chosen:
+            ours = MultiheadAttention if isinstance(module, nn.MultiheadAttention) else PatchConvolution
+            convert_layer(module, ours, recipe, name)
+
+
+# ---- The experts that `convert` changes: ours, and those of transformers that compute the same function.
+#
+# transformers keeps the experts of a layer in one module, with the parameters of `octavo.nn.Experts`. Such a module
+# becomes a subclass of its class whose forward is ours: parameters, `state_dict`, hooks and `isinstance` stay as they
+# are. Routers stay in high precision.
+
+
+def find_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of stacked experts in `model` that can run in FP8, by name."""
+    return {name: module for name, module in model.named_modules() if _is_ours(module) or _is_known(module)}
+
+
+def stacks_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    """The stacks of matrices [E, N, K] of a module of experts called `name`, by the names of the parameters."""
+    named = module.named_parameters(recurse=False)
+    return {f"{name}.{leaf}".lstrip("."): parameter for leaf, parameter in named if parameter.ndim == 3}
+
+
+def expert_rows(
+    experts: Mapping[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
+) -> tuple[Row, ...]:
+    """A row of the report for each stack of matrices; all of a module are converted, or none.
+
+    Args:
+        skip: globs of names of modules to leave as they are.
+        only_if_faster: leave those that FP8 does not speed up on the GPU, and all where it is emulated.
+    """
+    rows = []
+    for name, module in experts.items():
+        weights = stacks_of(name, module)
+        reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
+        reason = reason or _reason_of_experts(module, list(weights.values()), recipe, device)
+        if not reason and only_if_faster and device.type != "cuda":
+            reason = "FP8 is emulated here: left in BF16"
+        elif not reason and only_if_faster and min(size for w in weights.values() for size in w.shape[1:]) < LEAST_SIDE:
+            reason = f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
+        rows += [Row(weight, tuple(p.shape), reason) for weight, p in weights.items()]
+    return tuple(rows)
+
+
+def computed_stacks(model: nn.Module) -> list[str]:
+    """The names of the stacks of experts' matrices that run in FP8."""
+    found = {name: m for name, m in converted_experts(model).items() if m.recipe.quantized}
+    return [weight for name, module in found.items() for weight in stacks_of(name, module)]
+
+
+def converted_experts(model: nn.Module) -> dict[str, Any]:
+    """The modules of experts that have a recipe, by name."""
+    return {name: m for name, m in find_experts(model).items() if getattr(m, "recipe", None) is not None}
+
+
+def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
+    """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
+    if not _is_ours(module):
+        module.__class__ = mix_classes(Experts, type(module))
+    module.recipe, module.name = recipe, name
+
+
+def restore_experts(module: Any) -> bool:
+    """Undo the conversion of a module of experts, and return whether `module` was one.
+
+    Experts that ranks share keep our class: their own code cannot compute a part of them.
+    """
+    if not _is_ours(module) or module.recipe is None:
+        return False
+    del module.recipe, module.name
+    if "parallel" in vars(module):
+        return True
+    if theirs := parts_of(type(module))[1:]:
+        (module.__class__,) = theirs
+    return True
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return isinstance(module, Experts | GroupedLinear)
+
+
+def _is_known(module: Any) -> bool:
+    """Whether this is a module of transformers' experts whose class, parameters and activation are known."""
+    if not any(class_name(module) in each.experts for each in ARCHITECTURES.values()):
+        return False
+    names = {name for name, _ in module.named_parameters(recurse=False)}
+    return names == set(Experts.matrices) and type(module.act_fn).__name__ in SILU
+
+
+def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
+    """Why experts with these weights stay in high precision, or ""."""
+    if recipe.fusable is None:
+        return f"the recipe {recipe.name} has no grouped GEMM: rowwise has one"
+    if is_fsdp_module(module):
+        return "fully_shard made it a unit of its own: convert the model before fully_shard"
+    if any(w.dtype not in FLOATS for w in weights):
+        return f"its weights are {weights[0].dtype}: FP8 is computed from float32, bfloat16 or float16"
+    missing = [backend.reason for backend in grouped_backends(recipe, device).values() if backend.name == "none"]
+    if missing and not recipe.emulate:
+        return missing[0]
+    if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
+        return f"its matrices have sides that are no multiples of {ALIGNMENT}"
+    return ""
+
+
+# ---- The modules of a model that `convert` can change: found, listed in the report, and converted or restored.
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The modules that can run in FP8.
+
+    Attributes:
+        linears: linear layers, each with the reason why it is skipped.
+        products: attention, and convolutions that are matrix products, by name.
+        experts: modules of stacked experts, by name.
+    """
+
+    linears: Sequence[SelectedLayer]
+    products: Mapping[str, nn.Module]
+    experts: Mapping[str, nn.Module]
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight of the first of them."""
+        modules = [*(layer.module for layer in self.linears), *self.experts.values(), *self.products.values()]
+        return next(modules[0].parameters())
+
+    def rows(self, model: nn.Module, skip: Sequence[str], forward: ForwardPass | None) -> tuple[Row, ...]:
+        """The rows of linear layers, then those of products. With a traced pass, uncalled layers are skipped."""
+        rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in self.linears)
+        if forward is not None:
+            rows = skip_uncalled(model, rows, forward)
+        return self.with_outputs((*rows, *product_rows(self.products, skip)))
+
+    def with_outputs(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """`rows`, in which the output layer of attention is converted only where its attention is."""
+        return follow_attention(rows, self.products, chosen_products(self.products, rows))
+
+    def convert(self, recipe: Recipe, rows: Sequence[Row]) -> None:
+        """Convert the modules whose rows give no reason to skip them, and restore the others.
+
+        Args:
+            rows: of linear layers, products and stacks of experts.
+        """
+        chosen = {row.name for row in rows if not row.reason}
+        convert_products(self.products, recipe, chosen_products(self.products, rows))
+        for name, module, _ in self.linears:
+            if name not in chosen:
+                restore_layer(module)
+            elif isinstance(module, nn.Linear):
+                to_fp8_linear(module, recipe, name)
+            else:
+                convert_layer(module, Conv1D, recipe, name)
+        for name, module in self.experts.items():
+            restore_experts(module)
+            if not chosen.isdisjoint(stacks_of(name, module)):
+                to_fp8_experts(module, recipe, name)
+
+
+def find_candidates(model: nn.Module, skip: Sequence[str]) -> Candidates:
+    """The candidates of `model`; raises the errors of `select_linears`."""
+    experts, products = find_experts(model), find_products(model)
+    return Candidates(select_linears(model, skip, [*experts, *products]), products, experts)
+
+
+# ---- Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.
+#
+# PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8.
+# So an encoder layer that has one becomes a subclass of its class, with the same name, in which the conditions of the
+# fast path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are. A
+# converted `nn.MultiheadAttention` has a forward of its own, without a fast path.
+
+
+class CallingEncoderLayer:
+    """An encoder layer that calls its linear layers: the fast path requires a ReLU or GELU, and none is reported."""
+
+    activation_relu_or_gelu = property(lambda self: 0)
+
+
+class CallingEncoder:
+    """An encoder that passes padded tensors to its layers: only the fast path takes nested tensors."""
+
+    use_nested_tensor = property(lambda self: False)
+
+
+def leave_fast_paths(model: nn.Module) -> None:
+    """Make every encoder layer of `model` that has a converted layer call it; idempotent."""
+    for module in list(model.modules()):
+        if isinstance(module, nn.TransformerEncoderLayer) and _is_converted(module):
+            _mix(CallingEncoderLayer, module)
+    for module in list(model.modules()):
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, CallingEncoderLayer) for m in module.layers):
+            _mix(CallingEncoder, module)
+
+
+def _is_converted(layer: nn.TransformerEncoderLayer) -> bool:
+    return any(isinstance(module, RecipeLayer) for module in layer.modules())
+
+
+def _mix(ours: type, module: nn.Module) -> None:
+    if not isinstance(module, ours):
+        module.__class__ = mix_classes(ours, type(module))
+
+
+# ---- Undo `octavo.convert`: give every module its own class back, and remove the attributes that were added.
+
+
+# Our part of a mixed class -> the attributes that `convert` added with it.
+_ADDED: dict[type, tuple[str, ...]] = {
+    DecoderLayer: ("qkv",),
+    SwiGLU: ("weight_cache",),
+    VisionBlock: ("fused_qkv", "fused_mlp"),
+    DiffusionBlock: ("fused_qkv", "fused_q", "fused_mlp"),
+    CallingEncoderLayer: (),
+    CallingEncoder: (),
+}
+
+
+def restore(model: nn.Module) -> list[str]:
+    """Undo `octavo.convert`, in place: the model computes the same bits as before the conversion.
+
+    Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. The scale histories
+    of `delayed` are deleted: save `octavo.scales.scale_state(model)` first if you need them. A model that was not
+    converted stays as it is. Leave the block of `octavo.scales.cast_once` first.
+
+    Returns:
+        The names of the restored modules: linear layers, and the modules that ran them fused.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: a converted layer was parametrized, or `fully_shard` was called on it. Nothing is changed then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64))
+        >>> report = octavo.convert(model, "rowwise")
+        >>> octavo.restore(model)
+        ['0']
+    """
+    check_module(model, "restore")
+    for name, module in model.named_modules():
+        if isinstance(module, RecipeLayer) and is_fsdp_module(module):
+            raise ValueError(
+                f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
+                "restore works on a model before fully_shard, or on one sharded by larger units"
+            )
+        if isinstance(module, RecipeLayer) and is_parametrized(module):
+            raise ValueError(
+                f"{name} was converted and then parametrized, which changed its class again: call "
+                "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
+            )
+    return [name for name, module in list(model.named_modules()) if _restore(module)]
+
+
+def _restore(module: nn.Module) -> bool:
+    return any(undo(module) for undo in (restore_layer, restore_experts, _unmix))
+
+
+def _unmix(module: nn.Module) -> bool:
+    ours, *theirs = parts_of(type(module))
+    if not theirs or ours not in _ADDED or _is_parallel(module):
+        return False
+    for name in _ADDED[ours]:
+        delattr(module, name)
+    (module.__class__,) = theirs
+    return True
+
+
+def _is_parallel(module: nn.Module) -> bool:
+    """Whether the layers of `module` are parallel, which its own class cannot run."""
+    return isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules())

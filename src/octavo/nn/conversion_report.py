@@ -1,14 +1,259 @@
 """The report of a conversion: the layers converted, the layers skipped and why, and the matrices in high precision."""
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from typing import Any
 
-from octavo.nn.coverage import Coverage
-from octavo.nn.grouped_linear import LEAST_SIDE
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from octavo.nn.experts import LEAST_SIDE
 from octavo.ops import Backend
 from octavo.recipe import Recipe
-from octavo.words import plural
+from octavo.tracing import Fakes, GpuAutocast, Operation, Tracer, clear_errors
+from octavo.util import plural
+
+# ---- A traced forward pass: the FLOPs of each parameter, and the rows that it is multiplied by.
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The view of a forward pass by parameter. `names` has the name of each parameter of the model by its id."""
+
+    operations: tuple[Operation, ...]
+    called: frozenset[str]
+    names: Mapping[int, str]
+
+    @property
+    def flops(self) -> int:
+        return sum(each.flops for each in self.operations)
+
+    @property
+    def activation_flops(self) -> int:
+        """The FLOPs of products of activations, such as attention."""
+        return sum(each.flops for each in self.operations if not each.weight)
+
+    def rows_of(self, parameter: Tensor) -> int:
+        """The rows that `parameter` is multiplied by, in the largest of its products; 0 if none reads it."""
+        name = self.names[id(parameter)]
+        return max((each.rows for each in self.operations if name in each.weight), default=0)
+
+    def flops_by_parameter(self, parameters: Sequence[Tensor]) -> dict[int, float]:
+        """The FLOPs of each parameter, by its id. Stacked parameters share those of their product by their sizes."""
+        sizes = {self.names[id(parameter)]: parameter.numel() for parameter in parameters}
+        flops = dict.fromkeys(sizes, 0.0)
+        for each in self.operations:
+            together = sum(sizes[name] for name in each.weight)
+            for name in each.weight:
+                flops[name] += each.flops * sizes[name] / together
+        return {id(parameter): flops[self.names[id(parameter)]] for parameter in parameters}
+
+
+def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
+    """The products of `model(batch)`, traced without memory or arithmetic; `model` stays as it is.
+
+    Gradients are on, so that a module in evaluation mode takes none of PyTorch's fast paths, which compute a whole
+    layer in one operation. `batch` is a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+
+    Raises:
+        ValueError: the model is sharded, or its code depends on the values of tensors.
+        RuntimeError: the pass fails, as it would with real tensors of these shapes.
+    """
+    fakes, gpu = Fakes(), GpuAutocast(torch.bfloat16)
+    tensors, named = fakes.tensors_of(model), dict(model.named_parameters())
+    for name, parameter in named.items():
+        if parameter.is_floating_point():
+            tensors[name].requires_grad_()  # a frozen layer in evaluation mode would take a fast path
+    tracer = Tracer(model, tensors, gpu, fakes)
+    args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+    args = (args,) if isinstance(args, Tensor) else tuple(args)
+    with clear_errors(model), fakes.mode, torch.enable_grad(), gpu.kernels(), gpu.enabled(), tracer:
+        torch.func.functional_call(model, tensors, *fakes.fake((args, keywords)))
+    names = {id(parameter): name for name, parameter in named.items()}
+    return ForwardPass(tuple(tracer.operations), frozenset(tracer.called), names)
+
+
+# ---- The shares of a model's FLOPs and parameters that FP8 computes, and the matrices that stay in high precision.
+#
+# Every parameter belongs to one of four groups: weights that FP8 GEMMs read; other parameters that a GEMM or a
+# convolution reads, listed by name; embeddings; norms, biases and other vectors. A parameter that two modules share
+# counts once. Only shapes are read, so the model may be on the meta device.
+#
+# FLOPs are those of a traced forward pass. Without one, each parameter of the first two
+# groups counts by its size, as if all were multiplied by the same rows, and products of activations do not count.
+
+
+_COMPUTED, _EMBEDDING, _OTHER = "computed", "embedding", "other"
+
+# The kind of a module's matrices, by its class. A subclass stands before its base.
+_KINDS: tuple[tuple[type[nn.Module], str], ...] = (
+    (nn.MultiheadAttention, "packed attention projection"),
+    (NonDynamicallyQuantizableLinear, "attention output, which multi-head attention reads directly"),
+    (nn.Linear, "linear layer"),
+    (_ConvNd, "convolution"),
+    (nn.Bilinear, "bilinear layer"),
+    (nn.RNNBase, "recurrent layer"),
+    (nn.RNNCellBase, "recurrent layer"),
+)
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """A parameter that a GEMM reads in high precision; repeated layers are one entry.
+
+    Args:
+        name: of the parameter, with * for the indices of repeated layers.
+        kind: what it is, such as "expert stack" or "convolution".
+        shape: of one parameter.
+        count: how many there are.
+        share: their share of the model's parameters, 0 to 1.
+        flops: their share of the FLOPs, 0 to 1.
+        tied: whether an embedding shares the parameter.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    count: int
+    share: float
+    flops: float
+    tied: bool = False
+
+    def __str__(self) -> str:
+        many = f"{self.count} of " if self.count > 1 else ""
+        tied = ", shared with the embedding" if self.tied else ""
+        return f"{self.name} ({self.kind}, {many}{list(self.shape)}{tied}, {_percent(self.share)} of the parameters)"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The shares of a model's parameters by group, and of its FLOPs; each is 0 to 1.
+
+    Args:
+        parameters: the number of parameters of the model.
+        computed: the share of the parameters that FP8 GEMMs read.
+        left: the other parameters that a GEMM or a convolution reads, those of the most FLOPs first.
+        embeddings: the share of embeddings and learned positions.
+        other: the share of norms, biases and other vectors.
+        flops: the share of the FLOPs of a forward pass that FP8 computes.
+        activations: the share of products of activations, such as attention; None where no pass was traced.
+    """
+
+    parameters: int
+    computed: float
+    left: tuple[Leftover, ...]
+    embeddings: float
+    other: float
+    flops: float
+    activations: float | None = None
+
+    def __str__(self) -> str:
+        totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
+        rest = ", ".join(f"{name} {_percent(share)}" for name, share in totals if share)
+        by = "of the batch" if self.activations is not None else "estimated from the sizes of the weights"
+        shares = f"{_percent(self.flops)} of the FLOPs ({by}) and {_percent(self.computed)} of the parameters"
+        lines = [f"FP8 computes {shares}; left in high precision:"]
+        if self.activations:
+            lines.append(f"{_percent(self.activations)} of the FLOPs: products of activations, such as attention")
+        lines += [f"{_percent(each.flops)} of the FLOPs: {each}" for each in self.left]
+        return "\n  ".join([*lines, f"no FLOPs: {rest} of the parameters" if rest else "nothing else"])
+
+
+def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardPass | None = None) -> Coverage:
+    """The coverage of `model` if FP8 computes the layers `computed`.
+
+    Args:
+        model: on any device, meta included.
+        computed: names of the layers whose `weight`, and of the parameters that, FP8 GEMMs read.
+        forward: a pass of `model`, for the FLOPs.
+    """
+    modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
+    uses: dict[int, tuple[str, str, Tensor]] = {}
+    embedded = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        is_computed = name in names or (owner in names and leaf == "weight")
+        kind = _COMPUTED if is_computed else _kind(modules[owner], name, parameter)
+        if kind == _EMBEDDING:
+            embedded.add(id(parameter))
+        known = uses.get(id(parameter))
+        if known is None or _rank(kind) < _rank(known[1]):
+            uses[id(parameter)] = name, kind, parameter
+    return _sum_up(uses.values(), embedded, forward)
+
+
+def _sum_up(
+    uses: Collection[tuple[str, str, Tensor]], embedded: Collection[int], forward: ForwardPass | None
+) -> Coverage:
+    if forward is None:
+        work = {id(p): float(p.numel()) for _, kind, p in uses if _rank(kind) <= 1}
+        flops = sum(work.values()) or 1
+    else:
+        work, flops = forward.flops_by_parameter([p for _, _, p in uses]), forward.flops or 1
+    sizes: Counter[str] = Counter()
+    groups: defaultdict[tuple[str, str, tuple[int, ...], bool], list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, kind, parameter in uses:
+        sizes[kind] += parameter.numel()
+        if _rank(kind) == 1:
+            groups[_pattern(name), kind, tuple(parameter.shape), id(parameter) in embedded].append((name, parameter))
+    total = max(sum(sizes.values()), 1)
+    left = [
+        Leftover(
+            name=pattern if len(found) > 1 else found[0][0],
+            kind=kind,
+            shape=shape,
+            count=len(found),
+            share=len(found) * math.prod(shape) / total,
+            flops=sum(work[id(parameter)] for _, parameter in found) / flops,
+            tied=tied,
+        )
+        for (pattern, kind, shape, tied), found in groups.items()
+    ]
+    left.sort(key=lambda entry: (-entry.flops, -entry.share))
+    shares = [sizes[kind] / total for kind in (_COMPUTED, _EMBEDDING, _OTHER)]
+    in_fp8 = sum(work[id(p)] for _, kind, p in uses if kind == _COMPUTED) / flops
+    activations = None if forward is None else forward.activation_flops / flops
+    return Coverage(sum(sizes.values()), shares[0], tuple(left), shares[1], shares[2], in_fp8, activations)
+
+
+def _kind(owner: nn.Module, name: str, parameter: Tensor) -> str:
+    """The kind of a parameter that FP8 does not compute."""
+    for cls, kind in _KINDS:
+        if isinstance(owner, cls):
+            return kind if parameter.ndim > 1 else _OTHER
+    cls_name = type(owner).__name__
+    if sum(n > 1 for n in parameter.shape) < 2 or "norm" in cls_name.lower():
+        return _OTHER
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag) or re.search(r"embed|position", name, re.IGNORECASE):
+        return _EMBEDDING
+    if cls_name == "Conv1D":  # of transformers
+        return "Conv1D"
+    if parameter.ndim == 2:
+        return f"matrix of {cls_name}"
+    return "expert stack" if "expert" in f"{name} {cls_name}".lower() else "stack of matrices"
+
+
+def _rank(kind: str) -> int:
+    """The rank of a kind. A parameter that two modules share counts as the kind of lower rank."""
+    return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
+
+
+def _pattern(name: str) -> str:
+    """The name with * for each index."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+# ---- The report of a conversion: the layers converted, the layers skipped and why, and the matrices in high precision.
 
 
 @dataclass(frozen=True)
@@ -25,6 +270,12 @@ class Row:
     shape: tuple[int, ...]
     reason: str
     speedup: float | None = None
+
+
+def _by_backend(backends: Mapping[str, Backend], of: str) -> list[str]:
+    """A line for each backend, with the GEMMs that it computes."""
+    gemms = {each: ", ".join(gemm for gemm in backends if backends[gemm] == each) for each in backends.values()}
+    return [f"  {names + of:<2} {backend.name}: {backend.reason}" for backend, names in gemms.items()]
 
 
 @dataclass(frozen=True)
@@ -73,18 +324,15 @@ class Conversion:
         for reason, count in Counter(row.reason for row in self.experts).items():
             outcome = f"left in high precision: {reason}" if reason else f"converted{self._slow_experts()}"
             lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
-        lines += [f"  {gemm:<2} {b.name}: {b.reason}" for gemm, b in self.backends.items()]
-        if any(not row.reason for row in self.experts):
-            for backend in dict.fromkeys(self.expert_backends.values()):
-                gemms = ", ".join(gemm for gemm, other in self.expert_backends.items() if other == backend)
-                lines.append(f"  {gemms} of experts {backend.name}: {backend.reason}")
+        lines += _by_backend(self.backends, "")
+        lines += _by_backend(self.expert_backends, " of experts") if any(not r.reason for r in self.experts) else []
         lines += [f"  fused: {count} x {what}" for what, count in Counter(self.fused.values()).items()]
         if self.speedup_source:
             lines.append(f"  only if faster: {self.speedup_source}")
         return "\n".join([*lines, *(f"  {line}" for line in str(self.coverage).splitlines())])
 
     def _slow_experts(self) -> str:
-        """What is known about the speed of the converted experts."""
+        """A remark on the speed of the converted experts, "" for none."""
         narrow = any(min(row.shape[1:]) < LEAST_SIDE for row in self.experts if not row.reason)
         if not narrow or self.backends["y"].name == "emulated":
             return ""
@@ -93,15 +341,37 @@ class Conversion:
             "in BF16)"
         )
 
-    def __repr__(self) -> str:
-        rows = [(row.name or "(model)", row) for row in (*self.rows, *self.experts)]  # a layer alone has no name
-        width = max(len(name) for name, _ in rows)
-        lines = [self.summary()]
-        for name, row in rows:
+    def _table(self) -> list[tuple[str, str, int, str]]:
+        """The name, [E x] N, K and the outcome of each row. A layer alone has no name."""
+        table = []
+        for row in (*self.rows, *self.experts):
             *first, k = row.shape
-            n = " x ".join(map(str, first))
-            outcome = f"skipped: {row.reason}" if row.reason else "converted"
-            if row.speedup is not None and not row.reason:
-                outcome += f", {row.speedup:.2f}x"
-            lines.append(f"  {name:<{width}}  {n:>6} x {k:<6}  {outcome}")
-        return "\n".join(lines)
+            speedup = "" if row.speedup is None else f", {row.speedup:.2f}x"
+            outcome = f"skipped: {row.reason}" if row.reason else f"converted{speedup}"
+            table.append((row.name or "(model)", " x ".join(map(str, first)), k, outcome))
+        return table
+
+    def __repr__(self) -> str:
+        table = self._table()
+        width = max(len(name) for name, *_ in table)
+        return "\n".join(
+            [self.summary(), *(f"  {name:<{width}}  {n:>6} x {k:<6}  {what}" for name, n, k, what in table)]
+        )
+
+    def _repr_html_(self) -> str:
+        """The table, as a notebook shows it."""
+        rows = [f"<tr><td>{escape(name)}<td>{n} x {k}<td>{escape(what)}</tr>" for name, n, k, what in self._table()]
+        head = "<tr><th>layer<th>shape<th>outcome</tr>"
+        return f"<pre>{escape(self.summary())}</pre><table>{head}{''.join(rows)}</table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values: `layers` are the rows of linear layers, then of others, then of experts."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "layers": [asdict(row) | {"shape": list(row.shape)} for row in (*self.rows, *self.experts)],
+            "backends": {gemm: asdict(backend) for gemm, backend in self.backends.items()},
+            "expert_backends": {gemm: asdict(backend) for gemm, backend in self.expert_backends.items()},
+            "coverage": asdict(self.coverage),
+            "speedup_source": self.speedup_source,
+            "fused": dict(self.fused),
+        }

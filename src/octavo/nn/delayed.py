@@ -3,7 +3,7 @@
 A forward or backward pass only reads the scale and records the largest amax it has seen (`pending`).
 `update_scales(model)`, called once after each optimizer step, pushes that amax into the history. So every micro-batch
 of a step, and every recomputation under activation checkpointing, uses the same scale. The first step has no history
-and scales dynamically.
+and scales dynamically. The amax is recorded in place, so one thread at a time trains a model.
 
 `update_scales` stacks the histories of all operands with one cast, computes with the stack, and copies its rows back.
 So the number of operations is the same for any number of layers. The counts of steps are on the device too: once every
@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octavo.nn.layer_limits import check_module
-from octavo.nn.scale_buffers import ScaleBuffers
-from octavo.numerics.cast import Cast
+from octavo.nn.module_tools import ScaleBuffers, check_module
+from octavo.numerics.qtensor import Cast
 from octavo.numerics.scaling import History, scale_from_amax
 
 
@@ -37,9 +36,11 @@ class ScaleHistory(ScaleBuffers):
         self.ready = False  # whether there is a scale; a bool, since a compiled graph guards its value
         self.learns_in_evaluation = False
         self.frozen = False
-        for name, shape in (("recent", (self.rule.length,)), ("pending", (1, 1)), ("scale", (1, 1)), ("steps", ())):
-            dtype = torch.int64 if name == "steps" else torch.float32
-            self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        shapes = {"recent": (rule.length,), "pending": (1, 1), "scale": (1, 1), "steps": ()}
+        with torch.inference_mode(False):  # training cannot change a tensor of inference
+            for name, shape in shapes.items():
+                dtype = torch.int64 if name == "steps" else torch.float32
+                self.register_buffer(name, torch.zeros(shape, dtype=dtype, device=device), persistent=False)
 
     def observe(self, amax: Tensor) -> None:
         """Record an amax [1, 1] of this training step. One that is not finite is ignored."""
@@ -72,7 +73,8 @@ class ScaleHistories(nn.ModuleDict):
         if name == "weight":  # `parallelize_module` reads it of every module in a linear layer
             raise AttributeError(
                 "the scale histories of an octavo layer have no weight: octavo's layers do not support PyTorch's "
-                "styles of tensor parallelism. Those of octavo.dist do (tensor_parallel, ColumnParallel, RowParallel)"
+                "styles of tensor parallelism. Those of octavo.distributed do (tensor_parallel, ColumnParallel, "
+                "RowParallel)"
             )
         return super().__getattr__(name)
 
@@ -97,7 +99,7 @@ def update_scales(model: nn.Module) -> None:
         >>> loss(model(x), y).backward()
         >>> optimizer.step()
         >>> optimizer.zero_grad()
-        >>> octavo.update_scales(model)
+        >>> octavo.scales.update_scales(model)
     """
     check_module(model, "update_scales")
     found = [history for _, history in histories(model)]
@@ -148,7 +150,7 @@ def scale_state(model: nn.Module) -> dict[str, Tensor]:
     """The scale histories of `model` as a flat dictionary of tensors, for a checkpoint. It is empty without a history.
 
     Example:
-        >>> torch.save({"model": model.state_dict(), "scales": octavo.scale_state(model)}, "checkpoint.pt")
+        >>> torch.save({"model": model.state_dict(), "scales": octavo.scales.scale_state(model)}, "checkpoint.pt")
     """
     state: dict[str, Tensor] = {}
     for name, history in histories(model):
@@ -167,7 +169,7 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> octavo.convert(model, "delayed")  # the recipe of the saved model
         >>> saved = torch.load("checkpoint.pt")
         >>> model.load_state_dict(saved["model"])
-        >>> octavo.load_scale_state(model, saved["scales"])
+        >>> octavo.scales.load_scale_state(model, saved["scales"])
     """
     required = scale_state(model)
     if missing := sorted(required.keys() - state.keys()):

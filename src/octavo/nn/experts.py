@@ -5,22 +5,44 @@
 Every token is computed, however many of them choose one expert: nothing is dropped, and no expert is padded.
 """
 
-from typing import Any, ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.experts_function import experts_mlp
-from octavo.nn.grouped_linear import grouped_call, plain_grouped_linear, wide
 from octavo.nn.linear import compute_dtype
-from octavo.nn.observer import ExpertObserver, expert_observer
-from octavo.ops import Rows, sort_by_expert
-from octavo.recipe import Recipe
+from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand, mantissa
+from octavo.nn.module_tools import check_call, differentiable_once
+from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
+from octavo.nn.weight_cache import GatheredWeight
+from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.numerics.scaling import quotient, scale_exponent
+from octavo.ops import (
+    Rows,
+    activation_backward,
+    activation_quantize,
+    aligned_groups,
+    combine,
+    combine_weight_gradient,
+    gather_quantize,
+    group_of_rows,
+    group_shifts,
+    grouped_mm,
+    grouped_mm_dw,
+    quantize,
+    quantize_matrices,
+    requantize_transposed,
+    sort_by_expert,
+    transpose,
+)
+from octavo.ops.registration import check_tensor, eager_check
+from octavo.recipe import Gemm, Recipe
 
 
 class ParallelExperts(Protocol):
-    """The computation of a layer of experts of which each rank has some: `octavo.dist.expert_parallel`."""
+    """The computation of a layer of experts of which each rank has some: `octavo.distributed.expert_parallel`."""
 
     def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor: ...
 
@@ -145,3 +167,339 @@ class _Scatter(torch.autograd.Function):
 def _by_slot(y: Tensor, row: Tensor) -> Tensor:
     """The row [T, top_k, K] of each slot; zeros for a slot without one."""
     return torch.where(row.unsqueeze(2) < 0, 0, y[row.clamp(min=0)])
+
+
+# ---- The experts of a layer as one function: rows sorted by expert, two grouped GEMMs around SwiGLU, and sorted back.
+#
+# Tokens T, each with top_k experts; rows M = T * top_k; width K, F columns inside an expert:
+#
+#     n_q = quantize(x[token of the row])                      one pass
+#     u[M,2F] = n_q @ w_in_q[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out_q[e]^T
+#     out[t] = sum over s of weight[t,s] * y[row of slot s]    one pass
+#     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h), one pass
+#                 dh = g_q @ w_out_q[e];  du_q = quantize(activation'(u) * dh);  dn = du_q @ w_in_q[e]
+#                 dx[t] = sum over s of dn[row of slot s]
+#
+# Each grouped GEMM has the backward pass of `GroupedLinear`, below. Saved are u and y in high precision and the bytes
+# of n; the bytes of h and w are computed again.
+
+
+def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor, call: FusedCall) -> Tensor:
+    """out [T, K] of x [T, K], differentiable.
+
+    Args:
+        weight: [T, top_k], of each expert's output.
+        rows: of `octavo.ops.sort_by_expert`.
+        w_in, w_out: [E, 2F, K], the rows of gate before those of up, and [E, K, F].
+    """
+    arguments = x, weight, w_in, w_out, *rows, call, *gathered(w_in), *gathered(w_out)
+    out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        slot: Tensor,
+        row: Tensor,
+        offsets: Tensor,
+        call: FusedCall,
+        in_data: Tensor | None,
+        in_scale: Tensor | None,
+        out_data: Tensor | None,
+        out_scale: Tensor | None,
+    ) -> Tensor:
+        recipe = call.recipe
+        n_q = gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
+        in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
+        u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
+        h_q = activation_quantize(u, "swiglu", recipe.x)
+        y = multiply(call, recipe.y, h_q, out_q, offsets)  # [M,F] @ [K,F]^T
+        observe_group(call.observer, "x", "x", [x], n_q, recipe.x, offsets, slot=slot)
+        observe_matrices(call.observer, w_in, in_q, recipe.w, offsets)
+        observe_group(call.outer_observer, "x", "swiglu", [u], h_q, recipe.x, offsets)
+        observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
+        ctx.call, ctx.x_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
+        scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
+        ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
+        return combine(y, row, weight.float())
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        call: FusedCall = ctx.call
+        recipe = call.recipe
+        n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
+        weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
+        dout, groups = dout.contiguous(), groups_of(offsets, len(slot))
+        dweight = combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
+        m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
+        factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
+        g = gather_quantize(
+            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
+        )  # fmt: skip
+        observe_group(
+            call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
+            slot=slot, factor=factor, column_scale=folded, row_scale=m_h, shift_scale=s_h,
+        )  # fmt: skip
+        out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
+        dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
+        du, h_q, _ = activation_backward(
+            dh, u, "swiglu", recipe.dy,
+            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False, group=expert,
+        )  # fmt: skip
+        observe_group(
+            call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
+            column_scale=s_in.squeeze(2), row_scale=m_n, shift_scale=s_n,
+        )  # fmt: skip
+        dw_out = weight_gradient(call, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
+        in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
+        dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
+        dw_in = weight_gradient(call, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
+        dx = combine(dn, row).to(ctx.x_dtype)
+        return dx, dweight, dw_in, dw_out, *([None] * 8)
+
+
+# ---- A linear layer with a weight for each group of rows, as the experts of a mixture have.
+
+
+# Experts in FP8 are slower than in BF16 where a matrix has a shorter side, as 768 x 2048 (H200, docs/performance.md):
+# their GEMMs gain less than the passes that quantize cost.
+LEAST_SIDE = 2048
+
+
+class GroupedLinear(nn.Module):
+    """y[m] = x[m] @ weight[e]^T for the rows m of group e: plain PyTorch, until `octavo.convert` gives it a recipe.
+
+    Args:
+        groups: E, the number of groups.
+        in_features: K, of each row of x.
+        out_features: N, of each row of y.
+
+    Example:
+        >>> layer = GroupedLinear(2, 32, 64)
+        >>> offsets = torch.tensor([3, 8], dtype=torch.int32)  # rows 0 to 2 and 3 to 7
+        >>> layer(torch.randn(8, 32), offsets).shape
+        torch.Size([8, 64])
+    """
+
+    recipe: Recipe | None = None  # set by `octavo.convert`
+    name: str = ""
+    observers: dict[str, ExpertObserver] | None = None  # of its weight, set by `octavo.watch`
+
+    def __init__(self, groups: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
+        nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    @classmethod
+    def from_linears(cls, linears: Sequence[nn.Linear]) -> Self:
+        """A layer with copies of the weights of `linears`, one group each.
+
+        Raises:
+            ValueError: the layers have unequal shapes, or biases, or there is none.
+        """
+        shapes = sorted({tuple(linear.weight.shape) for linear in linears})
+        if len(shapes) != 1 or any(linear.bias is not None for linear in linears):
+            raise ValueError(
+                f"the experts of a grouped layer have one shape [N, K] and no bias, got {[list(s) for s in shapes]}"
+                f"{' with biases' if len(shapes) == 1 else ''}: leave them as separate layers"
+            )
+        n, k = shapes[0]
+        layer = cls(0, k, n)
+        layer.weight = nn.Parameter(torch.stack([linear.weight.detach() for linear in linears]))
+        return layer
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        """y [M, N] of x [M, K].
+
+        Args:
+            offsets: int32 [E] on the device of x, where each group of rows ends. A group may be empty. Rows from
+                offsets[-1] on have any numbers in y.
+
+        Raises:
+            ValueError: `offsets` is not int32 [E].
+        """
+        check_offsets(offsets, self.weight.shape[0])
+        dtype = compute_dtype(x)
+        if x.numel() == 0:
+            return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
+        if self.recipe is None or not self.recipe.quantized:
+            return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
+        call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
+        return grouped_linear(x, self.weight, offsets, call)
+
+    def extra_repr(self) -> str:
+        e, n, k = self.weight.shape
+        recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
+        return f"groups={e}, in_features={k}, out_features={n}{recipe}"
+
+
+@eager_check
+def check_offsets(offsets: Tensor, groups: int) -> None:
+    check_tensor("offsets", offsets, (groups,), torch.int32)
+
+
+def grouped_call(
+    layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+) -> FusedCall:
+    """The call of a layer with a recipe, for the input `x`; raises the errors of `check_call`."""
+    check_call(layer, x, *weights)
+    recipe = layer.recipe.fusable
+    if recipe is None:
+        raise ValueError(
+            f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
+            "convert them with 'rowwise', or leave them out by skip="
+        )
+    # Dynamo cannot trace a call of the alias FusedCall.
+    return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+
+
+def wide(w: Tensor) -> Tensor:
+    """The weights as numbers, where FSDP2 has gathered bytes."""
+    return w.dequantize() if isinstance(w, GatheredWeight) else w
+
+
+def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """The grouped product in the dtype of x, by PyTorch."""
+    y: Tensor = F.grouped_mm(x, weight.to(x.dtype).transpose(1, 2), offs=offsets)  # [M_e,K] @ [N,K]^T
+    return y
+
+
+# ---- A linear layer for each group of rows, as three grouped GEMMs with one quantization for each tensor.
+#
+# The mathematics is that of `octavo.nn.linear_function`, with a weight for each expert e. Rows M in groups, inputs K,
+# outputs N, and w, its scales and c_max by expert:
+#
+#     y [M,N]   = x_q[M,K]   @ w_q[e,N,K]^T   * s_x[M] * s_w[e,N]
+#     g [M,N]   = dy[M,N] * s_w[e,N] * m[M]   -> g_q, s_g[M]
+#     dx[M,K]   = g_q[M,N]   @ wT_q[e,K,N]^T  * (s_g[M] / m[M])
+#     dw[e,N,K] = h_q[N,M_e] @ xT_q[K,M_e]^T  * (c_max[e] / s_w[e,N])
+#
+# The GPU's GEMM of dw takes groups in positive multiples of 16 rows. Only its two operands need that, and the kernel
+# that transposes them writes the columns of each group to their place, with zeros behind them. So groups of any size
+# run, and no tensor is copied. The gradient of an expert without rows is zero.
+
+
+class Groups(NamedTuple):
+    """The groups of rows in a backward pass.
+
+    Attributes:
+        offsets: int32 [E], where each group ends.
+        group: int32 [M], the group of each row, E for rows beyond the last group.
+        aligned_offsets, place: those of `octavo.ops.aligned_groups`.
+    """
+
+    offsets: Tensor
+    group: Tensor
+    aligned_offsets: Tensor
+    place: Tensor
+
+    @property
+    def expert(self) -> Tensor:
+        """int32 [M]: the expert of each row, the last one for rows beyond the last group."""
+        return self.group.clamp(max=len(self.offsets) - 1)
+
+
+def groups_of(offsets: Tensor, rows: int) -> Groups:
+    return Groups(offsets, group_of_rows(offsets, rows), *aligned_groups(offsets, rows))
+
+
+def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall) -> Tensor:
+    """y [M, N] of x [M, K] and w [E, N, K], differentiable. `offsets` int32 [E]: where each group of rows ends."""
+    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
+    return y
+
+
+def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The bytes and scales of matrices that FSDP2 has gathered so; None for others."""
+    return (w.data_bytes, w.scale) if isinstance(w, GatheredWeight) else (None, None)
+
+
+def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) -> QTensor:
+    """The matrices [E, N, K], cast by row, unless they are `gathered`."""
+    return quantize_matrices(w, cast) if data is None or scale is None else QTensor(data, scale, cast.fmt, ROW)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        w: Tensor,
+        offsets: Tensor,
+        call: FusedCall,
+        w_data: Tensor | None,
+        w_scale: Tensor | None,
+    ) -> Tensor:
+        x_q, w_q = quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
+        observe_group(call.observer, "x", "x", [x], x_q, call.recipe.x, offsets)
+        observe_matrices(call.observer, w, w_q, call.recipe.w, offsets)
+        ctx.call, ctx.x_dtype = call, x.dtype
+        ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, w, w_data, offsets)
+        return multiply(call, call.recipe.y, x_q, w_q, offsets)
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: FusedCall = ctx.call
+        recipe = call.recipe
+        x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
+        groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
+        dy, folded = dy.contiguous(), s_w.squeeze(2)
+        g = gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
+        factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
+        observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
+            dx = multiply(call, recipe.dx, dx_operand(g, m), w_t, offsets).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = weight_gradient(call, g, s_x, s_w, x_data, groups, w.dtype)
+        return dx, dw, None, None, None, None
+
+
+def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: Cast, offsets: Tensor) -> None:
+    """Record the matrices [E, N, K], of which only bytes exist where they are `gathered`."""
+    source = [] if isinstance(w, GatheredWeight) else [w.flatten(0, 1)]
+    observe_group(observer, "w", "w", source, w_q, cast, offsets)
+
+
+def multiply(call: FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
+    """a [M, R] @ b [e, N, R]^T, as `gemm` accumulates it."""
+    fast, emulate = gemm.fast_accumulation, call.recipe.emulate
+    return grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
+
+
+def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
+    """The bytes of the weights [E, N, K], transposed to [E, K, N], with scales of 1; `after` as in `transpose`.
+
+    `w_data` is their bytes where they are `gathered`; else the weights are cast again by the scale `s_w`.
+    """
+    e, n, k = w.shape
+    if w_data is None:
+        data = requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
+    else:
+        data = transpose(w_data.view(e * n, k), None, after)
+    ones = torch.ones((e, k, 1), dtype=torch.float32, device=w.device)
+    return QTensor(data.view(k, e, n).transpose(0, 1), ones, cast.fmt, ROW)
+
+
+def weight_gradient(
+    call: FusedCall, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
+    exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
+    largest, shift = group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
+    scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
+    h, x_t = transpose(g.data, shift, place=groups.place), transpose(x_data, place=groups.place)
+    gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
+    return grouped_mm_dw(
+        h, scale, x_t, groups.aligned_offsets, formats=formats, out_dtype=dtype,
+        fast_accumulation=gemm.fast_accumulation, emulate=call.recipe.emulate,
+    )  # fmt: skip

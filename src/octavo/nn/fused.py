@@ -12,49 +12,297 @@ inside the MLP:
 
 x + residual is computed in the norm's pass, and its gradient is added in the norm's backward pass. Saved for backward
 are x + residual and u; the bytes of n, h and w are computed again.
+
+Where several ranks each have a part of a layer, an `Exchange` sends operands and sums results between them.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from octavo.nn.composite_operations import composite, read_recipe
-from octavo.nn.fused_input import FusedInput, Norm, NormSpec, rows, wider_first
-from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_call import FusedCall, LinearCall
-from octavo.nn.observer import observe_dy, observe_w, observe_x
-from octavo.nn.scale_folding import (
+from octavo.nn.linear_function import (
+    FusedCall,
+    LinearCall,
+    composite,
     dw_operand,
     mantissa,
     quantize_folded,
+    read_recipe,
     rescaled,
+    scale_folded,
+    shaped,
     transposed,
     weight_transposed,
 )
-from octavo.nn.stacked_weights import Stack, StackInfo
-from octavo.numerics.granularity import ROW
-from octavo.numerics.qtensor import QTensor
-from octavo.ops import activation_backward, activation_quantize, fold_scales
+from octavo.nn.module_tools import differentiable_once
+from octavo.nn.observer import observe_dy, observe_w, observe_x
+from octavo.numerics.qtensor import Cast, QTensor
+from octavo.ops import (
+    FoldedScales,
+    activation_backward,
+    activation_quantize,
+    fold_scales,
+    norm_backward,
+    norm_quantize,
+    quantize,
+    quantize_stack,
+    requantize_norm,
+    transpose,
+)
 from octavo.recipe import FusableRecipe
 
+# ---- What the ranks exchange that each have a part of a layer (`octavo.distributed.parallel_layers`).
 
-def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, call: FusedCall) -> tuple[Tensor, Tensor]:
+
+Gradient = tuple[QTensor, FoldedScales, Tensor]  # all rows of g, the scales for dw, and dx for `Exchange.arrived`
+
+
+class Exchange:
+    """The exchanges of a layer's three GEMMs. This one has none: one process has the whole layer.
+
+    An exchange gathers the rows of all ranks for an operand, scatters the rows of a result, or takes the largest of the
+    ranks' row scales. An operand is sent before other work of this rank, which then waits for it.
+    """
+
+    resends_x = False  # the bytes of x travel once more for dw, so they are saved
+
+    def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
+        return quantize(x, cast)
+
+    def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
+        return activation_quantize(u, kind, cast)
+
+    def quantize_w(self, weights: Sequence[Tensor], cast: Cast) -> QTensor:
+        """This rank's part of the weights, stacked along N, by the scales of the whole weights."""
+        return quantize_stack(weights, cast)
+
+    def send_x(self, x_q: QTensor) -> Any:
+        """x_q for `y`."""
+        return x_q
+
+    def y(self, x_q: Any, w_q: QTensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, Tensor]:
+        """The scales [T, 1] of all rows that the GEMM reads, and y = x_q @ w_q^T + bias; x_q is what `send_x` gave."""
+        return x_q.scale, call.mm(call.recipe.y, x_q, w_q, call.dtype, bias)
+
+    def own(self, s_x: Tensor) -> Tensor:
+        """The row scales of x for the rows of dy."""
+        return s_x
+
+    def send_g(self, g: QTensor) -> Any:
+        """g for `dx`."""
+        return g
+
+    def dx(self, g: Any, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
+        """The `Gradient` with dx = g @ w_t^T; g is what `send_g` gave."""
+        scales = fold_scales(s_x, g.scale, s_w)
+        return g, scales, call.mm(call.recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)
+
+    def arrived(self, dx: Tensor) -> Tensor:
+        return dx
+
+    def send_bytes(self, x_data: Tensor | None, g: QTensor) -> Any:
+        """The saved bytes of x for `x_transposed`; g is of the backward pass, in which they must travel."""
+        return x_data
+
+    def x_transposed(self, x_data: Any, g: QTensor) -> QTensor:
+        """The bytes of all rows of x, transposed, for dw; x_data is what `send_bytes` gave."""
+        return scale_folded(transpose(x_data))
+
+
+ALONE = Exchange()
+Exchanges = tuple[Exchange, Exchange]  # of the inner layers of an MLP, and of the outer one
+
+# ---- The input of fused layers: x + residual, its norm if there is one, and the bytes of that, forward and backward.
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm without its parameters: `center` distinguishes LayerNorm from RMSNorm."""
+
+    eps: float
+    center: bool
+
+    @property
+    def kind(self) -> str:
+        """As `octavo.observation.operands.observe` names its output."""
+        return "center" if self.center else "norm"
+
+
+Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """The facts of an input that the backward pass needs: its norm, shape, dtype, and whether it has a residual."""
+
+    norm: NormSpec | None
+    shape: torch.Size
+    dtype: torch.dtype
+    has_residual: bool
+
+    def transposed(
+        self, sent: Any, g: QTensor, saved: Sequence[Any], scale: Tensor, cast: Cast, exchange: Exchange
+    ) -> QTensor:
+        """The bytes that were `sent`, transposed, without their `scale` [T, 1]; None computes those of a norm again."""
+        if sent is not None:
+            return exchange.x_transposed(sent, g)
+        assert self.norm is not None
+        total, mean, rstd, gamma, beta = saved
+        return scale_folded(requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast))
+
+    def gradients(self, dn: Tensor, dtotal: Tensor | None, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
+        """The gradients of x, residual, gamma and beta, from dn [T, K] of the norm's output (of x if there is no norm),
+        dtotal of x + residual, and what `FusedInput` saved."""
+        if self.norm is None:
+            return dn.to(self.dtype).view(self.shape), None, None, None
+        total, mean, rstd, gamma, beta = saved
+        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
+        dx = dx.view(self.shape)
+        return dx, dx if self.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
+
+
+@dataclass(frozen=True)
+class FusedInput:
+    """The input of a fused layer."""
+
+    total: Tensor  # x + residual [T, K]
+    q: QTensor  # the norm of `total`, or `total` itself if there is none, quantized
+    saved: tuple[Tensor | None, ...]  # total, mean, rstd, gamma and beta of the norm; None five times without one
+    info: InputInfo
+
+    @classmethod
+    def of(cls, norm: NormSpec | None, tensors: Sequence[Any], cast: Cast, exchange: Exchange) -> Self:
+        """That of x [..., K] and residual [..., K], by `wider_first`, and gamma [K] and beta [K] of `norm`."""
+        x, residual, gamma, beta = tensors
+        info = InputInfo(norm, x.shape, x.dtype, residual is not None)
+        x, residual = rows(x), rows(residual)
+        if norm is None or gamma is None:
+            return cls(x, exchange.quantize_x(x, cast), (None,) * 5, info)
+        total, q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
+        return cls(total, q, (total, mean, rstd, gamma, beta), info)
+
+    def outputs(self, y: Tensor) -> tuple[Tensor, ...]:
+        """y [T, N] as [..., N] where it has the rows of x, and x + residual [..., K] where there is a residual."""
+        if len(y) == len(self.total):
+            y = shaped(y, self.info.shape)
+        return (y, shaped(self.total, self.info.shape)) if self.info.has_residual else (y,)
+
+    @property
+    def source(self) -> tuple[str, list[Tensor]]:
+        """The kind and the tensors of `octavo.nn.observer.observe_x`."""
+        norm = self.info.norm
+        return ("x", [self.total]) if norm is None else (norm.kind, [t for t in self.saved if t is not None])
+
+
+def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x and residual in such an order that the first has the dtype that PyTorch gives their sum."""
+    if residual is None or residual.dtype == x.dtype:
+        return x, residual
+    wide = torch.promote_types(x.dtype, residual.dtype)
+    return (residual, x) if residual.dtype == wide else (x.to(wide), residual)
+
+
+def rows(x: Any) -> Any:
+    """x [..., K] as [T, K]; None for None.
+
+    Called within the autograd functions, not before them: x and the residual get the same tensor as their gradient.
+    Autograd must see that it is the same, or accumulating into one leaf's gradient would change the other's.
+    """
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+# ---- Linear layers stacked along their outputs, to run as one GEMM.
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """The parameters of stacked layers."""
+
+    weights: Sequence[Tensor]  # [N_i, K]
+    biases: Sequence[Tensor | None]  # [N_i], or None for a layer without one
+    cached: QTensor | None = None  # the quantized weights [sum of N_i, K], where `octavo.scales.cast_once` holds them
+
+    def arguments(self) -> tuple[Tensor | None, ...]:
+        """The tensors as arguments of an autograd Function, which `from_arguments` reads."""
+        data, scale = (None, None) if self.cached is None else (self.cached.data, self.cached.scale)
+        return data, scale, *self.weights, *self.biases
+
+    @classmethod
+    def from_arguments(cls, tensors: Sequence[Tensor | None], cast: Cast) -> Self:
+        """The stack that gave these `arguments`; `cast` is that of the weights."""
+        data, scale, *parameters = tensors
+        half = len(parameters) // 2
+        weights = [w for w in parameters[:half] if w is not None]
+        cached = None if data is None or scale is None else QTensor(data, scale, cast.fmt, cast.granularity)
+        return cls(weights, parameters[half:], cached)
+
+    def quantize(self, cast: Cast, exchange: Exchange) -> QTensor:
+        """The quantized weights [sum of N_i, K]: those cached, or cast now."""
+        return exchange.quantize_w(self.weights, cast) if self.cached is None else self.cached
+
+    def bias(self) -> Tensor | None:
+        """The biases [sum of N_i] as one, zeros where a layer has none; None where no layer has one."""
+        if len(self.biases) == 1:
+            return self.biases[0]
+        given = next((bias for bias in self.biases if bias is not None), None)
+        if given is None:
+            return None
+        pairs = zip(self.weights, self.biases, strict=True)
+        return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
+
+
+@dataclass(frozen=True)
+class StackInfo:
+    """The facts of a stack that the backward pass needs: sizes N_i and dtype of the weights, dtypes of the biases."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    bias_dtypes: tuple[torch.dtype | None, ...]
+
+    @classmethod
+    def of(cls, stack: Stack) -> Self:
+        dtypes = tuple(None if bias is None else bias.dtype for bias in stack.biases)
+        return cls(tuple(w.shape[0] for w in stack.weights), stack.weights[0].dtype, dtypes)
+
+    @property
+    def biased(self) -> bool:
+        return any(dtype is not None for dtype in self.bias_dtypes)
+
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        """The gradient of the stacked biases, float32 [sum of N_i], from dy [T, sum of N_i]; empty without biases."""
+        return dy.sum(0, dtype=torch.float32) if self.biased else dy.new_empty(0)
+
+    def gradients(self, dw: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of `Stack.arguments`, from stacked dw [sum of N_i, K] and dbias [sum of N_i]."""
+        biases: list[Tensor | None] = [None] * len(self.sizes)
+        if self.biased:
+            parts = torch.split(dbias, list(self.sizes))
+            biases = [None if d is None else p.to(d) for p, d in zip(parts, self.bias_dtypes, strict=True)]
+        return None, None, *torch.split(dw, list(self.sizes)), *biases
+
+
+# ---- A norm and the linear layers that it feeds, and a whole MLP, each as one function, for `FusableRecipe`s.
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor | None, norm: Norm | None, stack: Stack, call: FusedCall, exchange: Exchange = ALONE
+) -> tuple[Tensor, Tensor]:
     """y [..., sum of N_i] of the stacked layers, and x + residual [..., K] (x itself without a residual).
 
-    Args:
-        x, residual: [..., K].
-        norm: of x + residual.
-        stack: the layers that the norm feeds.
+    `norm` is of x + residual [..., K]; None feeds x itself to the layers. y is [T, sum of N_i] where `exchange` changes
+    the number of rows.
     """
-    spec, gamma, beta = norm
+    spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
     tensors = x, residual, gamma, beta
-    if call.is_operation:
+    if call.is_operation and exchange is ALONE and spec is not None:
         constants = spec.eps, spec.center, call.recipe.text, call.dtype
         result = _norm_linear(*tensors, stack.arguments(), *constants)
     else:
-        result = _NormLinear.apply(call, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
+        result = _NormLinear.apply(call, exchange, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
     y, *rest = result
     return y, rest[0] if rest else x
 
@@ -66,72 +314,71 @@ def norm_linear(x: Tensor, residual: Tensor | None, norm: Norm, stack: Stack, ca
 def _norm_linear(*arguments: Any) -> Any:
     *tensors, layers, eps, center, recipe, dtype = arguments
     call, norm = LinearCall(_fusable(recipe), dtype), NormSpec(eps, center)
-    return _NormLinear.apply(call, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
+    return _NormLinear.apply(call, ALONE, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        call: FusedCall,
-        norm: NormSpec,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor,
-        beta: Tensor | None,
-        *layers: Tensor | None,
-    ) -> Any:
-        recipe = call.recipe
+    def forward(ctx: Any, call: FusedCall, exchange: Exchange, norm: NormSpec | None, *tensors: Any) -> Any:
+        recipe, layers = call.recipe, tensors[4:]
         stack = Stack.from_arguments(layers, recipe.w)
-        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
-        n_q, w_q = given.q, stack.quantize(recipe.w)
-        y = call.mm(recipe.y, n_q, w_q, call.dtype, stack.bias())  # [T,K] @ [N,K]^T
+        given = FusedInput.of(norm, tensors[:4], recipe.x, exchange)
+        n_q, sent = given.q, exchange.send_x(given.q)
+        w_q = stack.quantize(recipe.w, exchange)
+        s_n, y = exchange.y(sent, w_q, stack.bias(), call)  # [T,K] @ [N,K]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, stack.weights, w_q, recipe.w)
-        ctx.call, ctx.input, ctx.stack = call, given.info, StackInfo.of(stack)
-        ctx.save_for_backward(n_q.scale, w_q.scale, layers[0], *given.saved, *stack.weights)
+        ctx.call, ctx.exchange, ctx.input, ctx.stack = call, exchange, given.info, StackInfo.of(stack)
+        n_data = n_q.data if norm is None or exchange.resends_x else None
+        ctx.save_for_backward(n_data, s_n, w_q.scale, layers[0], *given.saved, *stack.weights)
         return given.outputs(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
+        exchange: Exchange = ctx.exchange
         recipe = call.recipe
-        s_n, s_w, w_data, *rest = ctx.saved_tensors
+        n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
-        g = quantize_folded(dy, s_w, s_n, recipe.dy)
+        own_s_n = exchange.own(s_n)
+        g = quantize_folded(dy, s_w, own_s_n, recipe.dy)
+        sent = exchange.send_g(g)
         db = ctx.stack.bias_gradient(dy)
-        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, s_x=s_n)
+        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, s_x=own_s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
-        scales = fold_scales(s_n, g.scale, s_w)
-        dn = call.mm(recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
-        n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
+        sent_n = exchange.send_bytes(n_data, g)
+        g, scales, dn = exchange.dx(sent, w_t, s_n, s_w, call)  # [T,N] @ [K,N]^T
+        n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
         dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
-        return None, None, *ctx.input.gradients(dn, dtotal, saved), *ctx.stack.gradients(dw, db)
+        gradients = ctx.input.gradients(exchange.arrived(dn), dtotal, saved)
+        return None, None, None, *gradients, *ctx.stack.gradients(dw, db)
 
 
 def mlp(
-    x: Tensor, residual: Tensor | None, norm: Norm | None, activation: str, inner: Stack, outer: Stack, call: FusedCall
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    activation: str,
+    inner: Stack,
+    outer: Stack,
+    call: FusedCall,
+    exchanges: Exchanges = (ALONE, ALONE),
 ) -> tuple[Tensor, Tensor]:
     """y [..., K] of a two-layer MLP, and x + residual [..., K] (x itself without a residual).
 
-    Args:
-        x: [..., K].
-        residual: [..., K], only with a norm.
-        norm: of x + residual; None feeds x itself to the first layer.
-        activation: "swiglu", "geglu" or "gelu", as in `octavo.ops.activation_quantize`.
-        inner: the layers before the activation.
-        outer: the layer after it.
+    `norm` is of x + residual [..., K]; None, only without a residual, feeds x itself to the layers `inner` before the
+    activation: "swiglu", "geglu" or "gelu", as in `octavo.ops.activation_quantize`. `outer` is the layer after it.
     """
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
     tensors, layers = (x, residual, gamma, beta), (*outer.arguments(), *inner.arguments())
-    if call.is_operation:
+    if call.is_operation and exchanges[0] is ALONE:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
         result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
     else:
-        result = _MLP.apply(call, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+        result = _MLP.apply(call, exchanges, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
     y, *rest = result
     return y, rest[0] if rest else x
 
@@ -143,7 +390,7 @@ def mlp(
 def _mlp(*arguments: Any) -> Any:
     *tensors, layers, eps, center, activation, recipe, dtype = arguments
     call, norm = LinearCall(_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
-    return _MLP.apply(call, norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+    return _MLP.apply(call, (ALONE, ALONE), norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
 def _fusable(text: str) -> FusableRecipe:
@@ -155,32 +402,25 @@ def _fusable(text: str) -> FusableRecipe:
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        call: FusedCall,
-        norm: NormSpec | None,
-        activation: str,
-        x: Tensor,
-        residual: Tensor | None,
-        gamma: Tensor | None,
-        beta: Tensor | None,
-        *layers: Tensor | None,
+        ctx: Any, call: FusedCall, exchanges: Exchanges, norm: NormSpec | None, activation: str, *tensors: Any
     ) -> Any:
-        recipe = call.recipe
+        recipe, layers = call.recipe, tensors[4:]
+        inner_exchange, outer_exchange = exchanges
         outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
-        given = FusedInput.of(norm, x, residual, gamma, beta, recipe.x)
-        n_q = given.q
-        w_in, w_out = inner.quantize(recipe.w), outer.quantize(recipe.w)
-        u = call.mm(recipe.y, n_q, w_in, call.dtype, inner.bias())  # [T,K] @ [2F,K]^T
-        h_q = activation_quantize(u, activation, recipe.x)
-        y = call.mm(recipe.y, h_q, w_out, call.dtype, outer.bias())  # [T,F] @ [K,F]^T
+        given = FusedInput.of(norm, tensors[:4], recipe.x, inner_exchange)
+        n_q, sent = given.q, inner_exchange.send_x(given.q)
+        w_in, w_out = inner.quantize(recipe.w, inner_exchange), outer.quantize(recipe.w, outer_exchange)
+        s_n, u = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [2F,K]^T
+        h_q = outer_exchange.quantize_activation(u, activation, recipe.x)
+        s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
         observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
-        ctx.call, ctx.input, ctx.activation = call, given.info, activation
+        ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
         ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
-        n_data = n_q.data if norm is None else None
-        scales = (n_q.scale, h_q.scale, w_in.scale, w_out.scale)
+        n_data = n_q.data if norm is None or inner_exchange.resends_x else None
+        scales = (s_n, s_h, w_in.scale, w_out.scale)
         ctx.save_for_backward(n_data, u, *scales, layers[4], layers[0], *outer.weights, *given.saved, *inner.weights)
         return given.outputs(y)
 
@@ -188,15 +428,17 @@ class _MLP(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
+        inner_exchange, outer_exchange = ctx.exchanges
         recipe = call.recipe
         n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
-        g = quantize_folded(dy, s_out, s_h, recipe.dy)
-        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=s_h)
+        own_s_h = outer_exchange.own(s_h)
+        g = quantize_folded(dy, s_out, own_s_h, recipe.dy)
+        sent = outer_exchange.send_g(g)
+        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=own_s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
-        scales = fold_scales(s_h, g.scale, s_out)
-        dh = call.mm(recipe.dx, rescaled(g, scales.dx), w_out_t, call.dtype)  # [T,K] @ [F,K]^T
+        g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
         du, h_q, dbias = activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
@@ -205,12 +447,10 @@ class _MLP(torch.autograd.Function):
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)
         dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
-        scales = fold_scales(s_n, du.scale, s_in)
-        dn = call.mm(recipe.dx, rescaled(du, scales.dx), w_in_t, call.dtype)  # [T,2F] @ [K,2F]^T
-        if n_data is None:
-            n_t = ctx.input.bytes_transposed(saved, s_n, recipe.x)
-        else:
-            n_t = transposed(QTensor(n_data, s_n, recipe.x.fmt, ROW))
+        sent_n = inner_exchange.send_bytes(n_data, du)
+        du, scales, dn = inner_exchange.dx(du, w_in_t, s_n, s_in, call)  # [T,2F] @ [K,2F]^T
+        n_t = ctx.input.transposed(sent_n, du, saved, s_n, recipe.x, inner_exchange)
         dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
         layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
-        return None, None, None, *ctx.input.gradients(dn, dtotal, saved), *layers
+        gradients = ctx.input.gradients(inner_exchange.arrived(dn), dtotal, saved)
+        return None, None, None, None, *gradients, *layers

@@ -1,6 +1,11 @@
-"""The linear layer that computes its three GEMMs by a recipe."""
+"""Linear layers that compute their GEMMs by a recipe; convolutions and transformers' `Conv1D` that are products.
 
-from typing import Any
+The linear layer that computes its three GEMMs by a recipe.
+"""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -8,19 +13,13 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
-from octavo.nn.gathered_weight import GatheredWeight
-from octavo.nn.layer_limits import check_call, unsupported
-from octavo.nn.linear_call import LinearCall
-from octavo.nn.linear_function import linear
-from octavo.nn.mixed_class import mix_classes, parts_of
+from octavo.nn.linear_function import LinearCall, linear
+from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_classes, parts_of, unsupported
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.parallel import Parallel, ParallelLinear
-from octavo.nn.precomputed import PrecomputedProjections
-from octavo.nn.rotation import rotate_activations
-from octavo.nn.weight_cache import WeightCache
-from octavo.numerics.cast import Cast
-from octavo.numerics.qtensor import QTensor
-from octavo.recipe import Recipe
+from octavo.nn.weight_cache import GatheredWeight, Parallel, ParallelLinear, WeightCache
+from octavo.numerics.qtensor import Cast, QTensor
+from octavo.ops.dispatch import choose_recipe
+from octavo.recipe import Recipe, RecipeName
 
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
@@ -70,21 +69,14 @@ class RecipeLayer(nn.Module):
             w = w.dequantize()
         if x.numel() == 0:
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
-        rotate = self.recipe.rotate
-        if "y" in rotate:
-            x = rotate_activations(x)  # and w where it is cast, so that a rotated w is not saved for the backward pass
         histories = (self.history_of("x"), self.history_of("w"), self.history_of("dy"))
-        saved = self.input_is_saved and "y" not in rotate
-        call = LinearCall(self.recipe, dtype, *histories, observer_of(self), input_is_saved=saved)
-        if "dx" not in rotate:
-            return linear(x, w, bias, call, cached)
-        y = rotate_activations(linear(x, w, None, call, cached))  # as w was, along N; and so will be dy
-        return (y if bias is None else y + bias).to(dtype)
+        call = LinearCall(self.recipe, dtype, *histories, observer_of(self), input_is_saved=self.input_is_saved)
+        return linear(x, w, bias, call, cached)
 
     @property
     def freezable(self) -> bool:
         """Whether y scales its input, as it comes, by a history."""
-        return self.recipe.y is not None and self.recipe.y.a.history is not None and not self.recipe.rotates_w
+        return self.recipe.y is not None and self.recipe.y.a.history is not None
 
     @property
     def input_limit(self) -> Tensor | None:
@@ -114,27 +106,47 @@ class RecipeLayer(nn.Module):
 class Linear(RecipeLayer, nn.Linear):
     """`nn.Linear` that computes y, dx and dw by its recipe. Same parameters, same `state_dict`.
 
-    Made from an `nn.Linear` by `octavo.convert`. Input [..., K] of any rank, zero rows included; output [..., N] in the
-    autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input and parameters.
+    `octavo.convert` makes it of an `nn.Linear`; a call builds one. Input [..., K] of any rank, zero rows included;
+    output [..., N] in the autocast dtype, or in that of the input outside autocast; gradients in the dtypes of input
+    and parameters.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: whether a bias is added.
+        recipe: as in `octavo.convert`.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> octavo.Linear(64, 64)(torch.randn(8, 64)).shape
+        torch.Size([8, 64])
     """
 
     parallel: Parallel | None = None  # set where each rank has a part of the layer
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError(
-            "octavo.Linear is made of an nn.Linear: make a model of nn.Linear, and call octavo.convert(model)"
-        )
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        recipe: RecipeName | Literal["auto"] | Path | Recipe = "rowwise",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self.prepare(choose_recipe(recipe, self.weight.device), "", self.weight.device)
 
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         if self.parallel is not None:
             return self.parallel.linear(self, x)
+        check_input(self, x)
         cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
         return self.compute(x, self.weight, self.bias, cached)
 
     def quantized_weight(self, w: Tensor) -> QTensor | None:
-        """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `octavo.cast_once` cached it so."""
+        """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `cast_once` cached it so."""
         if isinstance(w, GatheredWeight):
             history = self.history_of("w")
             if history is not None and self.weight_cache.amax is not None:
@@ -144,7 +156,7 @@ class Linear(RecipeLayer, nn.Linear):
         return None if cast is None else self.weight_cache.get([w], cast)
 
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
-        """This layer and the cast of its weight, if `octavo.cast_once` can cache it."""
+        """This layer and the cast of its weight, if `octavo.scales.cast_once` can cache it."""
         cast = self.recipe.repeatable_w
         if self.parallel is not None and self.recipe.fusable is None:
             return None
@@ -190,3 +202,90 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     device = x.device.type
     on = device != "meta" and torch.is_autocast_enabled(device)  # meta has no autocast to ask
     return torch.get_autocast_dtype(device) if on else x.dtype
+
+
+# ---- `Conv1D`, the linear layer of transformers' GPT-2, computed by a recipe.
+#
+#     Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
+#
+# It is a linear layer whose weight is stored transposed. The recipe casts W^T, so that row scales belong to outputs as
+# in `nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
+
+
+class Conv1D(RecipeLayer):
+    """A converted `Conv1D`. `octavo.scales.cast_once` does not cache its weight: it is cast in every forward pass."""
+
+    weight: nn.Parameter  # [K, N]
+    bias: nn.Parameter  # [N]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x, self.weight.t(), self.bias, None)
+
+
+# ---- Convolutions that are matrix products, computed by a recipe: those of size 1, and those of disjoint patches.
+#
+#     y[B,N,H/p,W/p] = conv(x[B,C,H,W], w[N,C,p,p], stride p)  =  patches[B H/p W/p, C p p] @ w[N, C p p]^T
+#
+# The rows of the product are the patches of x. Its result is y with the channels last in memory. As in PyTorch, pixels
+# that fill no patch are left out; with a stride above a size of 1, so are those between.
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+IMAGE_CHANNELS = 16  # the most that an image has, or what an autoencoder makes of it
+
+
+def is_gemm(module: nn.Module) -> bool:
+    """Whether `module` is a convolution of PyTorch, converted or not, that is a matrix product."""
+    if not isinstance(module, CONVOLUTIONS) or parts_of(type(module))[-1] not in CONVOLUTIONS:
+        return False
+    sizes = module.kernel_size
+    unpadded = module.padding in ("valid", (0,) * len(sizes)) or (module.padding == "same" and math.prod(sizes) == 1)
+    fits = all(size in (1, step) for size, step in zip(sizes, module.stride, strict=True))
+    return module.groups == 1 and unpadded and fits and all(d == 1 for d in module.dilation)
+
+
+def reads_image(module: Any) -> bool:
+    """Whether a convolution that is a matrix product cuts an image into patches."""
+    return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
+
+
+def gemm_shape(module: Any) -> tuple[int, int]:
+    """N outputs and K inputs of the product."""
+    return module.out_channels, module.weight[0].numel()
+
+
+class PatchConvolution(RecipeLayer):
+    """A converted convolution. `cast_once` does not cache its weight: it is cast in every forward pass."""
+
+    weight: nn.Parameter  # [N, C, *kernel_size]
+    bias: nn.Parameter | None
+    in_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [B, N, ...] of x [B, C, ...], or without the batch of both."""
+        rank = len(self.kernel_size)
+        if x.ndim not in (rank + 1, rank + 2) or x.shape[-rank - 1] != self.in_channels or self._too_small(x):
+            raise ValueError(
+                f"the convolution takes [B, {self.in_channels}, *sizes] with sizes of at least "
+                f"{list(self.kernel_size)}, got {list(x.shape)}: resize or pad the input"
+            )
+        batched = x if x.ndim == rank + 2 else x.unsqueeze(0)
+        y = self.compute(self._patches(batched), self.weight.flatten(1), self.bias, None).movedim(-1, 1)
+        return y if x.ndim == rank + 2 else y.squeeze(0)
+
+    def _too_small(self, x: Tensor) -> bool:
+        return any(n < size for n, size in zip(x.shape[-len(self.kernel_size) :], self.kernel_size, strict=True))
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """[B, *counts, K] of x [B, C, *sizes]."""
+        rank = len(self.kernel_size)
+        for i, (size, step) in enumerate(zip(self.kernel_size, self.stride, strict=True)):
+            count = (x.shape[2 + 2 * i] - size) // step + 1
+            used = x.narrow(2 + 2 * i, 0, (count - 1) * step + size)
+            if size < step:  # a size of 1
+                used = used[(slice(None),) * (2 + 2 * i) + (slice(None, None, step),)]
+            x = torch.unflatten(used, 2 + 2 * i, (count, size))
+        counts, sizes = range(2, 2 + 2 * rank, 2), range(3, 3 + 2 * rank, 2)
+        return x.permute(0, *counts, 1, *sizes).flatten(1 + rank)

@@ -14,35 +14,198 @@ and the mantissa of s_x is already in g, so row scaling of x loses nothing.
 Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
 in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
 
-Rotations (`octavo.recipe`): the layer rotates x along K and y back along N around the function below, which rotates w,
-dw, and the operands of a rotated dw.
+A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. The others read bytes without a rotation.
 """
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.nn.composite_operations import composite, read_recipe
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.layer_limits import differentiable_once
-from octavo.nn.linear_call import Call, LinearCall, shaped
-from octavo.nn.observer import observe_dy, observe_w, observe_x
-from octavo.nn.scale_folding import dw_operand, quantize_folded, rescaled, transposed, weight_transposed
-from octavo.numerics.cast import Cast
-from octavo.numerics.qtensor import QTensor
-from octavo.numerics.rotation import scattered_signs
-from octavo.ops import FoldedScales, fold_scales, quantize, quantize_scaled, quantize_transposed, rotate
-from octavo.ops.checks import FLOATS
-from octavo.recipe import Gemm, Recipe
+from octavo.nn.module_tools import differentiable_once
+from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
+from octavo.numerics.formats import format_of
+from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.numerics.scaling import quotient, scale_mantissa, scattered_signs
+from octavo.ops import (
+    FoldedScales,
+    fold_scales,
+    quantize,
+    quantize_scaled,
+    quantize_transposed,
+    requantize_transposed,
+    rotate,
+    scaled_mm,
+    transpose,
+)
+from octavo.ops.registration import FLOATS
+from octavo.recipe import FusableRecipe, Gemm, Recipe
+
+# ---- Operands of the backward GEMMs whose row scales lie along the reduction (the mathematics: `linear_function`).
+#
+# Such a scale cannot leave the sum. It is folded into the other operand, and its own tensor then has the scale 1.
+
+
+def mantissa(s_x: Tensor) -> Tensor:
+    """m [T, 1] of s_x = m * 2^e: the part of the scale of x that is folded into dy before dy is quantized."""
+    return scale_mantissa(s_x)
+
+
+def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
+    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1.
+
+    `after` is that of `octavo.ops.transpose`.
+    """
+    data = transpose(q.data, None, after)
+    return scale_folded(data) if q.granularity == ROW else QTensor(data, q.scale.t(), q.format, q.granularity)
+
+
+def scale_folded(data: Tensor) -> QTensor:
+    """Bytes whose scale was folded into the other operand: theirs is 1."""
+    return QTensor(data, data.new_ones((data.shape[0], 1), dtype=torch.float32), format_of(data.dtype), ROW)
+
+
+def weight_transposed(
+    weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
+) -> QTensor:
+    """The bytes of the weights, stacked along N and transposed.
+
+    Args:
+        weights: one, or several with row scales.
+        data: their bytes, where these were saved; None casts the weights again, by the scale `s_w`.
+        after: a tensor of the backward pass, before which compiled code cannot compute the result.
+    """
+    # Quantizing again would give the same bytes. But torch.compile merges equal calls: it would quantize once, in the
+    # forward pass, and keep the bytes until the backward pass.
+    if data is not None:
+        return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
+    data = requantize_transposed(weights, s_w, cast, after)
+    if cast.by_row:
+        return scale_folded(data)
+    return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
+
+
+def quantize_folded(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, cast: Cast) -> QTensor:
+    """g = dy * s_w * m, quantized, where m is the mantissa of s_x; a factor that is None is 1."""
+    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), mantissa_of=s_x)
+
+
+def dx_operand(g: QTensor, m: Tensor | None) -> QTensor:
+    """g for dx, whose scale has no factor m: the scale of g divided by m."""
+    return g if m is None else rescaled(g, quotient(g.scale, m))
+
+
+def rescaled(q: QTensor, scale: Tensor) -> QTensor:
+    """The bytes of `q` with another scale."""
+    return QTensor(q.data, scale, q.format, q.granularity)
+
+
+def dw_operand(g: QTensor, scales: FoldedScales) -> QTensor:
+    """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale.
+
+    The scale of g and the exponent of s_x lie along the reduction. Both are powers of two: they move the exponents of
+    the bytes.
+    """
+    h = transpose(g.data, scales.shift)  # [N,T]
+    scale = scales.dw if len(scales.dw) == len(h) else scales.dw.expand(len(h), 1).contiguous()
+    return QTensor(h, scale, g.format, ROW)
+
+
+# ---- A call of a converted layer: its arguments that are not tensors, and the GEMMs by its recipe.
+
+
+R = TypeVar("R", Recipe, FusableRecipe)
+
+
+@dataclass(eq=False)  # not frozen: compiled code would look up the defaults of its fields in Python at each call
+class LinearCall(Generic[R]):
+    """The arguments of a call that are not tensors.
+
+    Args:
+        recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
+        dtype: of y, and of the GEMMs without casts.
+        x_history, w_history, dy_history: the histories of delayed scaling.
+        observer: where statistics of the operands are recorded; None records none.
+        outer_observer: in an MLP, where those of the layer after the activation are recorded.
+        input_is_saved: whether another operation saves x for its backward pass, so that saving it here takes no memory.
+    """
+
+    recipe: R
+    dtype: torch.dtype
+    x_history: ScaleHistory | None = None
+    w_history: ScaleHistory | None = None
+    dy_history: ScaleHistory | None = None
+    observer: Observer | None = None
+    outer_observer: Observer | None = None
+    input_is_saved: bool = False
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
+        written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
+        return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
+
+    def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
+        fast, emulate = gemm.fast_accumulation, self.recipe.emulate
+        return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=fast, emulate=emulate)
+
+
+Call = LinearCall[Recipe]
+FusedCall = LinearCall[FusableRecipe]
+
+
+def shaped(y: Tensor, shape: torch.Size) -> Tensor:
+    """y [T, N], which was computed here, as an output [..., N] for an input of `shape`. FSDP warns of a view."""
+    result: Tensor = torch.ops.aten._unsafe_view(y, (*shape[:-1], y.shape[1]))
+    return result
+
+
+# ---- Layers as operations of PyTorch's dispatcher, for torch.compile.
+#
+# Dynamo traces an autograd function as Python code, forward and backward, in each layer of a model. That takes it
+# several times as long as the rest of the model. It does not trace into operations, so compiled code calls an operation
+# in place of the function. The operation is composite: when AOTAutograd traces the graph, it runs the operation's code,
+# which applies the autograd function. So the graph that is compiled has the operations of the function, and not this
+# one.
+#
+# An operation takes tensors, numbers and strings. A string stands for the recipe (`Recipe.text`).
+#
+# A function that writes to a history of delayed scaling or to an observer is still traced. Both are written to in the
+# backward pass too, where PyTorch would take them for saved tensors that may not change.
+
+
+_LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def composite(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the operation `octavo::` of this schema, and return what calls the operation."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema[: schema.index("(")]
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+        overload: Callable[..., Any] = getattr(torch.ops.octavo, name).default
+        return overload
+
+    return register
+
+
+read_recipe = cache(Recipe.from_json)
+
+
+# ---- A linear layer's forward and backward pass as three eight-bit GEMMs.
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
     """y [..., N] = x [..., K] @ w [N, K]^T + bias [N] by the recipe of `call`, differentiable.
 
-    `cached` is w, quantized, where `octavo.cast_once` holds it.
+    `cached` is w, quantized, where `octavo.scales.cast_once` holds it.
     """
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     y: Tensor
@@ -72,22 +235,27 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         ctx.shape = x.shape
         x = x.reshape(-1, x.shape[-1])
-        recipe, read_w = call.recipe, _rotated(w, call)
-        # What y reads is quantized, and, where y runs in BF16, the bytes that the backward pass reads all the same.
+        recipe = call.recipe
+        # What y reads is quantized, and, where y runs in BF16 or is rotated, the bytes that the backward pass reads.
+        shared = recipe.y is not None and "y" not in recipe.rotate
         x_q = w_q = None
-        if recipe.x is not None and (recipe.y is not None or (needs_w and recipe.quantizes_x_once)):
+        if recipe.x is not None and (shared or (needs_w and recipe.quantizes_x_once)):
             x_q = _quantize(x, recipe.x, call.x_history)
-        if recipe.w is not None and (recipe.y is not None or ((needs_x or needs_w) and recipe.quantizes_w_once)):
+        if recipe.w is not None and (shared or ((needs_x or needs_w) and recipe.quantizes_w_once)):
             if w_data is not None and w_scale is not None:
                 w_q = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
             else:
-                w_q = _quantize_w(read_w, recipe.w, call.w_history)
-        if recipe.y is None or x_q is None or w_q is None:
-            y = F.linear(x.to(call.dtype), read_w.to(call.dtype), None if bias is None else bias.to(call.dtype))
+                w_q = _quantize_w(w, recipe.w, call.w_history)
+        read_x, read_w, a, b = x, w, x_q, w_q
+        if recipe.y is not None and not shared:
+            read_x, read_w = rotate(x), rotate(w)
+            a, b = quantize(read_x, recipe.y.a), quantize(read_w, recipe.y.b)
+        if recipe.y is None or a is None or b is None:
+            y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
-            y = call.mm(recipe.y, x_q, w_q, call.dtype, bias)  # [T,K] @ [N,K]^T
-        observe_x(call.observer, "x", [x], x_q, recipe.x, call.x_history)
-        observe_w(call.observer, [read_w], w_q, recipe.w, call.w_history)
+            y = call.mm(recipe.y, a, b, call.dtype, bias)  # [T,K] @ [N,K]^T
+        observe_x(call.observer, "x", [read_x], a, recipe.x, call.x_history)
+        observe_w(call.observer, [read_w], b, recipe.w, call.w_history)
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
         saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)
@@ -105,30 +273,24 @@ class _Linear(torch.autograd.Function):
         folded_s_w = s_w if _by_row(recipe.dx) else None
         folded_s_x = s_x if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
         g = _quantize_dy(dy, folded_s_w, folded_s_x, call) if needs_x or needs_w else None
-        observe_dy(
-            call.observer, [dy], [dy.shape[1]], g, recipe.dy,
-            history=call.dy_history, s_w=folded_s_w, s_x=folded_s_x,
-        )  # fmt: skip
         scales = None if g is None or folded_s_x is None else fold_scales(s_x, g.scale, folded_s_w)
         dx = dw = None
-        if needs_x:
-            dx = _dx(dy, g, scales, w_data, s_w, _rotated(w, call, dy), call).to(ctx.x_dtype).view(ctx.shape)
+        if needs_x and recipe.dx is not None and "dx" in recipe.rotate:
+            read_dy = rotate(dy)
+            a, w_t = quantize(read_dy, recipe.dx.a), quantize(rotate(w.t(), dy), recipe.dx.b)
+            dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
+            observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
+        else:
+            dx = _dx(dy, g, scales, w_data, s_w, w, call) if needs_x else None
+            observe_dy(
+                call.observer, [dy], [dy.shape[1]], g, recipe.dy,
+                history=call.dy_history, s_w=folded_s_w, s_x=folded_s_x,
+            )  # fmt: skip
+        dx = None if dx is None else dx.to(ctx.x_dtype).view(ctx.shape)
         if needs_w:
-            dw = _rotated_back(_dw(dy, g, x, s_x, scales, folded_s_w, w.dtype, call), call)
+            dw = _dw(dy, g, x, s_x, scales, folded_s_w, w.dtype, call)
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
-
-
-def _rotated(w: Tensor, call: Call, after: Tensor | None = None) -> Tensor:
-    """The weight as the recipe reads it; `after` is that of `octavo.ops.transpose`."""
-    w = rotate(w, after) if "y" in call.recipe.rotate else w
-    return rotate(w.t(), after).t().contiguous() if "dx" in call.recipe.rotate else w
-
-
-def _rotated_back(dw: Tensor, call: Call) -> Tensor:
-    """The gradient of w from `dw`, that of the weight as the recipe reads it."""
-    dw = rotate(dw.t()).t().contiguous() if "dx" in call.recipe.rotate else dw
-    return rotate(dw) if "y" in call.recipe.rotate else dw
 
 
 def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
@@ -196,7 +358,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
     """g as in `quantize_folded`, by the cast of dy; None where no GEMM reads it."""
     cast = call.recipe.dy
     for_dw = cast is not None and cast.bytes_serve_both and "dw" not in call.recipe.rotate
-    if cast is None or (call.recipe.dx is None and not for_dw):
+    if cast is None or not (for_dw or (call.recipe.dx is not None and "dx" not in call.recipe.rotate)):
         return None
     if s_w is None and s_x is None:
         return _quantize(dy, cast, call.dy_history)

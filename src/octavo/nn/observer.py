@@ -13,30 +13,24 @@ import torch
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.gathered_weight import GatheredWeight
-from octavo.numerics.cast import Cast
-from octavo.numerics.qtensor import QTensor
+from octavo.nn.weight_cache import GatheredWeight
+from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
-from octavo.observation.brief_samples import clear
-from octavo.observation.expert_operands import observe_experts
-from octavo.observation.operands import observe
-from octavo.observation.statistics import BRIEF_WIDTH, WIDTH, clear_statistics
+from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH, clear, clear_statistics
+from octavo.observation.operands import observe, observe_experts
 
 
 class Observer:
     """Statistics of the operands of one GEMM with n stacked layers: x, n of w, and n of dy.
 
-    A copy of a model, and a file that one is pickled to, have None in its place.
-
-    Attributes:
-        forward, backward: the statistics [1 + n, WIDTH + BRIEF_WIDTH] of x and w, and those [n, ...] of dy, float64
-            (`octavo.observation.statistics`). Two tensors: compiled code saves the second for the backward pass, and
-            another forward pass may come before it.
+    They are float64, [1 + n, WIDTH + BRIEF_WIDTH] of x and w (`forward`), and [n, ...] of dy (`backward`). A copy of a
+    model, and a file that one is pickled to, have None in the observer's place.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
         stats = torch.empty(1 + 2 * layers, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=device)
         clear_statistics(stats)
+        # Two tensors: compiled code saves the second for the backward pass, before which another forward pass may come.
         self.forward, self.backward = stats[: 1 + layers].clone(), stats[1 + layers :].clone()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -44,11 +38,9 @@ class Observer:
 
 
 class ExpertObserver(Observer):
-    """Statistics of the operands of a grouped GEMM: those of `Observer` for one layer, and sums for each expert.
+    """Statistics of the operands of a grouped GEMM: those of one layer, and for each expert (`observe_experts`).
 
-    Attributes:
-        sums: of x [E, 3], w and dy [E, 2], float64 (`octavo.observation.expert_operands.observe_experts`).
-        brief: of each operand the numbers of a brief sample by expert, float64 [E, BRIEF_WIDTH].
+    `sums` are of x [E, 3], of w and dy [E, 2]; `brief` of each operand [E, BRIEF_WIDTH]; all float64.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
@@ -80,7 +72,7 @@ def observe_group(
 ) -> None:
     """Record the operand "x", "w" or "dy" of a grouped GEMM.
 
-    The other arguments are those of `octavo.observation.expert_operands.observe_experts`.
+    The other arguments are those of `octavo.observation.operands.observe_experts`.
     """
     if isinstance(observer, ExpertObserver):
         stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
@@ -136,9 +128,8 @@ def observe_dy(
 ) -> None:
     """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized.
 
-    Args:
-        s_w: the factor [sum of N_i, 1]; None for 1.
-        s_x: the scale m * 2^e [T, 1] of x, by whose exponent the bytes of g are shifted for dw; None where m is 1.
+    `s_w` is the factor [sum of N_i, 1], None for 1; `s_x` the scale m * 2^e [T, 1] of x, by whose exponent the bytes of
+    g are shifted for dw, None where m is 1.
     """
     if observer is not None:
         m = None if s_x is None else scale_mantissa(s_x)

@@ -1,20 +1,31 @@
-"""Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration alike."""
+"""The choice of the layers that run in FP8, and of the GEMMs that they run on.
+
+`promote` gives a layer of a converted model its high precision back.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.nn.conv1d import is_conv1d, shape_of
-from octavo.nn.coverage import find_coverage
-from octavo.nn.linear import Linear
-from octavo.nn.module_class import is_fsdp_module, is_of_library
-from octavo.nn.parallel import ParallelLinear
+from octavo.nn.conversion_report import find_coverage
+from octavo.nn.experts import Experts, GroupedLinear
+from octavo.nn.linear import Linear, RecipeLayer
+from octavo.nn.module_tools import is_conv1d, is_fsdp_module, is_of_library, shape_of
+from octavo.nn.weight_cache import ParallelLinear
 from octavo.numerics.formats import EIGHT_BIT_FORMATS
-from octavo.ops.checks import FLOATS
+from octavo.ops.dispatch import gemm_backends
+from octavo.ops.registration import FLOATS
+from octavo.recipe import Gemm, Recipe
+
+# ---- Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration
+# alike.
+
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
 DEFAULT_SKIP = (
@@ -87,10 +98,17 @@ def _other_matrices(model: nn.Module) -> str:
     return f"Its matrices are {'; '.join(map(str, left[:8]))}: octavo does not convert these."
 
 
-def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
-    """Raise a ValueError for a glob of `skip` that matches none of the layers `names`; a TypeError for a string."""
+def check_strings(skip: object) -> None:
+    """Raise a TypeError unless `skip` is a list of strings. A string is a list of its letters, and no list of globs."""
     if isinstance(skip, str):
         raise TypeError(f"skip takes a list of globs, got the string {skip!r}: give [{skip!r}]")
+    if not isinstance(skip, Collection) or not all(isinstance(glob, str) for glob in skip):
+        raise TypeError(f"skip takes a list of globs, got {skip!r}: give ['lm_head'], or leave it out")
+
+
+def check_globs(skip: Sequence[str], names: Sequence[str]) -> None:
+    """Raise a ValueError for a glob of `skip` that matches none of the layers `names`; the error of `check_strings`."""
+    check_strings(skip)
     for glob in skip:
         if not any(fnmatchcase(name, glob) for name in names):
             first = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
@@ -134,3 +152,78 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
         if fnmatchcase(name, glob):
             return f"skip={glob!r}"
     return ""
+
+
+# ---- Giving a converted layer more precision while its model trains: BF16, or gradients in e5m2.
+#
+# Parameters, optimizer states and scale histories stay as they are, so a checkpoint from before the change fits the
+# model after it. A module that fuses layers of one recipe runs them one by one when their recipes differ. Compiled code
+# of the block that holds the layer is compiled again at its next call. The experts of a layer are one module, and move
+# together.
+
+
+PRECISIONS = ("bf16", "e5m2")
+
+
+def promote(layer: nn.Module, to: str) -> None:
+    """Change the recipe of `layer` in place. Leave the block of `octavo.scales.cast_once` first.
+
+    A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is still gathered so: in BF16 the
+    GEMMs then read the numbers that the eight bits stand for.
+
+    Args:
+        layer: a linear layer or the experts of a converted model.
+        to: "bf16", for all three GEMMs; or "e5m2", for dy in place of e4m3, which has 14 binades less.
+
+    Raises:
+        ValueError: another precision; a layer that is not converted; or "e5m2" for a layer whose dy is not in e4m3, for
+            experts, or on a device without the GEMMs.
+
+    Example:
+        >>> report = octavo.convert(model, "rowwise")
+        >>> promote(model[0], "e5m2")
+    """
+    if to not in PRECISIONS:
+        raise ValueError(f"a layer can move to {' or '.join(PRECISIONS)}; got {to!r}")
+    if not isinstance(layer, RecipeLayer | Experts | GroupedLinear) or layer.recipe is None:
+        raise ValueError(
+            f"promote takes a layer of a model that octavo.convert has converted; got {type(layer).__name__}"
+        )
+    if to == "bf16":
+        layer.recipe = Recipe("bf16", emulate=layer.recipe.emulate)
+        return
+    recipe = e5m2_gradients(layer)
+    if recipe is None:
+        raise ValueError(
+            f"the gradients of {layer.name} cannot move to e5m2: {layer.recipe.name} has no dy in e4m3, or "
+            f"{_device(layer)} has no GEMM for e5m2. Move the layer to bf16"
+        )
+    assert isinstance(layer, RecipeLayer)
+    layer.recipe = recipe
+    history = layer.history_of("dy")
+    if history is not None and recipe.dy is not None:
+        with torch.no_grad():
+            history.scale.mul_(history.cast.fmt.max / recipe.dy.fmt.max)
+        history.cast = recipe.dy
+
+
+def e5m2_gradients(layer: Any) -> Recipe | None:
+    """The recipe of `layer` with dy in e5m2; None if its dy is not in e4m3, or its device lacks the GEMMs.
+
+    No device has the grouped GEMMs of experts in e5m2.
+    """
+    recipe: Recipe = layer.recipe
+    if not isinstance(layer, RecipeLayer) or recipe.dy is None or not recipe.dy.format.startswith("e4m3"):
+        return None
+    wider = replace(recipe, name=f"{recipe.name}_e5m2", dx=_in_e5m2(recipe.dx), dw=_in_e5m2(recipe.dw))
+    backends = gemm_backends(wider, _device(layer)).values()
+    return wider if recipe.emulate or all(backend.name != "none" for backend in backends) else None
+
+
+def _in_e5m2(gemm: Gemm | None) -> Gemm | None:
+    """A GEMM whose first operand is dy, with dy in e5m2."""
+    return None if gemm is None else replace(gemm, a=replace(gemm.a, format=gemm.a.format.replace("e4m3", "e5m2")))
+
+
+def _device(layer: nn.Module) -> torch.device:
+    return next(layer.parameters()).device

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.codec import widen
-from octavo.numerics.formats import Format
-from octavo.numerics.granularity import Granularity
+from octavo.numerics.formats import EIGHT_BIT_FORMATS, Format, eight_bit_format, widen
+from octavo.numerics.scaling import History
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
@@ -54,6 +57,12 @@ class QTensor:
                 f"data is on {self.data.device} and its scale on {self.scale.device}: move one to the other"
             )
 
+    def __repr__(self) -> str:
+        scale = (
+            f"{self.granularity.name} scales {str(self.scale.dtype).removeprefix('torch.')} {list(self.scale.shape)}"
+        )
+        return f"QTensor({self.format.name} {list(self.shape)}, {scale}, {self.data.device})"
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor that was quantized."""
@@ -79,3 +88,240 @@ class QTensor:
                 f"with {self.granularity.name} scales: quantize the transposed matrix instead"
             )
         return QTensor(self.data.t(), self.scale.t(), self.format, self.granularity)
+
+
+# ---- Granularity is the shape of the scale: how many elements share one.
+#
+# A tensor is cut into blocks, and each block has one scale. The scale has as many dimensions as the tensor. The size of
+# each dimension is the number of blocks along it. The last block may be shorter than the others.
+#
+#     tensor        one block             x[M,K]  scale[1, 1]
+#     row           1 x K                         scale[M, 1]             (a token of x, an output channel of w)
+#     group:G       1 x G                         scale[M, ceil(K/G)]     (along the reduction; as block:1xG)
+#     block:RxC     R x C                         scale[ceil(M/R), ceil(K/C)]
+#
+# A layer also needs its matrices transposed, and the granularity decides how many quantizations that takes
+# (`octavo.recipe`). Scales of the tensor or of square blocks transpose with the bytes. A row scale of the transposed
+# matrix varies along the reduction, so it must be folded into the other operand. Groups must be quantized again along
+# the other axis.
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The block of elements that shares one scale: `rows` x `cols` of the last two dimensions, None for all of them.
+
+    `octavo.numerics` has the usual ones: `ROW`, `TENSOR`, `group(128)` and `block(128, 128)`.
+
+    Raises:
+        ValueError: a size below 1, or several rows over all columns.
+    """
+
+    rows: int | None
+    cols: int | None
+
+    def __post_init__(self) -> None:
+        for size in (self.rows, self.cols):
+            if size is not None and size < 1:
+                raise ValueError(f"a block needs at least one row and one column, got {self.rows} x {self.cols}")
+        if (self.rows is None) != (self.cols is None) and self.rows != 1:
+            raise ValueError(f"only one row can span all columns, got a block of {self.rows} x {self.cols}")
+
+    def __eq__(self, other: object) -> bool:  # by number, not as tuples: torch.compile traces it faster by far
+        return isinstance(other, Granularity) and self.rows == other.rows and self.cols == other.cols
+
+    @property
+    def name(self) -> str:
+        """The name that `parse_granularity` reads."""
+        if self.rows is None and self.cols is None:
+            return "tensor"
+        if self.rows == 1:
+            return "row" if self.cols is None else f"group:{self.cols}"
+        return f"block:{self.rows}x{self.cols}"
+
+    @property
+    def transposes(self) -> bool:
+        """True if the scale of the transposed matrix is the transposed scale (one quantization serves both)."""
+        return self.rows == self.cols
+
+    @property
+    def outer(self) -> bool:
+        """True if the scale is constant along the reduction (the last axis), so that a GEMM can apply it outside."""
+        return self.cols is None
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The block's size in each dimension of a tensor of `shape`."""
+        if self.rows is None and self.cols is None:
+            return tuple(max(n, 1) for n in shape)
+        cols = self.cols or max(shape[-1], 1)
+        return ((*(1,) * (len(shape) - 2), self.rows or 1) if len(shape) > 1 else ()) + (cols,)
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scale of a tensor of `shape`: the number of blocks along each dimension."""
+        if self.rows == 1 and self.cols is None:
+            return *shape[:-1], 1
+        whole = self.cols is None  # an empty row, or an empty tensor, still has a scale
+        sizes = (*shape[:-1], max(shape[-1], 1)) if whole and shape else shape
+        sizes = (1,) * len(shape) if self.rows is None else sizes
+        return tuple(-(-n // b) for n, b in zip(sizes, self.block(shape), strict=True))
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The largest magnitude in each block of `x`, in the scale's shape; NaN for a block that holds NaN."""
+        if not x.numel():
+            return x.new_zeros(self.scale_shape(tuple(x.shape)))
+        if self.rows == 1 and self.cols is None:
+            return torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True))  # abs would make a copy
+        block = self.block(tuple(x.shape))
+        cut = _cut(x.abs(), block)
+        return cut.amax(dim=tuple(range(1, cut.ndim, 2)))
+
+    def expand(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`scale` repeated so that it broadcasts against a tensor of `shape`."""
+        for axis, (n, b) in enumerate(zip(shape, self.block(shape), strict=True)):
+            if scale.shape[axis] != 1 and b > 1:
+                scale = scale.repeat_interleave(b, dim=axis).narrow(axis, 0, n)
+        return scale
+
+
+def _cut(x: Tensor, block: tuple[int, ...]) -> Tensor:
+    """`x` padded with zeros to whole blocks and viewed as [n0, b0, n1, b1, ...]."""
+    padding = [p for n, b in zip(reversed(x.shape), reversed(block), strict=True) for p in (0, -n % b)]
+    if any(padding):
+        x = F.pad(x, padding)
+    return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
+
+
+TENSOR = Granularity(None, None)
+ROW = Granularity(1, None)
+
+
+def group(size: int) -> Granularity:
+    """Each `size` elements along the reduction share a scale."""
+    return Granularity(1, size)
+
+
+def block(rows: int, cols: int) -> Granularity:
+    """Each block of `rows` x `cols` elements shares a scale."""
+    return Granularity(rows, cols)
+
+
+def parse_granularity(name: str) -> Granularity:
+    """The granularity called `name`: "tensor", "row", "group:64", "block:128x128"."""
+    if name == "tensor":
+        return TENSOR
+    if name == "row":
+        return ROW
+    if match := re.fullmatch(r"group:(\d+)", name):
+        return group(int(match[1]))
+    if match := re.fullmatch(r"block:(\d+)x(\d+)", name):
+        return block(int(match[1]), int(match[2]))
+    raise ValueError(f"unknown granularity {name!r}: choose tensor, row, group:G (G = 32 to 128) or block:RxC")
+
+
+# ---- A cast: all settings of the quantization of one tensor to eight bits.
+
+
+SCALE_KINDS = ("fp32", "pow2", "e8m0")
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, eq=False)
+class Cast:
+    """The settings of a quantization. Frozen and hashable.
+
+    Casts are compared by one string. torch.compile would take a number that differs between two recipes of one code for
+    a variable.
+
+    Args:
+        format: "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz" or "int8". int8 is rounded to nearest.
+        granularity: which elements share a scale.
+        scale: "fp32", "pow2" (a float32 power of two, rounded up) or "e8m0" (the same, stored in one byte).
+        rounding: "nearest" (even) or "stochastic".
+        relative_floor: the smallest scale allowed, as a fraction of the tensor's largest scale, 0 to 1.
+        history: delayed scaling, for a tensor-wide scale; None scales by the tensor's own amax.
+
+    Attributes:
+        spec: format, granularity, scale and relative_floor in one string, which `parse_cast` reads. The registered
+            operations take it, since the schema of an operation has no type for a Cast.
+        by_row: whether the granularity is row. torch.compile takes long to trace a comparison of granularities.
+
+    Raises:
+        TypeError: the granularity is no `Granularity`, such as a name.
+        ValueError: an unknown name, a relative_floor outside 0 to 1, or a history without granularity tensor.
+
+    Example:
+        >>> octavo.Cast("e4m3", octavo.numerics.block(128, 128), scale="pow2").spec
+        'e4m3 block:128x128 pow2 0.0'
+    """
+
+    format: str = "e4m3"
+    granularity: Granularity = ROW
+    scale: str = "fp32"
+    rounding: str = "nearest"
+    relative_floor: float = 0.0
+    history: History | None = None
+    spec: str = field(init=False, repr=False)
+    by_row: bool = field(init=False, repr=False)
+    _key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        eight_bit_format(self.format)
+        if not isinstance(self.granularity, Granularity):
+            raise TypeError(
+                f"granularity must be a Granularity, got {self.granularity!r} ({type(self.granularity).__name__}): "
+                "give ROW, TENSOR, group(128) or block(128, 128) of octavo.numerics"
+            )
+        if self.scale not in SCALE_KINDS:
+            raise ValueError(f"unknown kind of scale {self.scale!r}: choose one of {', '.join(SCALE_KINDS)}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"unknown rounding {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
+        if self.format == "int8" and self.rounding != "nearest":
+            raise ValueError("int8 is rounded to nearest: choose an FP8 format for stochastic rounding")
+        if not 0 <= self.relative_floor <= 1:
+            raise ValueError(f"relative_floor is a fraction of the largest scale, 0 to 1, got {self.relative_floor}")
+        if self.history is not None and self.granularity != TENSOR:
+            raise ValueError(
+                f"a history holds one amax a tensor: it needs granularity tensor, got {self.granularity.name}"
+            )
+        spec = f"{self.format} {self.granularity.name} {self.scale} {float(self.relative_floor)}"
+        object.__setattr__(self, "spec", spec)  # the dataclass is frozen
+        object.__setattr__(self, "by_row", self.granularity == ROW)
+        history = () if self.history is None else tuple(vars(self.history).values())
+        numbers = [value if isinstance(value, str) else float(value) for value in history]
+        object.__setattr__(self, "_key", f"{spec} {self.rounding} {numbers}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cast) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __str__(self) -> str:
+        """The format, the granularity, and what is not the default."""
+        floor = f"floor {self.relative_floor:g}" if self.relative_floor else ""
+        others = (self.scale, self.rounding, floor, "delayed" if self.history else "")
+        return " ".join([self.format, self.granularity.name, *(w for w in others if w not in ("", "fp32", "nearest"))])
+
+    @property
+    def fmt(self) -> Format:
+        return EIGHT_BIT_FORMATS[self.format]
+
+    @property
+    def power_of_two(self) -> bool:
+        return self.scale != "fp32"
+
+    @property
+    def bytes_serve_both(self) -> bool:
+        """True if the bytes of one quantization, transposed, serve the other GEMM too (`octavo.recipe`)."""
+        return self.by_row or self.granularity.transposes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON values."""
+        values = asdict(self) | {"granularity": self.granularity.name}
+        return {each.name: values[each.name] for each in fields(self) if each.init}
+
+
+@cache
+def parse_cast(spec: str) -> Cast:
+    """The cast of a `Cast.spec`, which holds neither rounding nor history."""
+    format, granularity, scale, relative_floor = spec.split()
+    return Cast(format, parse_granularity(granularity), scale, relative_floor=float(relative_floor))

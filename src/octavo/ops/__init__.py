@@ -1,48 +1,53 @@
-"""The operations. Each has a folder: `op` checks and dispatches, `reference` is plain PyTorch, `kernel` is Triton.
+"""The operations. Each is declared in one file, with its checks and its reference; `kernels` has the Triton kernels.
 
 A CPU runs the reference, a GPU the kernels. Both give the same bytes, but for `attention_fp8`, which cuDNN runs.
 """
 
-from octavo.ops.activation import (
-    activation_backward,
-    activation_quantize,
-    activation_quantize_scaled,
-    activation_scales,
-)
-from octavo.ops.attention import append_kv, cached_attention
-from octavo.ops.attention_fp8 import (
-    Attended,
-    fp8_attention,
-    fp8_attention_backward,
-    fp8_attention_limit,
-)
-from octavo.ops.folded_scales import FoldedScales, fold_scales
-from octavo.ops.gemm import Backend, find_backend, scaled_mm
-from octavo.ops.grouped_gemm import find_grouped_backend, grouped_mm, grouped_mm_dw
-from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
-from octavo.ops.permutation import (
-    Rows,
-    aligned_groups,
-    combine,
-    combine_weight_gradient,
-    gather_quantize,
-    group_of_rows,
-    group_shifts,
-    sort_by_expert,
-)
-from octavo.ops.quantization import (
-    quantize,
-    quantize_matrices,
-    quantize_scaled,
-    quantize_stack,
-    quantize_transposed,
-    row_scales,
-)
-from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
-from octavo.ops.rotary import rotate_append
-from octavo.ops.rotation import rotate
-from octavo.ops.transposition import transpose
-from octavo.ops.weight_only import find_weight_only_backend, grouped_weight_only_mm, weight_only_mm
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from octavo.ops.activation import (
+        activation_backward,
+        activation_quantize,
+        activation_quantize_scaled,
+        activation_scales,
+    )
+    from octavo.ops.attention import append_kv, cached_attention
+    from octavo.ops.attention_fp8 import Attended, fp8_attention, fp8_attention_backward
+    from octavo.ops.dispatch import (
+        Backend,
+        find_backend,
+        find_grouped_backend,
+        find_weight_only_backend,
+        fp8_attention_limit,
+    )
+    from octavo.ops.gemm import scaled_mm
+    from octavo.ops.grouped_gemm import grouped_mm, grouped_mm_dw
+    from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
+    from octavo.ops.permutation import (
+        Rows,
+        aligned_groups,
+        combine,
+        combine_weight_gradient,
+        gather_quantize,
+        group_of_rows,
+        group_shifts,
+        sort_by_expert,
+    )
+    from octavo.ops.quantization import (
+        quantize,
+        quantize_matrices,
+        quantize_scaled,
+        quantize_stack,
+        quantize_transposed,
+        row_scales,
+    )
+    from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
+    from octavo.ops.rotary import rotate_append
+    from octavo.ops.rotation import rotate
+    from octavo.ops.transposition import FoldedScales, fold_scales, transpose
+    from octavo.ops.weight_only import grouped_weight_only_mm, weight_only_mm
 
 __all__ = [
     "Attended",
@@ -90,3 +95,20 @@ __all__ = [
     "transpose",
     "weight_only_mm",
 ]
+
+_FILES = (
+    "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "norm", "permutation",
+    "quantization", "requantization", "rotary", "rotation", "transposition", "weight_only",
+)  # fmt: skip
+
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        """An operation. The first import of one imports all, so that a file such as dispatch.py is imported alone."""
+        if name not in __all__:
+            raise AttributeError(f"module 'octavo.ops' has no attribute {name!r}")
+        for file in _FILES:
+            found = vars(import_module(f"octavo.ops.{file}"))
+            globals().update({each: found[each] for each in __all__ if each in found})
+        return globals()[name]

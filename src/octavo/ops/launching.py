@@ -1,24 +1,34 @@
-"""Launches of Triton kernels, and the memory of their results, in eager code.
-
-`kernel[grid](...)` works out at each call which compiled kernel its arguments need, which takes most of the host's time
-for a launch. Here the compiled kernel that the first such call returns is cached, under everything that decided its
-choice: dtype and alignment of the pointers, properties of the integers, the constants, the grid and the device. A later
-call with the same key calls its launcher as Triton and Inductor do, with addresses in place of tensors: for a tensor,
-the launcher asks Python and the driver for the address. Where the launcher takes other arguments, `kernel[grid](...)`
-runs as before. Triton's hooks of launches, which its profiler Proton sets, see the first launch of each key only.
-"""
+"""Launches of Triton kernels: when they can run, on which GPU, in which tiles, and compiled ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache, partial
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.ops.compiling import running
+from octavo.numerics.qtensor import TENSOR, Cast
+
+# ---- Launches of Triton kernels, and the memory of their results, in eager code.
+#
+# `kernel[grid](...)` works out at each call which compiled kernel its arguments need, which takes most of the host's
+# time for a launch. Here the compiled kernel that the first such call returns is cached, under everything that decided
+# its choice: dtype and alignment of the pointers, properties of the integers, the constants, the grid and the device. A
+# later call with the same key calls its launcher as Triton and Inductor do, with addresses in place of tensors: for a
+# tensor, the launcher asks Python and the driver for the address. Where the launcher takes other arguments,
+# `kernel[grid](...)` runs as before. Triton's hooks of launches, which its profiler Proton sets, see the first launch
+# of each key only.
+
 
 MOST = 10_000  # launches cached at a time; a grid depends on the number of tokens
 _cached: dict[tuple[Any, ...], tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], Any]] = {}
@@ -92,3 +102,236 @@ def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
                     f"the tensors of an operation must be on one device, got cuda:{device} and {arg.device}"
                 )
     return kinds, values
+
+
+# ---- Compiling Triton kernels in several threads, before they are first launched.
+#
+#     with compile_only():
+#         model(tokens)       no kernel of ours runs: each is compiled for its arguments, and results hold any numbers
+#
+# A kernel is compiled at its first launch otherwise, one after the other, at 0.5 to 1 s each. Most of that time passes
+# in LLVM and in ptxas, without Python's lock. Triton saves compiled kernels on disk, for later processes.
+
+
+LOG = logging.getLogger(__name__)
+MOST_THREADS = 16
+
+
+class Compilation:
+    """Kernels that threads compile, each once."""
+
+    def __init__(self, threads: Executor) -> None:
+        self.threads = threads
+        self.known: set[tuple[Any, ...]] = set()
+
+    def add(self, kernel: Any, signature: tuple[Any, ...], grid: tuple[int, ...], args: Any, constants: Any) -> None:
+        """Compile `kernel` for these arguments. An error is not reported: it comes again at the first launch."""
+        if signature not in self.known:
+            self.known.add(signature)
+            if (caches := getattr(kernel, "device_caches", None)) is not None:
+                _ = caches[args[0].get_device()]  # made here: of threads that make it at once, one would keep its own
+            self.threads.submit(_compile, kernel, grid, args, constants)
+
+
+running: ContextVar[Compilation | None] = ContextVar("running", default=None)  # in this thread
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """In this thread, compile kernels instead of launching them. At the end, wait until all are compiled."""
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        token = running.set(Compilation(threads))
+        try:
+            yield
+        finally:
+            running.reset(token)
+
+
+def _compile(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
+    try:
+        with torch.cuda.device(args[0].device):
+            compiled = kernel.warmup(*args, grid=grid, **constants)
+            _ = compiled.run  # loads the kernel on the GPU, and makes its launcher, which the host's compiler compiles
+    except Exception:
+        LOG.debug("%s was not compiled", kernel, exc_info=True)
+
+
+# ---- When the Triton kernels can run, and the sizes of their tiles.
+#
+# Triton comes with the CUDA builds of PyTorch. Only the modules whose names end in `kernel` import it. The operations
+# import these inside functions, when the first CUDA tensor comes.
+
+
+FORMATS = frozenset(("e4m3", "e5m2"))  # those that Triton's conversions round and saturate as PyTorch's do
+LONGEST_ROW = 32768  # elements that one program can hold in registers
+HAS_TRITON = find_spec("triton") is not None  # found at import: torch.compile cannot trace the search
+
+
+@cache
+def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
+    """True if Triton kernels run on `device`: NVIDIA GPUs from the compute capability `lowest`. Most kernels need Ada
+    (8.9), the first that converts to eight bits."""
+    if isinstance(device, GpuArchitecture):
+        return device in NVIDIA and device.lowest >= lowest
+    if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
+        return False
+    return torch.cuda.get_device_capability(device) >= lowest
+
+
+@cache
+def some_gpu_rounds_twice() -> bool:
+    """True if a GPU here is an Ada (8.9), for which Triton 3.6 converts float32 to FP8 through float16."""
+    return any(torch.cuda.get_device_capability(i) == (8, 9) for i in range(torch.cuda.device_count()))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU. The cache saves the search for its properties, at every launch."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that one program may have on a GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    size: int = properties.shared_memory_per_block_optin
+    return size
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (`triton.cdiv` takes microseconds, since it serves kernels too.)"""
+    return -(-a // b)
+
+
+def power_of_two_above(n: int) -> int:
+    """The smallest power of two that is at least `n`: Triton's tiles have such sizes."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def row_tile(k: int) -> tuple[int, int, int]:
+    """(BLOCK_K, BLOCK_M, warps) of a program over rows of `k` elements: the fastest on an H100."""
+    block = max(power_of_two_above(k), 16)
+    rows = max(1, 4096 // block)
+    return block, rows, 8 if block <= 8192 else block // 1024
+
+
+def converts(x: Tensor, *formats: str) -> bool:
+    """True if the kernels run on `x`'s device and convert to these formats, and `x` is not empty."""
+    return x.numel() > 0 and FORMATS.issuperset(formats) and has_kernels(x.device)
+
+
+def runs_fused(x: Tensor, columns: int, *formats: str) -> bool:
+    """True if the fused kernels run on `x`'s device, over rows of `columns` elements, to these formats."""
+    return columns <= LONGEST_ROW and converts(x, *formats)
+
+
+def quantizes_rows(x: Tensor, columns: int, fmt: str) -> bool:
+    """True if the kernels that quantize rows of `columns` elements to the format `fmt` run on `x`'s device. int8 needs
+    no conversion to FP8, so an Ampere runs it too."""
+    if fmt == "int8":
+        return x.numel() > 0 and columns <= LONGEST_ROW and has_kernels(x.device, (8, 0))
+    return runs_fused(x, columns, fmt)
+
+
+def fits(cast: Cast, columns: int) -> bool:
+    """True if the registers of a program hold the rows (of `columns` elements) or the blocks of this cast."""
+    if cast.granularity == TENSOR:
+        return not cast.relative_floor
+    if cast.by_row:
+        return columns <= LONGEST_ROW and not (cast.relative_floor and cast.scale == "e8m0")
+    rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
+    return not cast.relative_floor and power_of_two_above(rows) * power_of_two_above(cols) <= LONGEST_ROW
+
+
+# ---- The architectures of GPUs, by which PyTorch chooses its FP8 GEMMs.
+#
+# AMD's compute capability is the number of the instruction set, gfx942 being (9, 4).
+
+
+@dataclass(frozen=True)
+class GpuArchitecture:
+    """A family of GPUs that run the same GEMMs.
+
+    Args:
+        key: the name in tables and options.
+        name: the name for people, with an example.
+        lowest: the lowest compute capability that belongs to it.
+        measured: whether Octavo's speed and results were measured on such a GPU.
+    """
+
+    key: str
+    name: str
+    lowest: tuple[int, int]
+    measured: bool = False
+
+
+# A GPU belongs to the last architecture whose lowest compute capability it reaches.
+NVIDIA = (
+    GpuArchitecture("older", "NVIDIA before Ampere", (0, 0)),
+    GpuArchitecture("ampere", "Ampere (A100, RTX 30)", (8, 0)),
+    GpuArchitecture("ada", "Ada (L40S, RTX 40)", (8, 9)),
+    GpuArchitecture("hopper", "Hopper (H100, H200)", (9, 0), measured=True),
+    GpuArchitecture("blackwell", "Blackwell (B200)", (10, 0)),
+    GpuArchitecture("rtx_blackwell", "RTX Blackwell (RTX 50)", (12, 0)),
+    GpuArchitecture("unknown", "an NVIDIA GPU newer than Blackwell", (13, 0)),
+)
+AMD = (
+    GpuArchitecture("amd_older", "AMD before MI300", (0, 0)),
+    GpuArchitecture("mi300", "AMD MI300 (gfx942)", (9, 4)),
+    GpuArchitecture("mi350", "AMD MI350 (gfx950)", (9, 5)),
+    GpuArchitecture("amd_other", "another AMD GPU", (9, 6)),
+    GpuArchitecture("rdna4", "AMD RDNA 4 (gfx120x)", (12, 0)),
+    GpuArchitecture("amd_newer", "an AMD GPU newer than RDNA 4", (12, 1)),
+)
+Place = torch.device | GpuArchitecture  # a GPU that is here, or one that need not be
+ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
+
+
+def find_architecture(device: torch.device) -> GpuArchitecture:
+    """The architecture of the GPU `device`."""
+    capability = torch.cuda.get_device_capability(device)
+    return architecture_of(capability, amd=torch.version.hip is not None)
+
+
+def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> GpuArchitecture:
+    """The architecture of this compute capability."""
+    found = AMD[0] if amd else NVIDIA[0]
+    for each in AMD if amd else NVIDIA:
+        if each.lowest <= capability:
+            found = each
+    return found
+
+
+def takes_fnuz(place: Place) -> bool:
+    """True if the GEMMs of a device, or of a GPU that need not be here, take the FNUZ formats: those of an MI300."""
+    if isinstance(place, GpuArchitecture):
+        return place.key == "mi300"
+    return place.type == "cuda" and find_architecture(place).key == "mi300"
+
+
+# ---- Matrices that are quantized together.
+
+
+class RowBatch:
+    """Matrices of one dtype, device and number of columns. Row r of matrix i is row `starts[i]` + r of the batch.
+
+    Args:
+        matrices: [M_i, K], contiguous, one at least; M_i may be 0.
+        starts: of the matrices, in the rows of the batch.
+
+    Attributes:
+        addresses: of the matrices; aligned: whether all are multiples of 16 bytes.
+        longest: the largest M_i.
+        table: on a GPU, [matrices, 3] int64: address, M_i and start of each matrix.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], starts: Sequence[int]) -> None:
+        self.matrices, self.starts = list(matrices), list(starts)
+        self.addresses = [m.data_ptr() for m in matrices]
+        self.aligned = all(address % 16 == 0 for address in self.addresses)
+        self.longest = max(m.shape[0] for m in matrices)
+        self.table: Tensor | None = None
+        if matrices[0].is_cuda:
+            rows = [[m.data_ptr(), m.shape[0], start] for m, start in zip(matrices, starts, strict=True)]
+            self.table = torch.tensor(rows, dtype=torch.int64, device=matrices[0].device)

@@ -1,11 +1,9 @@
 """Writing FP8-quantized checkpoints, and converting them to other layouts or back to BF16."""
 
 from octavo.packing.budget import BudgetReport, pack_within
-from octavo.packing.freezing import freeze_folder, pack_frozen
 from octavo.packing.options import PackOptions
-from octavo.packing.pipeline import pack
-from octavo.packing.repacking import Repacked, convert_layout, unpack
-from octavo.packing.report import PackReport
+from octavo.packing.packer import PackReport, pack
+from octavo.packing.repacking import Repacked, convert_layout, freeze_folder, pack_frozen, unpack
 
 __all__ = [
     "BudgetReport",

@@ -14,27 +14,127 @@ finds k.
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from octavo.artifact.atomic_folder import check_absent
-from octavo.device import choose_device
-from octavo.evaluation.limits import Budget, check_budgets
-from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, compare_many
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import check_absent
+from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME
+from octavo.evaluation.metrics import (
+    Budget,
+    EmbeddingSums,
+    LogitQuality,
+    LogitSums,
+    Quality,
+    check_budgets,
+    compare_many,
+)
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.fused_groups import groups
-from octavo.hf.outputs import predicts_tokens
+from octavo.hf.inputs import model_outputs, predicts_tokens
+from octavo.hf.layer_map import groups
 from octavo.hf.source import Source, open_source
+from octavo.inference.packed_linear import PackedLinear
+from octavo.models.decoder import Decoder
+from octavo.numerics.formats import E4M3, cast, widen
 from octavo.packing.options import PackOptions
-from octavo.packing.partly_packed import PartlyPackedModel
-from octavo.packing.pipeline import pack_source
-from octavo.packing.report import PackReport
-from octavo.progress import Progress, no_progress
+from octavo.packing.packer import PackReport, pack_source
+from octavo.util import Progress, choose_device, no_progress
+
+# ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
+# them.
+#
+# The packed layers have the bytes and the arithmetic of a packed folder (`octavo.inference.packed_linear`), so a
+# measurement with all of them is a measurement of the folder. Both forms of each layer are in memory: 1.5 times the
+# model.
+
+
+class PartlyPackedModel:
+    """The model of `source` on `device`. Each of the layers `names` runs in BF16 or as in the packed folder `packed`.
+
+    `saved` has the bytes that packing saves, by the name of the layer. `logits` says whether the outputs are logits of
+    tokens; otherwise they are last hidden states.
+    """
+
+    def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
+        tensors = PackedTensors(packed)
+        packing, specs = tensors.packing, tensors.reader.specs
+        self._model: nn.Module = source.fill_bf16()
+        self.logits = predicts_tokens(source.meta_model.model)
+        self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
+        self.saved: dict[str, int] = {}
+        self._kv_scales = tensors.kv_scales
+        for name in names:
+            linear: Any = self._model.get_submodule(name)
+            disk = source.meta_model.file_name(name)
+            layer = PackedLinear(linear, packing.schemes[disk], name)
+            state = dict(zip(("weight", SCALE_NAME), tensors.stored(disk), strict=True))
+            if packing.schemes[disk].static:
+                state[INPUT_SCALE_NAME] = tensors.input_scale(disk)
+            others = layer.state_dict().keys() - state.keys()
+            layer.load_state_dict(state | {leaf: tensors.other(f"{disk}.{leaf}") for leaf in others}, assign=True)
+            self._forms[name] = (linear, layer.to(device))
+            stored = [spec.nbytes for key, spec in specs.items() if _is_of(key, disk)]
+            self.saved[name] = 2 * linear.weight.numel() - sum(stored)
+        if not isinstance(self._model, Decoder):
+            self._model.config.use_cache = False
+        self._model.to(device)
+        self._device = torch.device(device)
+
+    def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
+        """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or the last
+        hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
+        scales = self._kv_scales if cache else {}
+
+        def run(ids: Tensor) -> Tensor:
+            for name, forms in self._forms.items():
+                self._model.set_submodule(name, forms[name in names])
+            kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
+            result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
+            if result.shape[:-1] != ids.shape:
+                raise ArtifactError(
+                    f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "
+                    "measure"
+                )
+            return result
+
+        return run
+
+
+def _is_of(key: str, disk: str) -> bool:
+    """True if the tensor `key` of the files is the weight of the layer `disk`, or a scale of it."""
+    return key.rpartition(".")[0] == disk and not key.endswith(".bias")
+
+
+def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+    """An empty cache of transformers, for `past_key_values`, that rounds keys and values to E4M3 as they are stored."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    layers = [DynamicLayer() for _ in scales]
+    for layer, pair in zip(layers, scales.values(), strict=True):
+        layer.update = partial(_update, layer.update, pair)
+    return Cache(layers=layers)
+
+
+def _update(
+    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    k, v = (_through_e4m3(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True))
+    return store(k, v, *args)
+
+
+def _through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
+
+
+# ---- Packing within a budget: measurement decides which layers stay in BF16.
 
 
 @dataclass(frozen=True)
@@ -125,10 +225,10 @@ def pack_within(
     Args:
         source, out, options, step: see `pack`.
         budgets: limits for the whole model, measured on `data`.
-        data: sources of text, see `octavo.text.read_text`.
+        data: sources of text, see `octavo.data.read_text`.
         prompts: which prompts are taken from it. Prompts of one token do not count.
         device: where the model runs.
-        progress: called with every piece of work that is done (`octavo.progress`).
+        progress: called with every piece of work that is done (`octavo.util`).
         on_read: called with the report of the text that was read, before anything is measured.
 
     Raises:
@@ -178,11 +278,8 @@ def choose_groups(
     data: Mapping[str, object],
     progress: Progress,
 ) -> BudgetReport:
-    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T].
-
-    Raises:
-        ValueError: the budgets cannot be held. The message states what is reached.
-    """
+    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. A
+    ValueError, which states what is reached, if the budgets cannot be held."""
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
 

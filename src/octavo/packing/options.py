@@ -1,12 +1,24 @@
-"""The options of packing."""
+"""The options of packing. They choose the layers, their schemes, and the stored scales, before a weight is read."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from octavo.calibration.statistics import SCALE_RULES
+from octavo.architectures import ARCHITECTURES
+from octavo.calibration.calibrator import Calibration, load_calibration
+from octavo.calibration.site_statistics import SCALE_RULES
+from octavo.checkpoint.files import ArtifactError, load_tensors
+from octavo.checkpoint.layouts.layout import check_layout, get_layout
+from octavo.checkpoint.scheme import K_SCALE, SCHEME_OF, STATIC, V_SCALE, Scheme, attentions, get_scheme
+from octavo.hf.layer_map import check_groups, groups
+from octavo.hf.source import Source
+from octavo.nn.selection import check_strings, select_linears
+from octavo.util import plural
 
 CACHES = ("fp8",)
 WEIGHT_RULES = ("amax", "mse")
@@ -18,19 +30,18 @@ class PackOptions:
 
     Attributes:
         scheme: of the packed layers: channel, tensor, static, block, mx, group32, group64, group128, weight or
-            int8. None takes the scheme of a run's recipe (`octavo.artifact.packed.scheme.SCHEME_OF`), and channel for a
+            int8. None takes the scheme of a run's recipe (`octavo.checkpoint.scheme.SCHEME_OF`), and channel for a
             model folder.
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
-        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block),
-            autofp8 (static or tensor).
+        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block).
         skip: globs of layers that stay in BF16, beside output heads, routers and the layers that the run skipped. Of
-            layers that readers run as one GEMM (`octavo.hf.fused_groups`) `skip` takes all or none, and `layers` gives
+            layers that readers run as one GEMM (`octavo.hf.layer_map`) `skip` takes all or none, and `layers` gives
             them one scheme.
         calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it.
             A run that was trained with the recipe `delayed` has scales of its own for static, which it keeps unless
             both `scheme` and `calibration` are given.
         rule: of the scales from the calibration: amax (also None), percentile (99.99) or mse.
-        weights: the rule of the scales of weights: amax or mse (`octavo.packing.mse_search`).
+        weights: the rule of the scales of weights: amax or mse (`octavo.packing.scale_search`).
         pow2: round the scales of weights up to powers of two.
         share: one scale for layers that readers fuse, where a scale is of a whole tensor. None shares unless the source
             is a run that was trained with its own scales, because sharing would change its bytes.
@@ -38,12 +49,14 @@ class PackOptions:
             one for its values. None stores none.
         experts: pack the experts of a mixture too, each projection of each expert with scales of its own.
         tensor_parallel: numbers of devices that the packed layers must divide over.
-        input_scales: the scale of each layer's input, float32 [1], by the layer's name (`octavo.freeze_scales`). The
-            scheme is then static unless another is given, and `calibration` gives the scales of keys and values alone.
+        input_scales: the scale of each layer's input, float32 [1], by the layer's name, of
+            `octavo.scales.freeze_scales`. The scheme is then static unless another is given, and `calibration` gives
+            the scales of keys and values alone.
 
     Raises:
         TypeError: `skip` is a string.
-        ValueError: an unknown rule or cache, a rule without a calibration, or a scale that is not one positive number.
+        ValueError: an unknown rule or cache, a rule without a calibration, `input_scales` beside a calibration that
+            gives no scales of keys and values, or a scale that is not one positive number.
     """
 
     scheme: str | None = None
@@ -61,14 +74,18 @@ class PackOptions:
     input_scales: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.skip, str):
-            raise TypeError(f"skip takes a list of globs, got the string {self.skip!r}: give [{self.skip!r}]")
+        check_strings(self.skip)
         if self.rule is not None and self.rule not in SCALE_RULES:
             raise ValueError(f"unknown rule {self.rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
         if self.rule is not None and self.calibration is None:
             raise ValueError(
                 f"the rule {self.rule} chooses scales from a calibration, and none is given: give --calibration, made "
                 "by octavo calibrate, or leave --rule out (--weights is the rule for the scales of weights)"
+            )
+        if self.input_scales is not None and self.calibration is not None and self.kv_cache is None:
+            raise ValueError(
+                "the calibration and the prompts (--freeze, input_scales) both give the scales of inputs: leave one "
+                "out, or add --kv-cache fp8, for which the calibration gives the scales"
             )
         if self.weights not in WEIGHT_RULES:
             raise ValueError(f"unknown rule {self.weights!r} for weights: choose one of {', '.join(WEIGHT_RULES)}")
@@ -79,3 +96,380 @@ class PackOptions:
                 raise ValueError(
                     f"input_scales: the scale of {name} must be one positive number, got {scale.flatten()[:4].tolist()}"
                 )
+
+
+# ---- Scales that are stored because no forward pass computes them.
+#
+# They are the scales of inputs for the scheme `static`, and of a cache of keys and values in e4m3. They come from a
+# calibration. A run that was trained with the recipe `delayed` needs none for its layers: its checkpoint holds, for
+# each operand of each layer, the scale of the next forward pass. Packed with these scales, the model computes what
+# training computed.
+
+
+# The rules in octavo.json for scales from a checkpoint, and for scales that are given.
+HISTORY, FROZEN = "history", "frozen"
+
+
+@dataclass(frozen=True)
+class StaticScales:
+    """Stored scales, and their origin, the entry "calibration" of octavo.json.
+
+    `inputs` has the scale of the input of each layer, float32 [1]; `keys_and_values` <attention>.k_scale (of keys after
+    the rotation) and <attention>.v_scale, float32 [1], for every attention layer, or nothing without a cache; `weights`
+    the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
+    """
+
+    inputs: Mapping[str, Tensor]
+    keys_and_values: Mapping[str, Tensor]
+    record: Mapping[str, object]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
+    """The scales that a calibration gives of the inputs of `layers`, and with `options.kv_cache` of keys and values."""
+    folder, rule = options.calibration, options.rule or "amax"
+    if folder is None:
+        source.meta_model.require_text()
+        stored, freeze = "--kv-cache stores scales of keys and values", ""
+        if layers:
+            stored, freeze = "the scheme static stores scales of inputs", ", or find them with --freeze 64 --data TEXT"
+        raise ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
+    calibration = load_calibration(folder, source.origin, source.description)
+    if missing := [name for name in layers if name not in calibration.layers]:
+        raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
+    inputs = {name: calibration.scale(name, rule).reshape(1) for name in layers}
+    keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, rule, source)
+    return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
+
+
+def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
+    """The scales of `options.input_scales`; with `options.kv_cache` those of keys and values from a calibration, and of
+    a run that was trained with the recipe `delayed` the scales of its weights."""
+    given = options.input_scales or {}
+    if missing := [name for name in layers if name not in given]:
+        raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
+    inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
+    cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
+    weights = _histories(source, layers)[1] if source.recipe == "delayed" else {}
+    return StaticScales(inputs, cached.keys_and_values, _with_rule(FROZEN, cached), weights)
+
+
+def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], experts: Sequence[str]) -> StaticScales:
+    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`; from a
+    calibration those of the inputs of `experts`, and with `options.kv_cache` of keys and values. An ArtifactError if
+    the checkpoint has no scales at all, a damaged one, or one of a layer that no step has used."""
+    inputs, weights = _histories(source, layers)
+    if options.kv_cache is None and not experts:
+        return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
+    found = calibrated_scales(options, source, experts)
+    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, _with_rule(HISTORY, found), weights)
+
+
+def _with_rule(rule: str, calibrated: StaticScales) -> dict[str, object]:
+    """The record of scales by `rule`, beside those that a calibration gave by a rule of its own."""
+    others = {"calibration_rule": calibrated.record["rule"]} if calibrated.record else {}
+    return {**calibrated.record, "rule": rule, **others}
+
+
+def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`."""
+    path = source.origin / "state.safetensors"
+    state = load_tensors(path)
+    inputs, weights = {}, {}
+    for name in layers:
+        trained = source.trained_as.get(name, name)
+        scales = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
+        if (x := scales["x"]) is not None and (w := scales["w"]) is not None:
+            inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
+    if not inputs:
+        raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
+    return inputs, weights
+
+
+def _keys_and_values(calibration: Calibration, rule: str, source: Source) -> dict[str, Tensor]:
+    names = attentions(source.meta_model.linears())
+    if not names:
+        raise ValueError(
+            f"{source.origin} has no attention layers with k_proj, which the scales of a KV cache are named after: "
+            "pack it without --kv-cache"
+        )
+    sites = {f"{name}.{leaf}": f"{name}.{leaf[0]}" for name in names for leaf in (K_SCALE, V_SCALE)}
+    if missing := [site for site in sites.values() if site not in calibration.sites]:
+        raise ValueError(
+            f"the calibration has no statistics of {missing[0]}, which a KV cache needs: "
+            "calibrate the model with this version"
+        )
+    return {name: calibration.scale(site, rule).reshape(1) for name, site in sites.items()}
+
+
+def _scale(state: Mapping[str, Tensor], history: str, path: Path) -> Tensor | None:
+    """The current scale of a history. None for a layer that training left in BF16."""
+    scale, steps = state.get(f"{history}.scale"), state.get(f"{history}.steps")
+    if scale is None or steps is None:
+        return None
+    if int(steps) == 0:
+        raise ArtifactError(
+            f"{path}: {history} has no entry yet, the layer was in no step of training: pack a later step, pack by "
+            "--scheme channel, or leave the layer in BF16 (--skip)"
+        )
+    if scale.numel() != 1 or not bool(scale.isfinite().all() and (scale > 0).all()):
+        raise ArtifactError(f"{path}: {history}.scale must be one positive number, got {scale.flatten()[:4].tolist()}")
+    return scale.float()
+
+
+# ---- The layers that are packed, and their schemes.
+
+
+KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive to rounding"
+
+
+@dataclass(frozen=True)
+class ChosenLayers:
+    """The schemes of the packed linear layers of a model, by their names in it, and of packed experts, by their names
+    in the files. `skipped` has the reason for each other layer, and `static` the stored scales, if any are needed."""
+
+    schemes: Mapping[str, Scheme]
+    skipped: Mapping[str, str]
+    static: StaticScales | None
+    experts: Mapping[str, Scheme] = field(default_factory=dict)
+
+
+def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
+    """Choose the layers to pack.
+
+    A ValueError for an unknown scheme or layout, a scheme that the layout does not hold, a layer whose sizes the scheme
+    cannot have or that cannot be split, fused layers with different schemes, or static scales without a calibration.
+    """
+    linears, experts = _select(source, options), choose_experts(source, options)
+    names = [name for name, reason in linears.items() if not reason]
+    if not names and not experts and not source.promoted.keys().isdisjoint(linears):
+        raise ValueError(
+            f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
+            "(--step), or name layers in --layer to pack them all the same"
+        )
+    chosen = _schemes([*names, *experts], source, options)
+    schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
+    check_experts(of_experts, experts, source, options)
+    layout = get_layout(options.layout)
+    check_layout(layout, chosen.values(), options.kv_cache is not None)
+    static = _static_scales(source, schemes, of_experts, options)
+    unscaled = [] if static is None else [n for n, each in schemes.items() if each.static and n not in static.inputs]
+    schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
+    check_groups(linears, schemes)
+    shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
+    check_shapes(schemes | of_experts, shapes)
+    layout.check_experts(of_experts, shapes)
+    check_degrees(schemes, shapes, source.config, options.tensor_parallel)
+    left = linears | dict.fromkeys(unscaled, "training left it in BF16")
+    return ChosenLayers(schemes, {name: reason for name, reason in left.items() if reason}, static, of_experts)
+
+
+def _select(source: Source, options: PackOptions) -> dict[str, str]:
+    """The linear layers, each with the reason why it stays in BF16, or "" if it is packed."""
+    files = source.meta_model.experts if options.experts else None
+    others = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
+    names = [layer.name for layer in linears]
+    left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
+    return {layer.name: layer.reason or left.get(layer.name, "") for layer in linears}
+
+
+def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
+    """The layers that stay in BF16 as in training, with those that readers fuse with them, unless `asked` has them."""
+    left = {}
+    for group in groups(names):
+        promoted = [name for name in group if name in source.promoted and name not in asked]
+        for name in group if promoted else ():
+            left[name] = source.promoted.get(name, f"readers fuse it with {promoted[0]}, which training moved to BF16")
+    return left
+
+
+def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict[str, Scheme]:
+    """The scheme of each layer and expert: that of the first glob that matches it, or else the usual one."""
+    usual = SCHEME_OF.get(source.recipe, "channel") if options.input_scales is None else STATIC.name
+    default, layers = options.scheme or usual, options.layers
+    for glob in layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ValueError(f"{glob!r} matches no packed layer: they are {', '.join(names[:8])}, ...")
+    return {
+        name: get_scheme(next((scheme for glob, scheme in layers.items() if fnmatchcase(name, glob)), default))
+        for name in names
+    }
+
+
+def _static_scales(
+    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
+) -> StaticScales | None:
+    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
+    if not layers and not experts and options.kv_cache is None:
+        if options.calibration is not None:
+            # nothing of it is stored, but a wrong folder is an error
+            load_calibration(options.calibration, source.origin, source.description)
+        return None
+    if options.input_scales is not None:
+        return given_scales(options, source, [*layers, *experts])
+    # Without --scheme a run keeps the scales that it was trained with.
+    if source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
+        return trained_scales(options, source, layers, experts)
+    return calibrated_scales(options, source, [*layers, *experts])
+
+
+# ---- The experts of a mixture that are packed.
+
+
+def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int, ...]]:
+    """The experts to pack, by their names in the files, with their shapes [N, K]; none without `options.experts`.
+    Experts that `options.skip` names stay in BF16, and so do those that training moved there."""
+    files = source.meta_model.experts
+    if not options.experts:
+        return {}
+    if files is None:
+        raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
+    skip = (*source.skip, *options.skip)
+    stacked = {name: source.specs[name].meta() for name in files.stacks}
+    modules = {name: name.rpartition(".")[0] for name in stacked}
+    stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
+    shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}
+    return {name: shape for name, shape in shapes.items() if not _matches(name, skip)}
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def check_experts(
+    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source, options: PackOptions
+) -> None:
+    """Raise a ValueError for a scheme that experts cannot have, or matrices of one GEMM with different schemes.
+    `schemes` and `shapes` (of `choose_experts`) have the names in the files."""
+    for name, scheme in schemes.items():
+        if scheme.static and (options.calibration is None or options.input_scales is not None):
+            raise ValueError(
+                f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
+                "calibration alone: give --calibration, made by octavo calibrate, or pack experts by channel "
+                "(--layer '*.experts.*=channel')"
+            )
+        if scheme.integers:
+            raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
+    stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
+    for stack, parts in stacks.items():
+        names = [part.removesuffix(".weight") for part in reversed(parts)]
+        chosen = {schemes[name].name if name in schemes else "BF16": name for name in names}  # the first of each scheme
+        if len(chosen) > 1:
+            raise ValueError(
+                f"the matrices of {stack}, which readers stack, need one scheme, they have "
+                f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
+                "--layer"
+            )
+    check_groups(shapes, schemes)
+
+
+# ---- Layers whose sizes a scheme cannot have: one message names all of them, with the options that pack the model.
+
+
+def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a ValueError unless each weight [N, K] of `shapes` divides into the blocks of its scheme."""
+    reasons = {name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}
+    check_reasons({name: reason for name, reason in reasons.items() if reason}, schemes)
+
+
+def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
+    """Raise a ValueError if there are `reasons`, by layer, why some of the packed layers `schemes` cannot be packed. It
+    has the first reason, the options that pack all of them by channel, with the layers that readers fuse with them, and
+    the remedy `other`."""
+    if not reasons:
+        return
+    first, reason = next(iter(reasons.items()))
+    more = f", and {plural(len(reasons) - 1, 'other layer')} cannot be packed either" if len(reasons) > 1 else ""
+    changed = [name for group in groups(schemes) if not reasons.keys().isdisjoint(group) for name in group]
+    options = [f"--layer '{glob}=channel'" for glob in _globs(changed, list(schemes))]
+    by_channel = "--scheme channel" if len(changed) == len(schemes) else " ".join(options)
+    raise ValueError(f"{first}: {reason}{more}: pack by channel ({by_channel}){other}, or leave in BF16 (--skip GLOB)")
+
+
+def _globs(names: Sequence[str], every: Sequence[str]) -> list[str]:
+    """Globs that match the layers `names` and no other of `every`; one for all layers of a kind where it can be."""
+    found: dict[str, None] = {}
+    for name in names:
+        leaf = name.rpartition(".")[2]
+        kinds = (f"*.{leaf}", f"*.experts.*.{leaf}")
+        fitting = (
+            glob
+            for glob in kinds
+            if fnmatchcase(name, glob) and all(one in names for one in every if fnmatchcase(one, glob))
+        )
+        found[next(fitting, name)] = None
+    return list(found)
+
+
+# ---- A check that readers with tensor parallelism can split a packed model over several devices.
+#
+#   q, k, v, gate, up, fc1      by output:  device i has rows    i*N/d .. (i+1)*N/d of w[N,K]
+#   o, down, fc2                by input:   device i has columns i*K/d .. (i+1)*K/d
+#   heads                       are not split; with more devices than heads of keys, several devices have the same head
+#
+# Each device must have whole blocks of scales: 128 rows or columns for `block`, 32 columns for `mx`. A weight with one
+# scale for the tensor or for each row can be split anywhere.
+
+
+def _endings(*names: str) -> tuple[str, ...]:
+    """The last part of each name, or the last two where that is BERT's `dense`."""
+    return tuple(re.sub(r"^.*?([^.]+(\.dense)?)$", r"\1", name) for name in names)
+
+
+_BLOCKS = [each.block for each in ARCHITECTURES.values() if each.block is not None]
+_BY_OUTPUT = _endings(*(name for block in _BLOCKS for name in (*block.qkv, *block.up)))
+_BY_INPUT = _endings(*(name for block in _BLOCKS for name in (block.o, block.down) if name))
+_WHOLE = ("project_in", "project_out")  # every device has all of it
+_KEYS = _endings(*(name for block in _BLOCKS for name in block.qkv[1:]))
+
+
+def check_degrees(
+    schemes: Mapping[str, Scheme],
+    sizes: Mapping[str, tuple[int, ...]],
+    config: Mapping[str, Any],
+    degrees: Sequence[int],
+) -> None:
+    """Raise a ValueError unless the packed layers, of `sizes` [N, K], can be split over each of `degrees` devices;
+    `config` is the model's config.json."""
+    for degree in degrees:
+        if degree < 1:
+            raise ValueError(f"a model is split over 1 device or more, not {degree}")
+        heads = config.get("num_attention_heads")
+        kept = _key_heads(config)
+        if isinstance(heads, int) and heads % degree:
+            raise ValueError(f"{heads} heads of attention do not divide over {degree} devices: {_others(heads)}")
+        if kept is not None and kept % degree and degree % kept:
+            raise ValueError(
+                f"{kept} heads of keys and values neither divide over {degree} devices nor into them: {_others(kept)}"
+            )
+        found = {name: _misfit(name, scheme, sizes[name], degree, kept) for name, scheme in schemes.items()}
+        check_reasons({name: reason for name, reason in found.items() if reason}, schemes, ", take a smaller degree")
+
+
+def _key_heads(config: Mapping[str, Any]) -> int | None:
+    kept = config.get("num_key_value_heads", config.get("num_attention_heads"))
+    return kept if isinstance(kept, int) else None
+
+
+def _others(count: int) -> str:
+    return "take a degree of " + ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+
+
+def _misfit(name: str, scheme: Scheme, size: tuple[int, ...], degree: int, kept: int | None) -> str:
+    """The reason why a layer cannot be split, or "". A ValueError if readers may split it in another way."""
+    if degree == 1 or name.endswith(_WHOLE):
+        return ""
+    by_output = name.endswith(_BY_OUTPUT)
+    if not by_output and not name.endswith(_BY_INPUT):
+        raise ValueError(
+            f"{name}: how readers split this layer over {degree} devices is not known here: leave it in BF16 (--skip)"
+        )
+    parts = min(degree, kept) if kept is not None and name.endswith(_KEYS) else degree
+    axis = 0 if by_output else 1
+    granularity = scheme.weight.granularity
+    block = (granularity.rows if by_output else granularity.cols) or 1
+    if size[axis] % parts or (size[axis] // parts) % block:
+        each = f"{list(size)} over {degree} devices gives each {size[axis] / parts:g} {('rows', 'columns')[axis]}"
+        return f"{each}, which are no whole blocks of {block} ({scheme.name})"
+    return ""

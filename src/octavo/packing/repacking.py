@@ -9,22 +9,43 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from octavo.artifact.atomic_folder import whole_folder
-from octavo.artifact.packed.layouts import UNQUANTIZED_DTYPE, Packing, check_layout
-from octavo.artifact.packed.plausible import reciprocal_warning
-from octavo.artifact.packed.reader import PackedTensors
-from octavo.artifact.packed.scales import INPUT_SCALE_NAME, SCALE_NAME
-from octavo.artifact.packed.scheme import BLOCK, BLOCK_POW2, CHANNEL, Scheme, get_scheme
-from octavo.artifact.safetensors_files import Spec, write_shards
+from octavo.checkpoint.files import Spec, read_json, write_shards
+from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
+from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
+from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import (
+    BLOCK,
+    BLOCK_POW2,
+    CHANNEL,
+    INPUT_SCALE_NAME,
+    SCALE_NAME,
+    STATIC,
+    STATIC_INPUTS,
+    Scheme,
+    get_scheme,
+    reciprocal_warning,
+)
 from octavo.evaluation.metrics import energies, sqnr
-from octavo.numerics import TENSOR
+from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
+from octavo.hf.inputs import arguments_of, measured_part, predicts_tokens
+from octavo.hf.meta_model import read_meta_model
+from octavo.hf.source import Source, open_source
+from octavo.inference.opening import load_packed
+from octavo.inference.packed_linear import PackedLinear
+from octavo.models.decoder import Decoder
+from octavo.nn import select_linears
+from octavo.numerics import TENSOR, scale_from_amax
 from octavo.ops import quantize
-from octavo.progress import Progress, no_progress
+from octavo.packing.options import PackOptions, choose_layers
+from octavo.packing.packer import PackReport, card_of, pack_source
+from octavo.scales import observe_inputs
+from octavo.util import Progress, choose_device, no_progress
 from octavo.version import __version__
 
 
@@ -64,7 +85,7 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in packed.others:
-            yield name, packed.reader.get(name)
+            yield name, packed.other(name)
         for done, name in enumerate(packed.packing.schemes, start=1):
             yield f"{name}.weight", packed.weight(name).dequantize(UNQUANTIZED_DTYPE)
             progress(done, len(packed.packing.schemes), "unpacking")
@@ -90,11 +111,11 @@ def convert_layout(
         folder: a packed folder.
         out: the folder to make.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
-            block), autofp8 (static or tensor).
+            block).
         scheme: of all packed layers. None keeps the scheme of each.
         input_scales: for the scheme static the scale of each layer's input, float32 [1], by the layer's name in the
-            files (`octavo.freeze_scales`). None takes those that the folder has.
-        progress: called after each layer (`octavo.progress`).
+            files (`octavo.scales.freeze_scales`). None takes those that the folder has.
+        progress: called after each layer (`octavo.util`).
 
     Raises:
         FileExistsError: `out` exists.
@@ -105,12 +126,12 @@ def convert_layout(
     """
     folder, out = Path(folder), Path(out)
     packed = _open(folder)
-    packing = _target(packed, layout, scheme, input_scales)
+    packing = _target(packed, get_layout(layout), scheme, input_scales)
     sqnr: dict[str, float] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in packed.others:
-            yield name, packed.reader.get(name)
+            yield name, packed.other(name)
         yield from packed.kv_tensors(packing).items()
         for done, (name, new) in enumerate(packing.schemes.items(), start=1):
             data, scale, sqnr[name] = _cast_again(packed, name, new)
@@ -125,9 +146,13 @@ def convert_layout(
     with whole_folder(out) as partial:
         packed.describe(partial, packing)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
-        write_shards(partial, packed.specs_as(packing), tensors(), metadata)
-        record = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
+        checksums = write_shards(partial, packed.specs_as(packing), tensors(), metadata)
+        made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
+        record = {**made, **_still_true(packed, packing, sqnr, input_scales is None), "checksums": checksums}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
+        layers = {name: each.name for name, each in packing.schemes.items()}
+        card = card_of(out.name, folder.name, packed.config, {**record, "layers": layers}, read_card(folder))
+        (partial / CARD).write_text(card, encoding="utf-8")
     return Repacked(out, sqnr, packed.unused)
 
 
@@ -144,18 +169,34 @@ def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
     return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
 
 
+def _still_true(
+    packed: PackedTensors, packing: Packing, sqnr: Mapping[str, float], same_inputs: bool
+) -> dict[str, object]:
+    """The entries of the old octavo.json that hold for the new folder: what was folded into the model, the layers whose
+    bytes `pack` cast and that were copied, and with `same_inputs` where stored scales come from."""
+    path = packed.folder / "octavo.json"
+    record = read_json(path) if path.is_file() else {}
+    cast = record.get("layers") or {}
+    copied = [name for name in cast if name in packing.schemes and math.isinf(sqnr[name])]
+    layers = {name: packing.schemes[name].name for name in copied if f"{name}.weight" in packed.reader.written}
+    kept = ("folded", "calibration") if same_inputs else ("folded",)
+    return {"layers": layers} | {key: record[key] for key in kept if key in record}
+
+
 def _target(
-    packed: PackedTensors, layout: str, scheme: str | None, input_scales: Mapping[str, Tensor] | None
+    packed: PackedTensors, layout: Layout, scheme: str | None, input_scales: Mapping[str, Tensor] | None
 ) -> Packing:
+    shapes = {name: packed.reader.specs[f"{name}.weight"].shape for name in packed.packing.schemes}
     schemes = {
         name: (BLOCK if own is BLOCK_POW2 else own) if scheme is None else get_scheme(scheme)
         for name, own in packed.packing.schemes.items()
     }
     kv_cache = bool(packed.kv_scales)
     check_layout(layout, schemes.values(), kv_cache)
+    layout.check_experts(schemes, shapes)
     for name, new in schemes.items():
         same = new.weight == packed.packing.schemes[name].weight
-        if not same and (reason := new.misfit(*packed.reader.specs[f"{name}.weight"].shape)):
+        if not same and (reason := new.misfit(*shapes[name])):
             raise ValueError(f"{name}: {reason}: convert to another scheme, such as channel")
         known = packed.packing.schemes[name].static if input_scales is None else name in input_scales
         if new.static and not known:
@@ -178,3 +219,134 @@ def _cast_again(packed: PackedTensors, name: str, new: Scheme) -> tuple[Tensor, 
     wide = before.dequantize()
     q = quantize(wide, new.weight)
     return q.data, new.stored_scale(q), sqnr(*energies(wide, q.dequantize()))
+
+
+# ---- Warming a model up on prompts, and writing it with the scales of its inputs frozen: the scheme static.
+#
+# The scale of an input is amax/448 of all prompts. The model runs as it is: a run or a model folder in BF16, a packed
+# folder in its own scheme.
+
+
+WARM_UP = PromptOptions(samples=64, context=512)
+
+
+def pack_frozen(
+    source: str | Path,
+    out: str | Path,
+    data: Sequence[str],
+    options: PackOptions = PackOptions(),
+    *,
+    prompts: PromptOptions = WARM_UP,
+    device: str = "cpu",
+    step: int | None = None,
+    progress: Progress = no_progress,
+    on_read: OnRead | None = None,
+) -> PackReport:
+    """`pack` with scales of inputs from prompts, which the model first runs on in BF16, as a whole in memory.
+
+    Args:
+        source, out, options, step: see `octavo.packing.pack`.
+        data: sources of text, see `octavo.data.read_text`.
+        prompts: which prompts are taken from it.
+        device: where the model runs.
+        progress: called with every piece of work that is done (`octavo.util`).
+        on_read: called with the report of the text that was read.
+
+    Raises:
+        ValueError: no layer is packed by static, or a layer saw no input, or inf or NaN; and the errors of `pack` and
+            `open_prompts`.
+    """
+    source, out = Path(source), Path(out)
+    check_absent(out)
+    named = [] if options.scheme is None else [options.scheme, *options.layers.values()]
+    if named and not any(get_scheme(name).static for name in named):
+        raise ValueError(
+            f"only the scheme static stores scales of inputs, and {options.scheme} is given: give --scheme static, or "
+            "leave --freeze out"
+        )
+    place, opened = choose_device(device), open_source(source, step)
+    _check_options(opened, options)
+    chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
+    model = opened.fill_bf16(place).eval()
+    layers = {
+        each.name: each.module for each in select_linears(model, (*opened.skip, *options.skip)) if not each.reason
+    }
+    scales = _warm_up(model, layers, chosen, prompts, place, progress)
+    del model
+    options = replace(options, input_scales=scales)
+    return pack_source(opened, out, options, progress, {"warm_up": _record(chosen, prompts)})
+
+
+def _check_options(source: Source, options: PackOptions) -> None:
+    """Raise the errors of `choose_layers` before the model runs, whatever scales it will find."""
+    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip))
+    scales = {linear.name: torch.ones(1) for linear in linears if not linear.reason}
+    choose_layers(source, replace(replace(options, input_scales=scales), calibration=None, rule=None, kv_cache=None))
+
+
+def freeze_folder(
+    folder: str | Path,
+    out: str | Path,
+    data: Sequence[str],
+    *,
+    layout: str = "compressed-tensors",
+    prompts: PromptOptions = WARM_UP,
+    device: str = "cpu",
+    progress: Progress = no_progress,
+    on_read: OnRead | None = None,
+) -> Repacked:
+    """Write a packed folder in the scheme static, with scales of inputs from prompts, which its model runs on first.
+
+    A weight with one scale keeps its bytes; a weight with finer scales is cast again.
+
+    Args:
+        folder: a packed folder with a tokenizer.
+        out: the folder to make.
+        layout: that holds the scheme static: compressed-tensors or modelopt.
+        data, prompts, device, progress, on_read: see `pack_frozen`.
+
+    Raises:
+        ValueError: the folder's scales of inputs are stored already; and the errors of `convert_layout` and
+            `open_prompts`.
+    """
+    folder, out = Path(folder), Path(out)
+    check_absent(out)
+    place = choose_device(device)
+    meta_model = read_meta_model(read_config(folder), folder)
+    chosen = open_prompts(data, folder, prompts, meta_model, on_read)
+    model = load_packed(folder, place).model
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    if all(not layer.freezable for layer in layers.values()):
+        raise ValueError(f"{folder} stores the scales of its inputs already: its scheme is static")
+    scales = _warm_up(model, layers, chosen, prompts, place, progress)
+    named = {meta_model.file_name(name): scale for name, scale in scales.items()}
+    del model
+    return convert_layout(folder, out, layout=layout, scheme=STATIC.name, input_scales=named, progress=progress)
+
+
+def _warm_up(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    chosen: Prompts,
+    prompts: PromptOptions,
+    device: torch.device,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """The scale of the input of each layer, float32 [1], from the amax of all prompts."""
+    batches = chosen.batches(prompts.batch)
+
+    def moved() -> Iterator[Mapping[str, Tensor] | Tensor]:
+        for done, ids in enumerate(batches):
+            progress(done, len(batches), "warming up")
+            yield ids.to(device) if isinstance(model, Decoder) else arguments_of(model, ids.to(device))
+
+    seen = observe_inputs(measured_part(model, predicts_tokens(model)), layers, moved())
+    return {name: scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
+
+
+def _record(chosen: Prompts, prompts: PromptOptions) -> dict[str, object]:
+    """The entry "warm_up" of octavo.json."""
+    return {
+        "prompts": len(chosen.ids), "tokens": chosen.tokens, "context": chosen.context, "seed": prompts.seed,
+        "fingerprint": chosen.fingerprint, "read": chosen.report.to_dict(),
+    }  # fmt: skip

@@ -4,28 +4,339 @@ Three defaults differ from those of `octavo train`: blocks are compiled, the con
 tokens), and the batch is one sequence for each GPU that works on its own.
 """
 
+import difflib
+import functools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from itertools import combinations, product
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from octavo.artifact.packed.scheme import CHANNEL, SCHEME_OF, Scheme
-from octavo.artifact.run import RunFolder
-from octavo.models import BUILT_IN_MODELS
-from octavo.plan.architecture import Architecture
-from octavo.plan.gemms import chosen_recipe
-from octavo.plan.hardware import Gpu, find_gpu
-from octavo.plan.models import find_architecture, model_presets
-from octavo.plan.schemes import NAMES, find_scheme, refusal
-from octavo.plan.server import Server
-from octavo.plan.serving import ServingPlan, plan_serving
-from octavo.plan.setup import make_setup
-from octavo.plan.training import TrainingPlan
-from octavo.train.config import Config
-from octavo.train.mesh import find_degrees
-from octavo.train.run_settings import read_settings
-from octavo.train.settings import PRESETS
+from octavo.checkpoint.files import read_json
+from octavo.checkpoint.run import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
+from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, Scheme
+from octavo.ops.dispatch import Backend
+from octavo.plan.memory import Memory, plan_memory
+from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
+from octavo.plan.serving import NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
+from octavo.plan.setup import (
+    Setup,
+    chosen_recipe,
+    find_gemms,
+    find_origins,
+    make_setup,
+    speed_if_fp8,
+    training_limit,
+)
+from octavo.plan.step_time import StepTime, block_products, plan_step
+from octavo.rates.measured import LEAST_SPEEDUP, Gpu, find_gpu, layer_speedup
+from octavo.train.config import Config, known_vocabulary, read_settings
+from octavo.train.settings import PRESETS, find_degrees
+from octavo.util import hub_hint
+
+# ---- The plan of a training run: memory, time, speed, and which layers gain from the recipe.
+
+
+CHECKPOINTING = ("none", "selective", "full")  # the modes, from the fastest to the smallest
+RECIPES = ("bf16", "rowwise")  # that a search compares
+# Numbers of GPUs that a search tries, and how many that are enough it finds for each recipe.
+SIZES, ENOUGH = (1, 2, 4, *range(8, 128, 8), *(size for n in range(7, 15) for size in (1 << n, 3 << n - 1))), 4
+LARGEST = 1 << 20  # sequences of a micro-batch on one GPU
+WORTHWHILE = 1.02  # times the tokens a second, for which another setting is worth naming
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A GEMM of a block: its shape, and the speed of its forward and backward pass as a multiple of that in BF16."""
+
+    layer: str
+    shape: tuple[int, int, int]
+    speedup: float
+
+    @property
+    def gains(self) -> bool:
+        return self.speedup >= LEAST_SPEEDUP
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Memory and time of a training run; `network`: bytes a second of a GPU's network card."""
+
+    setup: Setup
+    network: float = 50e9
+
+    @cached_property
+    def memory(self) -> Memory:
+        return plan_memory(self.setup)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return plan_step(self.setup, self.network)
+
+    @property
+    def gemms(self) -> dict[str, Backend]:
+        """The backends of y, dx and dw."""
+        return find_gemms(self.setup.recipe, self.setup.gpu)
+
+    @property
+    def gpus(self) -> int:
+        return self.setup.degrees.processes
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.peak <= self.setup.gpu.memory
+
+    @property
+    def tokens_per_step(self) -> int:
+        config = self.setup.config
+        return config.batch * config.accumulate * config.context
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that one GPU trains on in a second."""
+        return self.tokens_per_step / self.time.total / self.gpus
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization against the BF16 peak of the data sheet (`octavo.train.trainer`).
+
+        Every query counts with every key, although a causal attention computes half of these pairs.
+        """
+        model = self.setup.model
+        heads = sum(block.count * (block.attention.queries + block.attention.output) for block in model.blocks)
+        flops = 6.0 * (model.active_parameters + heads * self.setup.config.context)
+        return flops * self.tokens_per_second / self.setup.gpu.bf16
+
+    def days(self, tokens: float) -> float:
+        """Days to train on so many tokens."""
+        return tokens / (self.tokens_per_second * self.gpus) / 86400
+
+    def cost(self, tokens: float, price: float) -> float:
+        """The cost of training on `tokens` tokens, at `price` for an hour of one GPU."""
+        return self.days(tokens) * 24 * self.gpus * price
+
+    @property
+    def gains(self) -> list[Gain]:
+        """The quantized GEMMs of each kind of block."""
+        setup = self.setup
+        products = [each for block in setup.model.blocks for each in block_products(setup, block) if each.quantized]
+        kinds = dict.fromkeys((each.layer, each.shape, each.count) for each in products)
+        return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape, n)) for layer, shape, n in kinds]
+
+    @property
+    def fp8_attention_speed(self) -> float | None:
+        """The speed of attention in FP8 as a multiple of that in BF16; None where it is not meant for FP8."""
+        return speed_if_fp8(self.setup)
+
+    @property
+    def largest_batch(self) -> int:
+        """The most sequences of a micro-batch, of all GPUs, that fit; 0 if none do."""
+        step = self.setup.degrees.data
+        low, high = 0, 1
+        while high <= LARGEST and self._fits_with(high * step):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits_with(middle * step) else (low, middle)
+        return low * step
+
+    def _fits_with(self, batch: int) -> bool:
+        setup = replace(self.setup, config=self.setup.config.change(batch=batch))
+        return plan_memory(setup).peak <= setup.gpu.memory
+
+    def changed(self, gpus: int = 0, sequences: int = 0, **settings: Any) -> "TrainingPlan | None":
+        """The same run on other GPUs, with so many sequences of a micro-batch on each, and with other settings.
+
+        None where that is not possible. The tokens of a step stay the same where the micro-batches allow it.
+        """
+        setup, gpus = self.setup, gpus or self.gpus
+        try:
+            data = find_degrees(setup.config.parallel, gpus).data
+            config = _shared(setup.config, sequences or max(setup.config.batch // setup.degrees.data, 1), data)
+            return replace(self, setup=make_setup(setup.model, config.change(**settings), setup.gpu, gpus))
+        except ValueError:
+            return None
+
+    @property
+    def faster_settings(self) -> dict[str, float]:
+        """Where the GPU waits for the host: options of `octavo train`, and how many times the tokens/s each gives.
+
+        A larger micro-batch gives the GPU more work for the same launches. More micro-batches in a step share the
+        update of the weights. The others launch less. Empty where the GPU does not wait.
+        """
+        config, found = self.setup.config, {}
+        changes: dict[str, dict[str, Any]] = {
+            f"--batch {2 * config.batch}": {"batch": 2 * config.batch},
+            f"--accumulate {4 * config.accumulate}": {"accumulate": 4 * config.accumulate},
+            "--activation-checkpointing.mode none": {"activation_checkpointing.mode": "none"},
+            "--compile.blocks": {"compile.blocks": True},
+            "--no-parallel.fp8-all-gather": {"parallel.fp8_all_gather": False},
+            "--recipe bf16": {"recipe": "bf16"},
+        }
+        for option, change in changes.items() if self.time.waiting else ():
+            other = self.changed(**change)
+            if other and other.fits and other.tokens_per_second >= WORTHWHILE * self.tokens_per_second:
+                found[option] = other.tokens_per_second / self.tokens_per_second
+        return found
+
+    @cached_property
+    def fitting(self) -> dict[str, "TrainingPlan"]:
+        """Where the plan does not fit: the options with which it does, and their plans; as few changes as possible.
+
+        Of each kind of change the fewest GPUs count, then the most tokens a second. Empty where the plan fits.
+        """
+        sequences, used = self.setup.config.batch // self.setup.degrees.data, self.setup.config
+        kinds: dict[str, list[Any]] = {
+            "sequences": [sequences >> n for n in range(1, sequences.bit_length())],
+            "activation_checkpointing.mode": list(CHECKPOINTING[CHECKPOINTING.index(_mode(used)) + 1 :]),
+            "recipe": [name for name in RECIPES if name != self.setup.recipe.name],
+            "optimizer.state": ["8bit"],
+            "optimizer.weights": ["bf16"],
+            "optimizer.offload": [True],
+            "gpus": [self.gpus << n for n in range(1, 8)],
+        }
+        for count in range(1, 4) if not self.fits else ():
+            found: dict[str, TrainingPlan] = {}
+            for names in combinations(kinds, count):
+                values = product(*(kinds[name] for name in names))
+                others = [self.changed(**dict(zip(names, each, strict=True))) for each in values]
+                if fit := [each for each in others if each and each.fits]:
+                    best = min(fit, key=lambda plan: (plan.gpus, -plan.tokens_per_second))
+                    found[" ".join(best._options(names))] = best
+            if found:
+                return found
+        return {}
+
+    def _options(self, names: Sequence[str]) -> Iterator[str]:
+        """Settings of this plan as on a command line; the batch counts the sequences of all GPUs."""
+        for name in names:
+            if name == "gpus":
+                yield f"--gpus {self.gpus}"
+            elif name != "sequences":
+                value = attrgetter(name)(self.setup.config)
+                yield f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        if {"gpus", "sequences"} & {*names}:
+            yield f"--batch {self.setup.config.batch} --accumulate {self.setup.config.accumulate}"
+
+    @property
+    def origins(self) -> dict[str, str]:
+        """For each kind of figure, whether it rests on measurements of such a model or on the data sheet."""
+        setup = self.setup
+        products = [each for block in setup.model.blocks for each in block_products(setup, block)]
+        found = find_origins(setup.model, setup.gpu, setup.recipe, [(each.shape, each.count) for each in products])
+        found["host"] = "measured with compiled blocks of a Llama on hosts of H200s, which differ by 15 %"
+        if setup.fp8_attention:
+            found["attention"] += ", over the speed of FP8 that was measured on an H200"
+        elif setup.config.attention.precision == "fp8":
+            found["attention"] += f"; in BF16, since {training_limit(setup)}"
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON-compatible values: bytes and seconds."""
+        setup, memory, time = self.setup, self.memory, self.time
+        return {
+            "model": setup.model.name,
+            "parameters": setup.model.parameters,
+            "recipe": setup.recipe.name,
+            "gemms": {name: backend.name for name, backend in self.gemms.items()},
+            "gpu": setup.gpu.name,
+            "gpus": self.gpus,
+            "tokens_per_step": self.tokens_per_step,
+            "memory": {**memory.parts, "peak": memory.peak, "offloaded": memory.offloaded, "moment": memory.moment},
+            "fits": self.fits,
+            "largest_batch": self.largest_batch,
+            "seconds": {**time.parts, "total": time.total},
+            "host_seconds": time.host,
+            "tokens_per_second_a_gpu": self.tokens_per_second,
+            "utilization": self.utilization if self.fits else None,
+            "fitting": {
+                options: {"peak": plan.memory.peak, "tokens_per_second_a_gpu": plan.tokens_per_second}
+                for options, plan in self.fitting.items()
+            },
+            "gains": [{"layer": g.layer, "shape": list(g.shape), "speedup": g.speedup} for g in self.gains],
+            "fp8_attention_speed": self.fp8_attention_speed,
+            "faster_settings": self.faster_settings,
+            "origins": self.origins,
+        }
+
+
+def _mode(config: Config) -> str:
+    return config.activation_checkpointing.mode
+
+
+def _shared(config: Config, sequences: int, data: int) -> Config:
+    """The settings with so many sequences of a micro-batch for each of `data` GPUs, and as many tokens a step."""
+    batch = sequences * data
+    return config.change(batch=batch, accumulate=max(round(config.batch * config.accumulate / batch), 1))
+
+
+# ---- The model that a person names: a preset, a Hugging Face folder or config.json, or the settings of a training run.
+
+
+@functools.cache
+def model_presets() -> dict[str, dict[str, Any]]:
+    """The fields of each preset, by its name, as in a config.json; "source" is where they come from."""
+    presets: dict[str, dict[str, Any]] = json.loads((files("octavo.plan") / "models.json").read_text())
+    return presets
+
+
+def find_architecture(model: str, config: Config) -> Architecture:
+    """The architecture of `model`: a preset, a Hugging Face folder, a config.json, or "" for Octavo's own model of the
+    sizes in `config`. The error for another word names the nearest preset."""
+    if model == "":
+        return _built_in(config)
+    if model.lower() in model_presets():
+        return describe_architecture(model.lower(), model_presets()[model.lower()])
+    path = Path(model)
+    if path.is_dir():
+        check_config(path, RUN_OR_MODEL)
+        path = path / "config.json"
+    if not path.is_file():
+        presets = sorted(model_presets().keys() | PRESETS.keys())
+        near = difflib.get_close_matches(model.lower(), presets, n=3, cutoff=0.5)
+        advice = f"the nearest presets are {', '.join(near)}; " if near else ""
+        if model in BUILT_IN_MODELS:
+            advice = f'for a {model} of octavo train give a .toml file with model = "{model}" and its sizes; '
+        raise ValueError(
+            f"MODEL must be a preset, a run or a .toml file of octavo train, a Hugging Face folder, a config.json or a "
+            f"number of parameters such as 7B; got {model!r}: {advice}all presets: {', '.join(presets)}"
+            f"{hub_hint(model)}"
+        )
+    return positive_sizes(describe_architecture(str(path), read_json(path)))
+
+
+def _built_in(config: Config) -> Architecture:
+    """Octavo's own model of the sizes in `config`. The settings of its tokenizer say how many tokens that has."""
+    vocabulary = known_vocabulary(config)
+    if vocabulary is None:
+        raise ValueError(
+            f"the settings do not say how many tokens the tokenizer {config.tokenizer} has: plan with --tokenizer bpe "
+            "--vocabulary NUMBER"
+        )
+    sizes = {
+        "hidden_size": config.width, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "vocab_size": vocabulary, "max_position_embeddings": config.context,
+        "tie_word_embeddings": config.tied, "enable_bias": config.bias,
+    }  # fmt: skip
+    if config.model == "gpt2":
+        return describe_architecture("gpt2", sizes | {"model_type": "opt", "ffn_dim": 4 * config.width})
+    if config.model == "mixture":
+        experts = {
+            "model_type": "qwen2_moe", "intermediate_size": config.mlp_width, "num_experts": config.experts.count,
+            "moe_intermediate_size": config.mlp_width, "num_experts_per_tok": config.experts.top_k,
+            "shared_expert_intermediate_size": config.experts.shared_width, "qkv_bias": False,
+        }  # fmt: skip
+        return describe_architecture("mixture", sizes | experts)
+    return describe_architecture("llama", sizes | {"model_type": "llama", "intermediate_size": config.mlp_width})
+
+
+# ---- A question to `octavo plan`, the cases of a comparison, and the search for GPUs.
+
 
 CONTEXT = 8192
 _SIZES = (
@@ -39,16 +350,11 @@ _SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  
 
 @dataclass(frozen=True)
 class Case:
-    """A question to `octavo plan`.
+    """A question to `octavo plan`: a model (`find_architecture`; or a file of settings, a preset or a run of octavo
+    train, with their own model), settings as on a command line, GPUs, and Gb/s of a GPU's network card.
 
-    Attributes:
-        model: a preset, a Hugging Face folder, a config.json, or a TOML file of settings or a run of octavo train,
-            with their own model.
-        settings: settings of training, as on a command line.
-        gpu, gpus: the name and the number of GPUs.
-        network: Gb/s of a GPU's network card.
-        scheme: of the packed layers in serving, or bf16; "" takes that of the recipe, as `octavo pack` does.
-        cache, attention: dtypes of keys and values, and of the attention of prompts, in serving.
+    In serving: the `scheme` of the packed layers, "" for that of the recipe as `octavo pack` chooses it; and the dtypes
+    of the `cache` of keys and values, and of the `attention` of prompts.
     """
 
     model: str
@@ -61,13 +367,14 @@ class Case:
     attention: str = "bf16"
 
     def training(self) -> TrainingPlan:
+        """The plan of a training run. A preset of `octavo train` has its own settings, as a run and a file do."""
         usual = Case(self.model)
         for name, field in _SERVING.items():
             if getattr(self, field) != getattr(usual, field):
                 raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
-        model, config = self._resolve()
+        model, config = self._resolve(self._own_settings())
         return TrainingPlan(make_setup(model, config, find_gpu(self.gpu), self.gpus), self.network / 8 * 1e9)
 
     def serving(self) -> ServingPlan:
@@ -75,54 +382,111 @@ class Case:
         return plan_serving(self._server())
 
     def _server(self) -> Server:
-        model, config = self._resolve()
+        model, config = self._resolve(self._saved_settings() if self.model in model_presets() else self._own_settings())
         gpu = find_gpu(self.gpu)
         scheme = find_scheme(self.scheme) if self.scheme else _usual_scheme(config, gpu)
         batch = config.batch if "--batch" in _names(self.settings) else 1
         return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
-    def _resolve(self) -> tuple[Architecture, Config]:
-        """The model's layers, and the settings with the defaults of a plan."""
-        own = self._own_settings()
+    def _resolve(self, own: Config | None) -> tuple[Architecture, Config]:
+        """The model's layers, and its `own` settings, or those given with the defaults of a plan."""
+        given = _names(self.settings)
         if own is not None:
-            return find_architecture("" if own.model in BUILT_IN_MODELS else own.model, own), own
+            if own.model not in BUILT_IN_MODELS:
+                return find_architecture(own.model, own), own
+            return replace(find_architecture("", own), name=self.model), own
         config = Config.load(None, self.settings)
-        model, given = find_architecture(self.model, config), _names(self.settings)
+        model = find_architecture(self.model, config)
         _check_fixed(model, config, given)
         values: dict[str, object] = {}
         if "--context" not in given:
             values["context"] = min(model.context, CONTEXT)
-        if not {"--compile.blocks", "--no-compile.blocks", "--compile"} & given:
+        if not {"--compile.blocks", "--no-compile.blocks"} & given:
             values["compile.blocks"] = True
+        if "--parallel.gather-dtype" not in given:  # as the presets of training: FP32 would slow BF16 more than FP8
+            values["parallel.gather_dtype"] = "bf16"
         if "--batch" not in given and self.gpus >= 1:
             values["batch"] = find_degrees(config.parallel, self.gpus).data
         return model, config.change(**values)
 
     def _own_settings(self) -> Config | None:
-        """The settings of a run, a TOML file or a preset of octavo train; None for another model."""
+        """The settings of a run, a file or a preset of octavo train; None for another model.
+
+        On more GPUs than a preset has sequences in a micro-batch, it gets more of them, and fewer micro-batches.
+        """
+        if self.model not in PRESETS:
+            return self._saved_settings()
+        config = Config.load(self.model, self.settings)
+        data = find_degrees(config.parallel, self.gpus).data if self.gpus >= 1 else 1
+        fits = "--batch" in _names(self.settings) or config.batch % data == 0
+        return config if fits else _shared(config, max(config.batch // data, 1), data)
+
+    def _saved_settings(self) -> Config | None:
+        """The settings of a run or a TOML file; None for another model."""
         run = RunFolder(Path(self.model))
         if run.has_model:
             return read_settings(run).replace(self.settings)
-        if self.model.endswith(".toml") or (self.model in PRESETS and self.model not in model_presets()):
-            return Config.load(self.model, self.settings)
-        return None
+        return Config.load(self.model, self.settings) if self.model.endswith(".toml") else None
 
 
-def make_cases(case: Case, compare: str) -> list[tuple[str, Case]]:
-    """The cases of `compare`, NAME=VALUE,VALUE: each a label and a case that differs from `case` in that setting.
+def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:
+    """The cases of a comparison: each a label, and a case that differs from `case` in the settings that are compared.
 
-    NAME is a setting of training, or model, gpu, gpus, network, scheme, kv-cache or attention. An empty `compare` gives
-    the case alone.
-
-    Raises:
-        ValueError: `compare` is of another form.
+    Each of `compare` is NAME=VALUE,VALUE; several give every combination, and none the case alone. NAME is a setting of
+    training, or model, gpu, gpus, network, scheme, kv-cache or attention.
     """
-    if not compare:
-        return [(case.model, case)]
-    name, _, values = compare.partition("=")
-    if not name or not all(values.split(",")):
-        raise ValueError(f"--compare must be NAME=VALUE,VALUE such as recipe=bf16,rowwise; got {compare!r}")
-    return [(f"{name} {value}", _with(case, name, value)) for value in values.split(",")]
+    cases = [("", case)]
+    for each in compare:
+        name, _, values = each.partition("=")
+        if not name or not all(values.split(",")):
+            raise ValueError(f"--compare must be NAME=VALUE,VALUE such as recipe=bf16,rowwise; got {each!r}")
+        cases = [
+            (f"{label}, {name} {value}".removeprefix(", "), _with(before, name, value))
+            for label, before in cases
+            for value in values.split(",")
+        ]
+    return [(label or case.model, each) for label, each in cases]
+
+
+def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
+    """The runs that train on so many tokens in so many days, the cheapest first: of each recipe with the fewest GPUs.
+
+    What the settings leave open is searched: the recipe, activation checkpointing and the sequences of each GPU. If no
+    number of GPUs is enough, a ValueError names the fastest run.
+    """
+
+    def choices(setting: str, values: Sequence[str]) -> list[dict[str, Any]]:
+        """The values of a setting that the search tries; none but its own if it is given."""
+        return [{}] if f"--{setting.replace('_', '-')}" in given else [{setting: value} for value in values]
+
+    given, fault = _names(case.settings), None
+    recipes = [
+        (each, list[TrainingPlan]()) for each in choices("recipe", RECIPES if find_gpu(case.gpu).fp8 else ["bf16"])
+    ]
+    shares = [0] if "--batch" in given else [1, 2, 4, 8]
+    fastest: TrainingPlan | None = None
+    for gpus in SIZES:
+        try:
+            first = replace(case, gpus=gpus).training()
+        except ValueError as error:  # degrees that this number does not have
+            fault = error
+            continue
+        for recipe, found in (each for each in recipes if len(each[1]) < ENOUGH):
+            modes = choices("activation_checkpointing.mode", CHECKPOINTING)
+            runs = [first.changed(sequences=n, **(recipe | mode)) for mode in modes for n in shares]
+            if fit := [plan for plan in runs if plan and plan.fits]:
+                best = max(fit, key=lambda plan: plan.tokens_per_second)
+                fastest = best if fastest is None else min(fastest, best, key=lambda plan: plan.days(tokens))
+                found += [best] if best.days(tokens) <= days else []
+    if fastest is None:
+        advice = "give --optimizer.state 8bit, or a GPU with more memory"
+        raise fault or ValueError(f"{case.model} fits on no number of GPUs up to {SIZES[-1]:,}: {advice}")
+    if not any(found for _, found in recipes):
+        raise ValueError(
+            f"no number of GPUs up to {SIZES[-1]:,} trains on {tokens:g} tokens in {days:g} days: {fastest.gpus} take "
+            f"{fastest.days(tokens):,.1f} days. Give more days, or a GPU that is faster"
+        )
+    return sorted((plan for _, found in recipes for plan in found), key=lambda plan: -plan.tokens_per_second)
 
 
 def plan_schemes(case: Case) -> list[ServingPlan]:
@@ -177,6 +541,8 @@ def _names(settings: Sequence[str]) -> set[str]:
 
 
 def parse_count(text: str) -> float | None:
-    """A number such as 7B, 1.5T or 300M; None if `text` is no such number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])", text, re.IGNORECASE)
-    return float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found else None
+    """A number such as 7B, 1.5T, 300M, 1e12 or 50000; None if `text` is no such number."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT])|\d+(?:\.\d+)?e\+?\d\d?|\d{4,15}", text, re.IGNORECASE)
+    if found is None:
+        return None
+    return float(found[1]) * {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[found[2].upper()] if found[1] else float(text)

@@ -3,8 +3,8 @@
 Two moments can be the peak. At the start of the backward pass all activations are there; at its end, all gradients are.
 (With an accumulation the gradients of earlier micro-batches are there throughout.) Each is the sum of
 
-    states        weights, FP8 copies, gradients, moments (`octavo.plan.states`)
-    activations   what all blocks save (`octavo.plan.activations`)
+    states        weights, FP8 copies, gradients, moments (`octavo.plan.setup`)
+    activations   what all blocks save
     block         the temporary tensors of one block's backward pass, and what it computes again; or, when these are
                   gone, its gradients before FSDP2 reduces them
     head          the logits, or those of a chunk
@@ -15,13 +15,11 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 
 from dataclasses import dataclass, fields
 
-from octavo.numerics.granularity import ROW, TENSOR
-from octavo.plan.activations import block_bytes, checkpointed_bytes, is_fused
-from octavo.plan.architecture import Block
-from octavo.plan.attention import is_fp8
-from octavo.plan.setup import Setup
-from octavo.plan.states import BF16, FP8
-from octavo.train.blocks import unit_size
+from octavo.numerics.qtensor import ROW, TENSOR, Granularity
+from octavo.plan.model_shape import Architecture, Block, Layer
+from octavo.plan.setup import BF16, FP8, Setup
+from octavo.recipe import Recipe
+from octavo.train.settings import unit_size
 
 
 @dataclass(frozen=True)
@@ -102,16 +100,10 @@ def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
 def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     """Bytes that one block saves on one GPU; `mode` of activation checkpointing is by default that of the settings."""
     mode = mode or setup.config.activation_checkpointing.mode
-    compiled, fp8 = setup.config.compile.blocks, is_fp8(setup)
     if mode != "none":
-        each = checkpointed_bytes(block, setup.model, setup.recipe, mode, setup.residual, fp8_attention=fp8)
-        return each * setup.tokens / setup.degrees.tp
-    each = block_bytes(
-        block, setup.model, setup.recipe,
-        residual=setup.residual, compiled=compiled, fp8_attention=fp8, fp8_experts=setup.fp8_experts,
-    )  # fmt: skip
+        return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
     casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
-    return (each * setup.tokens + casts) / setup.degrees.tp
+    return (block_bytes(setup, block) * setup.tokens + casts) / setup.degrees.tp
 
 
 def _cast_weights(setup: Setup, block: Block) -> int:
@@ -176,3 +168,115 @@ def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
     root = wide * setup.model.outside
     reduced = 0.0 if start else 4.0 * block.parameters  # of the unit before, until this unit's are reduced
     return (unit_size(block.parameters) * (2 * gathered + reduced) + root) / setup.degrees.tp
+
+
+# ---- Bytes that the forward pass of a training step saves for the backward pass.
+#
+# For each token of a block of width K, with r bytes an element of the residual stream (4 under autocast):
+#
+#     inputs of the two norms     2 r K
+#     attention                   2 bytes an element of q, k, v and its output; 4 a head (logarithms of sums)
+#     u, the MLP's hidden inputs  2 bytes an element (of gate and up both)
+#     inputs of GEMMs             what dw reads: a byte an element and its scales, or 2 bytes in BF16
+#
+# Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again, and save none of the
+# GEMMs' inputs. The input of the attention's output projection is the output of the attention, saved once, unless a
+# recipe casts it for dw alone.
+# Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
+# again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
+# Compiled code saves the input of several layers once, but not where each of them casts it by a history of its own.
+# Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
+
+
+def block_bytes(setup: Setup, block: Block) -> float:
+    """Bytes a token that one block saves without activation checkpointing."""
+    model, a = setup.model, block.attention
+    return (
+        2 * setup.residual * model.width
+        + 2 * 4 * (2 if model.layer_norm else 1)
+        + (1 if setup.fp8_attention else 2) * (a.queries + a.keys + a.values + a.output)
+        + 4 * a.heads
+        + _hidden_bytes(setup, block)
+        + sum(_input_bytes(setup, group) for group in block.groups)
+    )
+
+
+def is_fused(model: Architecture, recipe: Recipe) -> bool:
+    """Whether the model's norms and activations quantize in the pass that computes them."""
+    return model.fused and recipe.fusable is not None
+
+
+def _hidden_bytes(setup: Setup, block: Block) -> float:
+    """What the activation and, in a block of experts, the last layer save."""
+    u, routed, compiled = block.activated, _routed(block), setup.config.compile.blocks
+    fused = setup.fp8_experts if routed else is_fused(setup.model, setup.recipe)
+    activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
+    outputs = 2.0 if setup.fp8_experts else 0.0 if compiled else 4.0  # bytes of each expert's
+    return 2.0 * (u + activated) + outputs * routed * setup.model.width
+
+
+def _routed(block: Block) -> int:
+    """Experts of a token."""
+    return max((layer.active for layer in block.layers if layer.copies > 1), default=0)
+
+
+def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
+    """Bytes a token of the input of layers that read the same one."""
+    recipe, fp8_attention = setup.recipe, setup.fp8_attention
+    name, elements, experts = group[0].group, group[0].inputs * group[0].active, group[0].copies > 1
+    if experts and setup.fp8_experts:
+        return element_bytes(elements, recipe) if name == "up" else 0.0
+    if experts:
+        return 2.0 * elements
+    converted = recipe.quantized and name != "router"
+    if is_fused(setup.model, recipe):  # norm outputs and h: only their scales
+        return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0
+    if name == "o" and (not converted or recipe.dw is None):
+        return 2.0 * elements if fp8_attention else 0.0
+    if name == "o" and not fp8_attention and _casts_again(recipe):
+        return element_bytes(elements, recipe) - elements  # only the scales
+    times = 1 if setup.config.compile.blocks and not _has_history(recipe) else len(group)
+    return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
+
+
+def _casts_again(recipe: Recipe) -> bool:
+    """Whether dw can read bytes that are made of a saved input again."""
+    return recipe.quantizes_x_once and recipe.dw is not None and recipe.dw.b.rounding == "nearest"
+
+
+def _has_history(recipe: Recipe) -> bool:
+    """Whether each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
+    return recipe.dw is not None and recipe.dw.b.history is not None
+
+
+def element_bytes(elements: int, recipe: Recipe) -> float:
+    """Bytes of the input x [elements] of a token, as dw reads it."""
+    if recipe.dw is None:
+        return 2.0 * elements
+    return elements + scale_bytes(recipe.dw.b.granularity, elements)
+
+
+def scale_bytes(granularity: Granularity, elements: int) -> float:
+    """Bytes of the scales of a row of so many elements."""
+    if granularity == TENSOR:
+        return 0.0
+    if granularity == ROW:
+        return 4.0
+    return 4.0 * elements / (granularity.cols or elements)
+
+
+def checkpointed_bytes(setup: Setup, block: Block, mode: str) -> float:
+    """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
+
+    A block of Octavo's models has two inputs: the residual stream, and the output of the last MLP, which is not added
+    yet.
+    """
+    inputs = (setup.residual + 2.0) * setup.model.width
+    if mode == "full":
+        return inputs
+    gemms = block.groups if is_fused(setup.model, setup.recipe) else [(layer,) for layer in block.layers]
+    if len(gemms) % 2:  # the last output is an input of the next block, which is counted
+        gemms = gemms[:-1]
+    outputs = sum(layer.outputs * layer.active for group in gemms[::2] for layer in group)
+    bytes_of_output = 3.0 if setup.fp8_attention else 2.0  # in FP8 both for the layer and the gradient
+    return inputs + bytes_of_output * block.attention.output + 4.0 * block.attention.heads + 2.0 * outputs

@@ -12,17 +12,237 @@ fitted to the decoding steps of bench/results/gpu_serve.json and gpu_weight_only
 from the data sheet.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-from octavo.artifact.packed.scheme import FUSED
-from octavo.plan.architecture import Block, Layer
-from octavo.plan.attention import attention_seconds, fp8_speed
-from octavo.plan.communication import Links
-from octavo.plan.rates import forward_seconds
-from octavo.plan.schemes import MEASURED, weight_bytes
-from octavo.plan.server import Server, check_server
+from octavo.checkpoint.scheme import CHANNEL, FUSED, INT8, SCHEMES, WEIGHT, Scheme, find_gemm, get_scheme, scheme_on
+from octavo.ops.dispatch import SHORTEST_PROMPT
+from octavo.ops.launching import ARCHITECTURES
+from octavo.plan.model_shape import Architecture, Block, Layer
+from octavo.plan.setup import attention_seconds, find_origins, fp8_limit
+from octavo.plan.step_time import Links
+from octavo.rates.measured import (
+    Gpu,
+    forward_seconds,
+    fp8_speed,
+    interpolate_along,
+    measured_experts_like,
+    measured_speeds,
+)
 from octavo.recipe import Recipe
+
+# ---- The packing schemes of a served model: the bytes of packed weights, and the speed of their GEMMs over that of
+# BF16.
+#
+# The speed was measured by the number of tokens, of the linear layers of Llama-3-8B together on an H200, with the
+# quantization of their inputs (`octavo.rates.measured`). Experts have the speed of the measured layer of experts whose
+# matrices are the most alike in size. Between two numbers of tokens it is interpolated; beyond them it is that of the
+# nearest. Two schemes stand in for one that was not measured, or that has another GEMM on the GPU of the plan:
+#
+#     channel   if the GEMM takes eight-bit inputs
+#     weight    if it takes inputs in BF16
+
+
+BF16 = "bf16"
+NAMES = (BF16, *SCHEMES)
+MEASURED = "hopper"  # the architecture of the GPU that the speeds were measured on
+# A weight that is widened in memory for each call is read in one byte, written in two and read in two.
+WIDENED = 2 / 5
+
+
+@dataclass(frozen=True)
+class SchemeSpeeds:
+    """The speed of a scheme on a GPU, as a multiple of that of BF16.
+
+    `gemm` is the backend of the linear layers, "weight-only" if it takes inputs in BF16. `points` are speeds by the
+    number of tokens, of which `least` are the fewest that were measured for the scheme (None: it was not measured); for
+    fewer it has the speed of the scheme `instead`.
+    """
+
+    gemm: str
+    points: Mapping[int, float]
+    least: int | None
+    instead: str
+
+    def at(self, tokens: int) -> float:
+        return interpolate_along(self.points, tokens)
+
+    def is_measured(self, tokens: int) -> bool:
+        return self.least is not None and tokens >= self.least
+
+
+def find_scheme(name: str) -> Scheme | None:
+    """The scheme of that name, None for bf16; a ValueError names the choices."""
+    if name not in NAMES:
+        raise ValueError(f"--scheme must be one of {', '.join(NAMES)}; got {name!r}")
+    return None if name == BF16 else get_scheme(name)
+
+
+def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -> SchemeSpeeds:
+    """The speeds of `scheme` on `gpu`, of dense layers or of `experts`; the scheme None is BF16."""
+    if scheme is None:
+        return SchemeSpeeds(BF16, {1: 1.0}, 1, BF16)
+    cast, gemm = _gemm_on(scheme, gpu.architecture)
+    if not cast and gemm == "dequantized":
+        wide = {m: speed for m, speed in _points(WEIGHT.name, None).items() if m >= 512}
+        return SchemeSpeeds("dequantized", {1: WIDENED, **wide}, None, WEIGHT.name)
+    instead = CHANNEL if cast else WEIGHT
+    own = _points(scheme.name, experts) if (cast, gemm) == _gemm_on(scheme, MEASURED) else {}
+    others = _points(instead.name, experts) or _points(instead.name, None)
+    return SchemeSpeeds(gemm if cast else "weight-only", others | own, min(own, default=None), instead.name)
+
+
+def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
+    """Whether the GEMM of `scheme` takes eight-bit inputs, and its backend."""
+    place = ARCHITECTURES[architecture]
+    cast, backend = find_gemm(scheme_on(scheme, place), place)
+    return cast is not None, backend.name
+
+
+def _points(scheme: str, experts: Layer | None) -> dict[int, float]:
+    """The measured speeds of a scheme by the number of tokens."""
+    table = measured_speeds() if experts is None else measured_experts_like(experts.inputs * experts.outputs)[1]
+    return {m: found[scheme] for m, found in table.items() if scheme in found}
+
+
+def weight_bytes(model: Architecture, scheme: Scheme | None) -> float:
+    """Bytes of the weights: the blocks' matrices packed, routers and all else in BF16."""
+    if scheme is None:
+        return 2.0 * model.parameters
+    packed = [(block.count * layer.copies, layer) for block in model.blocks for layer in packed_layers(block.layers)]
+    whole = 2.0 * (model.parameters - sum(count * layer.inputs * layer.outputs for count, layer in packed))
+    return whole + sum(count * _packed_bytes(layer, scheme) for count, layer in packed)
+
+
+def packed_layers(layers: tuple[Layer, ...]) -> list[Layer]:
+    return [layer for layer in layers if layer.group != "router"]
+
+
+def _packed_bytes(layer: Layer, scheme: Scheme) -> float:
+    """Bytes of one matrix with its scales."""
+    shape = layer.outputs, layer.inputs
+    scales = math.prod(scheme.weight.granularity.scale_shape(shape)) + scheme.static
+    return float(math.prod(shape) + scales * (1 if scheme.weight.scale == "e8m0" else 4))
+
+
+def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
+    """Why `scheme` cannot pack a layer of `model`, or has no kernel on `gpu`; "" if it can be served."""
+    if scheme is None:
+        return ""
+    if _gemm_on(scheme, gpu.architecture)[1] == "emulated":
+        return f"{gpu.name} has no kernel for the scheme {scheme.name}: give --scheme channel"
+    if scheme is INT8 and model.has_experts:
+        return f"the experts of {model.name} can be packed in FP8, not int8: give --scheme channel"
+    for layer in (each for block in model.blocks for each in packed_layers(block.layers)):
+        if reason := scheme.misfit(layer.outputs, layer.inputs):
+            return f"{model.name} has a layer that the scheme {scheme.name} cannot pack: {reason}"
+    return ""
+
+
+# ---- A model as it is served: its packing scheme, its GPUs, and the texts that are generated at once.
+
+
+CACHE_BYTES = {"bf16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A model as it is served: the scheme of its packed layers (None: BF16), GPUs that share each layer, `batch` texts
+    of `context` tokens at once, and the dtypes (bf16, fp8) of keys and values and of the attention of prompts."""
+
+    model: Architecture
+    scheme: Scheme | None
+    gpu: Gpu
+    gpus: int
+    batch: int
+    context: int
+    cache: str
+    attention: str
+
+    @cached_property
+    def speeds(self) -> SchemeSpeeds:
+        return find_speeds(self.scheme, self.gpu)
+
+    @cached_property
+    def expert_speeds(self) -> SchemeSpeeds | None:
+        """Of the experts, if the model has any: all have one shape, or its transpose."""
+        layers = (layer for block in self.model.blocks for layer in block.layers if layer.copies > 1)
+        experts = next(layers, None)
+        return None if experts is None else find_speeds(self.scheme, self.gpu, experts)
+
+    def speed(self, layer: Layer, tokens: int) -> float:
+        """The speed of a layer as a multiple of that in BF16, for so many tokens, routed ones counted once."""
+        if layer.group == "router":
+            return 1.0
+        return (self.speeds if layer.copies == 1 or self.expert_speeds is None else self.expert_speeds).at(tokens)
+
+    @property
+    def unmeasured(self) -> list[str]:
+        """The parts of the speeds that were not measured for this scheme."""
+        tokens = {"prompts": self.prompt_tokens, "new tokens": self.batch}
+        found = [name for name, count in tokens.items() if not self.speeds.is_measured(count)]
+        experts = self.expert_speeds is not None and not all(map(self.expert_speeds.is_measured, tokens.values()))
+        return [*found, "experts"] if experts else found
+
+    @property
+    def is_cast_fused(self) -> bool:
+        """Whether norms and activations write the inputs of GEMMs in eight bits."""
+        return self.scheme in (CHANNEL, INT8) and self.speeds.gemm not in ("weight-only", "dequantized")
+
+    @property
+    def scheme_name(self) -> str:
+        return BF16 if self.scheme is None else self.scheme.name
+
+    @property
+    def attention_limit(self) -> str:
+        """Why prompts do not attend in FP8, if they are to; "" if they do."""
+        if self.context < SHORTEST_PROMPT:
+            return f"prompts of {self.context:,} tokens are shorter than {SHORTEST_PROMPT:,}"
+        return fp8_limit(self.model, self.gpu)
+
+    @property
+    def is_fp8_attention(self) -> bool:
+        return self.attention == "fp8" and not self.attention_limit
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def cache_bytes(self) -> float:
+        """Bytes of the keys and values of one token on one GPU."""
+        return cache_bytes(self.model, self.cache) / self.gpus
+
+
+def cache_bytes(model: Architecture, cache: str) -> float:
+    """Bytes of the keys and values of one token."""
+    return sum(block.count * block.attention.cache_features for block in model.blocks) * float(CACHE_BYTES[cache])
+
+
+def check_server(server: Server) -> None:
+    """Raise a ValueError for a model without vocabulary, an impossible size, or a scheme that does not fit."""
+    model, gpus, batch, context = server.model, server.gpus, server.batch, server.context
+    if not model.vocabulary:
+        raise ValueError(f"--serve is for language models, and {model.name} has no vocabulary: leave it out")
+    for option, value, known in (("kv-cache", server.cache, CACHE_BYTES), ("attention", server.attention, CACHE_BYTES)):
+        if value not in known:
+            raise ValueError(f"--{option} must be one of {', '.join(known)}; got {value!r}")
+    if min(gpus, batch, context) < 1:
+        raise ValueError(f"--gpus, --batch and --context must be at least 1; got {gpus}, {batch} and {context}")
+    if context > model.context:
+        raise ValueError(f"--context must be at most the {model.context} tokens of {model.name}; got {context}")
+    heads = model.blocks[0].attention.heads
+    if heads % gpus:
+        raise ValueError(f"--gpus must divide the {heads} heads of {model.name}; got {gpus}")
+    if reason := refusal(model, server.scheme, server.gpu):
+        raise ValueError(reason)
+
+
+# ---- The memory and the speed of a served model: weights, keys and values, the prompt, and each new token.
+
 
 # Of the rate of a copy, that the GEMMs of one token reach in BF16 (the kernels of bench/results/gpu_serve.json).
 READ_SHARE = 0.887
@@ -31,19 +251,9 @@ LAUNCHES, FUSED_LAUNCHES = 40e-6, 15e-6  # seconds a block
 
 @dataclass(frozen=True)
 class ServingPlan:
-    """Memory of one GPU in bytes, and speed.
-
-    Attributes:
-        gpu: the name of each GPU.
-        scheme: of the linear layers, or "bf16".
-        gemm: the backend of the linear layers, "bf16", or "weight-only" for inputs in BF16.
-        attention: of the prompts, bf16 or fp8.
-        prefill_seconds: of the prompts of the whole batch.
-        step_seconds: of one new token of each sequence, at the full context.
-        largest_batch: sequences of the context that fit.
-        measured: whether the speed of the packed layers was measured on such a GPU, for the prompts and new tokens.
-        origins: for each kind of figure, whether it rests on measurements or on the data sheet.
-    """
+    """Memory of one GPU in bytes, and speed: `prefill_seconds` of the prompts of the whole batch, `step_seconds` of one
+    new token of each text at the full context. `measured` says whether the speed of the packed layers was measured on
+    such a GPU; `origins` say it of each kind of figure."""
 
     model: str
     gpu: str
@@ -69,12 +279,7 @@ class ServingPlan:
 
 
 def plan_serving(server: Server) -> ServingPlan:
-    """Plan to serve a model.
-
-    Raises:
-        ValueError: a model without a vocabulary, a size that is not possible, a scheme that cannot pack a layer of the
-            model, or that the GPU has no kernel for.
-    """
+    """Plan to serve a model. `check_server` says what is refused."""
     check_server(server)
     model, gpu, batch, context = server.model, server.gpu, server.batch, server.context
     weights = weight_bytes(model, server.scheme) / server.gpus
@@ -181,7 +386,10 @@ def _exchange_seconds(server: Server, rows: int) -> float:
 
 
 def _origins(server: Server) -> dict[str, str]:
-    found = dict(server.gpu.origins)
+    rows = server.prompt_tokens
+    layers = [layer for block in server.model.blocks for layer in block.layers]
+    products = [((rows * each.active // each.copies, each.inputs, each.outputs), each.copies) for each in layers]
+    found = find_origins(server.model, server.gpu, Recipe("bf16"), products)
     if server.scheme is not None:
         found["packed layers"] = _speed_origin(server)
     if server.is_fp8_attention:

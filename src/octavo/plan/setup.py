@@ -1,28 +1,122 @@
 """A training run as it is planned: the model, the recipe, the GPUs, and the settings of `octavo train`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.plan.architecture import Architecture
-from octavo.plan.gemms import check_gemms, chosen_recipe, has_grouped_gemms
-from octavo.plan.hardware import Gpu
-from octavo.plan.states import States, states_of
-from octavo.recipe import Recipe
+from octavo.ops.dispatch import (
+    GRADIENT_TILE,
+    Backend,
+    fp8_attention_limit,
+    gemm_backends,
+    grouped_backends,
+    in_formats_of,
+)
+from octavo.ops.launching import ARCHITECTURES
+from octavo.plan.model_shape import Architecture, Attention, Block
+from octavo.rates.measured import Gpu, Shape, fp8_speed, product_origin
+from octavo.recipe import Recipe, get_recipe
 from octavo.train.config import Config
-from octavo.train.loss import LARGE_VOCABULARY
-from octavo.train.mesh import Degrees, find_degrees
+from octavo.train.settings import AttentionSettings, Degrees, OptimizerSettings, find_degrees
+
+# ---- The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too.
+
+
+def chosen_recipe(recipe: str | Recipe, gpu: Gpu) -> Recipe:
+    """The recipe of a setting; "auto" is `rowwise` where the GPU has FP8 GEMMs, else `bf16`."""
+    return get_recipe(("rowwise" if gpu.fp8 else "bf16") if recipe == "auto" else recipe)
+
+
+def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, Backend]:
+    """The backends of y, dx and dw of `recipe`, in the eight-bit formats of `gpu`."""
+    architecture = ARCHITECTURES[gpu.architecture]
+    return gemm_backends(in_formats_of(architecture, recipe), architecture)
+
+
+def has_grouped_gemms(recipe: Recipe, gpu: Gpu) -> bool:
+    """Whether experts run in FP8 by `recipe` on `gpu`."""
+    architecture = ARCHITECTURES[gpu.architecture]
+    found = grouped_backends(in_formats_of(architecture, recipe), architecture)
+    return bool(found) and all(backend.name != "none" for backend in found.values())
+
+
+def check_gemms(recipe: Recipe, gpu: Gpu) -> None:
+    """Raise a ValueError if `gpu` lacks a GEMM of `recipe`."""
+    if recipe.quantized and gpu.fp8 is None:
+        raise ValueError(f"{gpu.name} has no FP8 GEMMs, which the recipe {recipe.name} needs: give --recipe bf16")
+    for gemm, backend in find_gemms(recipe, gpu).items():
+        if backend.name == "none":
+            raise ValueError(
+                f"{gpu.name} has no GEMM for {gemm} of the recipe {recipe.name} ({backend.reason}): give "
+                "--recipe rowwise, or another of those that `octavo doctor --gpu` shows for it"
+            )
+
+
+# ---- Bytes of weights, gradients and optimizer states, by the settings of the table `[optimizer]`.
+#
+# FP8 saves no memory of weights by itself: w_q, its transpose and a gradient in the dtype of the GEMMs are 1 + 1 + 2
+# bytes beside the 16 of FP32 weights, gradients, m and v. They are all that the GPU holds when the CPU has the rest.
+# Octavo has neither the transposed copy nor the second gradient: 16 bytes, and one for w_q (`octavo.scales.cast_once`).
+
+
+FP32, BF16, FP8 = 4.0, 2.0, 1.0
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of a parameter: its weight, gradient, AdamW's two moments, and copies of a linear layer's weight for FP8
+    GEMMs. If `offloaded`, the CPU's memory has all but the copies."""
+
+    weight: float
+    gradient: float
+    moments: float
+    copies: float = 0.0
+    offloaded: bool = False
+
+    @property
+    def total(self) -> float:
+        return self.weight + self.gradient + self.moments + self.copies
+
+    @property
+    def on_gpu(self) -> float:
+        return self.copies if self.offloaded else self.total
+
+
+KNOWN_STATES = {
+    "AdamW in FP32": States(FP32, FP32, 2 * FP32),
+    "FP8 copies beside FP32 masters": States(FP32, FP32, 2 * FP32, copies=2 * FP8 + BF16),
+    "the same, masters and optimizer offloaded": States(FP32, FP32, 2 * FP32, copies=2 * FP8 + BF16, offloaded=True),
+}
+
+
+def states_of(optimizer: OptimizerSettings, recipe: Recipe, *, accumulate: int) -> States:
+    """The states that `octavo train` has with these settings."""
+    gradient = optimizer.weight_bytes if accumulate == 1 else FP32
+    copies = FP8 if recipe.repeatable_w is not None else 0.0  # of `octavo.scales.cast_once`
+    return States(optimizer.weight_bytes, gradient, optimizer.moment_bytes, copies, optimizer.offload)
+
+
+def own_states() -> dict[str, States]:
+    """Ways to train in `octavo train` that differ in their states, from the default to the smallest."""
+    recipe = Recipe("bf16")
+    ways = {
+        "octavo, default": OptimizerSettings(),
+        "octavo, optimizer.state = 8bit": OptimizerSettings(state="8bit"),
+        "octavo, also optimizer.weights = bf16": OptimizerSettings(state="8bit", weights="bf16"),
+        "octavo, optimizer.offload": OptimizerSettings(offload=True),
+    }
+    return {name: states_of(settings, recipe, accumulate=1) for name, settings in ways.items()}
+
+
+# ---- A training run as it is planned: the model, the recipe, the GPUs, and the settings of `octavo train`.
+
+
+MOST_GPUS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A training run, before it exists.
-
-    Attributes:
-        model: its layers.
-        recipe: of its linear layers.
-        gpu: each of the GPUs.
-        config: the settings; `batch` counts the sequences of all GPUs in a micro-batch.
-        degrees: how the GPUs share weights and data.
-    """
+    """A training run, before it exists. `batch` of its settings counts the sequences of all GPUs in a micro-batch; the
+    `degrees` say how the GPUs share weights and data."""
 
     model: Architecture
     recipe: Recipe
@@ -39,6 +133,11 @@ class Setup:
     def fp8_experts(self) -> bool:
         """Whether experts run in FP8."""
         return has_grouped_gemms(self.recipe, self.gpu)
+
+    @property
+    def fp8_attention(self) -> bool:
+        """Whether attention runs in FP8."""
+        return self.config.attention.precision == "fp8" and not training_limit(self)
 
     @property
     def states(self) -> States:
@@ -58,7 +157,7 @@ class Setup:
 
     @property
     def sent_gradient(self) -> float:
-        """Bytes of a gradient that FSDP2 sends: of a BF16 one two (`octavo.dist.send_bf16_gradients`)."""
+        """Bytes of a gradient that FSDP2 sends: of a BF16 one two (`octavo.distributed.send_bf16_gradients`)."""
         return float(self.residual) if self.degrees.dp_shard > 1 else 4.0
 
     @property
@@ -68,19 +167,14 @@ class Setup:
 
     @property
     def chunked(self) -> bool:
-        choice = self.config.loss.logits
-        return choice == "chunked" or (choice == "auto" and self.model.vocabulary >= LARGE_VOCABULARY)
+        return self.config.loss.is_chunked(self.model.vocabulary)
 
 
 def make_setup(model: Architecture, config: Config, gpu: Gpu, gpus: int) -> Setup:
-    """The setup of a run on `gpus` GPUs.
-
-    Raises:
-        ValueError: no such number of GPUs; degrees that do not fit it, the model or the batch; a context that the model
-            does not have; or a recipe that the GPU has no GEMMs for.
-    """
-    if gpus < 1:
-        raise ValueError(f"--gpus must be at least 1; got {gpus}")
+    """The setup of a run on `gpus` GPUs. A ValueError says which number of GPUs, degree, batch, context or recipe does
+    not fit the model or the GPU."""
+    if not 1 <= gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus must be from 1 to {MOST_GPUS:,}, more than any machine has; got {gpus:,}")
     recipe = chosen_recipe(config.recipe, gpu).in_bf16(*config.bf16_gemms)
     check_gemms(recipe, gpu)
     if config.context > model.context:
@@ -108,3 +202,96 @@ def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> Non
                 f"--parallel.tp must divide {name} of {model.name}, {size}; got {degrees.tp}: it can be "
                 f"{', '.join(map(str, divisors))}"
             )
+
+
+# ---- The attention of a plan, in BF16 or in FP8: its time, where it runs in FP8, and by how much that is faster.
+#
+# The forward pass is two GEMMs and the backward pass five, each of 2 FLOPs for a query, a key and an element of a head:
+# 14 T S H FLOPs for T tokens of texts of S, with H elements in all heads. Kernels compute whole tiles of TILE tokens.
+# In causal attention a query sees (S + TILE) / 2 keys. cuDNN has kernels for heads of 64, 128, 192 and 256 elements
+# (github.com/NVIDIA/cudnn-frontend/issues/378); other heads are padded with zeros to the next.
+#
+# Each pass also takes an exponential of each score, T S of them a head, whatever the width of the head. They run on
+# other units than the products, and between them: Shah et al. (arXiv:2407.08608) count 3.9 * 10^12 exponentials a
+# second of an H100 beside 989 * 10^12 FLOPs. So narrow heads have a lower rate in FLOPs.
+#
+# The products run at the rate of `octavo.rates.measured`, which was measured with heads of 128 elements. Around those
+# of the backward pass, cuDNN has kernels that only move bytes: one multiplies dO with O and zeroes dq in FP32, one
+# casts dq to BF16, and one sums dk and dv over the query heads that share a key head. The speed of FP8 over BF16 was
+# measured by the length of a text (bench.gpu.attention, casts included; `make docs` writes attention_speeds.json) with
+# 32 heads of queries and 8 of keys. Between two lengths it is interpolated; beyond them it is that of the nearest.
+
+
+TILE = 128  # tokens
+EXPONENTIAL = 256  # FLOPs: Hopper's multiprocessors compute 4,096 of them, or 16 exponentials, in a clock
+MEASURED_HEAD = 128  # elements of the heads whose rate was measured
+HEADS = (64, 128, 192, 256)  # elements of the heads that cuDNN has kernels for
+FORWARD = 0.25  # of the time of the products in BF16, measured there from 4,096 tokens on; its FLOPs are 2/7
+
+
+def attention_seconds(block: Block, gpu: Gpu, tokens: int, context: int) -> tuple[float, float]:
+    """Seconds of both passes in BF16, and of the forward pass, of `tokens` tokens in texts of `context`."""
+    a, whole = block.attention, -(-context // TILE) * TILE
+    keys = (whole + TILE) / 2 if a.causal else whole
+    heads = a.heads * (_padded(a.queries // a.heads) + _padded(a.output // a.heads))
+    products = 7 * heads  # FLOPs of a query and a key
+    measured = 14 * MEASURED_HEAD
+    as_measured = (products + 2 * EXPONENTIAL * a.heads) * measured / (measured + 2 * EXPONENTIAL)
+    seconds = tokens * whole / context * keys * as_measured / gpu.attention_rate
+    return seconds + tokens * gradient_bytes(a) / gpu.copy_rate, FORWARD * seconds
+
+
+def gradient_bytes(attention: Attention) -> float:
+    """Bytes that the backward pass moves beside its products, for each token."""
+    a = attention
+    shared = 2 * (a.queries + a.output + a.keys + a.values) if a.keys < a.queries else 0
+    return 4 * a.output + (4 + 6) * a.queries + shared
+
+
+def _padded(head: int) -> int:
+    return next((size for size in HEADS if size >= head), head)
+
+
+def find_origins(
+    model: Architecture, gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int]]
+) -> dict[str, str]:
+    """For each rate, whether it was measured for the shapes of such a model or follows from the data sheet.
+
+    `products` are (M, K, N) and the copies of each GEMM.
+    """
+    found, a = {"matrix products": product_origin(gpu, recipe, products), **gpu.origins}, model.blocks[0].attention
+    sizes = {a.queries // a.heads, a.output // a.heads}
+    if gpu.attention and not (a.causal and sizes == {MEASURED_HEAD}):
+        heads = f"{'causal' if a.causal else 'bidirectional'} heads of {' and '.join(map(str, sorted(sizes)))}"
+        found["attention"] = f"from that of causal heads of {MEASURED_HEAD}, by FLOPs; {heads} were not measured"
+    return found
+
+
+def fp8_limit(model: Architecture, gpu: Gpu) -> str:
+    """Why the attention of `model` does not run in FP8 on `gpu`; "" if it does."""
+    a = model.blocks[0].attention
+    if not a.causal:
+        return f"FP8 attention is causal, and that of {model.name} is not"
+    if a.queries != a.output:
+        return f"FP8 attention takes queries and values of one size, and those of {model.name} differ"
+    return fp8_attention_limit(ARCHITECTURES[gpu.architecture], a.queries // a.heads)
+
+
+def training_limit(setup: Setup) -> str:
+    """Why the attention of a training run is not in FP8, although its settings ask for it; "" if it is."""
+    context, shortest = setup.config.context, setup.config.attention.shortest
+    if context < shortest:
+        return f"texts of {context:,} tokens are shorter than attention.shortest, {shortest:,}"
+    if context % GRADIENT_TILE:
+        return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
+    return fp8_limit(setup.model, setup.gpu)
+
+
+def speed_if_fp8(setup: Setup) -> float | None:
+    """The speed of attention in FP8, forward and backward, as a multiple of that in BF16.
+
+    None where attention does not run in FP8, or texts are shorter than those that it is meant for.
+    """
+    context = setup.config.context
+    long = context >= AttentionSettings().shortest and context % GRADIENT_TILE == 0
+    return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None

@@ -1,31 +1,28 @@
 """The time of a training step, by part: a roofline with measured ceilings.
 
-linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.plan.rates`)
-attention       its FLOPs at the measured rate (`octavo.plan.attention`); in FP8 over the measured speed of FP8
+linear layers   6 M K N FLOPs each at the measured rate of their shape (`octavo.rates.measured`)
+attention       its FLOPs at the measured rate (`octavo.plan.setup`); in FP8 over the measured speed of FP8
 head            6 T K V FLOPs at the rate of BF16; with chunks its forward and backward pass are one
-memory          norms, rotary positions, activations, residual sums and the gradients of biases (`octavo.plan.passes`),
+memory          norms, rotary positions, activations, residual sums and the gradients of biases,
                 and copies of FSDP2
 recomputation   what activation checkpointing computes again: the forward pass, or the part of it that is not saved. The
                 output of a block's last GEMM is no input of any gradient, and is not computed again
 optimizer       bytes of weights, gradients and moments, read and written once; over the link if they are offloaded
-communication   what FSDP2 and tensor parallelism cannot hide (`octavo.plan.communication`)
-waiting         by how much the host's time (`octavo.plan.host`) exceeds all of these, which are the GPU's
+communication   what FSDP2 and tensor parallelism cannot hide
+waiting         by how much the host's time exceeds all of these, which are the GPU's
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from octavo.nn.speedup.table import Shape
-from octavo.plan.activations import is_fused
-from octavo.plan.architecture import Block
-from octavo.plan.attention import attention_seconds, fp8_speed, is_fp8
-from octavo.plan.communication import Links, Training
-from octavo.plan.hardware import Gpu
-from octavo.plan.host import host_seconds
-from octavo.plan.passes import passes_seconds
-from octavo.plan.rates import forward_seconds, linear_seconds, product_seconds
-from octavo.plan.setup import Setup
+from octavo.numerics.qtensor import ROW, TENSOR
+from octavo.plan.memory import is_fused
+from octavo.plan.model_shape import Block
+from octavo.plan.setup import Setup, attention_seconds
+from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
 from octavo.recipe import Recipe
+from octavo.train.settings import unit_size
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
@@ -64,11 +61,7 @@ class StepTime:
 
 
 def plan_step(setup: Setup, network: float) -> StepTime:
-    """The time of an optimizer step.
-
-    Args:
-        network: bytes a second of a GPU's network card, for more GPUs than a node has.
-    """
+    """The time of an optimizer step; `network`: bytes a second of a GPU's network card, beyond one node."""
     blocks = [(block.count, block_seconds(setup, block)) for block in setup.model.blocks]
     parts = {name: sum(count * each[name] for count, each in blocks) for name in blocks[0][1]}
     micro = setup.config.accumulate
@@ -169,7 +162,7 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
     """Seconds of both passes, and of the forward pass."""
     context = setup.config.context
     both, forward = (each / setup.degrees.tp for each in attention_seconds(block, setup.gpu, setup.tokens, context))
-    if not is_fp8(setup):
+    if not setup.fp8_attention:
         return both, forward
     return both / fp8_speed("forward and backward", context), forward / fp8_speed("forward", context)
 
@@ -235,3 +228,266 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
     beside = min(blocks, training.hidden(links, degrees.dp_shard))
     slowed = SLOWED_FP8 if setup.recipe.quantized else SLOWED_BF16
     return training.step(links, degrees.data, degrees.dp_shard) + slowed * beside
+
+
+# ---- The passes over the tokens between the GEMMs of a block: norms, the activation, and what moves bytes.
+#
+# A pass takes as long as its bytes at the rate of a copy, or as its instructions at the rate of the multiprocessors,
+# whichever is longer. SwiGLU of layers that are apart and RMS norm are bound by their bytes. GELU has an error
+# function. LayerNorm has two sums over a row, and Triton's blocks a power of two of columns: 2,048 for 1,280. Gate and
+# up of experts in BF16 are one tensor, and torch.compile computes both gradients for each of its columns.
+#
+# The instructions were counted by time: what an H200 took for such a pass alone, as compiled in BF16 by torch 2.11
+# (bench/log.md). LayerNorm was measured at a width of 1,280 alone. Octavo's fused modules have kernels of their own, of
+# which the instructions hide behind the bytes of their casts, and these are in the measured time of the layers.
+
+
+# Instructions an element, forward and backward: of GELU, and of LayerNorm with its padding.
+GELU, LAYER_NORM = (48.0, 66.0), (73.0, 52.0)
+STACKED_GATE = 134.0  # of SwiGLU's gradient, an element of h, where gate and up are one tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes and instructions for each token."""
+
+    moved: float
+    instructions: float = 0.0
+
+    def seconds(self, gpu: Gpu) -> float:
+        return max(self.moved / gpu.copy_rate, self.instructions / gpu.instruction_rate)
+
+
+def passes_seconds(setup: Setup, block: Block) -> tuple[float, float]:
+    """Seconds a token of both passes of a block, and of the forward pass."""
+    forward, backward = (sum(each.seconds(setup.gpu) for each in found) for found in block_passes(setup, block))
+    return forward + backward, forward
+
+
+def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:
+    """The passes of a block, forward and backward.
+
+    The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
+    """
+    r, width = setup.residual, setup.model.width
+    norm, activation, (forward, backward) = _norm(setup), _activation(setup, block), _moved(setup, block)
+    return (
+        [Pass((2 * r + 4) * width, norm[0])] * 2 + [activation[0], Pass(forward)],
+        [Pass((3 * r + 4) * width, norm[1])] * 2 + [activation[1], Pass(backward + bias_bytes(setup, block))],
+    )
+
+
+def _norm(setup: Setup) -> tuple[float, float]:
+    """Instructions a token of a norm, forward and backward."""
+    if not setup.model.layer_norm or is_fused(setup.model, setup.recipe):
+        return 0.0, 0.0
+    columns = 1 << (setup.model.width - 1).bit_length()
+    return LAYER_NORM[0] * columns, LAYER_NORM[1] * columns
+
+
+def _activation(setup: Setup, block: Block) -> tuple[Pass, Pass]:
+    u, hidden = block.activated, block.hidden
+    instructions = (0.0, 0.0)
+    if not block.gated and not is_fused(setup.model, setup.recipe):
+        instructions = GELU[0] * hidden, GELU[1] * hidden
+    elif block.has_experts and not setup.fp8_experts:
+        instructions = 0.0, STACKED_GATE * hidden
+    return Pass(2 * (u + hidden), instructions[0]), Pass(4 * (u + hidden), instructions[1])
+
+
+def _moved(setup: Setup, block: Block) -> tuple[float, float]:
+    """Bytes a token of rotary positions, of the parts of a projection to q, k and v, and of the order of the rows of
+    experts. Positions turn q and k as they part. Without them the parts are views, and their gradients are copied side
+    by side."""
+    a, experts = block.attention, max(layer.active for layer in block.group("down"))
+    features = a.queries + a.keys + a.values
+    sorting = 8 * experts * setup.model.width if experts > 1 else 0  # rows to their experts and back
+    if not setup.model.rotary:
+        return sorting, 4 * features + sorting
+    both = 4 * (a.queries + a.keys) + features + sorting
+    return both, both
+
+
+def bias_bytes(setup: Setup, block: Block) -> float:
+    """Bytes a token of the gradients of biases, which the measured layers do not have: sums that read dy.
+
+    In a fused MLP the dy of the layers before the activation is in eight bits: the sum reads dh and u, and computes dy
+    from them again.
+    """
+    biased = [layer for layer in block.layers if layer.bias]
+    moved = 0
+    if is_fused(setup.model, setup.recipe) and any(layer.group == "up" for layer in biased):
+        moved = 2 * (block.activated + block.hidden)
+        biased = [layer for layer in biased if layer.group != "up"]
+    return moved + 2 * sum(layer.outputs * layer.active for layer in biased)
+
+
+# ---- The time of the host in a training step: what a processor core takes to launch the work of its GPU.
+#
+#     micro-batch   blocks * (both passes + recomputation + FSDP2's hooks + the gather in eight bits)
+#     step          accumulate * micro-batch + blocks * (clipping, AdamW and the casts of the weights)
+#
+# The host runs ahead of a GPU whose work takes longer. Otherwise the GPU waits, and the step takes as long as the host.
+# This time depends on no size: a block of few tokens, or a narrow one, has it too. What is outside of the blocks takes
+# less than half of a block.
+#
+# The constants are seconds of a block of a Llama with seven linear layers, by torch 2.11, on hosts of H200s. Steps
+# without a GPU tell how the parts of a step compare (bench/log.md). Their scale is that of three whole steps of sharded
+# blocks: 59 ms (BF16) and 106 ms (`rowwise`, full activation checkpointing, the gather in eight bits) of 16 blocks that
+# are gathered in pairs, and 216 ms of 28 that are gathered one by one; and of the layer stack on one GPU (1.0 ms a
+# block in BF16, 2.35 by `rowwise`). Machines of this kind differ by 15 %. Nothing was measured for experts and for
+# tensor parallelism, which launch more: there the host takes longer than planned.
+
+
+# Forward and backward pass of a compiled block: in BF16; where norms and activations quantize; and for other recipes
+# by their scales.
+BF16, FUSED, ROWS, HISTORIES, BLOCKS = 1.1e-3, 2.3e-3, 2.9e-3, 5.0e-3, 7.7e-3
+EAGER, EAGER_FP8 = 2.0e-3, 6.6e-3
+# Recomputation, by the mode of activation checkpointing. In eager mode PyTorch decides operation by operation.
+AGAIN = {"none": 0.0, "selective": 0.15e-3, "full": 0.3e-3}
+EAGER_AGAIN = {"none": 0.0, "selective": 11e-3, "full": 4.7e-3}
+SHARDED, SHARDED_FP8 = 3.1e-3, 3.6e-3  # FSDP2's hooks in both passes: two gathers, a reduction, and their copies
+NARROW_GATHER = 1.4e-3  # gathers in eight bits have more tensors
+IN_PAIRS = 0.7  # of the time of FSDP2's hooks, where two blocks are one unit
+UPDATE, UPDATE_FP8, UPDATE_SHARDED = 0.3e-3, 0.8e-3, 0.35e-3
+
+
+def host_seconds(setup: Setup) -> float:
+    """Seconds that the host takes for a step with all its micro-batches."""
+    passes = sum(block.count * _micro_batch(setup, block) for block in setup.model.blocks)
+    return setup.config.accumulate * passes + setup.model.depth * _update(setup)
+
+
+def _micro_batch(setup: Setup, block: Block) -> float:
+    """Seconds of a block in a micro-batch."""
+    quantized, mode = setup.recipe.quantized, setup.config.activation_checkpointing.mode
+    if setup.config.compile.blocks:
+        seconds = _compiled(setup) + AGAIN[mode]
+    else:
+        seconds = (EAGER_FP8 if quantized else EAGER) + EAGER_AGAIN[mode]
+    return seconds + _hooks(setup, block)
+
+
+def _hooks(setup: Setup, block: Block) -> float:
+    """Seconds of FSDP2's hooks for a block."""
+    if not setup.sharded:
+        return 0.0
+    quantized = setup.recipe.quantized
+    seconds = SHARDED_FP8 if quantized else SHARDED
+    if quantized and setup.config.parallel.fp8_all_gather:
+        seconds += NARROW_GATHER
+    return seconds if unit_size(block.parameters) == 1 else IN_PAIRS * seconds
+
+
+def _compiled(setup: Setup) -> float:
+    recipe = setup.recipe
+    if not recipe.quantized:
+        return BF16
+    if is_fused(setup.model, recipe):
+        return FUSED
+    if recipe.scales_by_history:
+        return HISTORIES
+    granularities = {cast.granularity for cast in (recipe.x, recipe.w, recipe.dy) if cast is not None}
+    return ROWS if granularities <= {ROW, TENSOR} else BLOCKS
+
+
+def _update(setup: Setup) -> float:
+    """Seconds of a block's weights after the last micro-batch."""
+    if setup.sharded:  # a rank casts its parts of all weights in a few launches
+        return UPDATE_SHARDED
+    return UPDATE_FP8 if setup.recipe.quantized else UPDATE
+
+
+# ---- The time of a training step under FSDP2 on many GPUs, from the time that its blocks take on a few.
+#
+# FSDP2 gathers the weights of block i + 1 while block i computes, forward and backward, and reduces the gradients of a
+# block while the next one computes. So with a gather of g seconds, a reduction of s, and blocks of f and b = 2 f
+# seconds
+#
+#     forward  = g + (L - 1) max(f, g) + f
+#     backward = g + (L - 1) max(b, g + s) + b + s
+#     step     = forward + backward + root + rest + optimizer / shards
+#
+# The root (embedding and head) is gathered before the first block and reduced after the last: nothing hides it. `rest`
+# is the head's computation, which no mode speeds up. Copies in and out of the buffers of FSDP2 count as computation,
+# and NCCL's use of multiprocessors is left out.
+#
+# Where not the link is slow but each collective alone, as with few channels of NCCL, a gather and a reduction run side
+# by side: max(g, s) takes the place of g + s.
+#
+# A collective of B bytes over n GPUs takes B (n - 1) / (n rate) + latency seconds, as NCCL's ring does. The latencies
+# of a hop are those of NCCL's own model (src/graph/tuning.cc, ring, simple protocol). In a hierarchy (HSDP) n GPUs
+# share the weights. Their gradients are also summed over all groups of n: an all-reduce of B / n bytes by trees, in
+# which each GPU uses its own network card.
+
+
+NODE = 8  # GPUs of a node
+HOP, NETWORK_HOP = 3.4e-6, 14e-6  # seconds, in a node and between nodes
+NVLINK = 450e9  # bytes a second and direction of an H200 (NVIDIA's data sheet)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes.
+
+    `shared`: whether a gather and a reduction that run at the same time divide the rate. Otherwise each has all of it.
+    """
+
+    node: float
+    network: float = math.inf
+    shared: bool = True
+
+    def gather(self, size: float, world: int) -> float:
+        """Seconds of an all-gather to `size` bytes, or of a reduce-scatter from them."""
+        nodes = -(-world // NODE)
+        rate = self.node if nodes == 1 else min(self.node, self.network)
+        latency = (nodes - 1) * NETWORK_HOP + (world - nodes) * HOP
+        return size * (world - 1) / world / rate + latency
+
+    def reduce(self, size: float, groups: int) -> float:
+        """Seconds of an all-reduce of `size` bytes a GPU over so many groups, each GPU on its own network card."""
+        rate = self.network / NODE
+        return 2 * size * (groups - 1) / groups / rate + 2 * math.ceil(math.log2(groups)) * NETWORK_HOP
+
+
+@dataclass(frozen=True)
+class Training:
+    """One mode's step on one GPU: seconds of a block (both passes), of the rest (head and loss) and of the optimizer
+    for all parameters; bytes of the collectives of a block and of the root; and bytes of one gradient among these,
+    which groups of GPUs sum in FP32."""
+
+    layers: int
+    block: float
+    rest: float
+    optimizer: float
+    gathered: float
+    reduced: float
+    root_gathered: float
+    root_reduced: float
+    gradient: float = 4.0
+
+    def step(self, links: Links, world: int, shards: int | None = None) -> float:
+        """Seconds of a step on `world` GPUs, of which each `shards` (all, if None) share the weights."""
+        shards = shards or world
+        groups = world // shards
+
+        def reduction(size: float) -> float:
+            across = links.reduce(size * 4 / self.gradient / shards, groups) if groups > 1 else 0.0
+            return links.gather(size, shards) + across
+
+        g, s = links.gather(self.gathered, shards), reduction(self.reduced)
+        f, b = self.block / 3, self.block * 2 / 3
+        forward = g + (self.layers - 1) * max(f, g) + f
+        both = g + s if links.shared else max(g, s)
+        backward = g + (self.layers - 1) * max(b, both) + b + s
+        root = links.gather(self.root_gathered, shards) + reduction(self.root_reduced)
+        return forward + backward + root + self.rest + self.optimizer / shards
+
+    def sending(self, gradient: float) -> "Training":
+        """The same step with so many bytes a gradient in its reductions."""
+        share = gradient / self.gradient
+        return replace(self, reduced=self.reduced * share, root_reduced=self.root_reduced * share, gradient=gradient)
+
+    def hidden(self, links: Links, shards: int) -> float:
+        """Seconds of the collectives that can run beside the computation: those of all blocks but one."""
+        return (self.layers - 1) * (2 * links.gather(self.gathered, shards) + links.gather(self.reduced, shards))

@@ -14,12 +14,15 @@ are used along the other axis:
                             into the bytes of dy
     groups                  the bytes cannot be used: the tensor is quantized again along the other axis
 
-A Hadamard rotation belongs to a GEMM, not to one tensor: both operands are rotated along the reduction, where the two
-rotations cancel (`octavo.numerics.rotation`). `Recipe.rotate` names the GEMMs:
+A Hadamard rotation belongs to a GEMM, not to a tensor: both operands are rotated along the reduction, where the two
+rotations cancel (`octavo.numerics.scaling`), and quantized for this GEMM alone. `Recipe.rotate` names the GEMMs:
 
-    y     x and w along K, before their one quantization: dx and dw read the rotated bytes, and are rotated back along K
-    dx    dy and w along N, before their one quantization: y and dw read the rotated bytes, and are rotated back along N
-    dw    dy and x along T, quantized again for dw alone: to rotate y back along T would mix the tokens
+    y     x and w along K
+    dx    dy and w along N
+    dw    dy and x along T
+
+The other GEMMs read bytes without a rotation. From rotated bytes of x, dw would have to be rotated back along K, which
+spreads the error of the largest input over all others (docs/decisions.md).
 """
 
 from octavo.recipe.gemms import GEMMS, FusableRecipe, Gemm, Recipe
@@ -30,6 +33,7 @@ from octavo.recipe.presets import (
     PRESETS,
     ROW_W,
     ROW_X,
+    RecipeName,
     bf16,
     blockwise,
     delayed,
@@ -45,7 +49,7 @@ from octavo.recipe.presets import (
 )  # fmt: skip
 
 __all__ = [
-    "BLOCK_W", "BLOCK_X", "GEMMS", "MX_GROUPS", "PRESETS", "ROW_W", "ROW_X", "FusableRecipe", "Gemm", "Recipe", "bf16",
-    "blockwise", "delayed", "fnuz", "get_recipe", "groupwise", "mxfp8", "rowwise", "rowwise_dw_bf16", "similar_preset",
-    "tensorwise", "tensorwise_rotated",
+    "BLOCK_W", "BLOCK_X", "GEMMS", "MX_GROUPS", "PRESETS", "ROW_W", "ROW_X", "FusableRecipe", "Gemm", "Recipe",
+    "RecipeName", "bf16", "blockwise", "delayed", "fnuz", "get_recipe", "groupwise", "mxfp8", "rowwise",
+    "rowwise_dw_bf16", "similar_preset", "tensorwise", "tensorwise_rotated",
 ]  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from octavo.numerics.cast import Cast
-from octavo.recipe.fields import read_casts, read_fields
+from octavo.numerics.qtensor import Cast, parse_granularity
+from octavo.numerics.scaling import History
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
 GEMMS = tuple(_OPERANDS)
@@ -51,7 +54,7 @@ class Recipe:
         name: what reports call the recipe.
         y, dx, dw: the three GEMMs; None runs the GEMM in BF16.
         rotate: the GEMMs whose two operands are rotated along the reduction by a Hadamard matrix before they are
-            quantized, any of "y", "dx" and "dw" (`octavo.recipe`).
+            quantized, for this GEMM alone: any of "y", "dx" and "dw" (`octavo.recipe`).
         emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
 
     Attributes:
@@ -88,9 +91,9 @@ class Recipe:
                 f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
                 "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
             )
-        if self.dx is not None and self.dx.b.by_row:
-            self._check_row_dx(self.dx)
         self._check_rotation()
+        if self.dx is not None and self.dx.b.by_row and "dx" not in self.rotate:
+            self._check_row_dx(self.dx)
         if self.dw is not None and self.dw.b.by_row and "dw" not in self.rotate:
             self._check_row_dw(self.dw)
         self._check_histories()
@@ -105,30 +108,26 @@ class Recipe:
                 f"as ['y'] for x and w along K; got {self.rotate!r}"
             )
         object.__setattr__(self, "rotate", tuple(gemm for gemm in GEMMS if gemm in named))  # the dataclass is frozen
-        if unrotated := [gemm for gemm in self.rotate if not self._can_rotate(gemm)]:
+        if wide := [gemm for gemm in self.rotate if getattr(self, gemm) is None]:
             raise ValueError(
-                f"recipe {self.name}: rotate names {unrotated[0]}, of which no operand is quantized: leave it out, or "
-                f"give {unrotated[0]} casts"
+                f"recipe {self.name}: rotate names {wide[0]}, of which no operand is quantized: leave it out, or give "
+                f"{wide[0]} casts"
             )
 
-    def _can_rotate(self, gemm: str) -> bool:
-        """Whether an operand of `gemm` is quantized in the basis that its rotation gives."""
-        return self.dw is not None if gemm == "dw" else any(getattr(self, name) for name in _OPERANDS[gemm])
-
     def _check_histories(self) -> None:
-        """Each tensor has one history, that of its first quantization."""
-        again = [] if self.dx is None else [("dx.w", self.dx.b, self.w, "y.w")]
-        if self.dw is not None:
-            # A rotated dw quantizes dy and x again even by casts that are equal.
-            dy, x = (None, None) if "dw" in self.rotate else (self.dy, self.x)
-            again += [("dw.dy", self.dw.a, dy, "dx.dy"), ("dw.x", self.dw.b, x, "y.x")]
-        for where, cast, first, first_where in again:
-            if cast.history is not None and cast != first:
-                raise ValueError(
-                    f"recipe {self.name}: {where} has a history, but quantizes its tensor a second time, by the "
-                    f"tensor's own amax: leave the history out"
-                    + (f", or take the cast of {first_where} in both" if first is not None else "")
-                )
+        """Each tensor has one history, that of its first quantization; a rotated GEMM scales by its operands' amax."""
+        for name, (a, b) in _OPERANDS.items():
+            gemm: Gemm | None = getattr(self, name)
+            for operand, cast in () if gemm is None else ((a, gemm.a), (b, gemm.b)):
+                first = None if name in self.rotate else getattr(self, operand)
+                if cast.history is not None and cast != first:
+                    where = f"{'dx' if operand == 'dy' else 'y'}.{operand}"
+                    raise ValueError(
+                        f"recipe {self.name}: {name}.{operand} has a history, but quantizes its tensor "
+                        f"{'for a rotated GEMM alone' if first is None else 'a second time'}, by the tensor's own "
+                        "amax: leave the history out"
+                        + ("" if first is None else f", or take the cast of {where} in both")
+                    )
 
     def _check_row_dx(self, dx: Gemm) -> None:
         if dx.b != self.w or dx.a.history is not None:
@@ -162,31 +161,26 @@ class Recipe:
 
     @property
     def quantizes_w_once(self) -> bool:
-        """Whether dx reads the bytes of the cast `w`, transposed."""
-        return self.dx is not None and self.dx.b == self.w and self.dx.b.bytes_serve_both
+        """True if dx reads the bytes of the cast `w`, transposed."""
+        rotated = "dx" in self.rotate
+        return self.dx is not None and not rotated and self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
     def quantizes_x_once(self) -> bool:
-        """Whether dw reads the bytes of the cast `x`, transposed."""
+        """True if dw reads the bytes of the cast `x`, transposed."""
         rotated = "dw" in self.rotate
         return self.dw is not None and not rotated and self.dw.b == self.x and self.dw.b.bytes_serve_both
 
     @property
-    def rotates_w(self) -> bool:
-        """Whether w is rotated, along K or N, before it is quantized."""
-        return "y" in self.rotate or "dx" in self.rotate
-
-    @property
     def repeatable_w(self) -> Cast | None:
-        """The cast `w`, if it gives the same bytes at each call: no history, random rounding or rotation."""
-        w = self.w
-        repeats = w is not None and w.history is None and w.rounding == "nearest" and not self.rotates_w
-        return w if repeats else None
+        """The cast `w`, if y reads it and it gives the same bytes at each call: no history or random rounding."""
+        w = None if "y" in self.rotate else self.w
+        return w if w is not None and w.history is None and w.rounding == "nearest" else None
 
     @property
     def scales_by_history(self) -> bool:
-        """Whether the scales of x and w come from histories of these tensors, without a rotation."""
-        return not self.rotates_w and all(cast is not None and cast.history is not None for cast in (self.x, self.w))
+        """True if the scales of x and w come from histories of these tensors."""
+        return all(cast is not None and cast.history is not None for cast in (self.x, self.w))
 
     def in_bf16(self, *gemms: str) -> Recipe:
         """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay.
@@ -200,8 +194,8 @@ class Recipe:
         if not chosen:
             return self
         changes: dict[str, Any] = dict.fromkeys(chosen)
-        found = replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", rotate=(), **changes)
-        return replace(found, rotate=tuple(gemm for gemm in self.rotate if found._can_rotate(gemm)))
+        rotate = tuple(gemm for gemm in self.rotate if gemm not in chosen)
+        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", rotate=rotate, **changes)
 
     @property
     def _casts(self) -> list[Cast]:
@@ -209,7 +203,7 @@ class Recipe:
 
     @property
     def quantized(self) -> bool:
-        """Whether any of the three GEMMs runs on eight-bit operands."""
+        """True if any of the three GEMMs runs on eight-bit operands."""
         return len(self._casts) > 0  # torch 2.11 cannot trace bool() of a list
 
     def _find_fusable(self) -> FusableRecipe | None:
@@ -227,6 +221,11 @@ class Recipe:
 
     def __str__(self) -> str:
         return self.name
+
+    def __repr__(self) -> str:
+        gemms = {name: getattr(self, name) for name in GEMMS}
+        casts = ", ".join(f"{name}: {f'{gemm.a} x {gemm.b}' if gemm else 'bf16'}" for name, gemm in gemms.items())
+        return f"Recipe({self.name!r}, {casts}, rotate={self.rotate}, emulate={self.emulate})"
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON values: each GEMM by the names of its operands, None for BF16."""
@@ -292,3 +291,99 @@ def _gemm_from_dict(values: Any, name: str) -> Gemm | None:
     fields = read_casts(values, _OPERANDS[name], {"fast_accumulation": bool}, name)
     a, b = (fields.pop(operand) for operand in _OPERANDS[name])
     return Gemm(a, b, **fields)
+
+
+# ---- Reading casts from JSON values that a person may have written. An error names the field and says what is allowed.
+
+
+_TYPE_NAMES = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the end of "unknown ...": whether one of `known`, with a name much like `name`, was meant."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
+    """`values`, after a check that they are an object with fields of these names and types.
+
+    Args:
+        kinds: the type of each field by name; `object` for one that the caller checks.
+        where: the path of the fields, such as y.x; "" for the whole.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(
+            f"{where or 'a recipe'} must be an object with the fields {', '.join(kinds)}; got {_shown(values)}"
+        )
+    found = dict(values)
+    for name, value in found.items():
+        path = f"{where}.{name}" if where else name
+        if name not in kinds:
+            raise ValueError(f"unknown field {path}{_advice(name, kinds)}: the fields are {', '.join(kinds)}")
+        if kinds[name] is float and type(value) is int:
+            found[name] = value = float(value)
+        # type() and not isinstance(): a bool is an int in Python, but never here.
+        wrong = kinds[name] is not object and type(value) is not kinds[name]
+        if wrong or (isinstance(value, float) and not math.isfinite(value)):
+            raise ValueError(f"{path} must be {_TYPE_NAMES[kinds[name]]}; got {_shown(value)}")
+    return found
+
+
+def _advice(name: str, kinds: Iterable[str]) -> str:
+    """Where a field with this name belongs, or the field here with a name much like it."""
+    others = {owner: names for owner, names in _owners().items() if not set(names) & set(kinds)}
+    owner = next((owner for owner, names in others.items() if name in names), None)
+    return nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
+
+
+def _owners() -> dict[str, Iterable[str]]:
+    return {
+        "the recipe": ("rotate", "emulate", "y", "dx", "dw"),
+        "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
+        "an operand": _kinds(Cast),
+        "a history": _kinds(History),
+    }
+
+
+def read_casts(values: object, operands: tuple[str, ...], others: Mapping[str, type], where: str) -> dict[str, Any]:
+    """The fields of a GEMM: the cast of each of its `operands`, which are required, and `others`."""
+    found = read_fields(values, dict.fromkeys(operands, object) | dict(others), where)
+    if missing := [operand for operand in operands if operand not in found]:
+        raise ValueError(
+            f"{where}.{missing[0]} is missing: {where} needs the casts of {' and '.join(operands)}, or is null for BF16"
+        )
+    return found | {operand: _cast(found[operand], f"{where}.{operand}") for operand in operands}
+
+
+def _cast(values: object, where: str) -> Cast:
+    kinds = _kinds(Cast) | {"granularity": str, "history": object}
+    found = read_fields(values, kinds, where)
+    if found.get("history") is not None:
+        history = read_fields(found["history"], _kinds(History), f"{where}.history")
+        found["history"] = _made(History, history, f"{where}.history")
+    if "granularity" in found:
+        found["granularity"] = _made(parse_granularity, {"name": found["granularity"]}, f"{where}.granularity")
+    cast: Cast = _made(Cast, found, where)
+    return cast
+
+
+def _kinds(cls: type) -> dict[str, Any]:
+    """The type of each field that the constructor of a dataclass takes."""
+    types = typing.get_type_hints(cls)
+    return {each.name: types[each.name] for each in fields(cls) if each.init}
+
+
+def _made(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
+    """`make(**arguments)`. A ValueError names the field `where`."""
+    try:
+        return make(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"

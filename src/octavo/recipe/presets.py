@@ -1,17 +1,14 @@
 """The presets, the names of recipes, and recipes in files."""
 
-import json
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from octavo.numerics.cast import Cast
-from octavo.numerics.granularity import ROW, TENSOR, block, group
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group
 from octavo.numerics.scaling import History
-from octavo.recipe.fields import nearest
-from octavo.recipe.gemms import GEMMS, Gemm, Recipe
+from octavo.recipe.gemms import GEMMS, Gemm, Recipe, nearest
+from octavo.util import parse_object
 
 # The casts of the presets that packed formats use too. The floor of a weight row's scale is relative to the largest:
 # without it a row far below the others would vanish from dy * s_w, and an all-zero row could never learn
@@ -40,9 +37,9 @@ def tensorwise(gradients: str = "e5m2") -> Recipe:
 
 
 def tensorwise_rotated(gradients: str = "e5m2") -> Recipe:
-    """`tensorwise` with x and w rotated along K by a Hadamard matrix, for inputs with outliers in a few channels.
+    """`tensorwise` with x and w rotated along K by a Hadamard matrix for y; dx and dw are those of `tensorwise`.
 
-    The rotated weight is saved for the backward pass in high precision. Source: QuaRot (arXiv:2404.00456).
+    Source: QuaRot (arXiv:2404.00456).
     """
     return replace(tensorwise(gradients), name="tensorwise_rotated", rotate=("y",))
 
@@ -100,7 +97,11 @@ def fnuz(recipe: Recipe) -> Recipe:
     return replace(recipe, name=f"{recipe.name}_fnuz", **changes)
 
 
-FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error suggests the default
+RecipeName = Literal[
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
+    "groupwise",
+]  # fmt: skip
+FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
 PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
@@ -128,7 +129,8 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
     if str(recipe).endswith(RECIPE_FILES):
         return _read(Path(recipe))
     if recipe not in PRESETS:
-        meant = nearest("rowwise" if recipe in FORMAT_NAMES else str(recipe), PRESETS)
+        of_format = f" ({recipe} is a format; 'rowwise' is the default recipe)"
+        meant = of_format if recipe in FORMAT_NAMES else nearest(str(recipe), PRESETS)
         raise ValueError(
             f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
             "give the .json or .toml file of a recipe"
@@ -147,33 +149,31 @@ def similar_preset(recipe: Recipe) -> str:
 def _forward(recipe: Recipe) -> object:
     if recipe.y is None:
         return None
-    rotated = [gemm for gemm in recipe.rotate if gemm != "dw"]  # y does not read what is rotated for dw alone
     casts = (recipe.y.a, recipe.y.b)
-    return rotated, [(c.format, c.granularity, c.scale, c.history is None) for c in casts]
+    return "y" in recipe.rotate, [(c.format, c.granularity, c.scale, c.history is None) for c in casts]
 
 
 def _read(path: Path) -> Recipe:
     """The recipe in the file `path`; without a field `name` it is called by the file's."""
     is_toml = path.suffix == ".toml"
     try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text).get("recipe", {}) if is_toml else json.loads(text)
+        text = path.read_bytes()
     except OSError as error:
         raise ValueError(f"recipe file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"recipe file {path} is not valid {'TOML' if is_toml else 'JSON'}: {error}") from error
+    found = parse_object(text, f"recipe file {path}", toml=is_toml)
+    values = found.get("recipe", {}) if is_toml else found
     if is_toml and (not values or not isinstance(values, dict)):
         raise ValueError(
             f"recipe file {path}: a TOML file must have the fields of a recipe in its table [recipe], got "
             f"{f'recipe = {values!r}' if values else 'none'}"
         )
     try:
-        found = Recipe.from_dict(values, path.stem)
+        recipe = Recipe.from_dict(values, path.stem)
     except ValueError as error:
         raise ValueError(f"recipe file {path}: {error}") from error
-    if found.name in PRESETS and found != PRESETS[found.name]():
+    if recipe.name in PRESETS and recipe != PRESETS[recipe.name]():
         raise ValueError(
-            f"recipe file {path}: {found.name} is the name of a preset, which has other fields: give the recipe a name "
-            'of its own, such as "name": "mine"'
+            f"recipe file {path}: {recipe.name} is the name of a preset, which has other fields: give the recipe a "
+            'name of its own, such as "name": "mine"'
         )
-    return found
+    return recipe

@@ -8,17 +8,18 @@ The samples of a long run share columns: a column of a grid shows the worst of i
     65535        no value
 """
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 
-from octavo.artifact.files import ArtifactError
-from octavo.report.encoding import to_base64
-from octavo.telemetry.schema import OPERANDS, Array, Records
-from octavo.telemetry.storage import Watched
+from octavo.checkpoint.files import ArtifactError
+from octavo.numerics.formats import FP8_FORMATS, decode
+from octavo.watching.storage import BINADES, OPERANDS, Array, Records, Watched
 
 MISSING, WRONG, LAST = 65535, 65534, 65533
 _CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from files
@@ -178,3 +179,59 @@ def spread(steps: Array, count: int) -> list[int]:
     if len(steps) <= count:
         return [int(step) for step in steps]
     return [int(steps[i]) for i in np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))]
+
+
+# ---- The histograms of a watched run: of each operand and gradient at some of the sampled steps, in binades.
+
+
+def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
+    """The histograms at `steps` for the page.
+
+    Returns:
+        `steps`, and `operands`: for each of x, w, dy, and "gradient" (of the weight), base64 of `shares`, uint16
+        [steps, layers, 40], and of `amax`, float32 [steps, layers]; of operands also `scale` and `smallest_scale`.
+    """
+    found: dict[str, Any] = {}
+    for number, operand in enumerate(OPERANDS):
+        records = _at(watched.operands, steps)
+        fields = {"shares": "binades", "amax": "amax", "scale": "scale", "smallest_scale": "smallest_scale"}
+        found[operand] = _arrays(records[records["operand"] == number], steps, len(watched.layers), fields)
+    fields = {"shares": "gradient_binades", "amax": "gradient_amax"}
+    found["gradient"] = _arrays(_at(watched.layer_records, steps), steps, len(watched.layers), fields)
+    return {"steps": steps, "operands": {name: arrays for name, arrays in found.items() if arrays}}
+
+
+def code_points(name: str) -> list[float]:
+    """The positive numbers of an FP8 format, ascending."""
+    codes = torch.arange(FP8_FORMATS[name].max_code + 1, dtype=torch.uint8)
+    return [float(x) for x in decode(codes, FP8_FORMATS[name]).tolist() if x > 0]
+
+
+def _at(records: Records, steps: list[int]) -> Records:
+    """The records of some steps. Records stand in the order of the steps."""
+    if not len(records):
+        return records
+    starts = np.searchsorted(records["step"], steps, side="left")
+    ends = np.searchsorted(records["step"], steps, side="right")
+    return np.concatenate([records[start:end] for start, end in zip(starts, ends, strict=True)])
+
+
+def _arrays(records: Records, steps: list[int], layers: int, fields: dict[str, str]) -> dict[str, str]:
+    if not len(records):
+        return {}
+    place = np.searchsorted(steps, records["step"]), records["layer"]
+    arrays: dict[str, str] = {}
+    for name, key in fields.items():
+        shape = (len(steps), layers, BINADES) if name == "shares" else (len(steps), layers)
+        array = np.zeros(shape, np.uint16 if name == "shares" else np.float32)
+        array[place] = records[key]
+        arrays[name] = to_base64(array, "<u2" if name == "shares" else "<f4")
+    return arrays
+
+
+# ---- Arrays in a page: base64 of little-endian numbers, which elements.js decodes when it needs them.
+
+
+def to_base64(values: np.ndarray[Any, Any], dtype: str) -> str:
+    """The values in C order as base64 of `dtype`, such as "<u2"."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()

@@ -6,14 +6,20 @@ library under the MIT license (assets/uPlot.LICENSE). Each chart takes the arrow
 below it, and shows its data as a table. A page without charts has no script.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # verification imports models and transformers, which the page of a run does without
+    from octavo.verification.findings import Invocation, LayerReport, Report
 
 _ASSETS = files("octavo.report") / "assets"
 _SCRIPTS = ("elements", "lines", "heat_map", "histogram", "watch", "start")
@@ -34,17 +40,11 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """A chart of lines.
+    """A chart of lines, drawn over each other; its `id` is unique in the page, and its labels have the unit.
 
-    Attributes:
-        id: of its element, unique in the page.
-        title: its heading.
-        x_label, y_label: of the axes, with the unit.
-        lines: drawn over each other.
-        names: in place of the numbers 0, 1, ... of the x axis.
-        marks: places on the x axis, each with a text.
-        points: draw points without lines between them.
-        cursors: charts with the same word share the place of their cursors.
+    `names` stand in place of the numbers 0, 1, ... of the x axis, and `marks` are places on it, each with a text.
+    `points` are drawn without lines between them; the y axis has `zero`; between the lines of a pair in `bands`, the
+    upper and the lower one, the chart is shaded. Charts with the same word in `cursors` share their cursors.
     """
 
     id: str
@@ -55,6 +55,8 @@ class LineChart:
     names: Sequence[str] = ()
     marks: Sequence[tuple[float, str]] = ()
     points: bool = False
+    zero: bool = False
+    bands: Sequence[tuple[int, int]] = ()
     cursors: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,10 +97,14 @@ class Page:
     def add(self, *parts: str) -> None:
         self.parts += [part for part in parts if part]
 
-    def add_chart(self, chart: LineChart) -> None:
-        """Add a chart under its heading."""
+    def add_chart(self, chart: LineChart, remark: str = "") -> None:
+        """Add a chart under its heading and a remark."""
         self.charts.append(chart)
-        self.add(f'<h2>{escape(chart.title)}</h2>\n<figure class="chart" id="{escape(chart.id)}"></figure>')
+        self.add(f"<h2>{escape(chart.title)}</h2>", paragraphs([remark] if remark else []))
+        self.add(f'<figure class="chart" id="{escape(chart.id)}"></figure>')
+
+    def add_verdict(self, text: str, *, good: bool) -> None:
+        self.add(f'<p class="verdict {"right" if good else "wrong"}">{escape(text)}</p>')
 
     def html(self) -> str:
         """The whole page."""
@@ -185,3 +191,44 @@ def _policy(style: str, scripts: Iterable[str]) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+# ---- The page of `octavo verify`: the tables of the report, and a chart of the SQNR of each layer.
+
+
+def page_of_report(report: Report, invocation: Invocation) -> Page:
+    """The page of a report."""
+    page = Page(f"octavo verify: {report.packed.name}")
+    source = "" if report.against is None else f" packed from {escape(str(report.against))}"
+    page.add(
+        f"<h1>{escape(str(report.packed))}</h1>",
+        f"<p>{escape(report.architecture)}{source}</p>",
+    )
+    page.add_verdict(report.verdict, good=report.ok)
+    page.add(_findings(report), paragraphs(report.remarks))
+    for section in report.sections():
+        page.add(table(section.columns, section.rows, title=section.title, remark=section.remark))
+        if section.title == "Layers" and (lines := _lines(report.layers)):
+            names = [layer.name for layer in report.layers]
+            page.add_chart(LineChart("sqnr", "SQNR of the layers", "layer", "dB", lines, names=names, points=True))
+    page.add(footer(invocation.date, invocation.command, invocation.versions))
+    return page
+
+
+def _findings(report: Report) -> str:
+    rows = [f"<li>{escape(finding.kind)} {escape(str(finding))}</li>" for finding in report.findings]
+    return "<ul>\n" + "\n".join(rows) + "\n</ul>" if rows else ""
+
+
+def _lines(layers: list[LayerReport]) -> list[Line]:
+    """The SQNR of the weights and of the outputs, where they were measured."""
+    measured = (
+        ("weight", [layer.weight_sqnr for layer in layers]),
+        ("output", [layer.output_sqnr for layer in layers]),
+    )
+    found = [
+        (name, [round(db, 3) if db is not None and math.isfinite(db) else None for db in values])
+        for name, values in measured
+    ]
+    used = [(name, values) for name, values in found if any(db is not None for db in values)]
+    return [Line(name, range(len(layers)), values, colour) for colour, (name, values) in enumerate(used)]

@@ -10,22 +10,19 @@ A folder is a run if it holds one of these:
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from octavo.artifact.files import ArtifactError, read_json
-from octavo.artifact.run import RunFolder
+from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.run import RunFolder
 from octavo.report.heat_maps import check_records
-from octavo.telemetry.storage import Watched, read_watch, watch_folder
-from octavo.train.records import read_records, recipe_name
-from octavo.words import plural
+from octavo.train.run_records import SERIES, check_record, read_records, recipe_name
+from octavo.util import plural
+from octavo.watching.storage import Watched, read_watch, watch_folder
 
-SERIES = (
-    "loss", "evaluation_loss", "tokens_per_second", "peak_memory", "gradient_norm", "learning_rate", "mfu",
-    "loss_scale",
-)  # fmt: skip
 # The names of the Trainer of Hugging Face, where they differ.
 _OTHER_NAMES = {
     "eval_loss": "evaluation_loss",
@@ -75,16 +72,11 @@ class Series:
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report shows of a run.
+    """All that a report shows of a run. Two runs of a report with the same folder's name are named by the whole path.
 
-    Attributes:
-        path: its folder.
-        name: the folder's name, or the whole path where two runs of the report have the same name.
-        settings: of its config.json; empty without one.
-        series: those of `SERIES` that it logged.
-        precision: the last record of what its layers ran in (`octavo.train.instrument.precision_of`); or empty.
-        watched: None if the run was not watched, or its watch cannot be read.
-        remarks: unusual things, each a sentence.
+    `precision` is the last record of what its layers ran in (`octavo.train.step_metrics.precision_of`), `started` that
+    of the command, the machine and the versions; without config.json, a record or a watch that can be read, these are
+    empty or None. `written` is the time of its last record (UTC), and `remarks` are unusual things, each a sentence.
     """
 
     path: Path
@@ -94,6 +86,8 @@ class RunData:
     precision: Mapping[str, Any] = field(default_factory=dict)
     watched: Watched | None = None
     remarks: Sequence[str] = ()
+    started: Mapping[str, Any] = field(default_factory=dict)
+    written: str = ""
 
     @property
     def recipe(self) -> str:
@@ -144,7 +138,14 @@ def _read_run(path: Path, name: str) -> RunData:
     watched, remark = _read_watch(path)
     precision: dict[str, Any] = next((each["precision"] for each in reversed(records) if "precision" in each), {})
     settings = read_json(run.config) if run.config.is_file() and run.metrics.is_file() else {}
-    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark])
+    started: dict[str, Any] = next((each["started"] for each in records if "started" in each), {})
+    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark], started, _written(run, path))
+
+
+def _written(run: RunFolder, path: Path) -> str:
+    """The time of the last record: that of the file."""
+    newest = (run.metrics if run.metrics.is_file() else path).stat().st_mtime
+    return datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
@@ -155,26 +156,17 @@ def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, S
     """
     points: dict[str, dict[int, float]] = {}
     for record in records:
-        step = record.get("step")
-        if not isinstance(step, int):
-            raise ArtifactError(f"{where}: each record of the metrics must have a step, a whole number; got {step!r}")
+        check_record(record, where)
         for key in SERIES:
             if key in record:
-                points.setdefault(key, {})[step] = _number(record[key], f"{where}, step {step}: {key}")
+                points.setdefault(key, {})[record["step"]] = math.nan if record[key] is None else record[key]
     return {key: _series(values) for key, values in points.items()}
 
 
 def _series(values: Mapping[int, float]) -> Series:
     steps = sorted(values)
-    return Series(np.array(steps, np.int64), np.array([values[step] for step in steps], np.float64))
-
-
-def _number(value: Any, what: str) -> float:
-    if value is None:  # a number that JSON cannot hold
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ArtifactError(f"{what} must be a number, got {value!r}")
-    return float(value) if math.isfinite(value) else math.nan
+    found = np.array([values[step] for step in steps], np.float64)
+    return Series(np.array(steps, np.int64), np.where(np.isfinite(found), found, math.nan))
 
 
 def _wrong(key: str, series: Series) -> str:

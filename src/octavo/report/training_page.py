@@ -1,22 +1,30 @@
 """The page of `octavo report`: runs of training beside each other, and what FP8 did in their layers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from octavo.numerics.formats import FP8_FORMATS
-from octavo.report.facts import FACTS, expert_rows, gemm_rows, recipe_rows, run_facts
-from octavo.report.heat_maps import METRICS, Columns, encode_grid, metric_grids, sampled_steps, spread
-from octavo.report.histograms import code_points, histograms_at
+from octavo.report.heat_maps import (
+    METRICS,
+    Columns,
+    Metric,
+    code_points,
+    encode_grid,
+    histograms_at,
+    metric_grids,
+    sampled_steps,
+    spread,
+)
 from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
 from octavo.report.runs import RunData, Series
-from octavo.telemetry.schema import BINADES, Event
-from octavo.telemetry.storage import Watched
-from octavo.train.records import different_settings
-from octavo.verification.report import Section, without_blanks
+from octavo.train.run_records import ONE_SEED, different_settings
+from octavo.util import plural
+from octavo.watching.storage import BINADES, Array, Event, GemmRun, Watched, WatchedLayer
 
 _POINTS = 4000  # of a line
 _COLUMNS = 500  # of a heat map
@@ -65,14 +73,22 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     """
     page = Page("octavo report: " + ", ".join(run.name for run in runs))
     page.add(f"<h1>{escape(', '.join(run.name for run in runs))}</h1>")
+    for text, good in [verdict(run, alone=len(runs) == 1) for run in runs] + gap_verdicts(runs):
+        page.add_verdict(text, good=good)
     facts = [run_facts(run) for run in runs]
     names = [name for name in FACTS if any(each.get(name) for each in facts)]
     rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
     page.add(table(("", *(run.name for run in runs)), rows))
-    page.add(paragraphs([*_remarks(runs), _HINT]))
+    page.add(paragraphs(_remarks(runs)), _kinds_of_events(runs), paragraphs([_HINT]))
     for name, title, unit, keys in _CHARTS:
         if lines := _lines(runs, keys):
-            page.add_chart(LineChart(name, title, "step", unit, lines, marks=_marks(runs), cursors="steps"))
+            zero = name == "memory"  # a fraction of a percent is no rise
+            page.add_chart(LineChart(name, title, "step", unit, lines, marks=_marks(runs), zero=zero, cursors="steps"))
+        if name == "loss" and (lines := [line for each in gaps(runs) for line in each.lines()]):
+            bands = [(at + 2, at + 1) for at in range(0, len(lines), 3)]
+            chart = LineChart("gap", f"Gap of the loss to {runs[0].name}", "step", "%", lines, zero=True, bands=bands,
+                              cursors="steps")  # fmt: skip
+            page.add_chart(chart, _BAND)
     watched = [run for run in runs if run.watched is not None and len(sampled_steps(run.watched))]
     if watched:
         page.data |= _watch_data(watched)
@@ -84,7 +100,8 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
 
 
 def _remarks(runs: Sequence[RunData]) -> list[str]:
-    return [f"{run.name}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
+    found = [f"{run.name}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
+    return [*found, *([ONE_SEED] if len(runs) > 1 and not gaps(runs) else [])]
 
 
 def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
@@ -152,14 +169,16 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
 
 
 def _what_ran_where(run: RunData, *, alone: bool) -> str:
-    columns, rows = gemm_rows(run.watched) if run.watched is not None else recipe_rows(run.precision)
+    columns, rows, why = gemm_rows(run.watched) if run.watched is not None else recipe_rows(run.precision)
     if not rows:
         return ""
     title = "What ran where" if alone else f"What ran where: {run.name}"
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
+    remark += f" All in FP8: {why}." if why else ""
     places = [Place(run.name, row[0]) for row in rows] if run.watched is not None else []
-    section = without_blanks(Section(title, columns, rows))
-    return table(section.columns, section.rows, title=title, remark=remark, places=places)
+    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    shown = [[row[i] for i in used] for row in rows]
+    return table([columns[i] for i in used], shown, title=title, remark=remark, places=places)
 
 
 def _experts(run: RunData, *, alone: bool) -> str:
@@ -173,12 +192,29 @@ def _experts(run: RunData, *, alone: bool) -> str:
     return table(columns, rows, title="Experts" if alone else f"Experts: {run.name}", remark=remark, places=places)
 
 
+def _kinds_of_events(runs: Sequence[RunData]) -> str:
+    """A row for each rule and operand of a run."""
+    kinds: dict[tuple[str, str, str], list[Event]] = {}
+    for run, event in _all_events(runs):
+        kinds.setdefault((run.name, event.rule, event.operand or ""), []).append(event)
+    if not kinds:
+        none = '<h2>Events</h2>\n<p class="remark">No event was recorded.</p>'
+        return none if any(run.watched is not None for run in runs) else ""
+    rows = []
+    for (name, rule, operand), events in sorted(kinds.items(), key=lambda kind: -len(kind[1])):
+        layers = dict.fromkeys(event.layer for event in events if event.layer)
+        where = plural(len(layers), "layer") if len(layers) > 1 else next(iter(layers), "")
+        steps = [event.step for event in events]
+        rows.append((name, rule, operand, str(len(events)), where, str(min(steps)), str(max(steps)), events[0].message))
+    columns = ("run", "rule", "operand", "count", "where", "first step", "last step", "the first")
+    start = 0 if len(runs) > 1 else 1
+    return table(columns[start:], [row[start:] for row in rows], title="Events")
+
+
 def _events(runs: Sequence[RunData]) -> str:
     events = _all_events(runs)
-    if not any(run.watched is not None for run in runs):
-        return ""
     if not events:
-        return '<h2>Events</h2>\n<p class="remark">No event was recorded.</p>'
+        return ""
     several = len(runs) > 1
     rows = [
         (*((run.name,) if several else ()), str(event.step), event.rule, event.layer or "", event.operand or "",
@@ -188,7 +224,7 @@ def _events(runs: Sequence[RunData]) -> str:
     columns = (*(("run",) if several else ()), "step", "rule", "layer", "operand", "message", "action")
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
     places = [Place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
-    return table(columns, rows, title="Events", remark=remark, places=places)
+    return table(columns, rows, title="Every event", remark=remark, places=places)
 
 
 def _settings(runs: Sequence[RunData]) -> str:
@@ -198,3 +234,317 @@ def _settings(runs: Sequence[RunData]) -> str:
         return ""
     rows = [(name, *("" if value is None else str(value) for value in values)) for name, values in different.items()]
     return table(("", *(run.name for run in known)), rows, title="Settings that differ")
+
+
+# ---- The figures of a run in words, for the page and the terminal.
+
+
+FACTS = (
+    "written", "data", "command", "machine", "versions", "recipe", "steps", "loss", "evaluation loss", "tokens/s",
+    "MFU", "peak memory", "inf or NaN", "layers watched", "GEMMs", "events",
+)  # fmt: skip
+
+
+def run_facts(run: RunData) -> dict[str, str]:
+    """The figures that the run has, by the names of `FACTS`."""
+    last = {key: series.last for key, series in run.series.items()}
+    speed = run.series.get("tokens_per_second")
+    wrong = sum(len(series.wrong_steps) for series in run.series.values())
+    memory = peak_memory(run)
+    data = run.settings.get("data", "")
+    found = {
+        "written": run.written,
+        "data": ", ".join(map(str, data)) if isinstance(data, list) else str(data),
+        **{name: str(run.started.get(name, "")) for name in ("command", "machine", "versions")},
+        "recipe": run.recipe,
+        "steps": _steps(run),
+        "loss": _loss(run.series.get("loss")),
+        "evaluation loss": _loss(run.series.get("evaluation_loss")),
+        "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
+        "MFU": _number(last.get("mfu"), ".1%"),
+        "peak memory": f"{memory / 1e9:.2f} GB" if memory else "",
+        "inf or NaN": plural(wrong, "value") if wrong else "",
+    }
+    if run.watched is not None:
+        every = "step" if run.watched.interval == 1 else f"{run.watched.interval} steps"
+        found["layers watched"] = f"{len(run.watched.layers)}, every {every}"
+        found["GEMMs"] = gemm_counts(run.watched)
+        undone = sum(event.undone for event in run.watched.events)
+        back = f", and {undone} of steps from which the run went back" if undone else ""
+        found["events"] = f"{len(run.watched.events) - undone}{back}"
+    return {name: text for name, text in found.items() if text}
+
+
+def expert_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The table of experts in the last sample: the load of each stack, and the worst expert. Its columns and rows."""
+    rows = []
+    last = watched.experts[watched.experts["step"] == watched.experts["step"].max(initial=0)]
+    for record in last:
+        load = "" if np.isnan(record["load"]) else f"{record['load']:.2f}x, expert {record['fullest']}"
+        pairs = zip(record["worst"], record["sqnr"], strict=True)
+        worst = ["" if np.isnan(db) else f"expert {expert}, {db:.1f} dB" for expert, db in pairs]
+        name, idle = watched.layers[record["layer"]].name, f"{record['idle']} of {record['experts']}"
+        rows.append((name, load, idle, *worst))
+    return ("experts", "largest load", "idle", "worst x", "worst w", "worst dy"), rows
+
+
+def peak_memory(run: RunData) -> int | None:
+    """The largest peak memory that the run logged, in bytes."""
+    memory = run.series.get("peak_memory")
+    return int(memory.finite.max()) if memory and len(memory.finite) else None
+
+
+def gemm_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+    """The table of what each GEMM of each layer ran in: its columns, its rows, and the reasons of all layers in FP8."""
+    rows = []
+    whys = [dict.fromkeys(part for gemm in layer.gemms.values() for part in _parts(gemm)) for layer in watched.layers]
+    in_fp8 = [why for why, layer in zip(whys, watched.layers, strict=True) if "fp8" in _precisions(layer)]
+    of_all = [part for part in in_fp8[0] if all(part in why for why in in_fp8)] if len(in_fp8) > 1 else []
+    for layer, why in zip(watched.layers, whys, strict=True):
+        gemms = [layer.gemms.get(name) for name in ("y", "dx", "dw", "recomputation")]
+        ran = [f"{gemm.precision} {gemm.kernel}".strip() if gemm else "" for gemm in gemms]
+        shape = " x ".join(map(str, layer.shape))
+        own = "; ".join(part for part in why if part not in of_all)
+        rows.append((layer.name, layer.kind, shape, layer.recipe, *ran, own))
+    columns = ("layer", "class", "shape", "recipe", "y", "dx", "dw", "recomputation", "why")
+    return columns, rows, "; ".join(of_all)
+
+
+def _parts(gemm: GemmRun) -> list[str]:
+    return [part for part in gemm.why.split("; ") if part]
+
+
+def _precisions(layer: WatchedLayer) -> set[str]:
+    return {gemm.precision for gemm in layer.gemms.values()}
+
+
+def recipe_rows(precision: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+    """The same for a run that was not watched, by recipe: what `octavo.train.step_metrics.precision_of` recorded."""
+    recipes: Mapping[str, Any] = precision.get("recipes", {})
+    rows = [
+        (name, plural(len(each["layers"]), "layer"), *(str(each.get(gemm, "")) for gemm in ("y", "dx", "dw")))
+        for name, each in recipes.items()
+    ]
+    return ("recipe", "layers", "y", "dx", "dw"), rows, ""
+
+
+def gemm_counts(watched: Watched) -> str:
+    """How many GEMMs ran in which precision, such as "216 fp8, 3 bf16"."""
+    gemms = (gemm for layer in watched.layers for gemm in layer.gemms.values())
+    return ", ".join(f"{count} {precision}" for precision, count in Counter(g.precision for g in gemms).most_common())
+
+
+def _steps(run: RunData) -> str:
+    planned = run.settings.get("steps")
+    done = run.last_step
+    return f"{done:,} of {planned:,}" if isinstance(planned, int) and planned > done else f"{done:,}"
+
+
+def _loss(series: Series | None) -> str:
+    """The last loss. Of a run that ended in inf or NaN, the last number is not its result."""
+    if series is None or series.last is not None:
+        return "" if series is None else _number(series.last, ".4f")
+    before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
+    return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
+    """Whether a run went well, in a sentence: its loss is a number, and the watch found nothing."""
+    name, loss = "" if alone else f"{run.name}: ", run.series.get("loss")
+    if loss is not None and loss.last is None:
+        return f"{name}The loss is inf or NaN at step {int(loss.steps[-1]):,}.", False
+    ended = f"{name}{'The run is at' if alone else 'at'} step {_steps(run)}"
+    if loss is not None:
+        ended += f" with a loss of {_loss(loss)}"
+    if run.watched is None:
+        return f"{ended}; its layers were not watched.", True
+    kinds = Counter(event.rule for event in run.watched.events if not event.undone).most_common()
+    if not kinds:
+        return f"{ended}, and the watch found nothing.", True
+    rules = ", ".join(f"{count} {rule}" for rule, count in kinds[:3]) + (", ..." if len(kinds) > 3 else "")
+    return f"{ended}, and the watch recorded {plural(sum(n for _, n in kinds), 'event')}: {rules}.", False
+
+
+# ---- The gap between the training losses of two runs: means of windows, and the noise of such a mean.
+#
+# With the losses a_s and b_s of step s, d_s = 100 (b_s - a_s) / a_s percent. A point is the mean of n neighbouring d_s;
+# its band reaches two standard errors, 2 std(d) / sqrt(n), to each side. Runs that see the same batches have less noise
+# in d than in their losses. Another seed adds a difference that the band does not have.
+
+
+_BAND = (
+    "Each point is the mean over a window of logged steps, the shaded band two standard errors of this mean. "
+    "A gap whose band holds 0 is within the noise. Another seed adds a difference that the band does not have."
+)
+_LEAST = 8  # steps that two runs have in common
+
+
+class Gap(NamedTuple):
+    """The gap of a run to the first one, in percent: at `steps` [n] the means [n], and half the width of the band."""
+
+    name: str
+    colour: int
+    steps: Array
+    mean: Array
+    half: Array
+
+    def lines(self) -> list[Line]:
+        """The means, and the lower and the upper end of the band."""
+        ends = (("", self.mean), (", low", self.mean - self.half), (", high", self.mean + self.half))
+        series = [(end, Series(self.steps, values)) for end, values in ends]
+        return [Line(self.name + end, *thin(each), self.colour, dashed=end != "") for end, each in series]
+
+
+def gaps(runs: Sequence[RunData]) -> list[Gap]:
+    """The gaps of all runs but the first to it; none where they have few steps in common."""
+    found = []
+    for colour, run in enumerate(runs[1:], 1):
+        a, b = runs[0].series.get("loss"), run.series.get("loss")
+        if a is None or b is None:
+            continue
+        steps, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
+        d = 100 * (b.values[at_b] - a.values[at_a]) / a.values[at_a]
+        known = np.isfinite(d)
+        steps, d = steps[known], d[known]
+        if len(d) >= _LEAST:
+            windows = np.lib.stride_tricks.sliding_window_view(d, max(len(d) // 10, _LEAST // 2))
+            width = windows.shape[1]
+            half = 2 * windows.std(1, ddof=1) / math.sqrt(width)
+            found.append(Gap(run.name, colour, steps[width // 2 :][: len(windows)], windows.mean(1), half))
+    return found
+
+
+def gap_verdicts(runs: Sequence[RunData]) -> list[tuple[str, bool]]:
+    """The gap of each run at its end, in a sentence."""
+    return [
+        (
+            f"{gap.name} against {runs[0].name}: loss {gap.mean[-1]:+.2f} % +- {gap.half[-1]:.2f} % at the end"
+            + (", within the noise. " if abs(gap.mean[-1]) <= gap.half[-1] else ". ")
+            + ONE_SEED,
+            gap.mean[-1] <= gap.half[-1],
+        )
+        for gap in gaps(runs)
+    ]
+
+
+# ---- The summary of a run for the terminal, and its figures for JSON.
+
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDTH = 32  # characters of a sparkline
+_BY_KEY = {metric.key: metric for metric in METRICS}
+_SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metrics whose worst layers the terminal shows
+_WORST = 4
+
+
+class WorstLayer(NamedTuple):
+    """An operand of a layer, its worst value of a metric as text, and a sparkline over the steps."""
+
+    metric: str
+    layer: str
+    operand: str
+    worst: str
+    steps: str
+
+
+def sparkline(values: Array) -> str:
+    """A line of at most 32 block characters: means of parts, from the smallest value to the largest; × is inf or NaN.
+
+    Example:
+        >>> sparkline(np.array([1.0, 2.0, 4.0, 8.0]))
+        '▁▂▄█'
+    """
+    parts = np.array_split(np.asarray(values, np.float64), min(_WIDTH, len(values))) if len(values) else []
+    means = [float(part.mean()) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    return "".join(_block(mean, low, high) if math.isfinite(mean) else "×" for mean in means)
+
+
+def worst_layers(watched: Watched) -> list[WorstLayer]:
+    """The worst layers and operands of the metrics that matter most, the worst first. A share of 0 is not listed."""
+    steps = sampled_steps(watched)
+    grids = metric_grids(watched, Columns(steps, min(len(steps), _WIDTH))) if len(steps) else {}
+    found = []
+    for metric in _SHOWN:
+        sign = -1 if metric.worst == "highest" else 1
+        rows = [
+            (sign * worst, layer, operand, worst, line)
+            for operand, grid in grids.get(metric.key, {}).items()
+            for layer, line in enumerate(grid)
+            if (worst := _worst(line, metric)) is not None and not (metric.unit == "share" and worst == 0)
+        ]
+        for _, layer, operand, worst, line in sorted(rows, key=lambda row: row[:3])[:_WORST]:
+            shown = line[~np.isnan(line)]
+            name = watched.layers[layer].name
+            found.append(WorstLayer(metric.label, name, operand, show(worst, metric.unit), sparkline(shown)))
+    return found
+
+
+def show(value: float, unit: str) -> str:
+    """A value with its unit; a share in percent."""
+    return f"{value:.3g}".rstrip() + (f" {unit}" if unit else "") if unit != "share" else f"{100 * value:.3g} %"
+
+
+def to_dict(run: RunData) -> dict[str, Any]:
+    """The figures of a run for JSON. inf and NaN become None."""
+    return {
+        "run": str(run.path),
+        "name": run.name,
+        "recipe": run.recipe or None,
+        "step": run.last_step,
+        "series": {key: _series(series) for key, series in run.series.items()},
+        "precision": dict(run.precision),
+        "remarks": list(run.remarks),
+        "watched": None if run.watched is None else _watched_summary(run.watched),
+        "events": [event.to_dict() for event in run.watched.events] if run.watched is not None else [],
+    }
+
+
+def _series(series: Series) -> dict[str, Any]:
+    finite = series.finite
+    return {
+        "last": series.last,
+        "last_number": None if series.last_finite is None else series.last_finite[1],
+        "lowest": float(finite.min()) if len(finite) else None,
+        "highest": float(finite.max()) if len(finite) else None,
+        "median": float(np.median(finite)) if len(finite) else None,
+        "inf_or_nan_at": series.wrong_steps,
+    }
+
+
+def _watched_summary(watched: Watched) -> dict[str, Any]:
+    """The layers, each with the worst value of each metric over all samples."""
+    steps = sampled_steps(watched)
+    worst = metric_grids(watched, Columns(steps, 1)) if len(steps) else {}
+    layers = [_layer(layer, number, worst) for number, layer in enumerate(watched.layers)]
+    return {
+        "interval": watched.interval,
+        "samples": len(steps),
+        "worst": {metric.key: metric.worst for metric in METRICS},
+        "layers": layers,
+    }
+
+
+def _layer(layer: WatchedLayer, number: int, worst: dict[str, dict[str, Array]]) -> dict[str, Any]:
+    figures: dict[str, dict[str, float | None]] = {}
+    for key, grids in worst.items():
+        for operand, grid in grids.items():
+            figures.setdefault(operand, {})[key] = _worst(grid[number], _BY_KEY[key])
+    return {**layer.to_dict(), "figures": figures}
+
+
+def _worst(values: Array, metric: Metric) -> float | None:
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return None
+    return float(finite.max() if metric.worst == "highest" else finite.min())
+
+
+def _block(value: float, low: float, high: float) -> str:
+    share = (value - low) / (high - low) if high > low else 0.0
+    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]

@@ -2,22 +2,25 @@
 
 There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
 the command line. A setting has one name in all of them: `kv_heads = 2` in a file, `--kv-heads 2` on the command line
-and `config.kv_heads` in code. Settings that belong together form a table (`octavo.train.declaration`). A setting's
+and `config.kv_heads` in code. Settings that belong together form a table (`octavo.train.settings`). A setting's
 default, help and valid values stand on its line. Conditions on several settings (such as heads dividing the width) are
 checked after them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
 
-A setting with the default None follows from others (`octavo.train.derived`). A `Config` holds its derived value and the
+A setting with the default None follows from others. A `Config` holds its derived value and the
 names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from octavo.models import BUILT_IN_MODELS
+from octavo.checkpoint.files import read_json, replace_file
+from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
 from octavo.recipe import Recipe, delayed
-from octavo.train.declaration import (
+from octavo.train.settings import (
     ABOVE_ZERO,
     BELOW_ONE,
     BYTES,
@@ -27,30 +30,66 @@ from octavo.train.declaration import (
     NAMED,
     NOT_NEGATIVE,
     POSITIVE,
+    PRESETS,
     SEED,
     SOME,
     SOME_GEMMS,
     TOKENIZER,
-    flatten,
-    nest,
-    setting,
-    settings_of,
-    table,
-)  # fmt: skip
-from octavo.train.derived import RULES, outdated
-from octavo.train.settings import PRESETS, TYPE_NAMES, ConfigError, known_values, parse, plain, read_file, typed
-from octavo.train.tables import (
-    FORMER,
+    TYPE_NAMES,
     ActivationCheckpointing,
     AttentionSettings,
     Compile,
+    ConfigError,
     ExpertSettings,
     LossSettings,
     OptimizerSettings,
     Parallel,
     WatchSettings,
-    replace_former,
-)  # fmt: skip
+    find_setting,
+    flatten,
+    nest,
+    parse,
+    plain,
+    read_file,
+    setting,
+    settings_of,
+    table,
+)
+from octavo.util import reading
+
+# ---- Settings whose default value follows from other settings.
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule of a derived setting: the settings it follows from, the function of all settings, and its words."""
+
+    sources: tuple[str, ...]
+    value: Callable[[Mapping[str, Any]], Any]
+    words: str
+
+
+def _warmup(values: Mapping[str, Any]) -> int:
+    steps = int(values["decay_steps"])
+    room = int(steps * (1 - values["decay"])) if values["schedule"] == "wsd" else steps
+    return min(20, steps // 10, room)
+
+
+# In the order of derivation: what follows from a derived setting stands after it.
+RULES: dict[str, Rule] = {
+    "learning_rate": Rule(
+        ("model",), lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-5, "1e-3; to fine-tune 2e-5"
+    ),
+    "min_learning_rate": Rule(("learning_rate",), lambda v: v["learning_rate"] / 10, "learning_rate / 10"),
+    "decay_steps": Rule(("steps",), lambda v: v["steps"], "steps"),
+    "warmup": Rule(("decay_steps", "schedule", "decay"), _warmup, "decay_steps / 10, at most 20"),
+    "kv_heads": Rule(("heads",), lambda v: 2 - v["heads"] % 2, "2; 1 if heads is odd"),
+    "context": Rule(("model",), lambda v: 512, "512, at most a model folder's positions"),
+}
+
+
+# ---- A training run is one frozen record of settings: `Config`.
+
 
 __all__ = ["Config", "ConfigError", "describe"]
 
@@ -99,6 +138,12 @@ class Config:
     )
     validation_fraction: float = setting(0.05, "share of the tokens held out for evaluation", INSIDE)
 
+    # Start
+    branch: str = setting(
+        "", "checkpoint of another run, RUN/step-N, whose weights, moments and step the run starts with"
+    )
+    disturb: float = setting(0.0, "of a branch: multiply each weight by 1 + disturb * a normal number once", BELOW_ONE)
+
     # Optimization
     steps: int = setting(500, "optimizer steps", POSITIVE)
     batch: int = setting(4, "sequences in a micro-batch", POSITIVE)
@@ -137,49 +182,35 @@ class Config:
     sample: int = setting(0, "tokens to sample at each evaluation", NOT_NEGATIVE)
     watch: WatchSettings = table(WatchSettings)
 
+    derived: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # the names of derived settings
+
     def __post_init__(self) -> None:
-        settings, values = settings_of(Config), self._flat()
+        settings = settings_of(Config)
+        values = {name: attrgetter(name)(self) for name in settings}
         derived = {name for name in RULES if values[name] is None}
-        for name in settings.keys() - derived:
-            values[name] = typed(name, values[name], _kinds(), "Config()")
+        for name, each in settings.items():
+            if name not in derived:  # what follows from valid values is valid
+                values[name] = each.read(values[name], "Config()")
         for name, rule in RULES.items():
             if name in derived:
                 values[name] = rule.value(values)
-        for name, declared in settings.items():
-            if declared.valid is not None and not declared.valid[1](values[name]):
-                raise ConfigError(f"{name} must be {declared.valid[0]}; got {values[name]!r}")
         for name, value in _tables_of(values).items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_derived", frozenset(derived))
-        _check_model(self)
-        if self.model in BUILT_IN_MODELS:
-            _check_heads(self)
-        self.experts.check(self.model)
-        _check_schedule(self)
-        _check_optimizer(self)
-
-    def _flat(self) -> dict[str, Any]:
-        """The value of every setting by name, those of a table as TABLE.KEY."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        tables = {each.name for each in fields(self) if "table" in each.metadata}
-        return flatten({name: vars(value) if name in tables else value for name, value in values.items()}, _kinds())
-
-    @property
-    def derived(self) -> frozenset[str]:
-        """The names of the settings that follow from others."""
-        return vars(self)["_derived"]  # type: ignore[no-any-return]
+        object.__setattr__(self, "derived", self.derived | derived)
+        for fault in _faults(self):
+            raise ConfigError(fault)
 
     @classmethod
     def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Self:
         """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
 
         The file is TOML, or the config.json of a run; the name of a preset stands for its file. Overrides are
-        `--key value` or `--key=value`; booleans are `true` or `false`, `--key` alone is true and `--no-key` is false; a
+        `--key value` or `--key=value`. Booleans are `true` or `false`, `--key` alone is true and `--no-key` is false. A
         list takes all values up to the next `--key`, may be given again to add more, and is empty if only `--key=` is
         given.
         """
         values = {} if path is None else read_file(Path(path))
-        return cls._merge(values, parse(overrides, _kinds()), str(path))
+        return cls._merge(values, parse(overrides, settings_of(Config)), str(path))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], source: str = "the dictionary") -> Self:
@@ -188,11 +219,12 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
-        return nest({key: plain(value) for key, value in self._flat().items()}) | {"derived": sorted(self.derived)}
+        values = {name: plain(attrgetter(name)(self)) for name in settings_of(Config)}
+        return nest(values) | {"derived": sorted(self.derived)}
 
     def replace(self, overrides: Sequence[str]) -> Self:
         """A copy with command-line `overrides` applied (in the form that `load` takes)."""
-        return self.change(**parse(overrides, _kinds()))
+        return self.change(**parse(overrides, settings_of(Config)))
 
     def change(self, **values: Any) -> Self:
         """A copy with other `values`. A setting that was derived from one of them is derived again."""
@@ -203,13 +235,15 @@ class Config:
         names = values.get("derived", [])
         if not isinstance(names, list) or not set(names) <= RULES.keys():
             raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")
-        flat = flatten({key: value for key, value in values.items() if key != "derived"}, _kinds())
-        changed = replace_former(changes)
-        stale = outdated(names, changed)
-        kept = replace_former(known_values({k: v for k, v in flat.items() if k not in stale}, _kinds(), source))
-        config = cls(**_tables_of(kept | changed))
-        object.__setattr__(config, "_derived", config.derived | (set(names) - changed.keys()))
-        return config
+        settings = settings_of(Config)
+        flat = flatten({key: value for key, value in values.items() if key != "derived"}, settings)
+        stale: set[str] = set()  # the derived settings that follow, directly or not, from settings that change
+        for name, rule in RULES.items():
+            if name in names and name not in changes and {*changes, *stale} & {*rule.sources}:
+                stale.add(name)
+        given = {name: value for name, value in flat.items() if name not in stale}
+        kept = {name: find_setting(name, settings, source).read(value, source) for name, value in given.items()}
+        return cls(**_tables_of(kept | dict(changes)), derived=frozenset(names) - changes.keys())
 
 
 def describe() -> list[tuple[str, str, object, str]]:
@@ -220,81 +254,134 @@ def describe() -> list[tuple[str, str, object, str]]:
     ]
 
 
-def _kinds() -> dict[str, Any]:
-    """The type of each setting by its name, of former settings too."""
-    return {name: each.kind for name, each in settings_of(Config).items()} | dict.fromkeys(FORMER, bool)
-
-
 def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Config` from values by name: those of a table become its dataclass."""
     tables = {each.name: each.metadata["table"] for each in fields(Config) if "table" in each.metadata}
     return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
 
 
-# --- What concerns several settings ------------------------------------------------------------------------------
+# ---- Conditions on several settings: what is wrong, as messages, of which the first is raised.
 
 
-def _check_model(config: Config) -> None:
+def _faults(config: Config) -> Iterator[str]:
+    yield from _faults_of_model(config)
+    if config.model in BUILT_IN_MODELS:
+        yield from _faults_of_heads(config)
+    yield from _faults_of_experts(config)
+    yield from _faults_of_schedule(config)
+    if config.precision == "fp16" and (config.optimizer.weights == "bf16" or config.optimizer.offload):
+        name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
+        yield f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16"
+
+
+def _faults_of_model(config: Config) -> Iterator[str]:
+    names = ", ".join(BUILT_IN_MODELS)
     # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
     # run must still be readable where its base model is not.
     if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
-        names = ", ".join(BUILT_IN_MODELS)
         hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
-        raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}")
+        yield f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}"
     recipe = delayed() if config.recipe == "delayed" else config.recipe
     by_history = isinstance(recipe, Recipe) and recipe.scales_by_history
     if config.calibration and (not by_history or config.model in BUILT_IN_MODELS):
-        raise ConfigError(
+        yield (
             "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
             f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"
         )
     if config.dropout and config.model not in BUILT_IN_MODELS:
-        raise ConfigError(
-            f"dropout is for the models {', '.join(BUILT_IN_MODELS)}; the config.json of {config.model} says what "
-            "dropout that model has: change it there"
+        yield (
+            f"dropout is for the models {names}; the config.json of {config.model} says what dropout that model has: "
+            "change it there"
         )
 
 
-def _check_heads(config: Config) -> None:
+def _faults_of_heads(config: Config) -> Iterator[str]:
     width, heads, kv_heads, rope = config.width, config.heads, config.kv_heads, config.model != "gpt2"
-    if width % heads or (rope and width // heads % 2):
-        counts = [n for n in range(1, min(width, 1024) + 1) if width % n == 0 and not (rope and width // n % 2)]
-        nearby = ", ".join(map(str, sorted(sorted(counts, key=lambda n: abs(n - heads))[:4])))
-        advice = f"for this width, heads can be {nearby}" if nearby else "make the width even"
+    counts = [n for n in range(1, min(width, 1024) + 1) if width % n == 0 and not (rope and width // n % 2)]
+    nearby = ", ".join(map(str, sorted(sorted(counts, key=lambda n: abs(n - heads))[:4])))
+    advice = f"for this width, heads can be {nearby}" if nearby else "make the width even"
     if width % heads:
-        raise ConfigError(f"heads must divide width; got heads {heads} and width {width}; {advice}")
+        yield f"heads must divide width; got heads {heads} and width {width}; {advice}"
     if rope and width // heads % 2:
-        raise ConfigError(
+        yield (
             f"the head dimension, width / heads, must be even (RoPE turns pairs of features); "
             f"got {width} / {heads} = {width // heads}; {advice}"
         )
     if rope and heads % kv_heads:
-        counts = [n for n in range(1, min(heads, 1024) + 1) if heads % n == 0]
-        raise ConfigError(
-            f"kv_heads must divide heads; got kv_heads {kv_heads} and heads {heads}; "
-            f"for these heads, kv_heads can be {', '.join(map(str, counts))}"
+        fitting = ", ".join(str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0)
+        yield (
+            f"kv_heads must divide heads; got kv_heads {kv_heads} and heads {heads}; for these heads, kv_heads can be "
+            f"{fitting}"
         )
 
 
-def _check_optimizer(config: Config) -> None:
-    special = config.optimizer.weights == "bf16" or config.optimizer.offload
-    if config.precision == "fp16" and special:
-        name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
-        raise ConfigError(f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16")
+def _faults_of_experts(config: Config) -> Iterator[str]:
+    experts = config.experts
+    if config.model == "mixture":
+        if experts.top_k > experts.count:
+            counts = f"got experts.top_k {experts.top_k} and experts.count {experts.count}"
+            yield f"experts.top_k must be at most experts.count; {counts}"
+        return
+    for name, value in vars(experts).items():
+        if value != getattr(ExpertSettings, name):
+            yield (
+                f"experts.{name} is a setting of the model mixture, and the model {config.model} has no experts that "
+                f"it could change; got {value!r}: give --model mixture, or leave it out"
+            )
 
 
-def _check_schedule(config: Config) -> None:
+def _faults_of_schedule(config: Config) -> Iterator[str]:
     if config.min_learning_rate > config.learning_rate:
-        raise ConfigError(
+        yield (
             f"min_learning_rate must be at most learning_rate; "
             f"got min_learning_rate {config.min_learning_rate} and learning_rate {config.learning_rate}"
         )
     steps = config.decay_steps
     name = "steps" if "decay_steps" in config.derived else "decay_steps"
     if config.warmup >= steps:
-        raise ConfigError(f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}")
+        yield f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}"
     if config.schedule == "wsd" and config.warmup > steps * (1 - config.decay):
-        raise ConfigError(
+        yield (
             f"warmup and decay must fit in the steps; got warmup {config.warmup} and "
             f"decay {config.decay} of {steps} {name} ({config.decay * steps:g})"
         )
+
+
+# ---- The settings of a run in its config.json.
+
+
+def read_settings(run: RunFolder) -> Config:
+    """The settings of a run, whose folder may have been moved. An ArtifactError if the file is damaged."""
+    return Config.from_dict(read_json(run.config) | {"out": str(run.path)}, source=str(run.config))
+
+
+def write_settings(config: Config, run: RunFolder) -> None:
+    """Replace the settings in the folder of a run."""
+    replace_file(run.config, json.dumps(config.to_dict(), indent=2) + "\n")
+
+
+# ---- The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer.
+
+
+# The sizes of the tokenizers that the presets name.
+_KNOWN = dict.fromkeys(("Llama-3.2-1B", "Meta-Llama-3-8B", "Meta-Llama-3-70B"), 128256)
+
+
+def known_vocabulary(config: Config) -> int | None:
+    """The number of tokens; None if only a tokenizer tells that is not here, or that has no tokenizer.json."""
+    if config.tokenizer == "bpe":
+        return config.vocabulary
+    if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:
+        return 256
+    name = config.tokenizer.removeprefix("hf:")
+    path = Path(name) / "tokenizer.json"
+    return _tokens_in(path) if path.is_file() else _KNOWN.get(name.removeprefix("meta-llama/"))
+
+
+def _tokens_in(path: Path) -> int:
+    """The number of distinct tokens in a tokenizer.json: of its model, and those added."""
+    found = read_json(path)
+    with reading(path, "a vocabulary, and a list of added tokens"):
+        vocabulary = found["model"]["vocab"]  # a mapping to ids, or in a unigram model a list of [token, score]
+        tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
+        return len({*tokens, *(each["content"] for each in found.get("added_tokens", ()))})

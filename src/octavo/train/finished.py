@@ -1,21 +1,34 @@
-"""Opening a run of `octavo train`: its model with the weights of a checkpoint, and its validation text."""
+"""Finished runs of `octavo train`: opening the model and the validation text of one, and tracing its dtypes."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from octavo.artifact.run import RunFolder
-from octavo.device import choose_device
+from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.run import RUN_OR_MODEL, RunFolder, check_config
+from octavo.data import ReadReport
+from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
+from octavo.models.decoder import logits_of
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.text import ReadReport
-from octavo.train.actions import Actions
-from octavo.train.checkpoint import load_model
-from octavo.train.config import Config
-from octavo.train.data import Batches, build_corpus, open_data
-from octavo.train.model import convert_model, make_model
-from octavo.train.run_settings import read_settings
+from octavo.train.config import Config, known_vocabulary, read_settings
+from octavo.train.corpus import Batches, build_corpus, open_data
+from octavo.train.loss import AUTOCAST
+from octavo.train.model import (
+    cast_weights,
+    convert_model,
+    make_meta_model,
+    make_model,
+    positions_of,
+    prepare_blocks,
+)
+from octavo.train.saving import load_model
+from octavo.train.supervision import Actions
+from octavo.util import choose_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +43,7 @@ class FinishedRun:
 
 
 def open_run(path: Path, step: int | None = None, device: str = "auto") -> FinishedRun:
-    """Open the checkpoint of a run.
-
-    Args:
-        path: the folder of the run.
-        step: the step of the checkpoint; None takes the newest.
-        device: the device of the model, as `octavo.device.choose_device` takes it.
-
-    Raises:
-        ArtifactError: no run, no such checkpoint, or one that is not whole.
-        ValueError: the device is not there.
-    """
+    """The checkpoint of `step` (None: the newest) of the run in `path`. An ArtifactError if it is not whole."""
     run, place = RunFolder(path), choose_device(device)
     checkpoint = run.chosen(step)
     config = read_settings(run)
@@ -53,19 +56,67 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
 
 
 def held_out(path: Path, tokenizer: Tokenizer) -> tuple[Batches, ReadReport]:
-    """The validation batches of the run in the folder `path`, and the report of reading its text.
-
-    Args:
-        path: the folder of the run.
-        tokenizer: of the model that is evaluated, which cuts the same text.
-
-    Raises:
-        ArtifactError: no run.
-        DataError: its data can no longer be read.
-    """
+    """The validation batches of the run in the folder `path`, and the report of reading its text."""
     run = RunFolder(path)
     run.check()
     config = read_settings(run)
     _, reading = open_data(config, run.model)
     corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
     return Batches(corpus.validation, config.context, config.batch, None), reading.report
+
+
+# ---- The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder.
+
+
+_LONGEST = 4096  # the context of a model with more positions
+_LLAMA_3 = 128256
+
+
+def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
+    """The dtype flow of a step: a micro-batch under the autocast, recipe and checkpointing of the settings.
+
+    `source` is a preset, a TOML file, a run, or the folder or config.json of a causal language model. The
+    logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
+    """
+    config, saved = _read(source, changes)
+    model = make_meta_model(config, _vocabulary(config, saved), saved)
+    model = cast_weights(model.train(), config)
+    convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
+    prepare_blocks(model, config.change(**{"compile.blocks": False}))
+    tokens = torch.zeros(config.batch, config.context, dtype=torch.long, device="meta")
+    return dtype_flow(model, tokens, autocast=AUTOCAST.get(config.precision), loss=_next_token_loss)
+
+
+def _next_token_loss(output: Any) -> Tensor:
+    logits = logits_of(output).flatten(0, 1).float()  # [B T, V]
+    return F.cross_entropy(logits, torch.zeros(logits.shape[0], dtype=torch.long))
+
+
+def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
+    """The settings of `source` with `changes`, and the folder that describes the model of a run."""
+    nowhere = source / "no-saved-model"
+    if source.is_dir():
+        check_config(source, RUN_OR_MODEL)
+    if source.is_dir() and RunFolder(source).has_model:
+        return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
+    folder = source.parent if source.name == "config.json" else source
+    described = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if described.get("quantization_config"):
+        raise ArtifactError(
+            f"{folder} is quantized: give the model that it was made from, which a training starts with"
+        )
+    if "model_type" in described:
+        context = min(positions_of(folder), _LONGEST)
+        if context == sys.maxsize:
+            raise ArtifactError(f"{folder}/config.json states no number of positions: give --context")
+        return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
+    if source.is_dir():
+        raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")
+    return Config.load(source).change(**changes), nowhere
+
+
+def _vocabulary(config: Config, saved: Path) -> int:
+    """The size of the vocabulary. Where nobody knows it, that of Llama 3: the dtypes do not depend on it."""
+    if saved.exists():
+        return load_tokenizer(saved).vocabulary_size
+    return known_vocabulary(config) or _LLAMA_3

@@ -1,25 +1,34 @@
-"""From settings to the model that is trained: one of ours, or a Hugging Face causal language model from a folder."""
+"""Build the model that the settings describe: built-in, or a causal language model of a Hugging Face folder."""
 
 import dataclasses
 import json
 import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.hf.inputs import token_embedding
+from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
+from octavo.models.decoder import is_causal
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
-from octavo.nn.backends import choose_recipe
-from octavo.ops.attention_fp8 import GRADIENT_TILE
+from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
+from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
-from octavo.train.hugging_face import describe_language_model, open_language_model
-from octavo.train.memory import total_memory
+from octavo.train.processes import total_memory
+from octavo.train.settings import unit_size
+from octavo.util import import_extra, open_config, open_local, reading
 
 Forward = Callable[..., Any]  # a model, or a function that calls one
 
@@ -50,12 +59,7 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
 
 
 def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
-    """Convert the linear layers and the attention of `model` as `config` says; returns the report.
-
-    Args:
-        device: where a model that is on the meta device will run.
-        shares: the processes that divide a micro-batch among themselves.
-    """
+    """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch."""
     report = convert(
         model,
         chosen_recipe(config, next(model.parameters()).device if device is None else device),
@@ -95,11 +99,7 @@ def chosen_recipe(config: Config, device: torch.device) -> Recipe:
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
-    """Raise a ConfigError if weights, gradients and AdamW's moments of a built-in model exceed the memory of `device`.
-
-    Args:
-        parts: of which each process has one (dp_shard x tp).
-    """
+    """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory of `device`."""
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
@@ -138,12 +138,11 @@ def _count_parameters(config: ModelConfig) -> int | None:
 
 
 def check_vocabulary(model: nn.Module, highest: int) -> None:
-    """Raise a ConfigError unless the model of a Hugging Face folder has an embedding for the token `highest`."""
-    hugging_face: Any = model
-    rows = hugging_face.get_input_embeddings().num_embeddings
-    if highest >= rows:
+    """Raise a ConfigError unless the model has an embedding for the token `highest`."""
+    embedding = token_embedding(model)
+    if embedding is not None and highest >= embedding.num_embeddings:
         raise ConfigError(
-            f"the model's embedding has {rows} rows, but its tokenizer makes token {highest} of the data: "
+            f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
         )
 
@@ -162,31 +161,241 @@ def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, fol
 
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:
-    if config.model == "gpt2":
-        return GPT2Config(
-            vocabulary=vocabulary,
-            layers=config.layers,
-            width=config.width,
-            heads=config.heads,
-            context=config.context,
-            tied=config.tied,
-            bias=config.bias,
-            dropout=config.dropout,
+    """The sizes of a built-in model: the settings that have the names of its fields."""
+    kinds: dict[str, type[ModelConfig]] = {"gpt2": GPT2Config, "llama": LlamaConfig, "mixture": MixtureConfig}
+    kind = kinds[config.model]
+    sizes = {each.name: getattr(config, each.name) for each in dataclasses.fields(kind) if hasattr(config, each.name)}
+    if config.model == "mixture":
+        table = config.experts
+        sizes |= {"experts": table.count} | {key: getattr(table, key) for key in ("top_k", "shared_width", "balance")}
+    return kind(**sizes | {"vocabulary": vocabulary})
+
+
+# ---- A causal language model of transformers, from a local folder, for fine-tuning.
+
+
+def open_language_model(config: Config, saved: Path) -> nn.Module:
+    """The model of the folder `config.model` in FP32, with its weights.
+
+    If `saved`, the folder of a resumed run that describes its model, exists, the model has that architecture and random
+    weights, because the checkpoint holds the weights.
+    """
+    purpose = f"model {config.model!r} is a Hugging Face folder, which transformers opens"
+    transformers = import_extra("transformers", "hf", purpose)
+    source = Path(config.model)
+    check_folder(saved if saved.exists() else source, config.model)
+    if not saved.exists():
+        reader = ShardReader(source)
+        check_unpacked(reader)
+        if reader.strays:
+            raise ArtifactError(
+                f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
+                f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
+            )
+    with (
+        quiet_transformers(),
+        reading(source, DESCRIPTION, ArtifactError),
+    ):  # `_open` checks the facts that its tables report
+        model = _open(transformers.AutoModelForCausalLM, source, saved)
+    return _prepared(model, config)
+
+
+def describe_language_model(config: Config, saved: Path) -> nn.Module:
+    """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
+    transformers = import_extra("transformers", "hf", f"model {config.model!r} is a Hugging Face folder")
+    source = saved if saved.exists() else Path(config.model)
+    check_folder(source, config.model)
+    described = open_config(source)
+    with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    compute_buffers(model, "cpu")
+    return _prepared(model, config)
+
+
+def positions_of(folder: Path) -> int:
+    """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
+    path = folder / "config.json"
+    described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
+    found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
+
+
+def _prepared(model: Any, config: Config) -> nn.Module:
+    limit = getattr(model.config, "max_position_embeddings", None) or config.context
+    if config.context > limit:
+        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    trained: nn.Module = model
+    return trained
+
+
+def check_folder(folder: Path, name: str) -> None:
+    """Raise a ConfigError unless transformers has a causal language model of the type that `folder`/config.json
+    states, and its weights are not quantized.
+
+    Messages call the folder by `name`, which the settings give it.
+    """
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
         )
-    sizes: dict[str, Any] = {
-        "vocabulary": vocabulary,
-        "layers": config.layers,
-        "width": config.width,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "mlp_width": config.mlp_width,
-        "context": config.context,
-        "tied": config.tied,
-        "rope_theta": config.rope_theta,
-        "dropout": config.dropout,
-    }
-    if config.model == "llama":
-        return LlamaConfig(**sizes)
-    experts = config.experts
-    shared, balance = experts.shared_width, experts.balance
-    return MixtureConfig(**sizes, experts=experts.count, top_k=experts.top_k, shared_width=shared, balance=balance)
+    described = read_json(folder / "config.json")
+    if described.get("quantization_config"):
+        raise ConfigError(
+            f"{name} is quantized already: train the BF16 model that it was made from, or widen it first with octavo "
+            f"unpack {name} OUT"
+        )
+    check_counts(described, folder)
+    transformers = import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder")
+    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
+            "not implement: upgrade transformers, or choose another model"
+        )
+    if kind in transformers.CONFIG_MAPPING and (
+        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
+            "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
+            "training loop of your own, and octavo.dtype_flow(model, inputs) shows its dtypes"
+        )
+
+
+def _open(auto: Any, source: Path, saved: Path) -> Any:
+    if saved.exists():
+        model = auto.from_config(open_config(saved), dtype=torch.float32)
+        missing: list[str] = []
+    else:
+        model, found = open_local(
+            auto, source, config=open_config(source), dtype=torch.float32, output_loading_info=True
+        )
+        missing = sorted(found["missing_keys"])
+    if not is_causal(model, model.get_input_embeddings().num_embeddings):
+        if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+            raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
+        raise ConfigError(
+            f"{source} is a {type(model).__name__} that is not causal: changing the last token of a sequence changes "
+            "the logits of earlier tokens, so its attention sees the token that it is to predict. octavo train "
+            "minimizes the loss of the next token, for which a causal language model is required (Llama, Qwen, "
+            "Mistral, GPT-2, ...): choose such a model"
+        )
+    if missing:
+        raise ConfigError(
+            f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
+            f"({len(missing)} in all). transformers would draw them at random: complete the folder"
+        )
+    return model
+
+
+# ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
+#
+# Activation checkpointing (Chen et al., arXiv:1604.06174) is inside of the compiled code, so the compiler sees what the
+# backward pass computes again.
+
+
+# Selective checkpointing saves the outputs of the first, and of every second of the others. Both are slow to compute:
+# the first because their cost grows with the square of the sequence.
+_ATTENTION = [
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+] + [torch.ops.octavo.fp8_attention.default]
+_GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.octavo.scaled_mm.default]
+
+
+def find_blocks(model: nn.Module) -> nn.ModuleList:
+    """The repeated blocks of a model, in order: the list of one class with the most parameters, or a ConfigError."""
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len({type(entry) for entry in module}) == 1
+    ]
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__} must have a list of equal blocks for compile.blocks, activation_checkpointing "
+            "and parallel, and has none: leave these settings out"
+        )
+    return max(lists, key=lambda blocks: sum(p.numel() for p in blocks.parameters()))
+
+
+def blocks_gathered_together(model: nn.Module) -> list[list[nn.Module]]:
+    """The blocks of a model, in order, in lists that FSDP2 gathers and reduces together (`unit_size`)."""
+    blocks = list(find_blocks(model))
+    size = unit_size(max(sum(p.numel() for p in block.parameters()) for block in blocks))
+    return [blocks[i : i + size] for i in range(0, len(blocks), size)]
+
+
+def prepare_blocks(model: nn.Module, config: Config) -> None:
+    """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
+    mode = config.activation_checkpointing.mode
+    if mode != "none":
+        if config.compile.blocks and config.compile.backend == "eager":
+            # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is
+            # one, past the hooks of checkpointing. The other backends plan both passes in one graph.
+            raise ConfigError(
+                "activation_checkpointing requires a backend of torch.compile that computes converted layers again, "
+                'and "eager" saves their tensors instead; got activation_checkpointing.mode '
+                f"{mode} and compile.backend eager: give --compile.backend aot_eager or inductor, "
+                "--no-compile.blocks, or --activation-checkpointing.mode none"
+            )
+        blocks: Any = find_blocks(model)
+        for block in blocks:
+            block.forward = _checkpointed(block.forward, _contexts(mode, compiled=config.compile.blocks))
+            block.activation_checkpointing = mode  # read by octavo.watch
+    if config.compile.blocks:
+        if config.compile.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+            raise ConfigError(f"compile.backend must be one of {', '.join(known)}; got {config.compile.backend!r}")
+        if config.compile.backend == "inductor":
+            register_lowerings()  # of a model in BF16 too, which has none of our operations
+        for block in find_blocks(model):
+            block.compile(backend=config.compile.backend)
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Run compiled blocks as they were before, for passes that would compile them anew: with a cache, or with hooks."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def allow_compilations(count: int) -> None:
+    """Let Dynamo compile the code of a block so many times more: beyond its limit it runs the code as it is.
+
+    All blocks share their code. A block with a promoted layer is compiled by itself.
+    """
+    dynamo: Any = torch._dynamo.config
+    dynamo.recompile_limit += count
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:  # not a functools.partial, of which Dynamo would compile nothing
+        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+    return run
+
+
+def _contexts(mode: str, *, compiled: bool) -> dict[str, Any]:
+    """The argument of `checkpoint` that chooses what is saved.
+
+    Compiled code needs a policy to save nothing too. Without one, PyTorch 2.11 recomputes no operation inside an
+    autograd.Function that Dynamo traces. Layers that are observed or that have histories are traced
+    (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained.
+    """
+    if mode == "selective":
+        return {"context_fn": _selective}
+    return {"context_fn": _nothing} if compiled else {}
+
+
+def _nothing() -> Any:
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)  # type: ignore[no-untyped-call]
+
+
+def _selective() -> Any:
+    counts: Counter[bool] = Counter()
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in _GEMMS:
+            counts[context.is_recompute] += 1
+        saved = operation in _ATTENTION or (operation in _GEMMS and counts[context.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

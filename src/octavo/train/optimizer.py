@@ -12,17 +12,22 @@ table `[optimizer]` lower that, by torchao's optimizers:
                         of the part that is cut off, or else every update below 1/512 of a weight would be lost
 """
 
+import math
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from octavo.extras import import_extra
 from octavo.nn.weight_cache import local_part
 from octavo.train.config import Config
-from octavo.train.gradients import accumulate_in_fp32
-from octavo.train.moments import stored_parts, zero_moment
+from octavo.train.processes import mean_of_ranks, whole
+from octavo.train.settings import MOMENT_BLOCK
+from octavo.util import import_extra
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _CLASSES = {"fp32": "_AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}  # of torchao.optim, by optimizer.state
@@ -33,9 +38,6 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
 
     Call it when the parameters are where they stay: on their device, and sharded. With FP32 weights and moments it is
     the fused implementation of torch (CPU and CUDA have one), otherwise torchao's.
-
-    Raises:
-        ImportError: the settings require torchao, and it is not installed.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -74,7 +76,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """The optimizer's state as PARAMETER.ENTRY -> tensor, in the memory of the optimizer: to restore it, write there.
 
     ENTRY is step, exp_avg or exp_avg_sq. A moment in eight bits is two tensors, exp_avg.codes and exp_avg.scale
-    (`octavo.train.moments.stored_parts`). The tensors of a sharded parameter are sharded in the same way.
+    (`stored_parts`). The tensors of a sharded parameter are sharded in the same way.
     """
     state: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
@@ -129,3 +131,212 @@ def _draw_by_step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
     optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(lambda *args: drawing.close())
+
+
+# ---- AdamW's moments with a byte an element and an FP32 scale a block, as the tensors of torchao.optim.
+#
+# Moments are quantized by the shape of the whole parameter, and a block lies within a row. So the ranks that share the
+# rows of a parameter (FSDP2) hold the bytes that one process would hold, and checkpoints are the same for any number of
+# ranks.
+
+
+SMALLEST = 4096  # elements of a parameter whose moments are quantized, as in bitsandbytes
+KINDS = ("8bit", "fp8")
+
+
+def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
+    """A moment of the parameter `p` before the first step: of a `kind` in KINDS if `p` fits, otherwise float32."""
+    local = local_part(p)
+    if kind not in KINDS or not _fits(p) or local.numel() == 0:
+        return torch.zeros_like(p, dtype=torch.float32)
+    if kind == "8bit":
+        module = import_extra("torchao.optim.subclass_8bit", "optim", "moments in 8 bits are torchao's")
+        zeros = module.OptimState8bit.zeros(local.shape, signed, MOMENT_BLOCK, local.device, dtype=torch.float32)
+    else:
+        module = import_extra("torchao.optim.subclass_fp8", "optim", "moments in FP8 are torchao's")
+        zeros = module.OptimStateFp8.zeros(local.shape, MOMENT_BLOCK, local.device, dtype=torch.float32)
+    return _like(p, zeros, p.shape)
+
+
+def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
+    """The plain tensors that store a moment of `p`, by the suffix of their names. They share the memory of the moment.
+
+    The suffix is "" for a float32 moment; otherwise ".codes", uint8 of the parameter's shape [..., K], and ".scale",
+    float32 [..., K / MOMENT_BLOCK].
+    """
+    if kind not in KINDS or not _fits(p):
+        return {"": moment}
+    local: Any = local_part(moment)
+    scales = torch.Size([*p.shape[:-1], p.shape[-1] // MOMENT_BLOCK])
+    if local.numel() == 0:  # a parameter with fewer rows than there are ranks
+        empty = local.new_empty(*local.shape[:-1], local.shape[-1] // MOMENT_BLOCK)
+        return {".codes": _like(p, local.to(torch.uint8), p.shape), ".scale": _like(p, empty, scales)}
+    by_row = local.scale.view(*local.shape[:-1], -1)
+    return {".codes": _like(p, local.codes.view(torch.uint8), p.shape), ".scale": _like(p, by_row, scales)}
+
+
+def _fits(p: Tensor) -> bool:
+    """True if each rank's part of every row is whole blocks."""
+    ways = 1
+    if isinstance(p, DTensor):
+        places = zip(p.placements, p.device_mesh.shape, strict=True)
+        ways = math.prod(size for place, size in places if place.is_shard(p.ndim - 1))
+    return p.ndim >= 2 and p.numel() >= SMALLEST and p.shape[-1] % (MOMENT_BLOCK * ways) == 0
+
+
+def _like(p: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """`local` as the part of a tensor of `shape` that is sharded as `p` is."""
+    if not isinstance(p, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    # not from_local: it copies a tensor of offloaded parameters, which are on the CPU, to the mesh's device
+    spec = DTensorSpec(p.device_mesh, p.placements, TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+# ---- Gradients: those of BF16 weights add up in FP32, and the norm of all is limited.
+
+
+def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
+    """Let the gradients of BF16 parameters be float32 from the first backward pass on.
+
+    A sum of BF16 gradients stops growing when an addend is below 1/512 of it: after some hundred micro-batches most is
+    lost. Each gradient comes from its GEMM in BF16 and is added to a float32 `grad`, which takes 4 bytes an element.
+    """
+    for p in parameters:
+        if p.dtype == torch.bfloat16:
+            p.grad_dtype = None  # any: autograd neither refuses a float32 gradient nor casts it
+            p.register_post_accumulate_grad_hook(_widen)  # type: ignore[no-untyped-call]
+
+
+def _widen(p: Tensor) -> None:
+    # the first gradient; the next ones are added to this one, in its dtype
+    if p.grad is not None and p.grad.dtype != torch.float32:
+        # FSDP2 of torch 2.11 copies the gradient of an offloaded parameter without waiting
+        if p.grad.device.type == "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()
+        p.grad = p.grad.float()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
+    """Scale all gradients by one factor, in place, so that their norm is at most `limit`.
+
+    The parameters are plain, or sharded by FSDP2, which leaves no gradient that is a sum still to be taken. An infinite
+    limit changes no gradient. Returns the Euclidean norm of all gradients of all ranks before they were scaled: 0-dim,
+    on their device. `torch.nn.utils.clip_grad_norm_` takes more than twice the host's time on DTensors.
+    """
+    layouts: dict[Any, list[Tensor]] = defaultdict(list)
+    for p in parameters:
+        if (grad := p.grad) is not None:
+            layout = (grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None
+            layouts[layout, grad.dtype].append(local_part(grad))
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([_norms(grads, key[0]) for key, grads in layouts.items()]))
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for grads in layouts.values():
+        torch._foreach_mul_(grads, factor)
+    return norm
+
+
+def _norms(grads: list[Tensor], layout: tuple[Any, Any] | None) -> Tensor:
+    """The norm [P] of each of P gradients, of which this rank holds `grads`, with one all-reduce for all of them."""
+    norms = torch.stack(torch._foreach_norm(grads))
+    if layout is None:
+        return norms
+    mesh, placements = layout
+    sums = [Replicate() if placement.is_replicate() else Partial() for placement in placements]
+    squares = DTensor.from_local(norms.square(), mesh, sums, run_check=False)
+    return squares.full_tensor().sqrt().to(norms.device)
+
+
+# ---- The losses and gradient norms of the last steps, read all at once, and the weights before the first bad gradient.
+#
+# A GPU would wait if the host read the norm in every step. So the step whose gradient is not finite must not change the
+# weights before anybody knows: torch's fused AdamW takes a flag on the device, `found_inf`, which `GradScaler` uses
+# too. From the first such step on the flag stays set, and the weights and moments stay as they were before that step,
+# until the host has read the norms.
+
+
+class StepNumbers(NamedTuple):
+    """The loss, the mean over all ranks, and the norm of the gradient, of the step with this number."""
+
+    step: int
+    loss: float
+    norm: float
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class RecentSteps:
+    """The steps since the last call of `read`."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[int, Tensor, Tensor]] = []
+        self._bad: Tensor | None = None
+
+    def update(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> Tensor:
+        """Take the optimizer's step, unless a gradient since the last `read` was not finite. The norm, whole.
+
+        With a loss scaler (FP16), that scaler decides instead, for each step by itself.
+        """
+        norm = whole(norm)
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            return norm
+        bad = ~norm.isfinite()
+        self._bad = bad if self._bad is None else bad | self._bad
+        if isinstance(optimizer, torch.optim.AdamW):  # fused
+            optimizer.found_inf = self._bad.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not self._bad:  # an optimizer of torchao's takes no flag: read the norm
+            optimizer.step()
+        return norm
+
+    @property
+    def bad(self) -> bool:
+        """True if a gradient since the last `read` was not finite: waits for the device."""
+        return self._bad is not None and bool(self._bad)
+
+    def note(self, step: int, loss: Tensor, norm: Tensor) -> None:
+        """Take the numbers of a step: `loss` 0-dim, of this rank; `norm` 0-dim, whole."""
+        self._steps.append((step, loss, norm))
+
+    def read(self) -> list[StepNumbers]:
+        """The numbers of the steps since the last call, and forget them. Every rank must call this."""
+        if not self._steps:
+            return []
+        steps, losses, norms = zip(*self._steps, strict=True)
+        self._steps, self._bad = [], None
+        return list(map(StepNumbers, steps, mean_of_ranks(torch.stack(losses)).tolist(), torch.stack(norms).tolist()))
+
+
+# ---- The learning rate as a function of the step: linear warmup, then cosine or WSD.
+#
+# With peak `a`, end `b`, warmup `W` and `S` = decay_steps, for step s = 0, 1, ..., S - 1:
+#
+#     warmup  s < W    a * (s + 1) / W                                       the first step already learns
+#     cosine           b + (a - b) * (1 + cos(pi * (s - W) / (S - W))) / 2
+#     wsd              a while s < S - D, then a + (b - a) * (s - (S - D)) / D,  with D = decay * S
+#
+# Both curves reach `b` at s = S and stay there. The cosine is that of SGDR without restarts (Loshchilov and
+# Hutter, arXiv:1608.03983, equation 5). Warmup-stable-decay is from MiniCPM (Hu et al., arXiv:2404.06395), which
+# leaves the shape of the decay open; a linear one is used here.
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """The learning rate of `step`, counted from 0; `config.min_learning_rate` from `config.decay_steps` on."""
+    if step < 0:
+        raise ValueError(f"step must be 0 or more; got {step}")
+    peak, end = config.learning_rate, config.min_learning_rate
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    if step >= config.decay_steps:
+        return end
+    if config.schedule == "cosine":
+        progress = (step - config.warmup) / (config.decay_steps - config.warmup)
+        return end + (peak - end) * (1 + math.cos(math.pi * progress)) / 2
+    decaying = config.decay * config.decay_steps
+    decayed = step - (config.decay_steps - decaying)
+    return peak if decayed <= 0 else peak + (end - peak) * decayed / decaying

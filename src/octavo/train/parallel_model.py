@@ -9,28 +9,90 @@ numbers are the same but for the order of sums. With `optimizer.offload` the sha
 runs; a single process is then a mesh of one.
 """
 
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.dist import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
+from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.decoder import Decoder
 from octavo.nn import Conversion
-from octavo.train.blocks import blocks_gathered_together, prepare_blocks
-from octavo.train.config import Config
-from octavo.train.hugging_face import describe_language_model, open_language_model
+from octavo.train.config import Config, ConfigError
 from octavo.train.loss import Loss, make_loss
-from octavo.train.mesh import Degrees, make_mesh
-from octavo.train.model import cast_weights, convert_model, make_model
-from octavo.train.ranks import rank, same_outcome
-from octavo.train.shared_random import OneProcessDraws
+from octavo.train.model import (
+    blocks_gathered_together,
+    cast_weights,
+    convert_model,
+    describe_language_model,
+    make_model,
+    open_language_model,
+    prepare_blocks,
+)
+from octavo.train.processes import rank, same_outcome
+from octavo.train.settings import Degrees
+
+# ---- The mesh of a run's processes (`octavo.train.settings.Degrees`).
+
+
+def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
+    """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
+    for fault in _faults(config, degrees, device):
+        raise ConfigError(fault)
+
+
+def _faults(config: Config, degrees: Degrees, device: torch.device) -> Iterator[str]:
+    if config.batch % degrees.data:
+        yield (
+            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
+            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
+            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
+        )
+    if degrees.processes > 1 and config.precision == "fp16":
+        yield (
+            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
+            "process. Use bf16"
+        )
+    tp = degrees.tp
+    if tp == 1:
+        return
+    if config.sample:
+        yield (
+            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
+            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
+        )
+    if config.model == "mixture":
+        yield f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard"
+    sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
+    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
+        if getattr(config, name) % tp:
+            yield f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}"
+    if config.parallel.async_tp and device.type != "cuda":
+        yield f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+
+
+def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
+    """The mesh of all processes. A collective operation fails after `timeout` seconds. Every process must call this."""
+    names = tuple(each.name for each in fields(Degrees))
+    mesh = init_device_mesh(device.type, tuple(getattr(degrees, name) for name in names), mesh_dim_names=names)
+    if degrees.tp > 1:
+        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
+    for group in (None, *mesh.get_all_groups()):
+        _set_pg_timeout(timedelta(seconds=timeout), group)
+    return mesh
+
+
+# ---- A model whose layers, weights and optimizer state are divided among the processes of a run.
 
 
 class TrainedModel(NamedTuple):
@@ -45,26 +107,19 @@ class TrainedModel(NamedTuple):
 def make_trained_model(
     config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
 ) -> TrainedModel:
-    """The model of `config` for one process. For `vocabulary` and `saved` see `octavo.train.model.make_model`."""
-    model = make_model(config, vocabulary, saved).to(device)
-    loss = make_loss(config, model)
-    report = convert_model(model, config)
-    prepare_blocks(model, config)
-    return TrainedModel(model, loss, report)
+    """The model of `config`, divided among the processes of a mesh of `degrees` if there are several, or offloading.
 
-
-def make_parallel_model(
-    config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
-) -> TrainedModel:
-    """The model of `make_trained_model`, with the same weights, divided among the processes of a mesh of `degrees`.
-
-    Every rank must call this.
+    Its weights are the same for any number of processes. Every rank must call this. For `vocabulary` and `saved` see
+    `octavo.train.model.make_model`.
     """
-    mesh = make_mesh(degrees, device, config.parallel.timeout)
+    divided = degrees.processes > 1 or config.optimizer.offload
+    mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
     with same_outcome():
         resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
-        if config.model in BUILT_IN_MODELS:
+        if mesh is None:
+            model = make_model(config, vocabulary, saved).to(device)
+        elif config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():
                 model = make_model(config, vocabulary, saved)
         else:
@@ -72,7 +127,10 @@ def make_parallel_model(
                 weights = open_language_model(config, saved).state_dict()
             model = cast_weights(describe_language_model(config, saved), config)
         loss = make_loss(config, model)
-        report = convert_model(model, config, device, degrees.data)
+        report = convert_model(model, config, None if mesh is None else device, degrees.data)
+    if mesh is None:
+        prepare_blocks(model, config)
+        return TrainedModel(model, loss, report)
     gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
     _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
@@ -82,15 +140,7 @@ def make_parallel_model(
 
 
 def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool) -> GatherReport | None:
-    """Divide a model among the processes of `mesh`, in place. The model may be on the meta device.
-
-    Args:
-        mesh: with the dimensions dp_replicate, dp_shard and tp (`octavo.train.mesh.make_mesh`).
-        fp8: whether the model has converted layers.
-
-    Returns:
-        The report of the all-gather in eight bits; None if there is none.
-    """
+    """Divide a model, which may be on the meta device, among the processes of `mesh`. `fp8`: it has FP8 layers."""
     if mesh["tp"].size() > 1:
         tensor_parallel(model, mesh["tp"], asynchronous=config.parallel.async_tp)
     prepare_blocks(model, config)
@@ -114,12 +164,7 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
 
 
 def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
-    """Give memory to what is on the meta device, and move the rest: buffers of transformers, which have values.
-
-    Args:
-        device: of buffers.
-        storage: of parameters, which FSDP2 divides.
-    """
+    """Give memory to what is on the meta device, and move the rest: parameters to `storage`, buffers to `device`."""
 
     def place(t: Tensor) -> Tensor:
         where = storage if isinstance(t, DTensor) else device
@@ -137,3 +182,31 @@ def _fill(model: Any, weights: dict[str, Any]) -> None:
     else:
         whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=whole)
+
+
+# ---- Drawing weights that are divided among processes, so that they are those of one process.
+
+
+_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
+
+    Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
+    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it
+    after a module is built. So the largest parameter, and not the model, must fit in the memory of the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):
+            return func(*args, **(kwargs or {}))
+        tensor, *numbers = args
+        whole = func(torch.empty(tensor.shape, device="cpu"), *numbers, **(kwargs or {}))  # FP32, as one process draws
+        if isinstance(tensor, DTensor):
+            part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        return tensor

@@ -2,25 +2,30 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pickle
+import resource
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
-from octavo.artifact.atomic_folder import WriteError
-from octavo.artifact.files import ArtifactError
-from octavo.artifact.lock import LockedError
-from octavo.device import choose_device
-from octavo.text import DataError
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import LockedError, WriteError
+from octavo.data import DataError
 from octavo.train.config import Config, ConfigError
-from octavo.train.declaration import flatten, settings_of
-from octavo.train.ranks import gather, rank, same_outcome, world_size
-from octavo.train.rendezvous import attempt_store
+from octavo.train.settings import flatten, settings_of
+from octavo.util import choose_device
 
 Value = TypeVar("Value")
 
@@ -31,11 +36,13 @@ def run_in_group(main: Callable[[], None]) -> None:
     An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
     alone raises errors; other ranks end with exit code 1. Errors in the settings, the text or a folder have no
     traceback: the message says what to change.
-
-    Raises:
-        ConfigError: the environment lacks what torchrun sets.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if not size.isdecimal() or size == "0":
+        raise ConfigError(
+            f"WORLD_SIZE must be a number of processes, got {size!r}: start them with torchrun, or unset it"
+        )
+    if size == "1":
         main()
         return
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -72,20 +79,16 @@ def _join(main: Callable[[], None]) -> None:
     store, number, ranks = attempt_store()
     dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
     try:
-        main()
-    except (ConfigError, DataError, ArtifactError, WriteError, LockedError, FileExistsError) as error:
+        with naming_lost_ranks(store, number, ranks):
+            main()
+    except (ConfigError, DataError, ArtifactError, WriteError, LockedError, LostRankError, FileExistsError) as error:
         error.__context__ = None
         raise error.with_traceback(None) from None
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 
 
 def own_device(name: str) -> torch.device:
-    """The device of this process: of several, the local rank's GPU.
-
-    Raises:
-        ConfigError: `name` has a number, and there are several processes.
-        ValueError: the machine lacks the device.
-    """
+    """The device of this process: of several, the local rank's GPU."""
     device = choose_device(name)
     if world_size() == 1 or device.type != "cuda":
         return device
@@ -107,11 +110,7 @@ def check_same(config: Config) -> None:
 
 
 def on_first(make: Callable[[], Value]) -> Value:
-    """`make()` of rank 0, on every rank; only rank 0 calls it. The value must be picklable if there are several ranks.
-
-    Raises:
-        Exception: that of `make`, on every rank.
-    """
+    """`make()` of rank 0, or its error, on every rank. The value must be picklable if there are several ranks."""
     made: list[Any] = [None]
     with same_outcome():
         if rank() == 0:
@@ -138,3 +137,182 @@ def whole(tensor: Tensor) -> Tensor:
 
 def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
+
+
+# ---- The processes of a run, its ranks, and how they agree. A run without a process group has the one rank 0.
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(value: Any) -> list[Any]:
+    """The `value` of every rank, in their order, on every rank; it must be picklable."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=_message_group(dist.group.WORLD))
+    return values
+
+
+@contextmanager
+def same_outcome() -> Iterator[None]:
+    """If the block fails on any rank, it fails on all of them, with the error of the lowest rank that failed.
+
+    So no rank waits in a collective for one that has left. Every rank must enter the block.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    errors = gather(_picklable(error) if world_size() > 1 else error)
+    failed = [number for number, each in enumerate(errors) if each is not None]
+    if failed:  # a rank raises its own error where it can: that has the traceback
+        raise error if error is not None and failed[0] == rank() else errors[failed[0]]
+
+
+class Agreement:
+    """Takes the maximum over all ranks of a few integers, step after step, without waiting for the slowest rank.
+
+    The all-reduce runs on the CPU while the next step computes, so its result comes one call later, in the same call on
+    all ranks. A single process has its result at once.
+    """
+
+    def __init__(self) -> None:
+        self._values, self._work = torch.zeros(0), None
+
+    def reach(self, *values: int) -> Sequence[int]:
+        """The largest `values` over all ranks, in the call before this one; 0 in the first call."""
+        if world_size() == 1:
+            return values
+        if self._work is not None:
+            self._work.wait()
+        agreed = [int(value) for value in self._values] or [0] * len(values)
+        self._values = torch.tensor(values, dtype=torch.int64)
+        self._work = dist.all_reduce(self._values, dist.ReduceOp.MAX, _message_group(dist.group.WORLD), async_op=True)
+        return agreed
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+@functools.lru_cache(maxsize=1)
+def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it.
+
+    All ranks wait in it while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at
+    once, and one that stands still in a step by the collectives of the weights, after `parallel.timeout`.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    return group
+
+
+# ---- The processes of this attempt of a job that torchrun starts again: finding them, and naming those that are lost.
+
+
+_PATIENCE = timedelta(minutes=10)
+_GRACE = timedelta(seconds=5)  # for the other ranks, to say why they ended
+
+
+class LostRankError(RuntimeError):
+    """Another rank has ended or does not answer. The message names it."""
+
+
+def attempt_store() -> tuple[Store, int, int]:
+    """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`.
+
+    torchrun keeps one store for all attempts (its agent's). The keys of an attempt that failed are still there, so
+    processes would connect to addresses of processes that have ended (pytorch/pytorch#135712, #167288). The number of
+    restarts cannot tell attempts apart: each machine counts its own.
+    """
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=_PATIENCE)))
+    return PrefixStore(agree_on_name(store, rank, ranks), store), rank, ranks
+
+
+def agree_on_name(store: Store, rank: int, ranks: int) -> str:
+    """A name that all ranks of this attempt have, and no process of an earlier one had.
+
+    A rank asks with a name of its own, which only a living rank 0 can answer. Rank 0 may read the question of a process
+    that has ended; its answer then meets no one. So it goes on until it has the thanks of all ranks for its name.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"question/{rank}", own)
+        name: str = store.get(f"answer/{own}").decode()
+        store.set(f"thanks/{name}/{rank}", "")
+        return name
+    silent, deadline = set(range(1, ranks)), time.monotonic() + _PATIENCE.total_seconds()
+    while silent:
+        for other in sorted(silent):
+            if store.check([f"question/{other}"]):
+                store.set(f"answer/{store.get(f'question/{other}').decode()}", own)
+            if store.check([f"thanks/{own}/{other}"]):
+                silent.remove(other)
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {sorted(silent)} have not come within {_PATIENCE}")
+        time.sleep(0.01)
+    return own
+
+
+@contextmanager
+def naming_lost_ranks(store: Store, rank: int, ranks: int) -> Iterator[None]:
+    """Tell the other ranks why this one ends, and turn an error of the network into one that names the lost rank."""
+    try:
+        yield
+    except Exception as error:
+        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo's errors have no class
+        why = "the store that the ranks share is lost: its host has ended"
+        with suppress(RuntimeError):
+            store.set(f"ended/{rank}", "" if lost else f"{type(error).__name__}: {error}")
+            why = _lost(store, rank, ranks) if lost else ""
+        if lost:
+            raise LostRankError(f"rank {rank} ends, because {why}") from error
+        raise
+
+
+def _lost(store: Store, rank: int, ranks: int) -> str:
+    """Which rank failed and how, or which ranks have not said so."""
+    silent, deadline = set(range(ranks)) - {rank}, time.monotonic() + _GRACE.total_seconds()
+    while silent and time.monotonic() < deadline:
+        for other in sorted(silent):
+            if store.check([f"ended/{other}"]):
+                silent.remove(other)
+                if why := store.get(f"ended/{other}").decode():
+                    return f"rank {other} failed: {why}"
+        time.sleep(0.01)
+    if not silent:
+        return "the network between the ranks broke"
+    numbers = f"rank {min(silent)} does" if len(silent) == 1 else f"ranks {', '.join(map(str, sorted(silent)))} do"
+    return (
+        f"{numbers} not answer. It was killed, or it stood still for longer than the setting parallel.timeout: see its "
+        "output, start all ranks with the same command, and raise the setting if a step may take longer"
+    )
+
+
+# ---- The memory of the device that a run trains on.
+
+
+def peak_memory(device: torch.device) -> int:
+    """The peak in bytes so far: of tensors on a GPU, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of a GPU, or this process's part of those of the CPU, which the processes of a machine share."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes

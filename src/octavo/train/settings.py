@@ -1,172 +1,427 @@
-"""Reading the values of settings from a command line, a TOML file, or the config.json of a run.
-
-The functions take `kinds`, the type of each setting by its name, and raise a ConfigError that names the setting and
-its source.
-"""
+"""The settings of a run: declared as tables, read from a command line, a TOML file or config.json."""
 
 import difflib
+import functools
 import math
 import re
-import tomllib
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.artifact.files import ArtifactError, parse_object
-from octavo.extras import hub_hint
-from octavo.recipe import Recipe, get_recipe
+from octavo.recipe import GEMMS, Recipe, get_recipe
 from octavo.recipe.presets import RECIPE_FILES
+from octavo.util import hub_hint, parse_object
 
 RECIPE = str | Recipe
+LIST = tuple[str, ...]
 TYPE_NAMES: dict[Any, str] = {
     RECIPE: "a recipe's name, a .json or .toml file or its fields",
     str: "a string",
     int: "an integer",
     float: "a finite number",
     bool: "true or false",
-    tuple[str, ...]: "a list of strings",
+    LIST: "a list of strings",
 }
-Kinds = Mapping[str, Any]
+# How the command line spells a number.
+NUMBERS = {int: r"[+-]?[0-9]+", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"}
+WORDS = "the command line"
+
+Range = tuple[str, Callable[[Any], bool]]
+POSITIVE: Range = ("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE: Range = ("0 or more", lambda value: value >= 0)
+ABOVE_ZERO: Range = ("above 0", lambda value: value > 0)
+FRACTION: Range = ("between 0 and 1, both included", lambda value: 0 <= value <= 1)
+INSIDE: Range = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
+BELOW_ONE: Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+BYTES: Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
+SOME: Range = ("a list of at least one entry", lambda value: len(value) > 0)
+NAMED: Range = ("a name that is not empty", lambda value: value != "")
+SOME_GEMMS: Range = (f"a list of some of {', '.join(GEMMS)}", lambda value: set(value) <= set(GEMMS))
+SEED: Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
+DEVICE: Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
+TOKENIZER: Range = (
+    "one of bytes, characters, bpe, or hf: and the name or folder of a Hugging Face model",
+    lambda value: re.fullmatch(r"bytes|characters|bpe|hf:.+", value) is not None,
+)
+DEGREE: Range = ("at least 1, or -1 for the processes that are left", lambda value: value >= 1 or value == -1)
 
 
 class ConfigError(ValueError):
     """A setting that is unknown, of the wrong type or outside its valid values; the message names it."""
 
 
-def known_values(values: Mapping[str, object], kinds: Kinds, source: str) -> dict[str, Any]:
-    """`values` of `source`, each of the type that its setting requires."""
-    return {known_name(key, kinds, source): typed(key, value, kinds, source) for key, value in values.items()}
+# ---- A setting: a field of a frozen dataclass, with its default, help and valid values on its line.
+#
+# A field that is another such dataclass is a table. Its settings are named TABLE.KEY:
+#
+#     a file           [parallel]
+#                      tp = 2
+#     a command line   --parallel.tp 2
+#     code             config.parallel.tp
 
 
-def known_name(key: str, kinds: Kinds, source: str) -> str:
-    """`key`, if it is a setting."""
-    if key in kinds:
-        return key
-    if of_table := [name for name in kinds if name.startswith(f"{key}.")]:
-        raise ConfigError(
-            f"{key!r} in {source} is a table, not a setting: its settings are {', '.join(map(repr, of_table))}"
-        )
-    nearest = difflib.get_close_matches(key, list(kinds), n=1, cutoff=0.6)
-    advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
-    raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
+def setting(default: Any, help: str, valid: Range | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field that is a setting. `choices` are all values of a setting that is a name."""
+    if choices:
+        valid = ("one of " + ", ".join(choices), choices.__contains__)
+    return field(default=default, metadata={"help": help, "valid": valid})
 
 
-def typed(key: str, value: object, kinds: Kinds, source: str) -> Any:
-    """`value` as the type that `key` requires: the only conversions are int to float, list to tuple, file to recipe."""
-    required = kinds[key]
-    if required == RECIPE:
-        return _read_recipe(key, value, source)
-    if required is float and type(value) is int:
-        value = float(value)
-    if isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
-        value = tuple(value)
-        matches = required == tuple[str, ...]
-    else:
+def table(kind: type) -> Any:
+    """A field that is a table: its settings are the fields of the dataclass `kind`."""
+    return field(default=kind(), metadata={"table": kind})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of a setting, which reads its values. The default None stands for a derived value."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    valid: Range | None
+
+    def read(self, value: object, source: str) -> Any:
+        """`value` in the setting's type. A ConfigError if it is of another type, or outside the valid values."""
+        typed = self._typed(value, source)
+        required = "" if self.valid is None or self.valid[1](typed) else self.valid[0]
+        if self.kind is int and typed >= 2**63:
+            required = required or "below 2^63"
+        if required:
+            raise ConfigError(f"{self.name} must be {required}; got {typed!r}")
+        return typed
+
+    def _typed(self, value: object, source: str) -> Any:
+        """The only conversions are int to float, list to tuple, file to recipe."""
+        if self.kind == RECIPE and isinstance(value, str | Recipe | Mapping):
+            return self._recipe(value, source)
+        if self.kind is float and type(value) is int and abs(value) < 2**63:  # a float need not hold a larger one
+            return float(value)
+        if self.kind == LIST and isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return tuple(value)
         # type() and not isinstance(): a bool is an int in Python, but never here.
-        matches = type(value) is required and not (isinstance(value, float) and not math.isfinite(value))
-    if not matches:
-        hint = "; it is no table of settings" if isinstance(value, Mapping) else ""
-        raise ConfigError(
-            f"{key} in {source} must be {TYPE_NAMES[required]}; got {value!r} ({type(value).__name__}){hint}"
-        )
-    return value
+        if type(value) is not self.kind or (isinstance(value, float) and not math.isfinite(value)):
+            hint = "; it is no table of settings" if isinstance(value, Mapping) else ""
+            got = f"{value!r} ({type(value).__name__}){hint}"
+            raise ConfigError(f"{self.name} in {source} must be {TYPE_NAMES[self.kind]}; got {got}")
+        return value
+
+    def _recipe(self, value: str | Recipe | Mapping[str, Any], source: str) -> str | Recipe:
+        """The name of a recipe as it is, and the recipe that a file or a table of fields describes."""
+        try:
+            if isinstance(value, Mapping):
+                return Recipe.from_dict(value)
+            return get_recipe(value) if isinstance(value, str) and value.endswith(RECIPE_FILES) else value
+        except ValueError as error:
+            raise ConfigError(f"{self.name} in {source}: {error}") from error
+
+    def parse(self, words: list[str]) -> Any:
+        """The value that `words` of the command line spell; no words are true."""
+        option = f"--{self.name.replace('_', '-')}"
+        if not words and self.kind is not bool:
+            raise ConfigError(f"{option} needs a value ({TYPE_NAMES[self.kind]})")
+        if self.kind == LIST:
+            return tuple(word for word in words if word)
+        if len(words) > 1:
+            raise ConfigError(f"{option} takes one value; got {' '.join(words)}")
+        word = words[0] if words else "true"
+        if self.kind in NUMBERS and re.fullmatch(NUMBERS[self.kind], word):
+            return self.read(self.kind(word), WORDS)
+        flags = {"true": True, "false": False} if self.kind is bool else {}
+        return self.read(flags.get(word, word), WORDS)
+
+
+Settings = Mapping[str, Setting]
+
+
+@functools.cache
+def settings_of(cls: Any, table: str = "") -> dict[str, Setting]:
+    """The settings of a dataclass by name, in the order of declaration; those of a table as TABLE.KEY."""
+    kinds = typing.get_type_hints(cls)
+    found: dict[str, Setting] = {}
+    for each in fields(cls):
+        name = table + each.name
+        if kind := each.metadata.get("table"):
+            found |= settings_of(kind, f"{name}.")
+        elif each.metadata:
+            found[name] = Setting(name, kinds[each.name], each.default, **each.metadata)
+    return found
+
+
+def flatten(values: Mapping[str, Any], settings: Collection[str] = ()) -> dict[str, Any]:
+    """`values` with the entries of each table as TABLE.KEY. A mapping under the name of a setting stays as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        table = isinstance(value, Mapping) and key not in settings
+        flat |= {f"{key}.{inner}": entry for inner, entry in value.items()} if table else {key: value}
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat` with the entries TABLE.KEY in a dictionary for each table."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        table, dot, key = name.rpartition(".")
+        (nested.setdefault(table, {}) if dot else nested)[key] = value
+    return nested
 
 
 def plain(value: object) -> object:
-    """The value of a setting as JSON has it; `typed` reads it back."""
+    """The value of a setting as JSON has it; `Setting.read` reads it back."""
     return list(value) if isinstance(value, tuple) else value.to_dict() if isinstance(value, Recipe) else value
 
 
-def _read_recipe(key: str, value: object, source: str) -> str | Recipe:
-    """The name of a recipe as it is, and the recipe that a file or a table of fields describes."""
-    try:
-        if isinstance(value, Mapping):
-            return Recipe.from_dict(value)
-        if isinstance(value, str):
-            return get_recipe(value) if value.endswith(RECIPE_FILES) else value
-    except ValueError as error:
-        raise ConfigError(f"{key} in {source}: {error}") from error
-    if isinstance(value, Recipe):
-        return value
-    raise ConfigError(f"{key} in {source} must be {TYPE_NAMES[RECIPE]}; got {value!r} ({type(value).__name__})")
-
-
-# --- Files -------------------------------------------------------------------------------------------------------
+# ---- Reading settings from a command line, a TOML file, or the config.json of a run. A ConfigError names the source.
 
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """The values in a TOML file, or in a JSON file (its name ends in .json) such as the config.json of a run.
+def find_setting(key: str, settings: Settings, source: str) -> Setting:
+    """The setting `key`. A ConfigError with the nearest name if there is none."""
+    if key in settings:
+        return settings[key]
+    if of_table := [name for name in settings if name.startswith(f"{key}.")]:
+        raise ConfigError(
+            f"{key!r} in {source} is a table, not a setting: its settings are {', '.join(map(repr, of_table))}"
+        )
+    nearest = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
+    raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
 
-    The name of a preset stands for its file, unless there is a file of that name.
-    """
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The values in a TOML or .json file; the name of a preset stands for its file, unless there is such a file."""
     if not path.exists():
         path = PRESETS.get(str(path), path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes()
     except OSError as error:
         hint = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else ""
         hint = hint or hub_hint(path)
         if path.is_dir():
             hint = ": give a TOML file of settings, or the config.json of a run"
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}{hint}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"configuration file {path} must be UTF-8; byte {error.start} is not") from error
-    try:
-        return parse_object(text, f"configuration file {path}") if path.suffix == ".json" else tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:  # its message ends with the line and column
-        raise ConfigError(f"configuration file {path} is not valid TOML: {error}") from error
-    except ArtifactError as error:
-        raise ConfigError(str(error)) from error
+    values = parse_object(text, f"configuration file {path}", ConfigError, toml=path.suffix != ".json")
+    if not values:
+        raise ConfigError(f"configuration file {path} must hold settings, got none: leave it out for the defaults")
+    return values
 
 
-# --- Words -------------------------------------------------------------------------------------------------------
-
-
-def parse(overrides: Sequence[str], kinds: Kinds) -> dict[str, Any]:
-    """Command-line words to typed values by key; `--flag` alone is true and `--no-flag` is false."""
-    groups: list[tuple[str, list[str]]] = []
+def parse(overrides: Sequence[str], settings: Settings) -> dict[str, Any]:
+    """Command-line words to typed values by name; `--flag` alone is true and `--no-flag` is false."""
+    groups: list[tuple[Setting, list[str]]] = []
     for word in overrides:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
-            if not equals and name.startswith("no_") and kinds.get(name[3:]) is bool:
-                name, equals, value = name[3:], "=", "false"
-            groups.append((known_name(name, kinds, "the command line"), [value] if equals else []))
+            off = settings.get(name.removeprefix("no_")) if name.startswith("no_") and not equals else None
+            if off is not None and off.kind is bool:
+                groups.append((off, ["false"]))
+            else:
+                groups.append((find_setting(name, settings, WORDS), [value] if equals else []))
+        elif groups and not word and groups[-1][0].kind == LIST:
+            name = groups[-1][0].name
+            raise ConfigError(f"--{name} has an empty value: give --{name}= for an empty list")
         elif groups:
             groups[-1][1].append(word)
         else:
             raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
     values: dict[str, Any] = {}
-    for key, words in groups:
-        value = _parse_words(key, words, kinds)
-        if key in values and not isinstance(value, tuple):
-            raise ConfigError(f"--{key.replace('_', '-')} must be given once; got it more than once")
-        values[key] = values.get(key, ()) + value if isinstance(value, tuple) else value
+    for each, words in groups:
+        value = each.parse(words)
+        if each.name in values and each.kind != LIST:
+            raise ConfigError(f"--{each.name.replace('_', '-')} must be given once; got it more than once")
+        values[each.name] = values.get(each.name, ()) + value if each.kind == LIST else value
     return values
 
 
-def _parse_words(key: str, words: list[str], kinds: Kinds) -> Any:
-    required = kinds[key]
-    if not words and required is bool:
-        return True
-    if not words:
-        raise ConfigError(f"--{key.replace('_', '-')} needs a value ({TYPE_NAMES[required]})")
-    if required == tuple[str, ...]:
-        return tuple(word for word in words if word)
-    if len(words) > 1:
-        raise ConfigError(f"--{key.replace('_', '-')} takes one value; got {' '.join(words)}")
-    return typed(key, _parse_word(required, words[0]), kinds, "the command line")
+# ---- The tables of settings: `[attention]`, `[experts]`, `[loss]`, `[optimizer]`, `[compile]`,
+# `[activation_checkpointing]`, `[parallel]` and `[watch]`.
 
 
-def _parse_word(required: Any, word: str) -> object:
-    """The value that `word` spells, or `word` itself, which `typed` then refuses."""
-    if required is bool:
-        return {"true": True, "false": False}.get(word, word)
-    if required is int and re.fullmatch(r"[+-]?[0-9]+", word):
-        return int(word)
-    if required is float and re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", word):
-        return float(word)
-    return word
+@dataclass(frozen=True)
+class Parallel:
+    """The degrees by which the processes of `torchrun` share model and data. They multiply to their number."""
+
+    dp_shard: int = setting(-1, "processes that share the weights of a replica (FSDP2); -1: those left", DEGREE)
+    dp_replicate: int = setting(1, "replicas of the weights, each on other data (HSDP); -1: those left", DEGREE)
+    tp: int = setting(1, "processes that share each layer (tensor parallel); -1: those left", DEGREE)
+    fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
+    gather_dtype: str = setting(
+        "fp32",
+        "fp32, or bf16: dtype of other weights in the forward pass; bf16 halves the traffic of these and of gradients, "
+        "and rounds norms",
+        choices=("fp32", "bf16"),
+    )
+    async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
+    timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """The precision of the causal attention, forward and backward (`octavo.nn.use_fp8_attention`)."""
+
+    precision: str = setting("bf16", "bf16, or fp8: long texts attend in E4M3 (extra cudnn)", choices=("bf16", "fp8"))
+    shortest: int = setting(8192, "tokens of the shortest text whose attention runs in FP8", POSITIVE)
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The experts of a `mixture`: MLPs of `mlp_width`, of which each token runs through a few."""
+
+    count: int = setting(8, "experts of a block (mixture)", POSITIVE)
+    top_k: int = setting(2, "experts that a token runs through (mixture)", POSITIVE)
+    shared_width: int = setting(0, "hidden features of an MLP that every token runs through (mixture)", NOT_NEGATIVE)
+    balance: float = setting(0.01, "factor of the loss that spreads tokens over experts (mixture)", NOT_NEGATIVE)
+
+
+LARGE_VOCABULARY = 32768  # "auto" takes chunks for this size and larger ones
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The computation of the loss from the inputs of the model's head (`octavo.train.loss`)."""
+
+    logits: str = setting(
+        "auto",
+        "chunked: the logits of `chunk` tokens are in memory at a time; whole: all; auto: chunked if the vocabulary is "
+        "32,768 or more",
+        choices=("auto", "chunked", "whole"),
+    )
+    chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
+
+    def is_chunked(self, vocabulary: int) -> bool:
+        """True if the logits of a head with so many outputs are computed in chunks."""
+        return self.logits == "chunked" or (self.logits == "auto" and vocabulary >= LARGE_VOCABULARY)
+
+
+MOMENT_BLOCK = 256  # elements of a row of moments in eight bits that share a scale
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The dtypes and the place of weights and moments. A dtype other than fp32 needs torchao: the extra `optim`."""
+
+    weights: str = setting(
+        "fp32", "dtype of the weights; bf16: a step rounds them stochastically", choices=("fp32", "bf16")
+    )
+    state: str = setting(
+        "fp32", "dtype of AdamW's two moments; 8bit and fp8: a byte each, in blocks", choices=("fp32", "8bit", "fp8")
+    )
+    offload: bool = setting(
+        False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
+    )
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2.0 if self.weights == "bf16" else 4.0
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of both moments of a parameter; in eight bits with an FP32 scale for each block."""
+        return 2 * (4.0 if self.state == "fp32" else 1 + 4 / MOMENT_BLOCK)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """The mode of activation checkpointing, in which backward computes parts of a block again to save memory."""
+
+    mode: str = setting(
+        "none",
+        "none; full: a block saves its input only; selective: also its attention and every second GEMM",
+        choices=("none", "full", "selective"),
+    )
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Settings of `torch.compile`."""
+
+    blocks: bool = setting(False, "compile each block of the model with torch.compile")
+    backend: str = setting("inductor", "backend of torch.compile", NAMED)
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """Settings of the watch of the layers (docs/watch.md), and of the reactions to faults (docs/warnings.md)."""
+
+    interval: int = setting(100, "steps between samples of the layers; 0 does not watch them", NOT_NEGATIVE)
+    rows: int = setting(64, "rows of each operand that a sample reads", POSITIVE)
+    on_warning: str = setting(
+        "log",
+        "log; promote: the layer moves to BF16, or its gradients to e5m2; stop: save and end",
+        choices=("log", "promote", "stop"),
+    )
+    on_spike: str = setting(
+        "log", "log; rollback: return to the last checkpoint, and skip the batches since", choices=("log", "rollback")
+    )
+    rollbacks: int = setting(3, "the most rollbacks of a run", NOT_NEGATIVE)
+
+
+# ---- What follows from a table alone: how the processes of a run form a mesh, and what FSDP2 gathers at once.
+#
+# The processes form an array [dp_replicate, dp_shard, tp], in the order of their ranks. Those that differ in `tp` only
+# work on the same sequences, and on parts of each layer. All others have their own share of each batch.
+
+
+SMALL = 1 << 27  # parameters: more than a block of a model of a billion has, less than one of Llama-3-8B
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The sizes of the mesh, in the order of its dimensions."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def data(self) -> int:
+        """The processes, or groups of processes, that work on different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def processes(self) -> int:
+        return self.data * self.tp
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """(index, count): which of `count` equal shares of a batch belongs to a rank."""
+        return rank // self.tp, self.data
+
+
+def find_degrees(parallel: Parallel, processes: int) -> Degrees:
+    """The degrees of the table `parallel`, with the number of processes that are left in place of -1."""
+    asked = {each.name: int(getattr(parallel, each.name)) for each in fields(Degrees)}
+    open_names = [name for name, degree in asked.items() if degree == -1]
+    if len(open_names) > 1:
+        raise ConfigError(
+            "only one degree of parallel can be -1, the processes that are left; got -1 for "
+            f"{' and '.join(open_names)}: set all but one to a number, such as 1"
+        )
+    fixed = 1
+    for degree in asked.values():
+        fixed *= max(degree, 1)
+    for name in open_names:
+        asked[name] = max(processes // fixed, 1)
+    found = Degrees(**asked)
+    if found.processes != processes:
+        wanted = " x ".join(f"{name} {degree}" for name, degree in asked.items())
+        raise ConfigError(
+            f"the degrees of parallel must multiply to the number of processes, {processes}; got {wanted}, which is "
+            f"{found.processes}: start {found.processes} processes with torchrun (octavo plan: --gpus "
+            f"{found.processes}), or change parallel"
+        )
+    return found
+
+
+def unit_size(parameters: int) -> int:
+    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
+
+    For each unit the host calls FSDP2's hooks and starts its collectives, which takes about as long as the other work
+    of a small block, and the GPU would wait.
+    """
+    return 2 if 2 * parameters <= SMALL else 1

@@ -1,6 +1,7 @@
 """Starting and resuming a run: all work between the settings and the first step."""
 
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,45 +9,60 @@ from typing import NamedTuple
 
 import torch
 from rich.console import Console
+from torch import nn
 
-from octavo.artifact.atomic_folder import locked_folder, write_error
-from octavo.artifact.run import RunFolder
-from octavo.calibration.folder import load_calibration
-from octavo.extras import hub_hint
+from octavo.calibration.calibrator import load_calibration
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import check_links, locked_folder, write_error
+from octavo.checkpoint.run import RunFolder
+from octavo.data import DataError, ReadReport, absolute_source
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import seed_scales
+from octavo.nn import Conversion
 from octavo.recipe import get_recipe
-from octavo.text import ReadReport, absolute_source
-from octavo.train.blocks import allow_compilations
-from octavo.train.boards import event_writer, wandb
-from octavo.train.checkpoint import TrainState, check_checkpoint, load_checkpoint
-from octavo.train.config import Config, ConfigError
-from octavo.train.data import Batches, Corpus, RandomBatches, build_corpus, open_data
-from octavo.train.header import header_text
-from octavo.train.hugging_face import check_folder, positions_of
-from octavo.train.log import print_line
-from octavo.train.loop import Trainer, TrainingData
-from octavo.train.mesh import Degrees, check_async_tp, check_parallel, find_degrees
-from octavo.train.model import check_memory, check_vocabulary, make_meta_model, save_description
+from octavo.scales import seed_scales
+from octavo.train.config import Config, ConfigError, read_settings, write_settings
+from octavo.train.corpus import Batches, Corpus, RandomBatches, build_corpus, open_data
+from octavo.train.model import (
+    allow_compilations,
+    check_folder,
+    check_memory,
+    check_vocabulary,
+    make_meta_model,
+    positions_of,
+    save_description,
+)
 from octavo.train.optimizer import make_optimizer
-from octavo.train.parallel_model import make_parallel_model, make_trained_model
-from octavo.train.processes import check_same, group_of_one, on_first, own_device
-from octavo.train.ranks import rank, same_outcome, world_size
-from octavo.train.run_settings import read_settings, write_settings
+from octavo.train.parallel_model import check_parallel, make_trained_model
+from octavo.train.processes import (
+    check_same,
+    gather,
+    group_of_one,
+    on_first,
+    own_device,
+    rank,
+    same_outcome,
+    world_size,
+)
+from octavo.train.saving import (
+    TrainState,
+    check_checkpoint,
+    disturb_weights,
+    load_checkpoint,
+    load_into_other_recipe,
+)
+from octavo.train.settings import Degrees, find_degrees
+from octavo.train.step_metrics import event_writer, print_line, wandb
+from octavo.train.trainer import Trainer, TrainingData
+from octavo.util import hub_hint, plural
 
 
 def start_run(config: Config, console: Console) -> Trainer:
-    """A new run in `config.out`, at step 0. The run's folder is locked until `Trainer.run` ends.
+    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
+    `Trainer.run` ends.
 
-    Every rank of a process group must call this. An error of one rank is raised on all of them.
-
-    Raises:
-        ConfigError, DataError: settings or data that cannot be trained on; nothing has been written.
-        ArtifactError: the calibration is of another model.
-        FileExistsError: `config.out` holds a run already.
-        LockedError: another program trains there.
-        WriteError: the folder could not be written.
+    Every rank of a process group must call this. An error of one rank is raised on all of them. Before an error of the
+    settings or the data nothing has been written.
     """
     check_same(config)
     run, lock = RunFolder(Path(config.out)), ExitStack()
@@ -56,7 +72,16 @@ def start_run(config: Config, console: Console) -> Trainer:
                 lock.enter_context(locked_folder(run.path))
                 _check_empty(run)
             config = settle(config)
-        trainer = prepare_run(config, run, lock, console)
+        trainer = prepare_run(config, run, lock, console, Path(config.branch) if config.branch else None)
+        if config.branch:
+            load_into_other_recipe(Path(config.branch), trainer.state)
+            if config.disturb:
+                disturb_weights(trainer.model, config.disturb, config.seed)
+            print_line(console, f"branches from {config.branch}")
+        if (step := trainer.state.step) >= config.steps:
+            raise ConfigError(
+                f"steps must be above the {step} of {config.branch}; got {config.steps}: give more --steps"
+            )
         with same_outcome():
             if rank() == 0:
                 _describe(trainer)
@@ -71,11 +96,6 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
 
     The run's folder is locked until `Trainer.run` ends. Every rank of a process group must call this. An error of one
     rank is raised on all of them.
-
-    Raises:
-        ArtifactError: no run, no checkpoint, or one that is not whole or does not fit.
-        LockedError: another program trains there.
-        WriteError: the folder could not be written.
     """
     run, lock = RunFolder(path), ExitStack()
     try:
@@ -97,7 +117,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
             write_settings(config, run)
-        ended = f", the last of its {step} steps: --steps N goes on" if step == config.steps else ""
+        ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
         print_line(console, f"resumed from {newest}{ended}")
     except BaseException:
         lock.close()
@@ -105,12 +125,17 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
     return trainer
 
 
-def settle(config: Config) -> Config:
-    """The settings that a new run writes down: those of `config`, with absolute paths.
+def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
+    """The settings of the run of a checkpoint with `overrides`, for a branch, which is not disturbed again."""
+    run = RunFolder(checkpoint.parent)
+    run.check()
+    if checkpoint.name not in (kept := [path.name for path in run.checkpoints()]):
+        raise ArtifactError(f"{run.path} has no checkpoint {checkpoint.name}: it keeps {', '.join(kept) or 'none'}")
+    return read_settings(run).change(disturb=0.0).replace(overrides)
 
-    Raises:
-        ConfigError: the model is neither built in nor a local folder.
-    """
+
+def settle(config: Config) -> Config:
+    """The settings that a new run writes down: those of `config`, with absolute paths."""
     if config.model not in BUILT_IN_MODELS:
         config = _fit_to_folder(config)
     return _absolute_paths(config)
@@ -125,22 +150,23 @@ def _fit_to_folder(config: Config) -> Config:
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
     check_folder(folder, config.model)
+    check_links(folder)
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return config.change(model=str(folder), **context)
 
 
 def _absolute_paths(config: Config) -> Config:
     """The settings with data sources and folders that mean the same from another working directory."""
-    calibration = str(Path(config.calibration).resolve()) if config.calibration else ""
-    return config.change(data=tuple(map(absolute_source, config.data)), calibration=calibration)
+    folders = {name: str(Path(path).resolve()) for name in ("calibration", "branch") if (path := getattr(config, name))}
+    return config.change(data=tuple(map(absolute_source, config.data)), **folders)
 
 
 def _check_empty(run: RunFolder) -> None:
     if run.path.exists() and not run.path.is_dir():
         raise FileExistsError(f"{run.path} is a file: --out must name the folder of the run, which it makes")
     if run.path.exists() and any(run.path.iterdir()):
-        advice = f"resume it with --resume {run.path}" if run.checkpoints() else "it has no checkpoint: remove it"
-        raise FileExistsError(f"{run.path} is not empty: {advice}, or choose another --out")
+        advice = f"resume it with --resume {run.path}, or" if run.checkpoints() else "it has no checkpoint, so"
+        raise FileExistsError(f"{run.path} is not empty: {advice} choose another --out")
 
 
 def _describe(trainer: Trainer) -> None:
@@ -170,15 +196,9 @@ def prepare_run(
     checkpoint: Path | None = None,
     data: RunData | None = None,
 ) -> Trainer:
-    """The run of `config` at step 0, of which nothing is written. Every rank of a process group must call this.
+    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this.
 
-    Args:
-        config: checked by `settle`.
-        run: its folder, which may have the description of the model.
-        lock: what the run holds until `Trainer.run` ends.
-        console: for the header.
-        checkpoint: that the caller will load: it is checked before memory is taken.
-        data: that `read_data` gave for the same settings of data; None reads it.
+    `checkpoint`, which the caller will load, is checked before memory is taken. `data` None reads the data.
     """
     with same_outcome():
         degrees, device = _check_settings(config)
@@ -187,20 +207,18 @@ def prepare_run(
     torch.use_deterministic_algorithms(config.deterministic)
     tokenizer, read, corpus = read_data(config, run, console) if data is None else data
     batches = _make_batches(config, corpus, degrees.share(rank()))
-    offload = config.optimizer.offload
-    storage = torch.device("cpu") if offload else device
+    storage = torch.device("cpu") if config.optimizer.offload else device
     check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
             meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
             check_checkpoint(checkpoint, meta_model, corpus.fingerprint)
     torch.manual_seed(config.seed)
-    if offload:
+    if config.optimizer.offload:
         lock.enter_context(group_of_one())
-    make = make_trained_model if degrees.processes == 1 and not offload else make_parallel_model
-    made = make(config, tokenizer.vocabulary_size, run.model, device, degrees)
+    made = make_trained_model(config, tokenizer.vocabulary_size, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
-        check_vocabulary(made.model, max(int(corpus.train.max()), int(corpus.validation.max())))
+        check_vocabulary(made.model, max(each.highest for each in batches))
     if config.calibration and checkpoint is None:
         with same_outcome():
             calibration = load_calibration(config.calibration, Path(config.model))
@@ -217,21 +235,25 @@ def _make_batches(config: Config, corpus: Corpus, share: tuple[int, int]) -> tup
     """The batches to train and to evaluate on, of which this rank takes its `share`."""
     draw = RandomBatches if config.sampling == "random" else Batches
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
+    if config.batch > training.sequences:
+        raise DataError(
+            f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
+            f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
+        )
     return training, Batches(corpus.validation, config.context, config.batch, None, share)
 
 
 def _check_settings(config: Config) -> tuple[Degrees, torch.device]:
     """The degrees of parallelism and the device, of settings that this machine and its libraries can run."""
     degrees = find_degrees(config.parallel, world_size())
-    check_parallel(config, degrees)
+    device = own_device(config.device)
+    check_parallel(config, degrees, device)
     if config.recipe != "auto":
         get_recipe(config.recipe)
     if config.tensorboard:
         event_writer()
     if config.wandb:
         wandb()
-    device = own_device(config.device)
-    check_async_tp(config, degrees, device)
     return degrees, device
 
 
@@ -246,3 +268,75 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
         return RunData(tokenizer, reading.report, corpus)
 
     return on_first(read)
+
+
+# ---- The text that a run prints before its first step: the model, the data, the schedule and the precision.
+
+
+def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
+    """The text to print: one line for each of model, data, steps, rate, device and folder, then the conversion."""
+    size = sum(p.numel() for p in model.parameters())
+    kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
+    each = config.batch * config.accumulate * config.context
+    epochs = config.steps * each / len(corpus.train)
+    decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
+    lines = {
+        "model": f"{config.model}, {size:,} parameters, {kind}",
+        "data": f"{_sources(config)}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out",
+        "steps": f"{plural(config.steps, 'step')} of {plural(each, 'token')}, {epochs:.2g} of the training tokens",
+        "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
+        f"{plural(config.warmup, 'step')} of warmup",
+        "device": f"{device}, {config.precision} outside of FP8",
+        **({"ranks": _degrees(config)} if world_size() > 1 else {}),
+        "folder": config.out,
+    }
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+
+
+def _degrees(config: Config) -> str:
+    degrees = vars(find_degrees(config.parallel, world_size()))
+    return ", ".join([str(world_size()), *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)])
+
+
+def _sources(config: Config) -> str:
+    if config.data == ("stdlib",):
+        return "stdlib, the source code of Python's standard library (another text: --data PATH)"
+    return ", ".join(config.data)
+
+
+# ---- Continuing a run whose job is started again with the same command: by torchrun after a failure, or by a
+# scheduler.
+
+
+def was_restarted() -> bool:
+    """True if torchrun has started the job again, because a process failed. Every rank must call this."""
+    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+
+
+def start_or_resume(config: Config, console: Console) -> Trainer:
+    """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
+    resumes = False
+    with same_outcome():
+        if rank() == 0:
+            resumes = _has_checkpoint(config)
+    resumes = gather(resumes)[0]  # rank 0 decides, as it looked at the folder before the others write to it
+    return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
+
+
+def _has_checkpoint(config: Config) -> bool:
+    """True if the folder of the run has a checkpoint. The files of a run without one are removed."""
+    run = RunFolder(Path(config.out))
+    if not run.config.is_file():
+        return False
+    found, given = read_settings(run).to_dict(), settle(config).to_dict()
+    for name, value in given.items():
+        if name != "out" and found.get(name) != value:
+            raise ConfigError(
+                f"{run.path} holds a run with other settings: {name} is {found.get(name)!r} there, and {value!r} here. "
+                f"Continue that run with --resume {run.path}, or choose another --out"
+            )
+    if run.checkpoints():
+        return True
+    with locked_folder(run.path):
+        shutil.rmtree(run.path)
+    return False

@@ -1,21 +1,36 @@
 """Checks of a packed folder's settings and tensors by themselves.
 
 The folder must have every tensor of its model, with the shape, the dtype and the name that its quantization_config
-requires. All numbers must be finite and all scales positive. `octavo.verification.weights` compares the weights with
-MODEL's.
+requires. All numbers must be finite and all scales positive. Then the weights are compared with MODEL's.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from octavo.progress import Progress, no_progress
-from octavo.verification.files import CheckpointFiles
-from octavo.verification.layer_spec import LayerSpec, SpecError, read_specs
-from octavo.verification.numbers import decode_exponents
+from octavo.evaluation.metrics import energies, sqnr
+from octavo.util import Progress, no_progress
+from octavo.verification.layer_spec import (
+    LayerSpec,
+    SpecError,
+    decode_exponents,
+    half_step,
+    nearest,
+    numbers_of,
+    read_specs,
+    scale_values,
+    spread,
+)
+from octavo.verification.stored_files import CheckpointFiles
 
 Shape = tuple[int, ...]
 
@@ -24,17 +39,13 @@ _EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8", "U8")
 _CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 _LAYER_SCALES = ("weight_scale", "weight_scale_inv", "input_scale", "activation_scale")
 _UNUSED = ("output_scale", "prob_scale", "weight_zero_point", "input_zero_point")  # no layer reads these
+_SMALLEST, _TINY = 2.0**-127, "below 2^-127, and 1 / scale overflows"
 _HEADS = ("lm_head", "embed_out", "score", "classifier")
 
 
 class Required(NamedTuple):
-    """The tensors that a model needs.
-
-    Attributes:
-        shapes: of each tensor.
-        linears: the names of the linear layers.
-        tied: for each parameter, all names of it.
-    """
+    """The tensors that a model needs: their shapes, the names of its linear layers, and for each parameter all names of
+    it."""
 
     shapes: Mapping[str, Shape]
     linears: list[str]
@@ -56,7 +67,7 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
         if spec is None:
             _check_ignored_layer(files, name)
         elif _is_packed(files, name):
-            layers[name] = _with_stored_names(files, name, spec)
+            layers[name] = spec
     known = set(required.shapes)
     for name, spec in layers.items():
         known |= _check_layer(files, name, spec, required.shapes[f"{name}.weight"])
@@ -78,7 +89,7 @@ def _check_ignored(files: CheckpointFiles, unused: list[str], required: Required
 
 
 def _is_tied_copy(files: CheckpointFiles, name: str, required: Required) -> bool:
-    """Whether the tensor is not stored and a tensor that it is tied to is."""
+    """True if the tensor is not stored and a tensor that it is tied to is."""
     return name not in files.shapes and any(other in files.shapes for other in required.tied.get(name, []))
 
 
@@ -90,7 +101,7 @@ def _check_ignored_layer(files: CheckpointFiles, name: str) -> None:
 
 
 def _is_packed(files: CheckpointFiles, name: str) -> bool:
-    """Whether a layer that the settings do not ignore is packed, as it must be unless it is an output head."""
+    """True if a layer that the settings do not ignore is packed, as it must be unless it is an output head."""
     dtype = files.dtypes.get(f"{name}.weight")
     if dtype is None or dtype in _EIGHT_BITS:
         return True
@@ -105,13 +116,6 @@ def _is_packed(files: CheckpointFiles, name: str) -> bool:
         "compute nonsense",
     )  # fmt: skip
     return False
-
-
-def _with_stored_names(files: CheckpointFiles, name: str, spec: LayerSpec) -> LayerSpec:
-    """The spec with the names that transformers gives the scales of whole tensors, if the folder has those."""
-    if spec.flat and files.settings.get("quant_method") == "fp8" and f"{name}.weight_scale_inv" in files.shapes:
-        return replace(spec, scale="weight_scale_inv", input_scale="activation_scale")
-    return spec
 
 
 def _check_layer(files: CheckpointFiles, name: str, spec: LayerSpec, shape: Shape) -> set[str]:
@@ -157,9 +161,7 @@ def _check_names(files: CheckpointFiles, known: set[str], required: Required) ->
     """Check that no tensor is missing, left over, or of another shape."""
     settings = files.settings if isinstance(files.settings, dict) else {}
     declared = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
-    autofp8 = settings.get("quant_method") == "fp8" and not settings.get("weight_block_size")
-    # AutoFP8 stores scales of a KV cache without declaring them.
-    cache: tuple[str, ...] = _CACHE_SCALES if declared or autofp8 else ()
+    cache: tuple[str, ...] = _CACHE_SCALES if declared else ()
     for name in sorted(required.shapes.keys() - files.shapes.keys()):
         if not _is_tied_copy(files, name, required):
             files.add_finding("tensor", name, "is missing, and the model needs it")
@@ -192,8 +194,14 @@ def _add_remarks(files: CheckpointFiles, layers: Mapping[str, LayerSpec], requir
 
 
 def _check_numbers(files: CheckpointFiles, name: str) -> None:
-    """Check that the numbers of a tensor are finite, and those of a scale positive."""
+    """Check that the bytes of a tensor are as Octavo wrote them, its numbers finite, and those of a scale positive."""
     tensor = files.get(name)
+    written = files.recorded("checksums").get(name) if name in files.by_octavo else None
+    if written is not None:
+        found = f"{zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data):08x}"
+        if found != written:
+            message = f"is damaged: its bytes have the CRC-32 {found}, and {written} was written"
+            files.add_finding("file", name, message)
     is_scale = name.rpartition(".")[2] in (*_LAYER_SCALES, "output_scale", *_CACHE_SCALES)
     if is_scale and files.dtypes[name] in _EXPONENTS:
         zeros = decode_exponents(tensor) == 0
@@ -206,7 +214,8 @@ def _check_numbers(files: CheckpointFiles, name: str) -> None:
         wide = tensor.float()
         wrong = {"NaN": int(wide.isnan().sum()), "inf": int(wide.isinf().sum())}
         if is_scale:
-            wrong |= {"zero": int((wide == 0).sum()), "negative": int((wide < 0).sum())}
+            tiny = ((wide > 0) & (wide < _SMALLEST)).sum()
+            wrong |= {"zero": int((wide == 0).sum()), "negative": int((wide < 0).sum()), _TINY: int(tiny)}
     kind, must = ("scale", "positive and finite") if is_scale else ("tensor", "finite")
     for error, count in wrong.items():
         if count:
@@ -214,7 +223,198 @@ def _check_numbers(files: CheckpointFiles, name: str) -> None:
 
 
 def belongs_to_packing(name: str, layers: Mapping[str, LayerSpec]) -> bool:
-    """Whether a tensor is a scale, and so is not in MODEL."""
+    """True if a tensor is a scale, and so is not in MODEL."""
     module, _, leaf = name.rpartition(".")
     scales = (layers[module].input_scale, layers[module].scale) if module in layers else ()
     return leaf in (*_UNUSED, *_CACHE_SCALES, *scales)
+
+
+# ---- The weights of a packed folder against those of the model that it was packed from, MODEL.
+#
+# Rounding to nearest moves w / s by at most half a step of the numbers that bytes stand for, so each byte is judged by
+# itself. A byte at the largest number may stand for any larger w / s. Where bytes are too far away, the scale s' that
+# fits the weight of its block best, <w, data> / <data, data>, tells wrong scales from wrong bytes.
+
+
+_SAME_DB = 12.0  # e4m3 bytes of a weight have 28 dB and more, those of another model's weight about 0
+_SAME = 10 ** (_SAME_DB / 10)
+_FACTOR = 1.25  # the most that clipping and rounding move s' / s from 1, however a program rounds
+_CHUNK = 1 << 17  # elements, whose numbers in float32 stay in a core's cache
+_FAR_DB = 6.0  # below its neighbours: twice the step of their bytes
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A packed weight beside MODEL's: the SQNR in dB, the number of bytes beyond half a step, and the error or ""."""
+
+    sqnr: float
+    beyond: int
+    error: str = ""
+
+
+def check_weights(
+    files: CheckpointFiles,
+    layers: Mapping[str, LayerSpec],
+    shapes: Mapping[str, Shape],
+    get: Callable[[str], Tensor],
+    rounded: Collection[str],
+    progress: Progress,
+) -> dict[str, float]:
+    """Add the tensors that differ from MODEL's (of `shapes`, read by `get`) to `files.findings`, and return the SQNR of
+    each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to nearest; bytes of others
+    that are not are a remark."""
+    found: dict[str, Judgement] = {}
+    names = {name for name in files.shapes if not belongs_to_packing(name, layers)}
+    for name in sorted(names - shapes.keys()):
+        files.add_finding("weights", name, "MODEL has no such tensor: the folder is of another model")
+    common = sorted(names & shapes.keys())
+    for done, name in enumerate(common, start=1):
+        progress(done, len(common), "comparing weights")
+        expected, actual = list(shapes[name]), list(files.shapes[name])
+        module = name.removesuffix(".weight")
+        if expected != actual:
+            error = f"MODEL has shape {expected}, the folder {actual}: it is of another model"
+        elif name.endswith(".weight") and module in layers:
+            scale = files.get(f"{module}.{layers[module].scale}")
+            found[module] = judge(files.get(name), scale, layers[module], get(name), module in rounded)
+            error = found[module].error
+        else:
+            error = _difference(files.get(name), get(name))
+        if error:
+            files.add_finding("weights", name, error)
+    ratios = {name: each.sqnr for name, each in found.items()}
+    coarse = {name: db for name, db in ratios.items() if db < _SAME_DB and not found[name].error}
+    files.remarks += [
+        f"{name}.weight has {db:.1f} dB, although each byte is rounded as its scale says: the scale is far too small, "
+        "and clips, or far too large"
+        for name, db in coarse.items()
+    ]
+    _add_weight_remarks(files, {name: each.beyond for name, each in found.items() if name not in rounded})
+    files.remarks += [
+        f"{name}.weight has {ratios[name]:.1f} dB, and layers like it have {usual:.1f}: an outlier, or a wrong scale"
+        for name, usual in far_below(ratios, layers).items()
+    ]
+    return ratios
+
+
+def _difference(stored: Tensor, truth: Tensor) -> str:
+    """The error of an unpacked tensor that is not MODEL's, rounded to its dtype; "" if it is."""
+    expected = truth.to(stored.dtype)
+    if torch.equal(stored, expected):
+        return ""
+    dtype = str(stored.dtype).removeprefix("torch.")
+    return f"is not MODEL's, rounded to {dtype}: {sqnr(*energies(expected, stored)):.1f} dB"
+
+
+def _add_weight_remarks(files: CheckpointFiles, beyond: Mapping[str, int]) -> None:
+    """Add a remark on the bytes of layers that another program cast, or that were cast twice."""
+    if any(beyond.values()):
+        most = max(beyond, key=lambda name: beyond[name])
+        size = sum(files.nbytes(f"{name}.weight") for name in beyond)
+        files.remarks.append(
+            f"{sum(beyond.values())} of {size} bytes are not MODEL's weight / scale rounded to nearest, most in "
+            f"{most}.weight ({beyond[most]}): the files do not say that octavo pack cast them, and another program may "
+            "round in another way"
+        )
+
+
+def far_below(ratios: Mapping[str, float], layers: Mapping[str, LayerSpec]) -> dict[str, float]:
+    """The layers whose SQNR is far below that of the layers of their place in other blocks, with these layers' median.
+
+    Far is 6 dB, or four times the median distance from the median where the SQNR of such layers varies more.
+    """
+    groups: dict[tuple[str, LayerSpec], dict[str, float]] = defaultdict(dict)
+    for name, db in ratios.items():
+        groups[re.sub(r"\d+", "*", name), layers[name]][name] = db
+    found: dict[str, float] = {}
+    for group in groups.values():
+        usual = median(group.values())
+        far = max(_FAR_DB, 4 * median(abs(db - usual) for db in group.values()))
+        found |= {name: usual for name, db in group.items() if len(group) > 2 and db < usual - far}
+    return found
+
+
+def judge(data: Tensor, scale: Tensor, spec: LayerSpec, truth: Tensor, rounded: bool) -> Judgement:
+    """Compare the stored data [N, K] and scale of a packed weight with MODEL's weight `truth` [N, K]. If it is
+    `rounded`, each byte must be the weight / scale rounded to nearest."""
+    values = scale_values(scale, spec)
+    db, beyond = _compare(data, values, spec, truth, scale.dtype)
+    count = int(beyond.sum())
+    if not count and (rounded or db >= _SAME_DB):
+        return Judgement(db, count)
+    error = _explain(numbers_of(data), values, spec, truth.float(), beyond, scale.dtype, rounded)
+    return Judgement(db, count, error)
+
+
+def _explain(
+    data: Tensor,
+    values: Tensor,
+    spec: LayerSpec,
+    truth: Tensor,
+    beyond: Tensor,
+    scale_dtype: torch.dtype,
+    rounded: bool,
+) -> str:
+    """The error of a weight that has bytes beyond half a step, or far from MODEL's; "" if there is none. `data` and
+    `truth` are float32 [N, K]; the others are as in `judge` and `_compare`."""
+    quotients = truth / spread(values, spec, data.shape)
+    db = sqnr(*energies(truth, data * spread(values, spec, data.shape)))
+    if sqnr(*energies(truth, data / spread(values, spec, data.shape))) > max(db, _SAME_DB):
+        return "the scale is reciprocal: data / scale is MODEL's weight, and a scale must multiply"
+    fitted = _sums(data * truth, spec) / _sums(data.square(), spec).clamp(min=1e-30)
+    fits, still_beyond = _compare(data, fitted, spec, truth, scale_dtype)
+    if fits < _SAME_DB:
+        return f"the bytes are not MODEL's weight ({db:.1f} dB, whatever the scale): the folder is of another model"
+    factor = torch.maximum(fitted / values, values / fitted)
+    wrong = ~(factor <= _FACTOR)  # counts NaN
+    if rounded:
+        wrong |= 2 * _sums(still_beyond, spec) < _sums(beyond, spec)
+    wrong &= _blocks(data, spec).abs().amax((1, 3)) >= 1  # smaller bytes have too few bits to judge their scale
+    errors, signals = (_sums(t.square(), spec) for t in (data * spread(fitted, spec, data.shape) - truth, truth))
+    scales = wrong & (errors < signals / _SAME)
+    if scales.any():
+        row, column = divmod(int(torch.where(scales, factor, 0).nan_to_num(torch.inf).argmax()), factor.shape[1])
+        return (
+            f"the bytes are MODEL's and {int(scales.sum())} of {factor.numel()} scales are not: [{row}, {column}] is "
+            f"{values[row, column]:.4g} and should be about {fitted[row, column]:.4g}"
+        )
+    if not wrong.any() and not (rounded and beyond.any()):
+        return ""
+    row, column = divmod(int((beyond * (quotients - data).abs()).argmax()), data.shape[1])
+    should = nearest(quotients[row, column], spec)
+    return (
+        f"{int(beyond.sum())} of {data.numel()} bytes are not MODEL's weight / scale rounded to nearest: "
+        f"[{row}, {column}] is {data[row, column]:g} and should be {should:g}"
+    )
+
+
+def _compare(
+    data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, scale_dtype: torch.dtype
+) -> tuple[float, Tensor]:
+    """The SQNR in dB, and for each byte [N, K] whether it lies beyond half a step from the weight / scale."""
+    signal = noise = 0.0
+    beyond = torch.empty(data.shape, dtype=torch.bool)
+    blocks = max(_CHUNK // (data.shape[1] * max(spec.rows, 1)), 1)  # of rows, in a chunk
+    step = blocks * max(spec.rows, 1)
+    for i, start in enumerate(range(0, len(data), step)):
+        d, w = numbers_of(data[start : start + step]), truth[start : start + step].float()
+        s = spread(values[i * blocks : (i + 1) * blocks] if spec.rows else values, spec, d.shape)
+        signal += float(w.square().sum())
+        noise += float((d * s).sub_(w).square_().sum())
+        x = (w / s).clamp_(-spec.largest, spec.largest)
+        far = (x - d.clamp_(min=-spec.largest)).abs_()  # other programs have the integer -128
+        torch.gt(far, half_step(x, spec, scale_dtype), out=beyond[start : start + step])
+    return sqnr(signal, noise), beyond
+
+
+def _blocks(matrix: Tensor, spec: LayerSpec) -> Tensor:
+    """[N, K] as [blocks, rows, blocks, columns], padded with zeros."""
+    n, k = matrix.shape
+    rows, columns = spec.rows or n, spec.columns or k
+    padded = pad(matrix, (0, -k % columns, 0, -n % rows))
+    return padded.view(padded.shape[0] // rows, rows, -1, columns)
+
+
+def _sums(matrix: Tensor, spec: LayerSpec) -> Tensor:
+    """The sum of each block of a matrix [N, K]."""
+    return _blocks(matrix.float(), spec).sum((1, 3))

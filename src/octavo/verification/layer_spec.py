@@ -1,18 +1,24 @@
-"""The quantization of each linear layer, read from a quantization_config; `octavo.verification.numbers` applies it.
+"""The quantization of each linear layer, read from a quantization_config and applied.
 
 This module follows docs/format.md and the documentation of compressed-tensors, transformers and ModelOpt, and uses no
 code of Octavo that packs.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from octavo.verification.stored_files import CheckpointFiles
 
 _E4M3, _INT8 = 448.0, 127.0
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision")
-_METHODS = ("compressed-tensors", "fp8", "modelopt")
 
 
 # The names of docs/packing.md, by the description of the weight's and the input's scales.
@@ -100,6 +106,9 @@ class LayerSpec:
         return _SCHEMES.get(described, described) + (", pow2 inputs" if self.pow2_inputs else "")
 
 
+Groups = list[tuple[list[str], LayerSpec]]
+"""what layers are named by (names, patterns, the class Linear), and their spec; the first fit counts"""
+
 _MODELOPT = {
     "FP8": LayerSpec.per_tensor("static", flat=True),
     "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec.per_channel("token", flat=True),
@@ -108,27 +117,17 @@ _MODELOPT = {
 
 
 def read_specs(settings: Any, linears: Sequence[str]) -> tuple[dict[str, LayerSpec | None], list[str]]:
-    """Read how each linear layer is quantized.
-
-    Args:
-        settings: the quantization_config.
-        linears: the names of the model's linear layers.
-
-    Returns:
-        The spec of each layer (None: the settings ignore it), and the entries of the list of ignored modules that match
-        no layer.
-
-    Raises:
-        SpecError: the settings cannot be read.
-    """
+    """The spec of each of `linears` by the quantization_config `settings` (None: it ignores the layer), and the entries
+    of its list of ignored modules that match no layer. A SpecError if it cannot be read."""
     if not isinstance(settings, Mapping):
         raise SpecError(f"config.json must have a quantization_config, it has {settings!r}")
     method = settings.get("quant_method")
-    if method not in _METHODS:
-        raise SpecError(f"quant_method must be one of {', '.join(_METHODS)}, it is {method!r}")
+    if method not in METHODS:
+        raise SpecError(f"quant_method must be one of {', '.join(METHODS)}, it is {method!r}")
     exact = method == "compressed-tensors"
     ignored = _ignored(settings)
-    groups = _groups(settings) if exact else [(["Linear"], _spec_of_all(settings, method))]
+    found = METHODS[method](settings)
+    groups = [(["Linear"], found)] if isinstance(found, LayerSpec) else found
     specs: dict[str, LayerSpec | None] = {}
     used: set[str] = set()
     for name in linears:
@@ -148,7 +147,7 @@ def _ignored(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _ignores(entry: str, name: str, exact: bool) -> bool:
-    """Whether an entry of the list of ignored modules matches a layer; `exact` is compressed-tensors' rule."""
+    """True if an entry of the list of ignored modules matches a layer; `exact` is compressed-tensors' rule."""
     if entry.startswith("re:"):
         return re.match(entry.removeprefix("re:"), name) is not None
     if exact:
@@ -156,7 +155,7 @@ def _ignores(entry: str, name: str, exact: bool) -> bool:
     return name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)
 
 
-def _spec_of(name: str, groups: Sequence[tuple[list[str], LayerSpec]]) -> LayerSpec:
+def _spec_of(name: str, groups: Groups) -> LayerSpec:
     """The spec of the group that targets a layer: by its name, else by a pattern, else by its class."""
     for matches in (
         lambda target: target == name,
@@ -169,7 +168,7 @@ def _spec_of(name: str, groups: Sequence[tuple[list[str], LayerSpec]]) -> LayerS
     raise SpecError(f"neither config_groups nor ignore has {name}")
 
 
-def _groups(settings: Mapping[str, Any]) -> list[tuple[list[str], LayerSpec]]:
+def _groups(settings: Mapping[str, Any]) -> Groups:
     if (status := settings.get("quantization_status")) not in ("compressed", None):  # other writers may not state it
         raise SpecError(
             f'quantization_status must be "compressed", it is {status!r}: transformers would quantize the bytes again'
@@ -196,7 +195,7 @@ def _group(where: str, group: Any) -> tuple[list[str], LayerSpec]:
 
 
 def _are_integers(arguments: Mapping[str, Any], where: str) -> bool:
-    """Whether the numbers are integers; a SpecError unless they are symmetric and have eight bits."""
+    """True if the numbers are integers; a SpecError unless they are symmetric and have eight bits."""
     kind, bits, symmetric = arguments.get("type"), arguments.get("num_bits"), arguments.get("symmetric", True)
     if bits != 8 or kind not in ("float", "int") or symmetric is not True:
         raise SpecError(
@@ -248,18 +247,22 @@ def _inputs(arguments: Any, where: str) -> tuple[str, int]:
     )
 
 
-def _spec_of_all(settings: Mapping[str, Any], method: str) -> LayerSpec:
-    """The one spec of layouts that quantize all layers alike: ModelOpt's and transformers' fp8."""
-    if method == "modelopt":
-        algorithm = str(settings.get("quant_algo")).upper()
-        if algorithm not in _MODELOPT:
-            raise SpecError(f"quant_algo must be one of {', '.join(_MODELOPT)}, it is {settings.get('quant_algo')!r}")
-        return _MODELOPT[algorithm]
+def _modelopt(settings: Mapping[str, Any]) -> LayerSpec:
+    algorithm = str(settings.get("quant_algo")).upper()
+    if algorithm not in _MODELOPT:
+        raise SpecError(f"quant_algo must be one of {', '.join(_MODELOPT)}, it is {settings.get('quant_algo')!r}")
+    return _MODELOPT[algorithm]
+
+
+def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
     scheme, block = settings.get("activation_scheme"), settings.get("weight_block_size")
     if scheme not in ("dynamic", "static"):
         raise SpecError(f"activation_scheme must be dynamic or static, it is {scheme!r}")
-    if block is None:
-        return LayerSpec.per_tensor("static" if scheme == "static" else "token", flat=True)
+    if "weight_block_size" not in settings:
+        raise SpecError("quant_method fp8 must state a weight_block_size, or null: this is AutoFP8, which is not read")
+    if not block:
+        inputs = "static" if scheme == "static" else "token"
+        return LayerSpec.per_tensor(inputs, flat=True, scale="weight_scale_inv", input_scale="activation_scale")
     if not _is_shape(block) or scheme == "static":
         raise SpecError(f"weight_block_size must be two sizes, with dynamic activations; it is {block!r}, {scheme}")
     if (scale_fmt := settings.get("scale_fmt", "float")) not in ("float", "ue8m0"):
@@ -270,3 +273,235 @@ def _spec_of_all(settings: Mapping[str, Any], method: str) -> LayerSpec:
         block[0], block[1], "token", block[1], exponents,
         scale="weight_scale_inv", pow2_inputs=pow2 and not exponents,
     )  # fmt: skip
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Groups | LayerSpec]] = {
+    "compressed-tensors": _groups, "fp8": _fp8, "modelopt": _modelopt
+}  # fmt: skip
+"""quant_method -> the function that reads its settings: groups of layers, or the one spec of all layers"""
+
+
+# ---- The numbers that the bytes of a packed layer stand for, in float32, and the rounding of its inputs.
+#
+#     w[N,K]  = data * scale, one scale a block          every scale multiplies
+#     x_q     = e4m3(x / s) * s,  s = amax / 448         amax of the elements that share the scale; 127 for integers
+#     s       = input_scale if it is stored; 2^ceil(log2(amax / 448)) if scales are powers of two
+
+
+RoundInput = Callable[[Tensor, LayerSpec, Tensor | None], Tensor]
+"""x [..., K], the spec of its layer, input_scale or None -> x [..., K] in float32"""
+
+
+def decode_exponents(stored: Tensor) -> Tensor:
+    """Decode E8M0: the byte e + 127 is the scale 2^e, in float32."""
+    return torch.exp2(stored.view(torch.uint8).float() - 127)
+
+
+def scale_values(scale: Tensor, spec: LayerSpec) -> Tensor:
+    """The stored scale as float32 [blocks of N, blocks of K]."""
+    if spec.exponents or scale.dtype == torch.uint8:
+        return decode_exponents(scale)
+    values = scale.float()
+    if values.ndim == 4:
+        return values[:, 0, :, 0]
+    if values.numel() == 1:
+        return values.reshape(1, 1)
+    return values if values.ndim == 2 else values.unsqueeze(1)
+
+
+def spread(values: Tensor, spec: LayerSpec, shape: Iterable[int]) -> Tensor:
+    """The scale of each element of a weight [N, K], from one scale a block; it broadcasts to [N, K]."""
+    n, k = shape
+    down = values.repeat_interleave(spec.rows, 0)[:n] if spec.rows > 1 else values
+    return down.repeat_interleave(spec.columns, 1)[:, :k] if spec.columns else down
+
+
+def numbers_of(data: Tensor) -> Tensor:
+    """The numbers that stored bytes [N, K] stand for, in float32, before their scale."""
+    if data.dtype != torch.float8_e4m3fn or data.is_cuda:
+        return data.float()
+    table = (
+        torch.arange(256, dtype=torch.uint8).view(data.dtype).float()
+    )  # PyTorch's cast on the CPU is four times slower
+    return table.index_select(0, data.reshape(-1).view(torch.uint8).int()).view(data.shape)
+
+
+def widen(data: Tensor, scale: Tensor, spec: LayerSpec) -> Tensor:
+    """The weight float32 [N, K] that stored data and scale stand for."""
+    return numbers_of(data) * spread(scale_values(scale, spec), spec, data.shape)
+
+
+def nearest(x: Tensor, spec: LayerSpec) -> Tensor:
+    """Float32 numbers w / s, rounded to the nearest number that a byte stands for; larger ones saturate."""
+    q = x.clamp(-spec.largest, spec.largest)
+    return q.round() if spec.integers else q.to(torch.float8_e4m3fn).float()
+
+
+def half_step(x: Tensor, spec: LayerSpec, scale_dtype: torch.dtype) -> Tensor:
+    """The most that rounding to nearest moves a float32 number x = w / s.
+
+        2^e <= |x| < 2^(e+1):    e4m3 has steps of 2^(e-3), and of 2^-9 below 2^-6; integers have steps of 1
+
+    The writer rounds 1 / s and w times it in float32, or w / s in the dtype of its scales, and here w / s is rounded
+    once more. This moves x, and decides a tie, by less than 2^(e-21), or 2^(e-8) in BF16 and 2^(e-11) in float16.
+    """
+    tie = 2.0**-21 + {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}.get(scale_dtype, 0.0)
+    power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)  # 2^e: the bits of the exponent alone
+    if spec.integers:
+        return power.mul_(tie).add_(0.5)
+    return power.clamp_(min=2.0**-6).mul_(2.0**-4 + tie)
+
+
+def round_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
+    """The input [..., K] in float32, rounded as the layer rounds it."""
+    x = x.float()
+    if spec.inputs == "none":
+        return x
+    if spec.inputs == "static":
+        assert input_scale is not None
+        return _round(x, input_scale.float().reshape(-1)[0], spec)
+    if spec.inputs == "tensor":
+        return _round(x, _dynamic_scale(x.abs().amax(), spec), spec)
+    size = spec.group or x.shape[-1]
+    padded = pad(x, (0, -x.shape[-1] % size))  # the last group may be smaller
+    groups = padded.reshape(*x.shape[:-1], -1, size)
+    rounded = _round(groups, _dynamic_scale(groups.abs().amax(-1, keepdim=True), spec), spec)
+    return rounded.flatten(-2)[..., : x.shape[-1]]
+
+
+def leave_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
+    """The input in float32, not rounded, for a reader that only widens weights."""
+    return x.float()
+
+
+def round_input_by_compressed_tensors(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
+    """The input [..., K] in float32, rounded as compressed-tensors emulates it.
+
+    Its strategy `token` has a scale for each index of the first two dimensions of [B, T, K]. It takes the same two
+    dimensions of [T, K], has no dimension left to reduce, and so uses one scale for the tensor. In [B, 1, T, K], as
+    in DeepSeek-V3's attention, it reduces T too. Its scale of integers is amax / 127.5, for the range from -128 to 127.
+    """
+    if spec.inputs == "token" and not spec.group and x.ndim > 3:
+        return round_input_by_compressed_tensors(x.flatten(2), spec, input_scale).view(x.shape)
+    if spec.inputs == "token" and not spec.group and x.ndim < 3:
+        spec = replace(spec, inputs="tensor")
+    if not spec.integers or spec.inputs not in ("token", "tensor") or spec.group:
+        return round_input(x, spec, input_scale)
+    magnitude = x.float().abs()
+    scale = (magnitude.amax() if spec.inputs == "tensor" else magnitude.amax(-1, keepdim=True)) / 127.5
+    return (x.float() / scale).round().clamp(-128, 127).nan_to_num(0) * scale
+
+
+def _dynamic_scale(amax: Tensor, spec: LayerSpec) -> Tensor:
+    scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / spec.largest
+    if not spec.exponents and not spec.pow2_inputs:
+        return scale
+    mantissa, exponent = torch.frexp(scale)  # 0.5 <= mantissa < 1, so 2^exponent is the next power of two
+    return torch.exp2((exponent - (mantissa == 0.5).int()).float())
+
+
+def _round(x: Tensor, scale: Tensor, spec: LayerSpec) -> Tensor:
+    q = (x / scale).clamp(-spec.largest, spec.largest)
+    return (q.round() if spec.integers else q.to(torch.float8_e4m3fn).float()) * scale
+
+
+# ---- The rounding of keys and values by an e4m3 KV cache, for packed folders that have scales for one.
+#
+#     k_q = e4m3(k / k_scale) * k_scale      k after rotary embedding; v alike; one scale a tensor, saturating at 448
+
+
+_CACHE_SPEC = LayerSpec.per_tensor("static")
+# The names below that of an attention layer, as compressed-tensors, vLLM, ModelOpt and older writers (two) spell them.
+_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale")
+_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale", "v_proj.output_scale")
+
+
+def cache_names(files: CheckpointFiles) -> dict[str, tuple[str, str]]:
+    """The names of the scales (of keys, of values) by the name of their attention, in the order of the layers.
+
+    Empty unless the folder has scales for every layer.
+    """
+    attentions = {name.removesuffix(".k_proj.weight") for name in files.shapes if name.endswith(".k_proj.weight")}
+    names = {}
+    for attention in sorted(attentions, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
+        k, v = (
+            next((f"{attention}.{leaf}" for leaf in leaves if f"{attention}.{leaf}" in files.shapes), None)
+            for leaves in (_KEYS, _VALUES)
+        )
+        if k is None or v is None:
+            return {}
+        names[attention] = (k, v)
+    return names
+
+
+def cache_scales(files: CheckpointFiles) -> dict[str, tuple[Tensor, Tensor]]:
+    """The scales (of keys, of values) of `cache_names`."""
+    return {attention: (files.get(k), files.get(v)) for attention, (k, v) in cache_names(files).items()}
+
+
+def rounding_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+    """An empty cache of transformers, for `past_key_values`, that rounds all keys and values it is given."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    layers = [DynamicLayer() for _ in scales]
+    for layer, pair in zip(layers, scales.values(), strict=True):
+        layer.update = partial(_update, layer.update, pair)
+    return Cache(layers=layers)
+
+
+def _update(
+    update: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
+) -> tuple[Tensor, Tensor]:
+    k, v = (round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), scales, strict=True))
+    return update(k, v, *args)
+
+
+# ---- The reference that readers are compared with: linear layers computed in float32 from the bytes alone.
+
+
+@dataclass(frozen=True)
+class PackedLayers:
+    """The linear layers of a packed folder: y = round(x) @ w^T in float32. Layers without a spec are not packed, and
+    their inputs are not rounded. Inputs of the layers `unrounded` are not rounded, whatever their specs say."""
+
+    files: CheckpointFiles
+    specs: Mapping[str, LayerSpec]
+    device: str
+    round_input: RoundInput = round_input
+    unrounded: Collection[str] = ()
+
+    def weight(self, name: str) -> Tensor:
+        """The weight of a layer, float32 [N, K]."""
+        data = self.files.get(f"{name}.weight").to(self.device)
+        spec = self.specs.get(name)
+        return (
+            data.float() if spec is None else widen(data, self.files.get(f"{name}.{spec.scale}").to(self.device), spec)
+        )
+
+    def get(self, name: str) -> Tensor:
+        """A tensor of the folder, on the CPU. Weights of packed layers, such as experts, are widened to float32."""
+        layer = name.removesuffix(".weight")
+        return self.weight(layer).cpu() if name.endswith(".weight") and layer in self.specs else self.files.get(name)
+
+    def input_scale(self, name: str) -> Tensor | None:
+        """The stored scale of a layer's input, float32 without dimensions; None if it has none."""
+        spec = self.specs.get(name)
+        if spec is None or spec.inputs != "static":
+            return None
+        return self.files.get(f"{name}.{spec.input_scale}").to(self.device).float().reshape(-1)[0]
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        """The output [..., N] of a layer for its input [..., K], without bias."""
+        spec = self.specs.get(name)
+        rounded = x.float()
+        if spec is not None and name not in self.unrounded:
+            rounded = self.round_input(x, spec, self.input_scale(name))
+        return linear(rounded, self.weight(name))  # [T,K] @ [N,K]^T
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| of logits [..., V], after subtracting each token's mean over V: adding a number
+    to all logits of a token changes no probability."""
+    a, b = (t.double().cpu() - t.double().cpu().mean(-1, keepdim=True) for t in (actual, expected))
+    norm = float(b.norm())
+    return float((a - b).norm()) / norm if norm else float((a - b).norm())

@@ -1,7 +1,7 @@
 """The readers: every program installed here that opens packed folders opens this one, and is compared with a reference.
 
-The reference is the folder's bytes in float32 (`octavo.verification.reference`). A reader's outputs y are at a distance
-|y - reference| / |reference|. The allowed distance follows from two others, measured on the same prompts:
+The reference is the folder's bytes in float32 (`octavo.verification.layer_spec`). A reader's outputs y are at a
+distance |y - reference| / |reference|. The allowed distance follows from two others, measured on the same prompts:
 
     unrounded   the reference with inputs that are not rounded, as some readers leave them
     bf16        the reference with BF16 between its layers
@@ -33,38 +33,29 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from octavo.artifact.packed.layouts import read_config
-from octavo.evaluation.prompts import has_tokenizer
-from octavo.extras import open_local
-from octavo.hf.inputs import arguments_of
-from octavo.hf.meta_model import read_meta_model
-from octavo.hf.outputs import model_outputs
-from octavo.hf.quiet import quiet_transformers
-from octavo.runtime.build import fill
-from octavo.runtime.packed_linear import PackedLinear
-from octavo.verification.layer_spec import LayerSpec
-from octavo.verification.reference import distance
+from octavo.checkpoint.folder import has_tokenizer
+from octavo.checkpoint.layouts.layout import read_config
+from octavo.hf.inputs import arguments_of, model_outputs
+from octavo.hf.meta_model import quiet_transformers, read_meta_model
+from octavo.inference.opening import fill
+from octavo.inference.packed_linear import PackedLinear
+from octavo.util import open_config, open_local, plural
+from octavo.verification.layer_spec import LayerSpec, distance
 from octavo.version import __version__
-from octavo.words import plural
 
 Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the larger product is allowed
 FLOAT32, BF16, BF16_LOOSE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
 ROUNDING = 1e-4  # added to what is allowed: float32's own rounding
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")  # transformers widens experts, and rounds no inputs
+_OF_TRANSFORMERS = ("compressed-tensors", "fp8")  # the quant_methods of the layouts that it opens
 MOST = 0.5  # the most that is ever allowed; no right reader is as far away
 
 
 @dataclass(frozen=True)
 class ReaderResult:
-    """A reader, and how it agrees with the reference.
-
-    Attributes:
-        name, version: of the reader.
-        outcome: agrees, disagrees, failed, or not run.
-        note: the reason, if it failed or was not run; otherwise what it computed in.
-        distance: |y - reference| / |reference|, or None.
-        tolerance: the most that is allowed, or None.
-    """
+    """A reader beside the reference. The `outcome` is agrees, disagrees, failed, or not run. The `note` has the reason
+    if it failed or was not run, and otherwise what it computed in. `tolerance` is the largest |y - reference| /
+    |reference| that is allowed."""
 
     name: str
     version: str
@@ -75,7 +66,7 @@ class ReaderResult:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the reader disagrees or failed."""
+        """True if the reader disagrees or failed."""
         return self.outcome in ("disagrees", "failed")
 
     def describe_error(self) -> str:
@@ -89,20 +80,12 @@ class ReaderResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """The inputs that readers run on, and the reference's outputs for them.
+    """The inputs that readers run on, such as token ids int64 [B, T], and the reference's outputs for them, such as [B,
+    T, width].
 
-    Args:
-        folder: the packed folder.
-        layers: the packed layers.
-        settings: the quantization_config.
-        causal: whether it is a language model.
-        logits: whether the outputs are logits of tokens, or last hidden states.
-        cache: whether the folder stores scales of a KV cache.
-        mixture: whether a router chooses the experts of each token.
-        inputs: the main input, such as token ids int64 [B, T].
-        reference: the reference's outputs, such as [B, T, width].
-        emulated: the same with inputs rounded as transformers with compressed-tensors rounds them.
-        unrounded, bf16: the same without rounding of inputs, and with BF16 between the layers.
+    `emulated` has inputs rounded as transformers with compressed-tensors rounds them; `unrounded` and `bf16` are the
+    same without rounding of inputs, and with BF16 between the layers. `cache`: the folder stores scales of a KV cache.
+    `mixture`: a router chooses the experts of each token.
     """
 
     folder: Path
@@ -133,14 +116,6 @@ class Probe:
         """The probe for a reader that gives the `view` of its outputs."""
         reference, unrounded, bf16 = map(view, (self.reference, self.unrounded, self.bf16))
         return replace(self, reference=reference, unrounded=unrounded, bf16=bf16)
-
-    @property
-    def vllm_only(self) -> bool:
-        """Whether transformers cannot open the layout."""
-        method = self.settings.get("quant_method")
-        blocks = self.settings.get("weight_block_size") is not None
-        of_transformers = blocks or any(spec.scale == "weight_scale_inv" for spec in self.layers.values())
-        return method == "modelopt" or (method == "fp8" and not of_transformers)
 
     def judge(self, name: str, version: str, actual: Tensor, factors: Factors, note: str) -> ReaderResult:
         if actual.shape != self.reference.shape:
@@ -180,7 +155,7 @@ def _version(package: str) -> str:
 
 def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with transformers on the CPU, in float32 where it can."""
-    if probe.vllm_only:
+    if probe.settings.get("quant_method") not in _OF_TRANSFORMERS:
         return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
     if compressed and importlib.util.find_spec("compressed_tensors") is None:
@@ -189,7 +164,7 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
     float32 = compressed and not any(spec.exponents for spec in probe.layers.values())
     with _quiet_loading():
         model, info = open_local(
-            _transformers_class(probe.folder), probe.folder,
+            _transformers_class(probe.folder), probe.folder, config=open_config(probe.folder),
             dtype=torch.float32 if float32 else "auto", use_safetensors=True,
             output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
         )  # fmt: skip
@@ -202,9 +177,12 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         key, names = next(iter(wrong.items()))
         return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
     note = "emulated in float32" if float32 else "in BF16"
+    if probe.cache and not float32:
+        note += ", with its KV scales in BF16 too"
     if compressed:
         note += f", compressed-tensors {_version('compressed_tensors')}"
-        probe = replace(probe, reference=probe.emulated)
+        widens = probe.settings.get("dequantize")  # as it loads: then it rounds no inputs
+        probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
     return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
 
 
@@ -212,7 +190,7 @@ def _transformers_class(folder: Path) -> Any:
     """The class that config.json names, or the one for causal language models."""
     import transformers
 
-    config = open_local(transformers.AutoConfig, folder)
+    config = open_config(folder)
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
     return classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
 

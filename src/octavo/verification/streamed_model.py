@@ -6,7 +6,7 @@ bytes of a packed folder, and the INT8 baseline, which differ only in what a lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from octavo.artifact.files import model_tensors
-from octavo.hf.expert_names import expert_matrices
-from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
-from octavo.hf.outputs import model_outputs, predicts_tokens
+from octavo.checkpoint.files import model_tensors
+from octavo.hf.inputs import model_outputs, predicts_tokens
+from octavo.hf.meta_model import ExpertMatrices, MetaModel, compute_buffers, expert_matrices, transformers_meta_model
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
-from octavo.verification.streamed_experts import LinearFn, StreamedExperts
 
 
 class StreamedLinear(nn.Module):
@@ -40,19 +38,9 @@ class StreamedLinear(nn.Module):
 
 
 class StreamedModel:
-    """A model of transformers, to run.
-
-    Args:
-        meta_model: made by `octavo.hf.meta_model.transformers_meta_model`; it is changed in place.
-        get: reads a tensor, by its name in files, to the CPU.
-        stored: the names of the tensors in the files.
-        compute: computes a linear layer. It may be replaced between calls.
-        device, dtype: of everything else.
-        make_cache: makes the KV cache of a call; None runs without one.
-
-    Attributes:
-        logits: whether its outputs are logits of tokens, see `octavo.hf.outputs.predicts_tokens`.
-    """
+    """A model of transformers (of `transformers_meta_model`, changed in place), to run. `get` reads a tensor to the CPU
+    by its name in the files, which hold `stored`. `compute` computes a linear layer, and may be replaced between calls.
+    `make_cache` makes the KV cache of a call. `logits`: its outputs are logits of tokens."""
 
     def __init__(
         self,
@@ -90,7 +78,7 @@ class StreamedModel:
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The outputs float32 (`octavo.hf.outputs.model_outputs`) of token ids int64 [B, T] or of images."""
+        """The outputs float32 (`octavo.hf.inputs.model_outputs`) of token ids int64 [B, T] or of images."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -104,6 +92,12 @@ def required_by(meta_model: MetaModel) -> Required:
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears += [] if meta_model.experts is None else meta_model.experts.experts
     return Required(shapes, linears, _tied_names(model))
+
+
+def settings_of(meta_model: MetaModel) -> dict[str, Any]:
+    """The config.json of a model of transformers, with its defaults."""
+    model: Any = meta_model.model
+    return dict(model.config.to_dict())
 
 
 def _tied_names(model: nn.Module) -> dict[str, list[str]]:
@@ -132,20 +126,11 @@ def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], dev
 
 
 class BaselineModel:
-    """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`.
+    """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`, of which the
+    checkpoint of `step` counts, or the newest.
 
-    Args:
-        path: MODEL.
-        step: the checkpoint of a run; None takes the newest.
-
-    Attributes:
-        folder: with its config.json and its tokenizer.
-        shapes: of its tensors, by their names in files.
-        meta_model: the model without weights.
-        logits: whether its outputs are logits of tokens.
-
-    Raises:
-        FileNotFoundError, ArtifactError, ImportError: see `octavo.hf.source.open_source`.
+    `folder` has its config.json and its tokenizer; `shapes` those of its tensors, by their names in files; `folded`
+    what `octavo pack --smooth` or `--rotate` folded into it; `calibrated` the folders by which a calibration knows it.
     """
 
     def __init__(self, path: Path, step: int | None) -> None:
@@ -156,9 +141,21 @@ class BaselineModel:
         metas = self.meta_model.split_experts(model_tensors(self.meta_model.model))
         self.shapes = {name: tuple(t.shape) for name, t in metas.items()}
         self._dtypes = {name: t.dtype for name, t in metas.items()}
+        self.folded = self._source.folded().get("folded")
+        self.calibrated = self._source.origin, self.folder
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its config.json, as transformers completes it."""
+        return settings_of(transformers_meta_model(self._source.config, self.folder))
 
     def get(self, name: str) -> Tensor:
         return self._source.get_from_file(name)
+
+    def get_as_packed(self, name: str) -> Tensor:
+        """Read a tensor, in the dtype from which packing casts it: that of its file, and of experts BF16."""
+        experts = self.meta_model.experts
+        return self.get_served(name) if experts and name.removesuffix(".weight") in experts.experts else self.get(name)
 
     def get_served(self, name: str) -> Tensor:
         """Read a tensor, in the dtype in which the model is served: BF16 for all weights of linear layers."""
@@ -168,3 +165,29 @@ class BaselineModel:
         """The model in float32 with weights as they are served, whose linear layers are computed by `compute`."""
         meta_model = transformers_meta_model(self._source.config, self.folder)
         return StreamedModel(meta_model, self.get_served, self.shapes, compute, device)
+
+
+# ---- The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x)).
+
+
+LinearFn = Callable[[str, Tensor], Tensor]
+"""name of the layer in files, x [..., K] -> y [..., N] in float32, without bias"""
+
+
+class StreamedExperts(nn.Module):
+    """Replaces a module of experts. Each matrix is computed by `compute` for the tokens of its expert."""
+
+    def __init__(self, experts: Sequence[ExpertMatrices], act: Callable[[Tensor], Tensor], compute: LinearFn) -> None:
+        super().__init__()
+        self._experts, self._act, self._compute = experts, act, compute
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The output [T, K] of x [T, K]; index and weights are [T, top_k]."""
+        x, out = hidden_states, hidden_states.new_zeros(hidden_states.shape)
+        for e, names in enumerate(self._experts):
+            token, slot = (top_k_index == e).nonzero(as_tuple=True)
+            if len(token):
+                gate, up = (self._compute(name, x[token]).to(x.dtype) for name in (names.gate, names.up))
+                y = self._compute(names.down, self._act(gate) * up).to(x.dtype)
+                out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))
+        return out

@@ -5,8 +5,8 @@ import pytest
 from speedup_examples import NATIVE
 
 from octavo.nn import conversion
-from octavo.nn.speedup import lookup
-from octavo.nn.speedup.table import Machine, Shape
+from octavo.nn import only_if_faster as lookup
+from octavo.rates.measured import Machine, Shape
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import conversion
-from octavo.nn.speedup.lookup import cache_path, hides_launching, write_table
+from octavo.nn.only_if_faster import cache_path, hides_launching, write_table
 from octavo.ops import Backend
 
 
@@ -93,7 +93,7 @@ def test_on_a_cpu_nothing_is_converted_and_the_report_says_why() -> None:
     assert "cpu emulates FP8" in str(report)
     assert [type(m) for m in model] == [nn.Linear, nn.Linear]
     assert model.state_dict().keys() == keys
-    assert not octavo.scale_state(model)
+    assert not octavo.scales.scale_state(model)
     x = torch.randn(3, 8)
     assert torch.equal(model(x), F.linear(F.linear(x, model[0].weight, model[0].bias), model[1].weight, model[1].bias))
     assert octavo.convert(model).converted == ["0", "1"]

@@ -9,8 +9,8 @@ from speedup_examples import H100, NATIVE, UNKNOWN, row, table_of
 from torch import nn
 
 import octavo
-from octavo.nn.speedup import lookup
-from octavo.nn.speedup.lookup import (
+from octavo.nn import only_if_faster as lookup
+from octavo.nn.only_if_faster import (
     Speedups,
     cache_path,
     find_speedups,
@@ -19,8 +19,8 @@ from octavo.nn.speedup.lookup import (
     table_key,
     write_table,
 )
-from octavo.nn.speedup.table import Table
 from octavo.ops import Backend
+from octavo.rates.measured import Table
 from octavo.recipe import PRESETS, get_recipe, rowwise
 
 CUDA = torch.device("cuda", 0)
@@ -62,7 +62,7 @@ def test_a_cached_table_that_cannot_be_read_says_which_and_what_to_do(
     pretend(H100)
     folder.mkdir()
     cache_path(H100).write_text(text)
-    with pytest.raises(ValueError, match="delete it, or measure anew with `octavo doctor --measure-layers`") as error:
+    with pytest.raises(ValueError, match="move it elsewhere, or measure anew with `octavo doctor") as error:
         octavo.convert(nn.Sequential(nn.Linear(8, 8)), only_if_faster=True)
     assert str(cache_path(H100)) in str(error.value)
 

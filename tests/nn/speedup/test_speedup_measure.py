@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.nn.speedup import lookup, measure
+from octavo.nn import only_if_faster as lookup
+from octavo.nn import only_if_faster as measure
 from octavo.recipe import get_recipe
 
 

@@ -10,8 +10,8 @@ from scipy.interpolate import RegularGridInterpolator
 from speedup_examples import AXES, UNKNOWN, row, table_of
 
 import octavo
-from octavo.nn.speedup import lookup
-from octavo.nn.speedup.table import Machine, Table, interpolate
+from octavo.nn import only_if_faster as lookup
+from octavo.rates.measured import Machine, Table, interpolate
 
 
 def test_interpolation_is_scipys_in_log2_and_the_edge_beyond() -> None:
@@ -75,6 +75,6 @@ def test_shipped_tables_know_what_the_gpu_can_run(part: str) -> None:
     assert table.machine.gpu in source
     assert table.method in source
     recipes = {r.recipe for r in table.grid}
-    assert {"rowwise"} <= recipes <= set(octavo.PRESETS)
+    assert {"rowwise"} <= recipes <= set(octavo.recipe.PRESETS)
     for recipe in recipes:
         assert {r.shape for r in table.grid if r.recipe == recipe} == set(lookup.grid_shapes(80 * 10**9))

@@ -33,6 +33,10 @@ function number(x, unit = "") {
   return share ? `${text} %` : unit ? `${text} ${unit}` : text;
 }
 
+function superscript(n) {
+  return String(n).replace(/./g, (digit) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(digit)]);
+}
+
 function shorten(names, most) { // the number of the block and the end of a layer's name say more than its beginning
   if (names.every((name) => name.length <= most)) return names;
   const tails = names.map((name) => name.replace(/^.*?(?=\d)/, ""));

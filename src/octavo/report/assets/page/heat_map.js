@@ -126,7 +126,7 @@ function heatMap(figure, view) {
     scales: { x: { time: false, range: () => [0, columns().length] }, y: { range: () => [0, Math.max(view.rows.length, 1)], dir: -1 } },
     axes: [
       axis("step", { ...middles, values: (u, all) => all.map((x) => String(columns()[x - 0.5]?.[0] ?? "")), size: 34 }),
-      axis("", { ...middles, values: names, size: narrow ? 90 : 190, labelSize: 0, space: 16 }),
+      axis("", { ...middles, values: names, size: narrow ? 90 : 190, labelSize: 0, space: 12 }),
     ],
     cursor: { drag: { x: false, y: false }, points: { show: false } },
     hooks: { draw: [draw], setSize: [() => { image = null; }], setCursor: [(u) => say(hovered(u))] },

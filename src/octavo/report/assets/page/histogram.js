@@ -71,7 +71,7 @@ function histogram(figure, view) {
     }],
     scales: { x: { time: false, range: () => range }, y: { distr: 3, range: () => [1e-5, 1] } },
     axes: [
-      axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2^${x}` : "")), size: 34 }),
+      axis("magnitude", { values: (u, all) => all.map((x) => (Number.isInteger(x) ? `2${superscript(x)}` : "")), size: 34 }),
       axis("share of the elements", {
         splits: () => [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1], filter: (u, all) => all,
         values: (u, all) => all.map((y) => number(y, "share")), size: 70,

@@ -32,8 +32,9 @@ function drawLines(figure, chart) {
   ];
   const series = (line, k) => {
     const stroke = () => css(`--series-${line.colour % 6}`), alone = chart.points ? { paths: () => null } : {};
-    const points = { show: chart.points || line.dashed || line.x.length < 40, size: 6, fill: stroke };
-    return { show: shown[k], stroke, width: 1.6, dash: line.dashed ? [3, 3] : DASHES[(line.colour + Math.floor(line.colour / 6)) % 6], points, ...alone };
+    const edge = chart.bands.some((pair) => pair.includes(k)); // of a band: no line of its own
+    const points = { show: !edge && (chart.points || line.dashed || line.x.length < 40), size: 6, fill: stroke };
+    return { show: shown[k], stroke, width: edge ? 0.5 : 1.6, dash: line.dashed ? [3, 3] : DASHES[(line.colour + Math.floor(line.colour / 6)) % 6], points, ...alone };
   };
 
   const legend = make("div", { class: "legend" });
@@ -42,11 +43,13 @@ function drawLines(figure, chart) {
   const { box, readout } = parts(figure, label, press, rows);
   const names = { values: (u, all) => shorten(all.map((x) => chart.names[x] ?? ""), 20), space: 140 };
   const sync = chart.cursors ? { sync: { key: chart.cursors, setSeries: false } } : {};
+  const range = (u, low, high) => [Math.min(0, 1.1 * low), Math.max(0, 1.1 * high)]; // of an axis that has 0
   const build = (distr) => { // 1: a linear y axis, 3: a logarithmic one
     made?.destroy();
     made = plot(box, () => 260, {
       series: [{}, ...chart.lines.map(series)],
-      scales: { x: { time: false }, y: { distr } },
+      scales: { x: { time: false }, y: { distr, ...(chart.zero && distr === 1 ? { range } : {}) } },
+      bands: chart.bands.map(([high, low]) => ({ series: [high + 1, low + 1], fill: () => `${css(`--series-${chart.lines[high].colour % 6}`)}33` })),
       axes: [
         axis(named ? "" : chart.x_label, { size: 34, ...(named ? names : {}) }),
         axis(chart.y_label, { values: (u, all) => all.map((y) => (y === null ? "" : number(y))), size: 70 }),

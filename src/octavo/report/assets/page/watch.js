@@ -71,7 +71,14 @@ function watch(runs) {
   offer(controls.run, runs.map((run, i) => [i, run.name]), 0);
   setRun();
   const heat = heatMap($("heat"), view), bars = histogram($("histogram"), view);
-  const open = () => { [view.layer, view.column] = heat.worst(); filter(); };
+  const open = () => { // at the worst cell of the worst operand
+    const grids = view.run.grids[view.metric.key], wrong = (grid) => decode(grid.codes, Uint16Array).includes(WRONG);
+    const rank = (name) => (wrong(grids[name]) ? Infinity : view.metric.worst === "lowest" ? -grids[name].low : grids[name].high);
+    const worst = Object.keys(grids).reduce((best, name) => (rank(name) > rank(best) ? name : best));
+    if (view.metric.operands) view.operand = controls.operand.value = worst;
+    [view.layer, view.column] = heat.worst();
+    filter();
+  };
   controls.run.addEventListener("change", () => { setRun(); open(); });
   controls.metric.addEventListener("change", () => { setMetric(); filter(); });
   controls.operand.addEventListener("change", () => { view.operand = controls.operand.value; filter(); });

@@ -1,0 +1,184 @@
+"""What eight bits cost in quality, on the demo's model: packing schemes, caches of keys and values, and attention.
+
+The model is trained once, in BF16. Everything is measured on the same held-out prompts, so changes are paired.
+
+    packing      every scheme packs the same weights and is verified; a smoothed model is folded first (`octavo pack
+                 --smooth`), with a calibration on the training text
+    kv-cache     the model packed by channel, with a cache of each dtype. Prompts pass through the model in chunks, so
+                 that the tokens after the first chunk attend to the cache. The reference is a BF16 cache, on the same
+                 prompts and chunks. The scales come from a calibration, or from the first chunk of each prompt
+    attention    the model packed by channel, with the attention of whole prompts in E4M3 beside that in BF16. A CPU
+                 computes the arithmetic of `octavo.ops.fp8_attention` in float32
+
+    python -m bench.cpu.quality
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import octavo
+from bench import record
+from bench.cpu.demo_run import train, write_model
+from examples import demo
+from octavo.calibration import Calibration, calibrate
+from octavo.data import read_text
+from octavo.evaluation import PromptOptions
+from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many
+from octavo.evaluation.prompts import open_tokenizer, read_prompts
+from octavo.inference.transformers_cache import QuantizedKVCache, scales_from_calibration
+from octavo.models.tokenizer import load_tokenizer
+from octavo.nn import use_fp8_attention
+from octavo.packing import pack
+from octavo.packing.transforms import fold
+from octavo.train.config import Config
+from octavo.train.corpus import build_corpus
+from octavo.verification.findings import Report
+from octavo.verification.verifier import verify
+
+SCHEMES = ("channel", "block", "static", "mx", "int8")
+SMOOTHED = ("channel", "int8")
+SAMPLES = 96  # prompts of a verification
+CHUNK, PROMPTS, CONTEXT, BATCH = 16, 64, 256, 8  # of the caches and of attention
+CACHES = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
+Cache = Callable[[Any, int], QuantizedKVCache]
+
+
+def main() -> None:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        found = prepare(folder)
+        print(record.write("packing_quality", schemes(folder)))
+        packed, batches = folder / "model channel", held_out(folder)
+        print(record.write("kv_cache_quality", caches(packed, found, batches)))
+        print(record.write("attention_quality", attention(packed, batches)))
+
+
+def prepare(folder: Path) -> Calibration:
+    """Train a model and write it to `folder`/model, its texts and its calibration beside it."""
+    config = train(folder / "run", "--recipe", "bf16", "--mlp-width", "768")  # a multiple of 128, as block needs
+    model = write_model(folder / "run", folder / "model")
+    write_texts(config, model, folder)
+    texts = [str(folder / "training.txt")]
+    return calibrate(model, texts, folder / "calibrated", prompts=PromptOptions(128, 512, 16))
+
+
+def write_texts(config: Config, model: Path, folder: Path) -> None:
+    """Write a part of the training text and the held-out text of the run."""
+    texts, tokenizer = read_text(config.data).texts, load_tokenizer(model)
+    corpus = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+    for name, tokens in (("training", corpus.train[:500_000]), ("heldout", corpus.validation)):
+        text = bytes(tokens.astype("uint8")).decode("utf-8", errors="ignore").replace("\0", "\n")
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def held_out(folder: Path) -> list[Tensor]:
+    """Held-out prompts, ids [B, CONTEXT]."""
+    tokenizer = open_tokenizer(folder / "model")
+    prompts = read_prompts([str(folder / "heldout.txt")], tokenizer, PromptOptions(PROMPTS, CONTEXT))
+    whole = [ids for ids in prompts.ids if len(ids) == CONTEXT]
+    return [torch.tensor(whole[i : i + BATCH]) for i in range(0, len(whole), BATCH)]
+
+
+# --- Packing ---------------------------------------------------------------------------------------------------
+
+
+def schemes(folder: Path) -> dict[str, Any]:
+    reports = {scheme: judge(scheme, folder) for scheme in SCHEMES}
+    fold(folder / "model", folder / "smoothed", smooth=folder / "calibrated")
+    reports |= {f"{scheme}, smoothed": judge(scheme, folder, "smoothed") for scheme in SMOOTHED}
+    quality = reports[SCHEMES[0]].quality
+    assert isinstance(quality, LogitQuality)
+    return {
+        "settings": demo.SETTINGS,
+        "prompts": quality.prompts,
+        "tokens": quality.tokens,
+        "perplexity": asdict(quality.reference_perplexity),
+        "schemes": {scheme: row(report) for scheme, report in reports.items()},
+    }
+
+
+def judge(scheme: str, folder: Path, source: str = "model") -> Report:
+    """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
+    began, out = time.perf_counter(), folder / f"{source} {scheme}"
+    calibration = folder / "calibrated" if scheme == "static" else None
+    pack(folder / source, out, scheme=scheme, calibration=calibration)
+    report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
+    if not report.ok:
+        raise SystemExit("\n".join(map(str, report.findings)))
+    print(f"{out.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return report
+
+
+def row(report: Report) -> dict[str, Any]:
+    """The figures of a scheme that the page shows."""
+    assert report.quality is not None
+    assert report.sizes is not None
+    outputs = [layer.output_sqnr for layer in report.layers if layer.output_sqnr is not None]
+    found = report.quality.to_dict() | {
+        "bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16,
+        "readers": {reader.name: asdict(reader) for reader in report.readers},
+    }
+    if outputs:  # the layers of a folded model have other inputs
+        found["output_sqnr"] = {"mean": sum(outputs) / len(outputs), "least": min(outputs)}
+    return found
+
+
+# --- Caches and attention --------------------------------------------------------------------------------------
+
+
+def caches(packed: Path, found: Calibration, batches: list[Tensor]) -> dict[str, Any]:
+    model = octavo.load(packed)
+    made = {f"{dtype}, {how}": cache(dtype, found if how == "calibrated" else None) for dtype, how in CACHES}
+    ways = {name: in_chunks(model, make) for name, make in made.items()}
+    quality = compare_many(in_chunks(model, cache("bf16", None)), ways, batches, LogitSums)
+    rows = {name: each.to_dict() for name, each in quality.items()}
+    print(rows)
+    return {"settings": demo.SETTINGS, "chunk": CHUNK, "caches": rows}
+
+
+def cache(dtype: str, calibration: Calibration | None) -> Cache:
+    """A function that makes a cache for a model and a number of tokens."""
+    scales = {} if calibration is None else {"scales": scales_from_calibration(calibration, dtype)}
+    return lambda model, tokens: QuantizedKVCache.for_model(model, tokens, dtype, **scales)
+
+
+def in_chunks(model: Any, make: Cache) -> Outputs:
+    """A function from ids [B, T] to the logits [B, T, V] of a model that decodes in chunks."""
+
+    @torch.no_grad()
+    def run(ids: Tensor) -> Tensor:
+        kept = make(model, ids.shape[1])
+        chunks = [model(part, past_key_values=kept, use_cache=True).logits for part in torch.split(ids, CHUNK, 1)]
+        return torch.cat(chunks, 1)
+
+    return run
+
+
+def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
+    plain, ours = octavo.load(packed), octavo.load(packed)
+    use_fp8_attention(ours, shortest=1)
+    quality = compare_many(whole(plain), {"fp8": whole(ours)}, batches, LogitSums)
+    print(quality["fp8"].to_dict())
+    return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": quality["fp8"].to_dict()}
+
+
+def whole(model: Any) -> Outputs:
+    """A function from ids [B, T] to the logits [B, T, V] of whole prompts."""
+
+    @torch.no_grad()
+    def run(ids: Tensor) -> Tensor:
+        logits: Tensor = model(ids, use_cache=False).logits
+        return logits
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""What the GPU benchmarks share: modes that take turns, checks before them, passes of a stack of blocks, peaks.
+
+Variants take turns in one process, several steps at a time; a figure is the median of the rounds. Steps follow each
+other without a synchronization, as in training, so that host code that runs ahead of the device costs nothing. The
+order is drawn anew each round, because the work before, and the power that it drew, sets the clock.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from octavo.evaluation.metrics import energies, sqnr
+from octavo.models.llama import LlamaConfig, rope_tables
+
+Step = Callable[[], Any]
+Made = TypeVar("Made")
+Weight = TypeVar("Weight")
+Tiling = TypeVar("Tiling", bound=tuple[int, ...])
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for a rehearsal
+BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
+
+
+def option(name: str, default: str) -> str:
+    """The word after `name` on the command line, or the default."""
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+
+
+# --- Time ------------------------------------------------------------------------------------------------------
+
+
+def interleaved(steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds a step of each variant, one entry a round."""
+    for step in steps.values():
+        for _ in range(warmup):
+            step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order, drawn = list(steps), random.Random(0)
+    for _ in range(rounds):
+        drawn.shuffle(order)
+        for name in order:
+            times[name].append(once(steps[name], repeat))
+    return times
+
+
+def own_code(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass with a copy of the code of `forward`. torch.compile counts and caches compilations by code object."""
+    forward = cls.forward
+    copy = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
+    return type(cls.__name__, (cls,), {"forward": copy})
+
+
+def once(step: Step, repeat: int) -> float:
+    """Milliseconds a step, of `repeat` in a row; by the clock in a rehearsal without a GPU."""
+    if not torch.cuda.is_available():
+        began = time.perf_counter()
+        for _ in range(repeat):
+            step()
+        return (time.perf_counter() - began) * 1e3 / repeat
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(repeat):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / repeat
+
+
+def host_once(step: Step) -> float:
+    """Milliseconds that the host takes for a step, which begins with an idle GPU and is not waited for.
+
+    The queue of a stream has some 1,000 places. Where a step launches more, and the GPU is slower than the host, this
+    is longer than the host needs.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    step()
+    return (time.perf_counter() - began) * 1e3
+
+
+class Captured:
+    """A step as one CUDA graph, after a few ordinary calls. Each call overwrites the result of the one before.
+
+    The object holds the step, because the graph does not hold the memory that the step reads and writes.
+    """
+
+    def __init__(self, step: Step) -> None:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        self.step, self.graph = step, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = step()
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.result
+
+
+def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
+    """Median milliseconds of a small piece of device work without its launch: a CUDA graph of a few calls.
+
+    Reads may hit the L2 cache from call to call. Compare with work that moves as many bytes, timed alike.
+    """
+
+    def repeat() -> None:
+        for _ in range(calls):
+            step()  # its result is dropped, so that each call writes to the same memory
+
+    graph = Captured(repeat)
+    graph()
+    return statistics.median(once(graph, 4) for _ in range(rounds)) / calls
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    """Median and quartiles in milliseconds."""
+    low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+    return {"median": middle, "low": low, "high": high}
+
+
+def decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
+    """The SQNR of `actual`."""
+    return sqnr(*energies(exact, actual))
+
+
+def against(base: str, steps: Mapping[str, Step], least: float = 10) -> dict[str, float]:
+    """The SQNR of what each other step returns against that of `base`; all must exceed `least` decibels."""
+    exact = steps[base]().clone()  # a graph overwrites its result
+    found = {name: decibels(exact, step()) for name, step in steps.items() if name != base}
+    assert all(db > least for db in found.values()), found  # NaN is not
+    return found
+
+
+# --- What runs, memory and kernels -----------------------------------------------------------------------------
+
+
+def made(name: str, make: Callable[[], Made]) -> Made | None:
+    """What `make` gives; None, with a line about it, if it raises: a mode that does not run must not end the others."""
+    try:
+        return make()
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return None
+
+
+def peak_of(step: Step, before: int, warmup: int = 1) -> int:
+    """The most bytes that tensors take during a step, without the `before` of other tensors; 0 without a GPU."""
+    for _ in range(warmup):
+        step()
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:
+    """Each kernel of a step on the GPU, the longest first: its name, its calls and its milliseconds."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = sorted(found.key_averages(), key=lambda event: -event.self_device_time_total)
+    return [(event.key, event.count // steps, event.self_device_time_total / 1e3 / steps) for event in events]
+
+
+# --- GEMMs over weights that take turns ------------------------------------------------------------------------
+# Together they are too large for the L2 cache, as in a model.
+
+
+def beyond_cache(n: int, k: int) -> int:
+    """How many weights [N, K] of one byte an element take turns."""
+    return max(2, BEYOND_CACHE // (n * k))
+
+
+def in_turn(call: Callable[[Weight], Any], weights: Sequence[Weight]) -> float:
+    """Microseconds of a call, over all weights in turn."""
+
+    def step() -> None:
+        for weight in weights:
+            call(weight)
+
+    return 1e3 * replayed(step, calls=2) / len(weights)
+
+
+def fastest(
+    chosen: Tiling, others: Iterable[Tiling], us: Callable[[Tiling], float], best: int = 3
+) -> list[tuple[Tiling, float]]:
+    """The microseconds of the chosen tiling, then those of the `best` of all. Prints those that do not run."""
+    found: dict[Tiling, float] = {}
+    for tiling in dict.fromkeys((chosen, *others)):
+        try:
+            found[tiling] = us(tiling)
+        except Exception as error:  # the tiling needs more shared memory than there is
+            print(f"  {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
+    return [(tiling, found[tiling]) for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:best])]
+
+
+# --- Passes of a stack of blocks (`bench.gpu.llama`), on random inputs -----------------------------------------
+
+
+def draw_matrices(model: nn.Module) -> None:
+    """Random numbers for all matrices: the same for models whose matrices come in the same order."""
+    torch.manual_seed(0)
+    for p in model.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.02)
+
+
+class Passes:
+    """The passes of `model` over `tokens` tokens in BF16. Another `call` may compute the model, such as compiled code.
+
+    `part` is (index, count): the index-th of count parts of the sequence; all of it by default.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: LlamaConfig, tokens: int, device: Any, part: tuple[int, int] = (0, 1)
+    ) -> None:
+        self.model = model
+        self.call: Callable[..., Tensor] = model
+        generator = torch.Generator(device).manual_seed(1)
+        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
+        index, count = part
+        self.x, self.dy = (t.to(torch.bfloat16).chunk(count, 1)[index].contiguous() for t in (x, dy))
+        self.x.requires_grad_()
+        self.tables = rope_tables(config, torch.arange(tokens, device=device))
+
+    def run(self) -> list[Tensor]:
+        """The output and the gradient of the input."""
+        y = self.call(self.x, *self.tables)
+        y.backward(self.dy)  # type: ignore[no-untyped-call]
+        assert self.x.grad is not None
+        return [y.detach(), self.x.grad]
+
+    def drop(self) -> None:
+        """Drop all gradients, as `zero_grad` drops them."""
+        self.model.zero_grad()
+        self.x.grad = None
+
+    def step(self) -> list[Tensor]:
+        """`run`, then `drop`."""
+        found = self.run()
+        self.drop()
+        return found

@@ -1,0 +1,164 @@
+"""What does FP8 cost in loss? Branches of one trunk, in BF16, in FP8, and a disturbed BF16 twin. On one GPU.
+
+    python -m bench.gpu.loss all FOLDER                   everything, in several processes on the GPU
+    python -m bench.gpu.loss summary FOLDER               the table of the runs that FOLDER has so far
+    python -m bench.gpu.loss merge FOLDER                 FOLDER to bench/results/gpu_loss_SIZE.json, or cpu_
+
+`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS`, `frozen MODES:ORDERS`. Each writes a
+file when a run ends and skips runs whose file is there, so `all` goes on where it was ended. The settings of the first
+command stay with FOLDER.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from bench import record
+from bench.gpu.loss import result, text, training
+from bench.gpu.loss.model import SIZES
+from octavo.train.config import Config
+
+MAIN = ("bf16", "twin", "rowwise", "rowwise_y_only", "torchao_rowwise", "torchao_tensorwise")
+OTHERS = (
+    "tensorwise", "delayed_e5m2_margin_1", "rowwise_dw_bf16", "blockwise", "tensorwise_e4m3", "rowwise_exact",
+    "mxfp8", "groupwise", "tensorwise_rotated",
+)  # fmt: skip
+FROZEN = ",".join(("bf16", "rowwise", "torchao_rowwise", "torchao_tensorwise", *OTHERS))
+PLAN = (
+    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10",
+    *(f"branch {mode}:7,8" for mode in OTHERS),
+)  # fmt: skip
+ALL_NEED = ("prepare", "trunk")  # a failure of one of these ends everything
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=(*COMMANDS, "all", "summary", "merge"))
+    parser.add_argument("folder", type=Path, help="the files of the study")
+    parser.add_argument("runs", nargs="?", default="", metavar="MODES:ORDERS", help="of branch and frozen")
+    parser.add_argument("--size", choices=SIZES, default="30m", help="the model, of a new folder")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run from its start, of a new folder")
+    parser.add_argument("--processes", type=int, default=6, help="that `all` runs at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="end `all` after so long")
+    parser.add_argument("--plan", default="; ".join(PLAN), help="the commands of `all`, separated by semicolons")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = settings_of(folder, options.size, options.steps)
+    if options.command == "all":
+        plan = [words.strip() for words in options.plan.split(";")]
+        sys.exit(run_all(folder, plan, options.processes, options.seconds))
+    if options.command == "summary":
+        print(result.summary(result.merge(folder, config)))
+    elif options.command == "merge":
+        found = result.merge(folder, config)
+        where = "gpu" if found["machine"]["gpu"] else "cpu"
+        size = json.loads((folder / "size.json").read_text())["size"]
+        print(record.write(f"{where}_loss_{size}", found))
+    else:
+        torch._dynamo.config.recompile_limit = 64
+        COMMANDS[options.command](folder, options.runs, config)
+
+
+def settings_of(folder: Path, size: str, steps: int | None) -> Config:
+    """The settings that `folder` was begun with, which these are if it is new."""
+    path = folder / "size.json"
+    if not path.exists():
+        text.write_whole(path, json.dumps({"size": size, "steps": steps or SIZES[size].steps}).encode())
+    chosen = json.loads(path.read_text())
+    if steps not in (None, chosen["steps"]):
+        raise SystemExit(f"{folder} was begun with {chosen['steps']} steps: leave --steps out, or give a new folder")
+    steps = chosen["steps"]
+    assert isinstance(steps, int)
+    return SIZES[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
+
+
+# --- Commands --------------------------------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def prepare(folder: Path, runs: str, config: Config) -> None:
+    if not (folder / "tokens.npz").exists():
+        print(text.prepare(folder, config), flush=True)
+
+
+def trunk(folder: Path, runs: str, config: Config) -> None:
+    training.train_trunk(folder, config, device())
+
+
+def rates(folder: Path, runs: str, config: Config) -> None:
+    training.check_rates(folder, config, device())
+
+
+def branch(folder: Path, runs: str, config: Config) -> None:
+    modes, orders = parse(runs)
+    for mode in modes:
+        training.train_branches(folder, mode, orders, config, device())
+
+
+def frozen(folder: Path, runs: str, config: Config) -> None:
+    training.evaluate_frozen(folder, *parse(runs), config, device())
+
+
+COMMANDS = {"prepare": prepare, "trunk": trunk, "rates": rates, "branch": branch, "frozen": frozen}
+
+
+def parse(runs: str) -> tuple[list[str], list[int]]:
+    modes, _, orders = runs.partition(":")
+    return modes.split(","), [int(order) for order in orders.split(",")]
+
+
+# --- Several processes on one GPU ------------------------------------------------------------------------------
+
+
+def run_all(folder: Path, plan: list[str], processes: int, seconds: float) -> int:
+    """Run the commands of `plan` in order, `processes` at a time, beside `prepare`; the number that failed.
+
+    One process leaves the GPU idle while its host launches kernels. Commands wait for the files that they need from
+    others: the tokens, the trunk and the final weights. The output of a command is in `folder`/logs.
+    """
+    deadline = time.monotonic() + seconds
+    (folder / "logs").mkdir(exist_ok=True)
+    waiting, running, failed = list(plan), {"prepare": start(folder, "prepare")}, 0
+    while running and time.monotonic() < deadline:
+        for name in [name for name, process in running.items() if process.poll() is not None]:
+            if code := running.pop(name).returncode:
+                failed += 1
+                print(f"{name} failed with code {code}: {log_of(folder, name)}", flush=True)
+                if name in ALL_NEED:
+                    waiting, deadline = [], 0
+        while waiting and len(running) < processes:
+            running[waiting[0]] = start(folder, waiting[0])
+            waiting.pop(0)
+        time.sleep(0.2)
+    for process in running.values():
+        process.terminate()
+    for process in running.values():
+        process.wait()
+    return failed + len(running)
+
+
+def start(folder: Path, command: str) -> subprocess.Popen[bytes]:
+    name, _, runs = command.partition(" ")
+    words = [sys.executable, "-m", "bench.gpu.loss", name, str(folder), *([runs] if runs else [])]
+    with log_of(folder, command).open("ab") as log:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
+
+
+def log_of(folder: Path, command: str) -> Path:
+    return folder / "logs" / (command.replace(" ", "-").replace(":", "-").replace(",", "-")[:80] + ".txt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The model of the study and its modes: BF16, recipes of Octavo, and recipes of torchao.
+
+The model is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
+arXiv:2302.05442), which keeps a small model stable at a high learning rate.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.peers import use_torchao
+from bench.gpu.runs import padded
+from bench.gpu.variants import VARIANTS, recipe_of
+from octavo.models.decoder import KVCache
+from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
+from octavo.nn import convert
+from octavo.recipe import Recipe, rowwise
+from octavo.train.config import Config
+from octavo.train.model import prepare_blocks
+from octavo.train.settings import Compile
+
+SIZES = {
+    "30m": Config(  # 31.5 million parameters, 65,536 tokens a step
+        layers=8, width=512, heads=8, mlp_width=1536, context=1024, vocabulary=8192, tokenizer="bpe", batch=64,
+        steps=1400, schedule="wsd", decay=0.6, warmup=70, learning_rate=2e-3, min_learning_rate=0.0,
+        evaluate_batches=16, compile=Compile(blocks=True),
+    ),
+    "6m": Config(  # 6.2 million parameters: a text without repetitions gives ten tokens a parameter
+        layers=6, width=256, heads=4, mlp_width=768, context=1024, vocabulary=4096, tokenizer="bpe", batch=64,
+        steps=900, schedule="wsd", decay=0.6, warmup=45, learning_rate=2e-3, min_learning_rate=0.0,
+        evaluate_batches=16, compile=Compile(blocks=True),
+    ),
+    "1m": Config(  # one million parameters: for a CPU, which emulates FP8
+        layers=4, width=128, heads=4, mlp_width=384, context=128, vocabulary=1024, tokenizer="bpe", batch=16,
+        steps=1000, schedule="wsd", decay=0.6, warmup=50, learning_rate=2e-3, min_learning_rate=0.0,
+        evaluate_batches=64,
+    ),
+    "tiny": Config(  # for the tests and for a rehearsal on a CPU
+        layers=2, width=64, heads=2, mlp_width=128, context=32, vocabulary=300, tokenizer="bpe", batch=4,
+        steps=20, schedule="wsd", decay=0.6, warmup=2, learning_rate=2e-3, min_learning_rate=0.0,
+        evaluate_batches=3,
+    ),
+}  # fmt: skip
+
+TORCHAO = {"torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
+IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
+
+
+def y_only() -> Recipe:
+    """`rowwise` with y alone in FP8."""
+    return replace(rowwise(), name="rowwise_y_only", dx=None, dw=None, emulate=True)
+
+
+def exact() -> Recipe:
+    """`rowwise` without fast accumulation."""
+    y, dx = (replace(gemm, fast_accumulation=False) for gemm in (rowwise().y, rowwise().dx) if gemm is not None)
+    return replace(rowwise(), name="rowwise_exact", y=y, dx=dx, emulate=True)
+
+
+OWN = {"rowwise_y_only": y_only, "rowwise_exact": exact}
+MODES = (*IN_BF16, *TORCHAO, *OWN, *(name for name in VARIANTS if name not in IN_BF16))
+
+
+class NormedAttention(Attention):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, cache: KVCache | None) -> Tensor:
+        heads = *q.shape[:2], -1, self.head_dim
+        q, k = (norm(x.view(heads)).flatten(-2) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        return super().forward(q, k, v, cos, sin, cache)
+
+
+class NormedBlock(Block):
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.self_attn = NormedAttention(config, layer)
+
+
+class NormedLlama(Llama):
+    block = NormedBlock
+
+
+def make_model(mode: str, config: Config, device: torch.device) -> tuple[nn.Module, int]:
+    """The model of a mode on `device`, its blocks compiled if `config` says so, and the number of layers in FP8.
+
+    The weights are drawn from torch's seed. The head is in BF16 in every mode.
+    """
+    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context")}
+    model: nn.Module = NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes)).to(device)
+    converted = 0
+    if mode in TORCHAO:
+        converted = use_torchao(model, TORCHAO[mode])
+    elif mode not in IN_BF16:
+        recipe = OWN[mode]() if mode in OWN else recipe_of(mode)
+        converted = len(convert(model, recipe, device=device, emulate=True).converted)
+    prepare_blocks(model, config)
+    return model, converted

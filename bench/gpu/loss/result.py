@@ -1,0 +1,192 @@
+"""The runs of the study as one result: the gap of each mode to BF16, its interval, and what it is worth in tokens.
+
+The loss of a run is the mean of its last three evaluations. A gap is relative to the loss of the BF16 branch of the
+same data order, evaluated in BF16:
+
+    bf16   the mode's weights in BF16: what training in FP8 costs
+    fp8    the mode's weights in the mode's own forward pass: what training and serving in FP8 cost together;
+           of BF16 and the twin, in the forward pass of `rowwise`: what serving in FP8 costs
+
+Its interval is Student's, over the data orders. The held-out text is the same for all of them; `text_half` is half of
+the interval over the batches of that text, of the mean over the orders.
+
+`steps` is the gap over the slope at the end of the BF16 branches. There the rate goes to zero and the loss falls
+faster than it does in a longer run, so this is a lower bound. `tokens` rests on runs of other lengths: the share of
+tokens by which a run must be longer to make up for the gap, if its loss falls with the logarithm of its length as the
+loss of BF16 does from half of the length to the whole.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.loss.model import MODES
+from bench.gpu.loss.training import BRANCH_AT, DISTURBANCE, LAST, branch_step
+from bench.gpu.runs import settings
+from octavo.evaluation.metrics import ratio
+from octavo.train.config import Config
+
+FORMS = ("bf16", "fp8")
+Key = tuple[str, int]  # a mode and a data order
+
+
+def merge(folder: Path, config: Config) -> dict[str, Any]:
+    """The files of `folder`; modes without a run of BF16 in the same order have no gap.
+
+    Raises:
+        ValueError: `folder` has no run of BF16.
+    """
+    runs = {key_of(run): run for run in read(folder, "branch-*.json")}
+    if not any(mode == "bf16" for mode, _ in runs):
+        raise ValueError(f"{folder} must have a branch of bf16 to compare with; it has {sorted(runs)}")
+    rates = read(folder, "rate-*.json")
+    trunk = read(folder, "trunk.json")[0]
+    tokens, parameters = config.steps * config.batch * config.context, trunk["parameters"]
+    shape = {name: getattr(config, name) for name in ("mlp_width", "schedule", "decay", "warmup", "evaluate_batches")}
+    frozen = {run["mode"]: run for run in read(folder, "frozen-*.json")}
+    curve = curve_of(runs, rates, config)
+    return {
+        "machine": trunk["machine"],
+        "settings": settings(config) | shape,
+        "text": json.loads((folder / "text.json").read_text()),
+        "parameters": parameters,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / parameters,
+        "branch": {"share": BRANCH_AT, "step": branch_step(config), "disturbance": DISTURBANCE, "evaluations": LAST},
+        **curve,
+        "modes": {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)},
+        "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
+        "runs": {"trunk": trunk, "rates": rates, "branches": list(runs.values()), "frozen": list(frozen.values())},
+    }
+
+
+def read(folder: Path, pattern: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(pattern))]
+
+
+def key_of(run: dict[str, Any]) -> Key:
+    return run["mode"], run["order"]
+
+
+def orders_of(mode: str, runs: dict[Key, Any]) -> list[int]:
+    """The data orders of a mode of which BF16 has a run."""
+    return sorted(order for each, order in runs if each == mode and ("bf16", order) in runs)
+
+
+def by_batch(run: dict[str, Any], form: str) -> list[float]:
+    """The losses of a run by batch of held-out text, means over its evaluations."""
+    return [statistics.fmean(losses) for losses in zip(*(each[form] for each in run["evaluations"]), strict=True)]
+
+
+# --- The curve -------------------------------------------------------------------------------------------------
+
+
+def curve_of(runs: dict[Key, dict[str, Any]], rates: Sequence[dict[str, Any]], config: Config) -> dict[str, Any]:
+    """The loss of BF16 at the end and its slope, by step and by the length of a run.
+
+    The slope is relative, a step. `per_doubling` is the loss in nats that a run of half the length has more; None
+    without that run.
+    """
+    base = [run for (mode, _), run in runs.items() if mode == "bf16"]
+    loss = statistics.fmean(statistics.fmean(by_batch(run, "bf16")) for run in base)
+    ends = [
+        (statistics.fmean(e["bf16"]), e["step"])
+        for run in base
+        for e in (run["evaluations"][0], run["evaluations"][-1])
+    ]
+    falls = [(a - b) / (after - before) for (a, before), (b, after) in zip(ends[::2], ends[1::2], strict=True)]
+    checked = [{key: run[key] for key in ("steps", "rate")} | {"loss": final(run)} for run in rates]
+    half = [run["loss"] for run in checked if run["steps"] == config.steps // 2]
+    return {
+        "loss": loss,
+        "slope": statistics.fmean(falls) / loss,
+        "per_doubling": half[0] - loss if half else None,
+        "rates": checked,
+    }
+
+
+def final(run: dict[str, Any]) -> float:
+    return statistics.fmean(run["evaluation"]["bf16"])
+
+
+# --- Gaps ------------------------------------------------------------------------------------------------------
+
+
+def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], config: Config) -> dict[str, Any]:
+    """A mode: its data orders, its layers in FP8, and its gap in both forms. BF16 in BF16 is what all compare with."""
+    orders = orders_of(mode, runs)
+    pairs = [(runs[mode, order], runs["bf16", order]) for order in orders]
+    forms = FORMS[1:] if mode == "bf16" else FORMS
+    served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve, config)} if mode == "rowwise" else {}
+    speed = [(config.steps - run["first"]) * config.batch * config.context / run["seconds"] for run, _ in pairs]
+    return {
+        "orders": orders,
+        "converted": pairs[0][0]["converted"],
+        "tokens_per_second": round(statistics.fmean(speed)),
+        "finite": all(math.isfinite(loss) for run, _ in pairs for loss in run["losses"]),
+        **{form: gap(pairs, form, "bf16", curve, config) for form in forms},
+        **served,
+    }
+
+
+def gap(
+    pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    form: str,
+    base_form: str,
+    curve: dict[str, Any],
+    config: Config,
+) -> dict[str, Any]:
+    """The relative gap of the first runs, evaluated in `form`, to the second, evaluated in `base_form`."""
+    found = [(by_batch(run, form), by_batch(base, base_form)) for run, base in pairs]
+    by_order = [statistics.fmean(a) / statistics.fmean(b) - 1 for a, b in found]
+    mean = ratio(by_order, [1.0] * len(by_order))
+    batches = len(found[0][0])
+    differences = [statistics.fmean(a[k] - b[k] for a, b in found) for k in range(batches)]
+    over_text = ratio(differences, [statistics.fmean(b[k] for _, b in found) for k in range(batches)])
+    doubling = curve["per_doubling"]
+    return {
+        "gap": mean.value,
+        "half": None if mean.high is None else mean.high - mean.value,
+        "by_order": by_order,
+        "text_half": None if over_text.high is None else over_text.high - over_text.value,
+        "steps": mean.value / curve["slope"],
+        "tokens": None if not doubling else 2 ** (mean.value * curve["loss"] / doubling) - 1,
+    }
+
+
+def frozen_row(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """The gap of one forward pass to BF16 on the same weights, which were trained in BF16, by file of weights."""
+    rows = {}
+    for name in sorted(run["losses"].keys() & base["losses"].keys()):
+        losses, bases = run["losses"][name], base["losses"][name]
+        found = ratio([a - b for a, b in zip(losses, bases, strict=True)], bases)
+        rows[name] = {"gap": found.value, "text_half": None if found.high is None else found.high - found.value}
+    return rows
+
+
+# --- The summary -----------------------------------------------------------------------------------------------
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The result as lines of text."""
+    lines = [
+        f"{result['parameters'] / 1e6:.1f}M parameters, {result['tokens'] / 1e6:.1f}M tokens, "
+        f"{result['tokens_per_parameter']:.2f} a parameter; BF16 ends at {result['loss']:.4f}, "
+        f"slope {result['slope']:.3%} a step",
+        *(f"rate {r['rate']} x, {r['steps']} steps: {r['loss']:.4f}" for r in result["rates"]),
+    ]
+    for mode, found in result["modes"].items():
+        cells = "  ".join(f"in {form} {words(found[form])}" for form in FORMS if form in found)
+        lines.append(f"{mode:24} n={len(found['orders'])}  {cells}")
+    for mode, rows in result["frozen"].items():
+        lines.append(f"frozen {mode:17} " + "  ".join(f"{name} {each['gap']:+.4%}" for name, each in rows.items()))
+    return "\n".join(lines)
+
+
+def words(gap: dict[str, Any]) -> str:
+    half = "" if gap["half"] is None else f" +- {gap['half']:.4%}"
+    orders = " ".join(f"{each:+.4%}" for each in gap["by_order"])
+    return f"{gap['gap']:+.4%}{half} (text +- {gap['text_half']:.4%}) [{orders}]"

@@ -1,0 +1,267 @@
+"""Training of the study: the trunk, its branches, runs that check the learning rate, and losses of frozen weights.
+
+A branch starts from the whole state of the trunk (weights, moments, the count of steps) and goes on with the trunk's
+schedule. The branches of a data order see the same batches. A process trains all data orders of one mode, so that the
+mode is compiled once, and it compiles while the text is read and the trunk is trained.
+
+Every final model is evaluated both ways: its weights in BF16, and in the FP8 of its mode's own forward pass. Of a mode
+in BF16 the FP8 is that of `rowwise`.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from bench import record
+from bench.gpu.loss.model import IN_BF16, make_model
+from bench.gpu.loss.text import read_tokens, reading_order, write_whole
+from octavo.scales import load_scale_state, scale_state, update_scales
+from octavo.train.config import Config
+from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_state, set_learning_rate
+
+BRANCH_AT = 0.6  # the share of the steps after which branches leave the trunk
+DISTURBANCE = 2e-3  # of each weight of a twin, relative, one standard deviation
+LAST = 3  # evaluations at the end of a run, whose mean is its loss
+SERVED_AS = "rowwise"  # the FP8 in which weights that were trained in BF16 are evaluated
+
+
+def branch_step(config: Config) -> int:
+    return round(BRANCH_AT * config.steps)
+
+
+def evaluation_steps(config: Config) -> list[int]:
+    """The steps after which a branch is evaluated: the last, and two before it, 1/28 of the run apart."""
+    return [config.steps - back * max(config.steps // 28, 1) for back in reversed(range(LAST))]
+
+
+class Learner:
+    """A model in one mode with its optimizer. They are compiled once, and every run puts its state in their place."""
+
+    def __init__(self, mode: str, config: Config, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.mode, self.config, self.device = mode, config, device
+        self.model, self.converted = make_model(mode, config, device)
+        self.optimizer = make_optimizer(self.model, config)
+        self.loss: Callable[..., Tensor] = torch.compile(loss_of) if config.compile.blocks else loss_of
+
+    @cached_property
+    def other(self) -> nn.Module:
+        """The model of the form that the mode does not train in."""
+        return make_model(SERVED_AS if self.mode in IN_BF16 else "bf16", self.config, self.device)[0]
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, in the memory of the model and the optimizer."""
+        return dict(self.model.named_parameters()) | optimizer_state(self.model, self.optimizer)
+
+    @torch.no_grad()
+    def restart(self, state: Mapping[str, Tensor]) -> None:
+        """Take the weights and moments of `state`; histories of delayed scaling begin empty."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+        load_scale_state(self.model, {name: torch.zeros_like(t) for name, t in scale_state(self.model).items()})
+
+    @torch.no_grad()
+    def disturb(self, seed: int) -> None:
+        """Multiply each weight by 1 + DISTURBANCE * a normal number."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        for p in self.model.parameters():
+            p.mul_(1 + DISTURBANCE * torch.randn(p.shape, generator=generator, device=self.device))
+
+    def step(self, index: int, sequences: Tensor, rate: float = 1.0) -> Tensor:
+        """One optimizer step on `sequences` [batch, context + 1], at `rate` times the learning rate; the loss."""
+        set_learning_rate(self.optimizer, rate * learning_rate(index, self.config))
+        loss = self.forward(self.model.train(), sequences)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        update_scales(self.model)
+        return loss.detach()
+
+    def forward(self, model: nn.Module, sequences: Tensor) -> Tensor:
+        tokens = sequences.long()
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = model(tokens[:, :-1])
+        return self.loss(logits, tokens[:, 1:])
+
+    @torch.no_grad()
+    def evaluate(self, held_out: Tensor, *, both: bool = False) -> dict[str, list[float]]:
+        """The loss of each batch of held-out text by the weights in the mode's form, or in BF16 and in FP8."""
+        own, other = ("bf16", "fp8") if self.mode in IN_BF16 else ("fp8", "bf16")
+        forms = {own: self.model}
+        if both:
+            forms[other] = self.other
+            trained = dict(self.model.named_parameters())
+            for name, p in self.other.named_parameters():
+                p.copy_(trained[name])
+        batches = torch.split(held_out, self.config.batch)
+        losses = {form: torch.stack([self.forward(model.eval(), b) for b in batches]) for form, model in forms.items()}
+        return {form: found.tolist() for form, found in losses.items()}
+
+    def warm_up(self, *, both: bool = False) -> None:
+        """Compile all that a run needs, on tokens without meaning, and give the memory back."""
+        config = self.config
+        shape = config.batch, config.context + 1
+        tokens = torch.randint(config.vocabulary, shape, dtype=torch.int32, device=self.device)
+        before = {name: tensor.clone() for name, tensor in self.state().items()}
+        for index in range(3):
+            self.step(index, tokens)
+        self.evaluate(tokens, both=both)
+        self.restart(before)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of logits [B, T, V] in float32, 0-dim."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# --- Runs ------------------------------------------------------------------------------------------------------
+
+
+def steps(
+    learner: Learner, training: Tensor, order: Tensor, first: int, last: int, rate: float = 1.0
+) -> Iterator[Tensor]:
+    """The losses of the steps `first` to `last`, which read `training` in `order`."""
+    batch = learner.config.batch
+    rows = order.to(learner.device)
+    for index in range(first, last):
+        yield learner.step(index, training[rows[index * batch : (index + 1) * batch]], rate)
+
+
+def train_trunk(folder: Path, config: Config, device: torch.device) -> None:
+    """Train BF16 to the step of the branches, and write its state."""
+    path = folder / "trunk.safetensors"
+    if path.exists():
+        return
+    learner = Learner("bf16", config, device)
+    learner.warm_up()
+    training = wait_for_text(folder, "training", config, device)
+    began, last = time.monotonic(), branch_step(config)
+    losses = list(steps(learner, training, reading_order(len(training), last, config.batch, None), 0, last))
+    evaluation = learner.evaluate(wait_for_text(folder, "held_out", config, device))
+    facts = {"losses": rounded(losses), "evaluation": evaluation, "seconds": time.monotonic() - began}
+    write_run(folder / "trunk.json", learner, facts)
+    save_whole(learner.state(), path)
+
+
+def train_branches(folder: Path, mode: str, orders: list[int], config: Config, device: torch.device) -> None:
+    """Train a mode from the trunk to the end in each data order, without the runs that `folder` has."""
+    if all(branch_path(folder, mode, order).exists() for order in orders):
+        return
+    learner = Learner(mode, config, device)
+    learner.warm_up(both=True)
+    trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
+    training, held_out = (wait_for_text(folder, part, config, device) for part in ("training", "held_out"))
+    first = branch_step(config)
+    for order in orders:
+        path = branch_path(folder, mode, order)
+        if path.exists():
+            continue
+        learner.restart(trunk)
+        if mode == "twin":
+            learner.disturb(order)
+        rows = reading_order(len(training), first, config.batch, order)
+        evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
+        for step in evaluation_steps(config):
+            losses += steps(learner, training, rows, done, step)
+            evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
+            done = step
+        if mode == "bf16":
+            save_whole(dict(learner.model.named_parameters()), folder / f"final-{order}.safetensors")
+        facts = {"order": order, "first": first, "losses": rounded(losses), "evaluations": evaluations}
+        write_run(path, learner, facts | {"seconds": time.monotonic() - began})
+
+
+def check_rates(folder: Path, config: Config, device: torch.device) -> None:
+    """Train BF16 from scratch: a quarter of the steps at half, once and twice the learning rate, and half of the steps.
+
+    Each run ends with a rate of zero. The shorter runs give the shape of the curve too.
+    """
+    runs = [(config.steps // 4, 0.5), (config.steps // 4, 1.0), (config.steps // 4, 2.0), (config.steps // 2, 1.0)]
+    learner: Learner | None = None
+    for count, rate in runs:
+        path = folder / f"rate-{count}-{rate}.json"
+        if path.exists():
+            continue
+        if learner is None:
+            learner = Learner("bf16", config, device)
+            start = {name: tensor.clone() for name, tensor in learner.state().items()}
+            learner.warm_up()
+            training, held_out = (wait_for_text(folder, part, config, device) for part in ("training", "held_out"))
+        learner.restart(start)
+        learner.config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1))
+        began = time.monotonic()
+        order = reading_order(len(training), 0, config.batch, 1)
+        losses = list(steps(learner, training, order, 0, count, rate))
+        facts = {"steps": count, "rate": rate, "losses": rounded(losses), "evaluation": learner.evaluate(held_out)}
+        write_run(path, learner, facts | {"seconds": time.monotonic() - began})
+
+
+@torch.no_grad()
+def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], config: Config, device: torch.device) -> None:
+    """The losses of the trunk and of the final BF16 models in the forward pass of each mode, without training."""
+    held_out = wait_for_text(folder, "held_out", config, device)
+    weights = [wait_for(folder / f"{name}.safetensors") for name in ("trunk", *(f"final-{order}" for order in orders))]
+    for mode in modes:
+        path = folder / f"frozen-{mode}.json"
+        if path.exists():
+            continue
+        learner = Learner(mode, config, device)
+        form = "bf16" if mode in IN_BF16 else "fp8"
+        losses = {}
+        for file in weights:
+            found = load_file(file, device=str(device))
+            for name, p in learner.model.named_parameters():
+                p.copy_(found[name])
+            losses[file.stem] = learner.evaluate(held_out)[form]
+        write_run(path, learner, {"losses": losses})
+
+
+# --- Files -----------------------------------------------------------------------------------------------------
+
+
+def branch_path(folder: Path, mode: str, order: int) -> Path:
+    return folder / f"branch-{mode}-{order}.json"
+
+
+def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
+    part = path.with_suffix(".part")
+    save_file(tensors, part)
+    part.rename(path)  # whole, or not there
+
+
+def wait_for(path: Path) -> Path:
+    """`path`, when another process has written it. The command that starts the processes ends this one if none does."""
+    while not path.exists():
+        time.sleep(0.2)
+    return path
+
+
+def wait_for_text(folder: Path, part: str, config: Config, device: torch.device) -> Tensor:
+    wait_for(folder / "tokens.npz")
+    return read_tokens(folder, part, config.context, device)
+
+
+def rounded(losses: list[Tensor]) -> list[float]:
+    return [round(loss, 5) for loss in torch.stack(losses).tolist()]
+
+
+def write_run(path: Path, learner: Learner, facts: Mapping[str, Any]) -> None:
+    """Write a run's file, with the machine; OCTAVO_COMMIT names the commit where the sources are a copy."""
+    machine = record.facts()
+    machine["commit"] = os.environ.get("OCTAVO_COMMIT") or machine["commit"]
+    parameters = sum(p.numel() for p in learner.model.parameters())
+    shared = {"machine": machine, "mode": learner.mode, "parameters": parameters, "converted": learner.converted}
+    write_whole(path, (json.dumps(shared | dict(facts)) + "\n").encode())
+    print(f"{path.stem} after {facts.get('seconds', 0):.0f} s", flush=True)

@@ -1,0 +1,298 @@
+"""One table of all recipes: the gap of the loss to BF16's, the SQNR of real operands, speed and peak memory.
+
+The runs are those of the study `recipes` of `bench.gpu.runs`. Each part writes files to --out, and a run whose file is
+there is skipped, so that the table can be made in several calls. Without --only all parts run.
+
+    python -m bench.gpu.recipes                                             all GPUs of the machine
+    python -m bench.gpu.recipes --only losses --seconds 480 --out FOLDER    a part
+    python -m bench.gpu.recipes --merge FOLDER                              FOLDER to bench/results/recipes.json
+    python -m bench.gpu.recipes --cpu                                       a small model, without speed and memory
+
+*SQNR*: a Llama is trained in BF16. Two passes on further batches give the x, w and dy of each linear layer. Each layer
+then runs alone with each recipe, on the first pass and on the second: delayed scaling takes its scales from the first,
+and the second is measured, against the same products in float64. The SQNR of a whole product hides its small rows and
+columns, so that of the worst of them stands beside it.
+
+*Speed* and *peak memory*: blocks of Llama-3-8B's shape, BF16 weights, forward and backward. The blocks are plain
+modules, so that all recipes run the same code around their GEMMs, and each is compiled by itself. Recipes that do the
+same work (delayed scaling with other margins) are measured once. A recipe with an emulated GEMM is not measured on a
+GPU. A step includes the cast of the weights, and the update of delayed scaling.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import octavo
+from bench import record
+from bench.gpu import llama, runs
+from bench.gpu.harness import DEVICE, Passes, decibels, draw_matrices, interleaved, peak_of, summary
+from bench.gpu.runs import STUDIES, Data, Study, restart, trainer_of
+from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from octavo.models.llama import LlamaConfig
+from octavo.train.loss import next_token_loss
+from octavo.train.trainer import Trainer
+
+PARTS = ("losses", "errors", "speed")
+CONFIG = replace(llama.CONFIG, layers=2)  # of the speed
+LEAST_DB = 6.0  # of the output and of the gradient of the input, against BF16: less is a wrong kernel
+Result = dict[str, Any]
+Pass = dict[str, tuple[Tensor, Tensor]]  # the x [T, K] and the dy [T, N] of each layer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true", help="a small model on the CPU; no speed")
+    parser.add_argument("--only", choices=PARTS, help="one part of the table")
+    parser.add_argument("--recipes", default=",".join(VARIANTS), help="recipes, separated by commas")
+    parser.add_argument("--seeds", type=int, default=5, help="runs with each recipe")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no run after so long")
+    parser.add_argument("--processes", type=int, help="processes that train on each GPU (5), or on the CPU (1)")
+    parser.add_argument("--out", type=Path, default=Path("runs/recipes"), help="folder of the files")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files in FOLDER")
+    options = parser.parse_args(arguments)
+    if options.merge:
+        print(record.write("recipes", merge(options.merge)))
+        return
+    names = options.recipes.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise SystemExit(f"unknown recipe {unknown[0]!r}: choose some of {', '.join(VARIANTS)}")
+    if options.cpu == torch.cuda.is_available():
+        raise SystemExit("a machine without a GPU needs --cpu; one with a GPU takes it with CUDA_VISIBLE_DEVICES= only")
+    torch._dynamo.config.recompile_limit = 64
+    study = runs.with_steps(STUDIES["recipes-cpu" if options.cpu else "recipes"], options.steps)
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = [options.only] if options.only else [part for part in PARTS if part != "speed" or not options.cpu]
+    if "losses" in parts:
+        processes = options.processes or (1 if options.cpu else 5)
+        names.sort(key=lambda name: "emulated" not in implementations(name, torch.device(DEVICE)).values())  # longest
+        plan = [(name, seed) for name in names for seed in range(options.seeds)]
+        runs.train_all(study, plan, options.out, began + options.seconds, processes=processes)
+    if "errors" in parts:
+        write(options.out, "errors", errors(names, study, runs.tokens_of(study, options.out)))
+    if "speed" in parts:
+        write(options.out, "speed", speeds(names, CONFIG, 8192))
+    if not options.only:
+        print(record.write("recipes", merge(options.out)))
+
+
+def write(out: Path, name: str, result: Result) -> None:
+    (out / f"{name}.json").write_text(json.dumps({"machine": record.facts(), **result}, indent=2) + "\n")
+
+
+# --- The table -------------------------------------------------------------------------------------------------
+
+
+def merge(folder: Path) -> Result:
+    """The files below `folder` as one result: the gaps of each recipe, and errors.json and speed.json where they are.
+
+    A run whose loss is not finite is counted in "diverged", and is in no mean. If `folder` has no runs, its errors and
+    speeds replace those of bench/results/recipes.json.
+    """
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
+    parts = {name: part for name in ("errors", "speed") if (part := part_of(name, files))}
+    trained = [content for content in files.values() if "seed" in content]
+    if parts and not trained:
+        return {**json.loads((record.RESULTS / "recipes.json").read_text()), **parts}
+    found = runs.merge(folder)
+    bf16 = list(found["losses"][BASE].values())
+    names = [name for name in VARIANTS if any(run["mode"] == name for run in trained)]
+    return {
+        **{key: found[key] for key in ("machine", "settings", "corpus", "tokens")},
+        "bf16": {"losses": bf16, "spread": statistics.stdev(bf16) / statistics.mean(bf16) if len(bf16) > 1 else None},
+        "recipes": {name: losses_of(name, trained, found) for name in names},
+        **{name: parts.get(name) for name in ("errors", "speed")},
+    }
+
+
+def part_of(name: str, files: dict[Path, Result]) -> Result | None:
+    """The rows of all files NAME.json: two GPUs can measure some recipes each, beside a BF16 of their own."""
+    found = [content for path, content in files.items() if path.stem == name]
+    if any(each | {"recipes": 0} != found[0] | {"recipes": 0} for each in found):
+        raise ValueError(f"all files {name}.json must be of one machine, day, commit and size")
+    rows = {recipe: row for each in found for recipe, row in each["recipes"].items()}
+    return found[0] | {"recipes": rows} if found else None
+
+
+def losses_of(name: str, trained: list[Result], found: Result) -> Result:
+    """The final losses of a recipe by seed, and its gap to BF16."""
+    own, losses = [run for run in trained if run["mode"] == name], found["losses"].get(name, {})
+    diverged = len(own) - len(losses)
+    return {"gemms": own[0]["gemms"], "losses": losses, "diverged": diverged, "gap": found["gaps"].get(name)}
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------
+
+
+def errors(names: Sequence[str], study: Study, data: Data) -> Result:
+    """For each recipe and each of y, dx and dw the SQNR in dB: of the median layer, of the worst, and of the worst row
+    or column of any layer."""
+    config = study.config
+    trainer, _ = trainer_of(BASE, config.change(**{"compile.blocks": False}), data)
+    restart(trainer, data, 0)
+    for _ in range(config.steps):
+        trainer.step()
+    layers = runs.linears(trainer.model)
+    passes = [operands(trainer, layers, config.steps + i) for i in range(2)]
+    found = {}
+    for name in names:
+        if name == CONTROL:
+            continue
+        rows = {layer: sqnrs(linear, [each[layer] for each in passes], name) for layer, linear in layers.items()}
+        found[name] = {gemm: extremes({layer: row[gemm] for layer, row in rows.items()}) for gemm in ("y", "dx", "dw")}
+        print(name, {gemm: f"{row['median']:.1f} ({row['worst_channel']:.1f}) dB" for gemm, row in found[name].items()})
+    model = {"blocks": config.layers, "width": config.width, "layers": len(layers)}
+    return {**model, "steps": config.steps, "tokens": config.batch * config.context, "recipes": found}
+
+
+def operands(trainer: Trainer, layers: dict[str, nn.Linear], batch: int) -> Pass:
+    """x and dy of each layer in a forward and backward pass on a training batch."""
+    inputs: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+
+    def hook(name: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            inputs[name] = args[0].detach().flatten(0, -2)
+            y.register_hook(lambda dy: gradients.__setitem__(name, dy.flatten(0, -2)))  # type: ignore[no-untyped-call]
+
+        return keep
+
+    handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+    trainer.model.train()
+    loss = next_token_loss(
+        trainer.model, trainer.data.training.at(batch), trainer.state.device, trainer.config.precision
+    )
+    torch.autograd.backward(loss)
+    trainer.model.zero_grad()
+    for handle in handles:
+        handle.remove()
+    return {name: (inputs[name], gradients[name]) for name in layers}
+
+
+def sqnrs(linear: nn.Linear, passes: Sequence[tuple[Tensor, Tensor]], name: str) -> dict[str, tuple[float, float]]:
+    """The SQNR of y, dx and dw of a layer with a recipe, whole and of the worst channel, on the last of the passes."""
+    layer = nn.Linear(linear.in_features, linear.out_features, bias=False, device=linear.weight.device)
+    layer.weight = nn.Parameter(linear.weight.detach().clone())
+    model = nn.Sequential(layer)
+    octavo.convert(model, recipe_of(name))
+    found: dict[str, Tensor] = {}
+    for x, dy in passes:
+        x_leaf = copy.copy(x).requires_grad_()
+        layer.weight.grad = None
+        with torch.autocast(x.device.type, torch.bfloat16):
+            y = model(x_leaf)
+        y.backward(dy)
+        octavo.scales.update_scales(model)
+        assert x_leaf.grad is not None
+        assert layer.weight.grad is not None
+        found = {"y": y.detach(), "dx": x_leaf.grad, "dw": layer.weight.grad}
+    x64, dy64, w64 = (t.double() for t in (*passes[-1], layer.weight.detach()))
+    exact = {"y": x64 @ w64.t(), "dx": dy64 @ w64, "dw": dy64.t() @ x64}
+    return {gemm: (decibels(exact[gemm], found[gemm]), worst_channel(exact[gemm], found[gemm])) for gemm in exact}
+
+
+def worst_channel(exact: Tensor, actual: Tensor) -> float:
+    """The least SQNR, in dB, of a row or a column of `actual` that is not all zero in `exact` (float64, [M, N])."""
+    signal, noise = exact.square(), (actual.double() - exact).square()
+    ratios = (noise.sum(dim) / signal.sum(dim) for dim in (0, 1))  # 0 / 0 for a row of zeros, which nothing changed
+    return -10 * math.log10(max(float(ratio[ratio.isfinite()].max()) for ratio in ratios))
+
+
+def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
+    whole = {layer: db for layer, (db, _) in by_layer.items()}
+    worst = min(whole, key=whole.__getitem__)
+    return {
+        "median": statistics.median(whole.values()), "worst": whole[worst], "worst_layer": worst,
+        "worst_channel": min(channel for _, channel in by_layer.values()),
+    }  # fmt: skip
+
+
+# --- Speed -----------------------------------------------------------------------------------------------------
+
+
+class Runner(Passes):
+    """The blocks with a recipe, and their step."""
+
+    def __init__(self, name: str, config: LlamaConfig, tokens: int) -> None:
+        with torch.device(DEVICE):
+            model = llama.Plain(config).to(torch.bfloat16)
+        draw_matrices(model)
+        octavo.convert(model, recipe_of(name))
+        for block in model.layers:
+            block.compile()
+        super().__init__(model, config, tokens, DEVICE)
+
+    def step(self) -> list[torch.Tensor]:
+        found = super().step()
+        octavo.scales.update_scales(self.model)
+        return found
+
+
+def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> Result:
+    """Milliseconds, and peak bytes, of a step with each recipe; of BF16 too."""
+    device = torch.device(DEVICE)
+    names = list(dict.fromkeys([BASE, *names]))
+    same = equal_work(names)
+    runners: dict[str, Runner] = {}
+    rows: dict[str, Result] = {}
+    for name in dict.fromkeys(same.values()):
+        if device.type == "cuda" and "emulated" in implementations(name, device).values():
+            continue
+        try:
+            before = runs.allocated()
+            runner = Runner(name, config, tokens)
+            rows[name] = {"peak_bytes": peak_of(runner.step, before, warmup=3)}  # delayed scaling compiles twice
+            runners[name] = runner
+        except Exception as error:  # a recipe that does not run must not end the others; it has no row
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    check(runners, rows)
+    steps: dict[str, Callable[[], Any]] = {name: runner.step for name, runner in runners.items()}
+    times = interleaved(steps, rounds=rounds, repeat=4 if device.type == "cuda" else 1, warmup=1)
+    base = summary(times[BASE])["median"]
+    for name, each in times.items():
+        rows[name] |= summary(each) | {"ratio": base / summary(each)["median"]}
+        print(f"{name:24} {rows[name]['median']:7.2f} ms  {rows[name]['ratio']:.3f} of BF16's speed", flush=True)
+    found = {name: rows[same[name]] | {"measured_as": same[name]} for name in names if same.get(name) in rows}
+    return {"layers": config.layers, "width": config.width, "tokens": tokens, "recipes": found}
+
+
+def equal_work(names: Sequence[str]) -> dict[str, str]:
+    """The first recipe of those that do the same work, for each of `names` but the control."""
+    first: dict[str, str] = {}
+    return {name: first.setdefault(work_of(name), name) for name in names if name != CONTROL}
+
+
+def work_of(name: str) -> str:
+    """The recipe without its name and its margins, which change the scales and not the work."""
+    return str(without(recipe_of(name).to_dict() | {"name": ""}, "margin"))
+
+
+def without(values: Any, key: str) -> Any:
+    return {k: without(v, key) for k, v in values.items() if k != key} if isinstance(values, dict) else values
+
+
+def check(runners: dict[str, Runner], rows: dict[str, Result]) -> None:
+    """Add the SQNR of each recipe's output and gradient against BF16's to its row; a wrong one ends the benchmark."""
+    exact = runners[BASE].step()
+    for name, runner in runners.items():
+        if name != BASE:
+            found = [decibels(e, a) for e, a in zip(exact, runner.step(), strict=True)]
+            if not all(db > LEAST_DB for db in found):
+                raise RuntimeError(f"{name} must be within {LEAST_DB} dB of BF16; output and gradient have {found}")
+            rows[name]["sqnr"] = found
+
+
+if __name__ == "__main__":
+    main()

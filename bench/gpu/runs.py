@@ -1,0 +1,560 @@
+"""Does a model trained in FP8 end where BF16 ends, and what does a step cost? Whole training runs, by study:
+
+    gpt, moe      a GPT of 124 million parameters, a mixture of experts of 90 million
+    300m, 1b      Llamas of 309 million and of a billion parameters on 101 million tokens, evaluated 16 times
+    recipes       a small Llama with every recipe (`bench.gpu.recipes`), and `recipes-cpu`, one that a CPU trains
+    attention     a Llama with attention in BF16 and in FP8
+
+The text is source code and documentation on the machine itself (Python's standard library and the installed packages),
+so nothing is downloaded. For each seed every mode starts from the same weights and sees the same batches. The gap of a
+run is its final loss over that of BF16 with the same seed, less 1; the interval of the mean gap over seeds is
+Student's.
+
+A mode is a recipe (`bench.gpu.variants`), or torchao; `_if_faster` at its end stands for `only_if_faster`, and ` + FP8
+attention` for attention in FP8. A run's file is written at each of its evaluations, and a run whose file is there is
+skipped, so a long measurement can be done in several calls. With `--stop` runs end early, on the schedule of all steps.
+Runs that did not end in time are compared at the last evaluation that all have reached.
+
+    python -m bench.gpu.runs gpt --time bf16,rowwise,torchao --out FOLDER                      steps, in turns
+    python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --seconds 560 --out FOLDER            MODE:SEED
+    python -m bench.gpu.runs gpt --merge FOLDER                                 FOLDER to bench/results
+
+A worker is a process on one GPU. Several GPUs, or `--processes` on each, take modes from a queue with all their seeds.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import multiprocessing
+import statistics
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from bench import record
+from bench.gpu.harness import DEVICE, interleaved, summary
+from bench.gpu.peers import use_torchao
+from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from octavo.checkpoint.folder import FolderLock
+from octavo.checkpoint.run import RunFolder
+from octavo.data import ReadReport, read_text
+from octavo.evaluation.metrics import ratio
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from octavo.nn.attention_layers import GradientScales
+from octavo.recipe import Recipe
+from octavo.scales import cast_once, load_scale_state, scale_state
+from octavo.train.config import Config
+from octavo.train.corpus import Batches, Corpus, build_corpus
+from octavo.train.loss import next_token_loss
+from octavo.train.model import convert_model, eager, make_model, prepare_blocks
+from octavo.train.optimizer import make_optimizer
+from octavo.train.saving import TrainState
+from octavo.train.settings import Compile, ExpertSettings
+from octavo.train.trainer import Trainer, TrainingData
+
+Run = tuple[str, int]  # its mode and its seed
+Result = dict[str, Any]
+
+SETTINGS = ("layers", "width", "heads", "context", "vocabulary", "batch", "accumulate", "steps", "learning_rate")
+CURVE_STEPS = 10  # a point of the loss curve is the mean of so many steps
+PYTHON = ("stdlib", f"{sysconfig.get_path('purelib')}/**/*.py")
+SUFFIXES = ("py", "pyi", "rst", "md", "txt", "h", "hpp", "cuh", "js")
+MORE = ("stdlib", *(f"{sysconfig.get_path('purelib')}/**/*.{suffix}" for suffix in SUFFIXES))
+SAMPLE = 30_000_000  # characters that train the tokenizer
+LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
+# The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
+GRADIENT_ERRORS = 0.02, 0.5
+TORCHAO = {"torchao": "rowwise", "torchao_tensorwise": "tensorwise"}  # the recipe of a mode
+IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
+
+
+class Study(NamedTuple):
+    """What a study trains, on which text, and how often it evaluates.
+
+    Attributes:
+        characters: of the text, at the most.
+        evaluations: in a run.
+        eager: True to evaluate without compiled code, where compiling one more graph of each mode takes longer.
+        result: the file of bench/results.
+    """
+
+    config: Config
+    sources: Sequence[str]
+    characters: int
+    evaluations: int
+    eager: bool
+    result: str
+
+
+GPT = Config(
+    model="gpt2", layers=12, width=768, heads=12, context=1024, tokenizer="bpe", vocabulary=50_257,
+    batch=32, accumulate=2, steps=800, learning_rate=6e-4, min_learning_rate=6e-5, warmup=40,
+    evaluate_batches=64, compile=Compile(blocks=True),
+)  # fmt: skip
+MIXTURE = GPT.change(  # experts hold 75 of its 90 million parameters; a token runs through 19 million of them
+    model="mixture", layers=6, width=512, heads=8, mlp_width=1024, context=512, vocabulary=16_384,
+    experts=asdict(ExpertSettings(count=8, top_k=2)), batch=48, accumulate=1, steps=400, learning_rate=1e-3,
+    min_learning_rate=1e-4,
+)  # fmt: skip
+LLAMA = GPT.change(model="llama", context=2048, steps=768, evaluate_batches=16)  # 131,072 tokens a step
+M300 = LLAMA.change(  # 309 million parameters, a third of them in the embedding and the head
+    layers=16, width=1024, heads=16, kv_heads=16, mlp_width=2816, tied=False, batch=16, accumulate=4
+)  # fmt: skip
+B1 = LLAMA.change(
+    layers=16, width=2048, heads=32, kv_heads=8, mlp_width=8192, tied=True, batch=8, accumulate=8,
+    learning_rate=4e-4, min_learning_rate=4e-5,
+)  # fmt: skip
+SMALL = GPT.change(
+    model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1536, context=512, tied=True, vocabulary=8192,
+    batch=32, accumulate=1, steps=500, learning_rate=1e-3, min_learning_rate=1e-5, evaluate_batches=48,
+    validation_fraction=0.08,
+)  # fmt: skip
+SMALL_CPU = SMALL.change(
+    layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, context=64, vocabulary=512, batch=16, steps=60,
+    warmup=10, evaluate_batches=64, **{"compile.blocks": False},
+)  # fmt: skip
+ATTENTION = GPT.change(
+    model="llama", layers=6, width=512, heads=4, kv_heads=2, mlp_width=1408, context=2048, tokenizer="bytes",
+    vocabulary=256, batch=16, accumulate=1, steps=400, learning_rate=1e-3, min_learning_rate=1e-5, evaluate_batches=32,
+)  # fmt: skip
+STUDIES = {
+    "gpt": Study(GPT, PYTHON, 220_000_000, 1, False, "gpt_parity"),
+    "moe": Study(MIXTURE, PYTHON, 220_000_000, 1, False, "moe_parity"),
+    "300m": Study(M300, MORE, 400_000_000, 16, False, "pretrain_300m"),
+    "1b": Study(B1, MORE, 400_000_000, 16, False, "pretrain_1b"),
+    "recipes": Study(SMALL, MORE, 45_000_000, 1, True, "recipes"),
+    "recipes-cpu": Study(SMALL_CPU, MORE, 3_000_000, 1, True, "recipes"),
+    "attention": Study(ATTENTION, ("stdlib",), 220_000_000, 1, False, "gpu_attention_loss"),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--runs", metavar="MODE:SEED,...", default="", help="runs to train, in this order")
+    parser.add_argument("--time", metavar="MODES", help="modes whose steps to time; the first is the base")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
+    parser.add_argument("--stop", type=int, help="end each run after this step of its schedule")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long, nor a part of one")
+    parser.add_argument("--processes", type=int, default=1, help="workers on each GPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files")
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
+    options = parser.parse_args(arguments)
+    torch._dynamo.config.recompile_limit = 64
+    study = with_steps(STUDIES[options.study], options.steps)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.time:
+        result = time_steps(options.time.split(","), study.config)
+        (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
+    if options.runs:
+        plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
+        train_all(study, plan, options.out, began + options.seconds, options.stop, options.processes)
+    if options.merge:
+        found = merge(options.merge)
+        print(record.write(study.result + early(found), {"model": options.study, **found}))
+
+
+def with_steps(study: Study, steps: int | None) -> Study:
+    return study._replace(config=study.config.change(steps=steps or study.config.steps))
+
+
+# --- Data ------------------------------------------------------------------------------------------------------
+
+
+class Data(NamedTuple):
+    corpus: Corpus
+    tokenizer: Tokenizer
+    report: ReadReport
+
+
+NOTHING_READ = ReadReport()
+
+
+def tokens_of(study: Study, out: Path) -> Data:
+    """The tokens in `out`, which are made of the text on this machine if they are not there."""
+    path, config = out / "tokens.npz", study.config
+    if not path.exists():
+        texts = [text for text in set(read_text(study.sources).texts) if len(text) <= LARGEST_FILE]
+        texts.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
+        texts = list(first(texts, study.characters))
+        bpe = config.tokenizer == "bpe"
+        tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary) if bpe else ByteTokenizer()
+        save_tokens(build_corpus(texts, tokenizer, config.context, config.validation_fraction), path)
+    with np.load(path) as arrays:
+        corpus = Corpus(arrays["train"], arrays["validation"], str(arrays["fingerprint"]))
+    return Data(corpus, ByteTokenizer(), NOTHING_READ)
+
+
+def first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts from the start until they have so many characters together."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
+
+
+def save_tokens(corpus: Corpus, path: Path) -> None:
+    part = path.with_suffix(".part.npz")
+    np.savez(part, train=corpus.train, validation=corpus.validation, fingerprint=np.array(corpus.fingerprint))
+    part.rename(path)  # whole, or not there
+
+
+def random_data(config: Config) -> Data:
+    """Random tokens, for timing."""
+    tokens = np.random.default_rng(0).integers(0, config.vocabulary, 1 << 20, dtype=np.uint16)
+    return Data(Corpus(tokens, tokens, "random"), ByteTokenizer(), NOTHING_READ)
+
+
+# --- Trainers --------------------------------------------------------------------------------------------------
+
+
+def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
+    """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
+    if mode in TORCHAO:
+        return trainer_of(BASE, config, data, lambda model: use_torchao(model, TORCHAO[mode]))
+    if mode.endswith(FP8_ATTENTION):
+        fp8 = {"attention.precision": "fp8", "attention.shortest": config.context}
+        return make_trainer(mode.removesuffix(FP8_ATTENTION), config.change(**fp8), data)
+    name = mode.removesuffix(IF_FASTER)
+    config = config.change(only_if_faster=mode.endswith(IF_FASTER))
+    return trainer_of(recipe_of(name) if name in VARIANTS else name, config, data)
+
+
+def trainer_of(
+    recipe: str | Recipe, config: Config, data: Data, replace: Callable[[nn.Module], int] | None = None
+) -> tuple[Trainer, int]:
+    """A trainer with `recipe`, and how many of its layers run in FP8.
+
+    `replace` converts the model for another library, and returns how many layers it has converted.
+    """
+    device = torch.device(DEVICE)
+    config = config.change(recipe=recipe)
+    model = make_model(config, padded(config), Path()).to(device)
+    converted = len(convert_model(model, config).converted) if replace is None else replace(model)
+    prepare_blocks(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
+    parts = data.corpus.train, data.corpus.validation
+    training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
+    batches = TrainingData(training, held_out, data.tokenizer, data.report)
+    folder = Path("unused")  # `step` and `evaluate` write nothing
+    places = RunFolder(folder), FolderLock(folder), Console(quiet=True)
+    return Trainer(config, state, batches, *places), converted
+
+
+def padded(config: Config) -> int:
+    """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
+    return -(-config.vocabulary // 128) * 128
+
+
+@torch.no_grad()
+def restart(trainer: Trainer, data: Data, seed: int, mode: str = BASE) -> None:
+    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors.
+
+    The histories of delayed scaling and of attention in FP8 become empty. The control begins with rounded weights.
+    """
+    config, state = trainer.config, trainer.state
+    torch.manual_seed(seed)
+    state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
+    load_scale_state(state.model, {name: torch.zeros_like(t) for name, t in scale_state(state.model).items()})
+    for module in state.model.modules():
+        if isinstance(module, GradientScales):
+            module.amax.zero_()
+    for p in state.model.parameters() if mode == CONTROL else ():
+        p.copy_(p.to(torch.bfloat16))
+    state.optimizer, state.step = make_optimizer(state.model, config), 0
+    training = Batches(data.corpus.train, config.context, config.batch, seed)
+    trainer.data = trainer.data._replace(training=training)
+
+
+# --- Training --------------------------------------------------------------------------------------------------
+
+
+def train_all(
+    study: Study, plan: Sequence[Run], out: Path, deadline: float, stop: int | None = None, processes: int = 1
+) -> None:
+    """Train the runs to step `stop`, without those that have reached it in `out`. One worker alone is this process."""
+    stop = stop or study.config.steps
+    todo = [run for run in plan if last_step(path_of(out, *run)) < stop]
+    tokens_of(study, out)  # made once, before the workers read them
+    workers = max(torch.cuda.device_count(), 1) * processes
+    if workers == 1:
+        train_runs(study, todo, tokens_of(study, out), out, deadline, stop)
+        return
+    context = multiprocessing.get_context("spawn")
+    jobs: Any = context.Queue()
+    for mode in dict.fromkeys(mode for mode, _ in todo):
+        jobs.put([run for run in todo if run[0] == mode])
+    for _ in range(workers):
+        jobs.put(None)
+    started = [context.Process(target=work, args=(i, jobs, study, out, deadline, stop)) for i in range(workers)]
+    for worker in started:
+        worker.start()
+    for worker in started:
+        worker.join()
+
+
+def work(index: int, jobs: Any, study: Study, out: Path, deadline: float, stop: int) -> None:
+    """Train the modes that come from `jobs`, until None comes. The workers have the GPUs in turn."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(index % torch.cuda.device_count())
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    data = tokens_of(study, out)
+    while (plan := jobs.get()) is not None:
+        try:
+            torch._dynamo.reset()  # the modes share the code of their blocks
+            train_runs(study, plan, data, out, deadline, stop)
+        except Exception:  # a mode that does not run must not end the others; it has no row in the table
+            print(f"{plan[0][0]} failed:\n{traceback.format_exc()}", flush=True)
+
+
+def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, deadline: float, stop: int) -> None:
+    """Train the runs in order in this process."""
+    trainers: dict[str, tuple[Trainer, int]] = {}
+    states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
+    for mode, seed in plan:
+        if time.monotonic() > deadline:
+            return
+        before = allocated()
+        if mode not in trainers:
+            trainers[mode] = make_trainer(mode, study.config, data)
+        trainer, converted = trainers[mode]
+        states.setdefault(mode, allocated() - before)
+        corpus = {"fingerprint": data.corpus.fingerprint, "train_tokens": len(data.corpus.train)}
+        facts = {
+            "machine": record.facts(), "mode": mode, "seed": seed, "settings": settings(study.config), "corpus": corpus,
+            "converted": converted, "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        }  # fmt: skip
+        if mode in VARIANTS:
+            facts["gemms"] = implementations(mode, trainer.state.device)
+        with cast_once(trainer.model):
+            trainer.step()  # compiles
+            evaluate(trainer, study)
+            restart(trainer, data, seed, mode)
+            for progress in train(trainer, study, deadline, stop):
+                progress["peak_bytes"] -= sum(states.values()) - states[mode]  # the other trainers
+                path = path_of(out, mode, seed)
+                path.with_suffix(".part").write_text(json.dumps(facts | progress, indent=2) + "\n")
+                path.with_suffix(".part").rename(path)  # whole, or not there
+                loss, speed = progress["final"], progress["tokens_per_second"]
+                print(f"{mode}:{seed}, step {trainer.state.step}: {loss}, {speed:.0f} tokens/s", flush=True)
+
+
+def train(trainer: Trainer, study: Study, deadline: float, stop: int) -> Iterator[Result]:
+    """Train to step `stop` or to `deadline`; gives the run so far at each evaluation. One that diverges ends there."""
+    config, cuda = trainer.config, DEVICE == "cuda"
+    every = max(config.steps // study.evaluations, 1)
+    tokens = config.batch * config.accumulate * config.context
+    losses: list[Tensor] = []
+    evaluations: list[Result] = []
+    seconds, finite = 0.0, True
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    while len(losses) < stop and finite and time.monotonic() < deadline:
+        began = time.perf_counter()
+        losses += [trainer.step()[0] for _ in range(min(every, stop - len(losses)))]
+        if cuda:
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated() if cuda else 0
+        loss, curve = evaluate(trainer, study), means(torch.stack(losses).tolist())
+        finite = all(map(math.isfinite, (loss, *curve)))
+        evaluations.append({"step": len(losses), "seconds": seconds, "loss": loss if finite else None})
+        yield {
+            "whole": len(losses) == config.steps,
+            "tokens": tokens * len(losses),
+            "epochs": tokens * len(losses) / (trainer.data.training.sequences * config.context),
+            "tokens_per_second": tokens * len(losses) / seconds,
+            "peak_bytes": peak,
+            "evaluations": evaluations,
+            "curve": curve if finite else None,
+            "final": evaluations[-1]["loss"],
+        }
+
+
+def evaluate(trainer: Trainer, study: Study) -> float:
+    with eager() if study.eager else nullcontext():
+        return trainer.evaluate()
+
+
+def means(losses: list[float]) -> list[float]:
+    """The means over CURVE_STEPS training losses each."""
+    return [statistics.fmean(losses[i : i + CURVE_STEPS]) for i in range(0, len(losses), CURVE_STEPS)]
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def path_of(out: Path, mode: str, seed: int) -> Path:
+    return out / f"{mode}-{seed}.json"
+
+
+def last_step(path: Path) -> int:
+    """The step of the last evaluation in a run's file; 0 if there is no file. A run that diverged is at its end."""
+    if not path.exists():
+        return 0
+    run = json.loads(path.read_text())
+    return int(run["evaluations"][-1]["step"] if run["final"] is not None else run["settings"]["steps"])
+
+
+def settings(config: Config) -> Result:
+    mixture = {"mlp_width": config.mlp_width, "experts": asdict(config.experts)} if config.model == "mixture" else {}
+    return {name: getattr(config, name) for name in SETTINGS} | mixture
+
+
+# --- Step times ------------------------------------------------------------------------------------------------
+
+
+def time_steps(modes: Sequence[str], config: Config) -> Result:
+    """Milliseconds of a whole optimizer step, the modes taking turns in one process."""
+    data = random_data(config)
+    trainers = {mode: make_trainer(mode, config, data) for mode in modes}  # torchao last: it patches Inductor
+    errors = gradient_errors(trainers, data)
+    with ExitStack() as stack:
+        for trainer, _ in trainers.values():
+            stack.enter_context(cast_once(trainer.model))
+        times = interleaved({mode: trainer.step for mode, (trainer, _) in trainers.items()}, rounds=12, repeat=3)
+    base = summary(times[modes[0]])["median"]
+    rows = []
+    for mode, (_, converted) in trainers.items():
+        found = summary(times[mode])
+        row = {"mode": mode, "converted": converted, "milliseconds": found["median"], "ratio": found["median"] / base}
+        rows.append(row | {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)})
+        print(f"{mode:18} {found['median']:7.1f} ms  {found['median'] / base:.3f} of {modes[0]}", flush=True)
+    return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
+
+
+def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Data) -> dict[str, float]:
+    """The relative error of each mode's worst weight gradient, against the first mode's on the same weights and batch.
+
+    An error outside GRADIENT_ERRORS, as of a wrong gradient or of a mode that does not run in FP8, is a RuntimeError.
+    """
+    (_, (first_trainer, _)), *others = trainers.items()
+    expected = gradients(first_trainer, data)
+    errors = {}
+    for mode, (trainer, converted) in others:
+        actual = gradients(trainer, data)
+        gaps = {name: float((actual[name] - exact).norm() / exact.norm()) for name, exact in expected.items()}
+        worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
+        errors[mode] = gaps[worst]
+        least, most = GRADIENT_ERRORS if converted else (0.0, GRADIENT_ERRORS[0])
+        if not least <= gaps[worst] <= most:
+            raise RuntimeError(f"{mode}: the gradient of {worst} must be off by {least} to {most}, is by {gaps[worst]}")
+    return errors
+
+
+def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
+    """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
+    restart(trainer, data, 0)
+    model, config = trainer.model.train(), trainer.config
+    next_token_loss(trainer.model, trainer.data.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
+    found = {name: layer.weight.grad for name, layer in linears(model).items()}
+    model.zero_grad()
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers but the head."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+
+
+# --- The result ------------------------------------------------------------------------------------------------
+
+
+def merge(folder: Path) -> Result:
+    """The runs below `folder`, compared at the last evaluation that all of them have reached, and steps.json.
+
+    A run that diverged is in no mean.
+    """
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
+    runs = [content for content in files.values() if "seed" in content]
+    check_alike(folder, runs)
+    ended = [run for run in runs if run["final"] is not None]
+    last = min(len(run["evaluations"]) for run in ended) - 1
+    compared = ended[0]["evaluations"][last]["step"]
+    final = {(run["mode"], run["seed"]): run["evaluations"][last]["loss"] for run in ended}
+    bf16 = [loss for (mode, _), loss in final.items() if mode == BASE]
+    target = max(final.values())
+    for run in ended:
+        run["compared_loss"] = final[run["mode"], run["seed"]]
+        run["seconds_to_target"] = seconds_to(target, run["evaluations"])
+    tokens = compared * runs[0]["tokens"] // runs[0]["evaluations"][-1]["step"]
+    shared = ("machine", "settings", "corpus")
+    losses: dict[str, dict[str, float]] = {}
+    for (mode, seed), loss in final.items():
+        losses.setdefault(mode, {})[str(seed)] = loss
+    return {
+        **{key: runs[0][key] for key in shared},
+        "compared_at_step": compared,
+        "compared_tokens": tokens,
+        "tokens": tokens,
+        "epochs": runs[0]["epochs"] * tokens / runs[0]["tokens"],
+        "target": target,
+        "losses": losses,
+        "gaps": {mode: gaps(final, mode) for mode in paired(final)},
+        "bf16_spread": (max(bf16) - min(bf16)) / statistics.mean(bf16) if len(bf16) > 1 else None,
+        "runs": [{key: value for key, value in run.items() if key not in shared} for run in runs],
+        "step_times": next((content for path, content in files.items() if path.name == "steps.json"), None),
+    }
+
+
+def early(result: Result) -> str:
+    """The end of the name of a result whose runs end early: they have another file than whole runs."""
+    return f"_{result['compared_at_step']}" if result["compared_at_step"] < result["settings"]["steps"] else ""
+
+
+def check_alike(folder: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ValueError unless `runs` has each run once, with one of BF16, and all with the same settings and text."""
+    keys = [(run["mode"], run["seed"]) for run in runs]
+    if not any(mode == BASE for mode, _ in keys) or len(set(keys)) < len(keys):
+        raise ValueError(f"{folder} must hold each run once, those of {BASE} among them; it holds {sorted(keys)}")
+    for run in runs:
+        for key in ("settings", "corpus"):
+            if run[key] != runs[0][key]:
+                raise ValueError(f"all runs must have the same {key}; {run['mode']}:{run['seed']} has {run[key]}")
+
+
+def paired(final: dict[Run, float]) -> list[str]:
+    """The modes with a run whose seed BF16 has too."""
+    return sorted({mode for mode, seed in final if (BASE, seed) in final} - {BASE})
+
+
+def gaps(final: dict[Run, float], mode: str) -> Result:
+    """The relative gaps of a mode by seed, their mean and its 95 % interval (None with one seed)."""
+    seeds = sorted(seed for each, seed in final if each == mode and (BASE, seed) in final)
+    by_seed = [final[mode, seed] / final[BASE, seed] - 1 for seed in seeds]
+    mean = ratio(by_seed, [1.0] * len(by_seed))
+    interval = None if mean.low is None else [mean.low, mean.high]
+    return {"seeds": seeds, "gaps": by_seed, "mean": mean.value, "interval": interval}
+
+
+def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | None:
+    """The training time at which the loss reaches `target`, on straight lines between evaluations."""
+    before: dict[str, float] | None = None
+    for after in evaluations:
+        if after["loss"] <= target:
+            if before is None:
+                return after["seconds"]
+            share = (before["loss"] - target) / (before["loss"] - after["loss"])
+            return before["seconds"] + share * (after["seconds"] - before["seconds"])
+        before = after
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""The recipes that the table of recipes compares. BF16 is the baseline, and runs a second time as the control."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from octavo.numerics.scaling import History
+from octavo.ops.dispatch import gemm_backends
+from octavo.recipe import (
+    GEMMS,
+    Recipe,
+    bf16,
+    blockwise,
+    delayed,
+    groupwise,
+    mxfp8,
+    rowwise,
+    rowwise_dw_bf16,
+    tensorwise,
+    tensorwise_rotated,
+)
+
+BASE = "bf16"
+CONTROL = "bf16_rounded"  # from the same weights, rounded to BF16: its gap to BF16 is chance alone
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe, and the words of the table for it."""
+
+    recipe: Recipe
+    words: str
+
+
+def exact_dx() -> Recipe:
+    """`rowwise` without fast accumulation in dx."""
+    recipe = rowwise()
+    assert recipe.dx is not None
+    return replace(recipe, dx=replace(recipe.dx, fast_accumulation=False))
+
+
+def stochastic(recipe: Recipe) -> Recipe:
+    """`recipe` with the gradient dy rounded stochastically."""
+    assert recipe.dx is not None
+    assert recipe.dw is not None
+    dy = replace(recipe.dx.a, rounding="stochastic")
+    return replace(recipe, dx=replace(recipe.dx, a=dy), dw=replace(recipe.dw, a=dy))
+
+
+def delayed_variants() -> dict[str, Variant]:
+    """Delayed scaling by the format of the gradients and the headroom 2^margin above the largest amax."""
+    return {
+        f"delayed_{gradients}_margin_{margin}": Variant(
+            delayed(gradients, History(margin=float(margin))),
+            f"delayed scaling, gradients in {gradients.upper()}, headroom {2**margin}",
+        )
+        for gradients in ("e5m2", "e4m3")
+        for margin in (0, 1, 2)
+    }
+
+
+VARIANTS: dict[str, Variant] = {
+    BASE: Variant(bf16(), "the baseline"),
+    CONTROL: Variant(bf16(), "the control: the same start, rounded to BF16"),
+    "rowwise": Variant(rowwise(), "the default; fast accumulation in y and dx"),
+    "rowwise_exact_dx": Variant(exact_dx(), "`rowwise`, no fast accumulation in dx"),
+    "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
+    "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),
+    "rowwise_rotated": Variant(
+        replace(rowwise(), rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix, for y alone"
+    ),
+    "rowwise_rotated_dx": Variant(
+        replace(rowwise(), rotate=("dx",)), "`rowwise`, dy and w rotated along the outputs, for dx alone"
+    ),
+    "rowwise_rotated_dw": Variant(
+        replace(rowwise(), rotate=("dw",)), "`rowwise`, dy and x rotated along the tokens, for dw alone"
+    ),
+    "tensorwise": Variant(tensorwise(), "a scale a tensor, gradients in E5M2"),
+    "tensorwise_e4m3": Variant(tensorwise("e4m3"), "a scale a tensor, gradients in E4M3"),
+    "tensorwise_stochastic": Variant(stochastic(tensorwise()), "`tensorwise`, gradients rounded stochastically"),
+    "tensorwise_rotated": Variant(
+        tensorwise_rotated(), "`tensorwise`, x and w rotated by a Hadamard matrix, for y alone"
+    ),
+    **delayed_variants(),
+    "blockwise": Variant(blockwise(), "x and dy in groups of 128, w in squares of 128"),
+    "groupwise": Variant(groupwise(), "groups of 64, float32 scales"),
+    "mxfp8": Variant(mxfp8(), "groups of 32, E8M0 scales"),
+}
+
+
+def recipe_of(name: str) -> Recipe:
+    """The recipe of a variant, called by the variant's name; GEMMs that the device lacks are emulated."""
+    return replace(VARIANTS[name].recipe, name=name, emulate=True)
+
+
+def implementations(name: str, device: torch.device) -> dict[str, str]:
+    """The backends of y, dx and dw on `device`; "bf16" for a GEMM without casts, and "emulated" where there is none."""
+    backends = gemm_backends(VARIANTS[name].recipe, device)
+    return {gemm: "emulated" if backends[gemm].name == "none" else backends[gemm].name for gemm in GEMMS}

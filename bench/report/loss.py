@@ -1,0 +1,132 @@
+"""The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_* and cpu_loss_*."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from bench.report.filler import MISSING, Fields, Result
+
+NAMES = {
+    "bf16": "BF16",
+    "twin": "BF16, a twin",
+    "rowwise_y_only": "`rowwise`, y alone in FP8",
+    "rowwise_exact": "`rowwise` without fast accumulation",
+    "tensorwise_e4m3": "`tensorwise`, gradients in E4M3",
+    "delayed_e5m2_margin_1": "`delayed`, gradients in E5M2, margin 1",
+    "torchao_rowwise": "torchao `rowwise`",
+    "torchao_tensorwise": "torchao `tensorwise`",
+}
+AIM = 1e-3  # the interval that decides lies inside +- this
+
+
+def studies(results: Mapping[str, Result]) -> list[Fields]:
+    """The results of the study: those of a GPU first, and of these the largest model."""
+    found = [
+        Fields({**result, "name": name}) for name, result in results.items() if "_loss_" in name and "branch" in result
+    ]
+    return sorted(found, key=lambda study: (study.machine.gpu is None, -study.parameters))
+
+
+def models(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study: the model, the text, where the curve stands."""
+    return [
+        Fields(
+            model=label(study),
+            parameters=study.parameters,
+            tokens=study.tokens,
+            per_parameter=study.tokens_per_parameter,
+            branch=study.branch.share,
+            loss=study.loss,
+            slope=study.slope,
+            where=where(study),
+        )
+        for study in studies(results)
+    ]
+
+
+def rates(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study and a check of the learning rate: a shorter run of BF16 whose rate goes to zero."""
+    return [Fields({**each, "model": label(study)}) for study in studies(results) for each in study.rates]
+
+
+def gaps(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study and a mode: its gaps in both forms, and what the gap in FP8 is worth."""
+    return [
+        Fields(
+            model=label(study),
+            mode=NAMES.get(mode, f"`{mode}`"),
+            orders=len(row.orders),
+            bf16=interval(row.get("bf16")),
+            fp8=interval(row.get("fp8")),
+            text=percent(row.fp8.text_half),
+            steps=row.fp8.steps,
+            tokens=row.fp8.tokens,
+        )
+        for study in studies(results)
+        for mode, row in study.modes.items()
+    ]
+
+
+def frozen(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study and a recipe: its forward pass on weights of the trunk, and of the BF16 branches at their end."""
+    rows = []
+    for study in studies(results):
+        for mode, files in study.frozen.items():
+            ends = [each.gap for name, each in files.items() if name != "trunk"]
+            if mode != "bf16":
+                at_trunk = files["trunk"].gap if "trunk" in files else None
+                end = sum(ends) / len(ends) if ends else None
+                rows.append(Fields(model=label(study), mode=NAMES.get(mode, f"`{mode}`"), trunk=at_trunk, end=end))
+    return rows
+
+
+def label(study: Fields) -> str:
+    return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}"
+
+
+def where(study: Fields) -> str:
+    return study.machine.gpu or "a CPU, which emulates FP8"
+
+
+def interval(gap: Any) -> str:
+    """The gap with half of its 95 % interval; a dash for BF16 in BF16, with which all compare."""
+    if gap is None:
+        return MISSING
+    return f"{gap.gap:+.3%} {'(one order)' if gap.half is None else percent(gap.half)}"
+
+
+def percent(half: float | None) -> str:
+    return MISSING if half is None else f"± {half:.3%}"
+
+
+def decided(results: Mapping[str, Result]) -> str:
+    """What the largest model on a GPU says about `rowwise`, in one sentence; "" without such a study."""
+    found = [study for study in studies(results) if study.machine.gpu and "rowwise" in study.modes]
+    return sentence(found[0]) if found else ""
+
+
+def sentence(study: Fields) -> str:
+    """What a study says about `rowwise`."""
+    row, twin = study.modes["rowwise"], study.modes.get("twin")
+    by_chance = f" BF16 beside BF16 differs by {interval(twin.bf16)}." if twin is not None else ""
+    return (
+        f"Over the last {1 - study.branch.share:.0%} of a run of {study.parameters / 1e6:.1f}M parameters on "
+        f"{where(study)}, `rowwise` changes the loss by {interval(row.bf16)} where its weights are evaluated in BF16, "
+        f"and by {interval(row.fp8)} where they are evaluated in FP8.{by_chance}"
+    )
+
+
+def verdict(results: Mapping[str, Result]) -> str:
+    """The first paragraph of the page."""
+    small = "No GPU has run this study yet: for models of useful size the cost is **not decided**. "
+    return decided(results) or small + sentence(studies(results)[0])
+
+
+def checked(results: Mapping[str, Result]) -> str:
+    """A sentence on each study whose branches did not have the best of the learning rates that were checked."""
+    found = []
+    for study in studies(results):
+        shortest = min((each.steps for each in study.rates), default=0)
+        best = min((each for each in study.rates if each.steps == shortest), key=lambda each: each.loss, default=None)
+        if best is not None and best.rate != 1:
+            found.append(f"On the model of {label(study)}, {best.rate}x ends lower; its branches ran at 1.0x.")
+    return " ".join(found)

@@ -1,1 +1,0 @@
-"""The packed folder: its schemes, its layouts, and a reader."""

@@ -1,0 +1,363 @@
+"""`bisect`: which GEMMs and which layers of an FP8 run raise its loss over that of BF16.
+
+settings -> short runs in BF16 and in FP8, with several seeds -> is the gap resolved?
+         -> short runs with parts in FP8 (`octavo.bisection.search`) -> GEMMs, layers, and what remains without them
+"""
+
+import gc
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from octavo.bisection.search import Finding, Gap, Part, Search, Trial
+from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.folder import locked_folder, write_error
+from octavo.checkpoint.run import RunFolder
+from octavo.nn import select_linears
+from octavo.nn.linear import RecipeLayer
+from octavo.recipe import GEMMS
+from octavo.scales import cast_once
+from octavo.train.config import Config, ConfigError
+from octavo.train.model import chosen_recipe
+from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
+from octavo.train.run_records import different_settings
+from octavo.train.saving import load_into_other_recipe
+from octavo.train.start import RunData, prepare_run, read_data, settle
+from octavo.train.trainer import Trainer
+
+# ---- Short runs of the trainer with parts in FP8, each of which is remembered in a folder.
+#
+#     OUT/
+#       bisect.json     the settings of the runs, their length, and the checkpoint that they start from
+#       runs.jsonl      one line a run: gemms, layers (null: all), seed, converted, losses (by step), seconds
+#
+# A run that is remembered is not repeated, so the same command continues a search that was interrupted, and more seeds
+# add to those that are there. Its loss is the mean training loss of the last quarter of its steps.
+
+
+BF16 = Part(())
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A run that has ended."""
+
+    part: Part  # what ran in FP8
+    seed: int
+    converted: tuple[str, ...]  # the layers that ran in FP8, in the order of the model
+    skipped: tuple[str, ...]  # the layers that `only_if_faster` left in BF16
+    losses: tuple[float, ...]  # the mean training loss of each step; up to the first that is not finite
+    seconds: float  # of the whole run
+
+    @property
+    def loss(self) -> float:
+        """The mean of the last quarter; inf if the run diverged."""
+        if not math.isfinite(self.losses[-1]):
+            return math.inf
+        return statistics.fmean(self.losses[-max(len(self.losses) // 4, 1) :])
+
+
+class ShortRuns:
+    """The short runs of one search, in the folder `out`. A context manager that holds the lock of the folder.
+
+    `whole` is what the settings run in FP8. Runs start from `checkpoint`, or from new weights.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        out: Path,
+        steps: int,
+        checkpoint: Path | None,
+        whole: Part,
+        on_run: Callable[[ShortRun, int], None],
+    ) -> None:
+        self.config, self.out, self.steps, self.checkpoint, self.whole = config, out, steps, checkpoint, whole
+        self._on_run = on_run
+        self._runs: dict[tuple[Part, int], ShortRun] = {}
+        self._data: RunData | None = None
+        self._lock = ExitStack()
+        self._others_froze = False
+
+    def __enter__(self) -> "ShortRuns":
+        if rank() == 0:
+            self._lock.enter_context(locked_folder(self.out))
+        try:
+            self._runs = {(run.part, run.seed): run for run in on_first(self._open)}
+        except BaseException:
+            self._lock.close()
+            raise
+        self._others_froze = gc.get_freeze_count() > 0
+        gc.freeze()  # a collection after each run then looks at the objects of that run alone
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._others_froze:  # it would undo what the caller has frozen
+            gc.unfreeze()
+        self._lock.close()
+
+    @property
+    def count(self) -> int:
+        return len(self._runs)
+
+    def gap(self, part: Part, seeds: int) -> Gap:
+        """The gap of `part` against BF16 with each of the first `seeds` seeds."""
+        pairs = [(self.run(part, seed), self.run(BF16, seed)) for seed in self.seeds(seeds)]
+        for _, baseline in pairs:
+            if math.isinf(baseline.loss):
+                raise ConfigError(
+                    f"the run in BF16 with seed {baseline.seed} diverged at step {len(baseline.losses)}: FP8 is not "
+                    "the cause. Lower learning_rate, or choose another seed"
+                )
+        return Gap(tuple(run.loss / baseline.loss - 1 for run, baseline in pairs))
+
+    def seeds(self, count: int) -> range:
+        return range(self.config.seed, self.config.seed + count)
+
+    def run(self, part: Part, seed: int) -> ShortRun:
+        """The short run with `part` in FP8, made now unless it is remembered."""
+        known = self._runs.get((part, seed))
+        if known is not None:
+            return known
+        found = self._make(part, seed)
+        self._runs[part, seed] = found
+        if rank() == 0:
+            self._append(found)
+        self._on_run(found, self.count)
+        return found
+
+    def _make(self, part: Part, seed: int) -> ShortRun:
+        began = time.perf_counter()
+        trainer = self._prepare(self._settings(part, seed))
+        with trainer.lock:
+            linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
+            modules: list[Any] = [layer.module for layer in linears]
+            fp8 = [isinstance(m, RecipeLayer) and m.recipe.quantized for m in modules]
+            names = [layer.name for layer in linears]
+            losses = self._train(trainer)
+        del trainer, linears, modules
+        self._free()
+        return ShortRun(
+            part,
+            seed,
+            tuple(name for name, is_fp8 in zip(names, fp8, strict=True) if is_fp8),
+            tuple(name for name, is_fp8 in zip(names, fp8, strict=True) if not is_fp8),
+            losses,
+            round(time.perf_counter() - began, 3),
+        )
+
+    def _settings(self, part: Part, seed: int) -> Config:
+        if not part.gemms:
+            return self.config.change(seed=seed, recipe="bf16", bf16_gemms=(), calibration="", only_if_faster=False)
+        changes: dict[str, Any] = {"seed": seed, "bf16_gemms": tuple(name for name in GEMMS if name not in part.gemms)}
+        if part.layers is not None:
+            whole = self.run(self.whole, self.config.seed)
+            others = [name for name in whole.converted if name not in part.layers]
+            changes |= {"skip": (*self.config.skip, *others, *whole.skipped), "only_if_faster": False}
+        return self.config.change(**changes)
+
+    def _prepare(self, config: Config) -> Trainer:
+        run = RunFolder(self.out if self.checkpoint is None else self.checkpoint.parent)
+        if self._data is None:
+            self._data = read_data(config, run, Console(quiet=True))
+        trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
+        if self.checkpoint is not None:
+            load_into_other_recipe(self.checkpoint, trainer.state)
+        return trainer
+
+    def _train(self, trainer: Trainer) -> tuple[float, ...]:
+        with cast_once(trainer.model):
+            losses = [trainer.step()[0] for _ in range(self.steps)]
+        found: list[float] = mean_of_ranks(torch.stack(losses)).tolist()
+        diverged = next((at for at, loss in enumerate(found) if not math.isfinite(loss)), len(found) - 1)
+        return tuple(loss if math.isfinite(loss) else math.inf for loss in found[: diverged + 1])
+
+    def _free(self) -> None:
+        """Give back the memory of a model, which holds references to itself, and the code that was compiled for it."""
+        if self.config.compile.blocks:
+            torch.compiler.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # --- The folder ------------------------------------------------------------------------------------------------
+
+    def _open(self) -> list[ShortRun]:
+        """The runs that the folder has, after a check that they are of these settings."""
+        settings = {name: value for name, value in self.config.to_dict().items() if name != "out"}
+        described = {"settings": settings, "steps": self.steps, "from": str(self.checkpoint or "")}
+        path, log = self.out / "bisect.json", self.out / "runs.jsonl"
+        if path.is_file():
+            _check_same(read_json(path), described, self.out)
+        elif self.out.exists() and any(self.out.iterdir()):
+            raise FileExistsError(f"{self.out} is not empty and has no short runs: choose another --out")
+        else:
+            try:
+                self.out.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(described, indent=1) + "\n")
+            except OSError as error:
+                raise write_error(self.out, error) from error
+        lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
+        whole = [line for line in lines if line.endswith("\n")]
+        if len(whole) < len(lines):  # the last run was killed while it wrote
+            log.write_text("".join(whole))
+        return [_from_line(line, f"{log}, line {number}") for number, line in enumerate(whole, 1)]
+
+    def _append(self, run: ShortRun) -> None:
+        fields = asdict(run)
+        fields |= fields.pop("part") | {"losses": [loss if math.isfinite(loss) else None for loss in run.losses]}
+        try:
+            with (self.out / "runs.jsonl").open("a") as file:
+                file.write(json.dumps(fields) + "\n")
+        except OSError as error:
+            raise write_error(self.out, error) from error
+
+
+def _from_line(line: str, where: str) -> ShortRun:
+    try:
+        fields = json.loads(line)
+        layers, gemms = fields.pop("layers"), tuple(fields.pop("gemms"))
+        part = Part(gemms, None if layers is None else tuple(layers))
+        losses = tuple(math.inf if loss is None else float(loss) for loss in fields.pop("losses"))
+        converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
+        return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(
+            f"{where} is damaged ({error}): move that line to another file, and the run is made again"
+        ) from error
+
+
+def _check_same(found: dict[str, Any], given: dict[str, Any], out: Path) -> None:
+    before, now = (
+        each.get("settings", {}) | {name: each.get(name) for name in ("steps", "from")} for each in (found, given)
+    )
+    for name, (there, here) in sorted(different_settings([before, now]).items()):
+        raise ConfigError(
+            f"{out} has short runs of other settings: {name} is {there!r} there and {here!r} here. Choose another --out"
+        )
+
+
+# ---- `bisect`: which GEMMs and which layers of an FP8 run raise its loss over that of BF16.
+
+
+LEAST = 0.0005
+STEPS = 200  # of a short run, at most, unless they are given
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """The result of `bisect`.
+
+    Attributes:
+        finding: the gap and its causes.
+        layers: the names of all layers that the recipe converts.
+        losses: of the runs in BF16, by seed.
+        steps: of each short run.
+        runs: the short runs that the folder has.
+    """
+
+    finding: Finding
+    layers: tuple[str, ...]
+    losses: tuple[float, ...]
+    steps: int
+    runs: int
+
+    @property
+    def spread(self) -> float:
+        """The relative standard deviation of the losses of BF16 between seeds."""
+        return statistics.stdev(self.losses) / statistics.fmean(self.losses)
+
+    @property
+    def causes(self) -> list[str]:
+        """The names of the layers that cause the gap."""
+        return [name for trial in self.finding.layers for name in trial.part.layers or self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = self.finding
+        return {
+            "verdict": found.verdict,
+            "gap": found.whole.gap.to_dict(),
+            "seeds_needed": found.whole.gap.seeds_needed,
+            "gemms": list(found.gemms),
+            "layers": [self._trial(trial) for trial in found.layers],
+            "trials": [self._trial(trial) for trial in found.trials],
+            "bf16_losses": list(self.losses),
+            "bf16_spread": self.spread,
+            "steps": self.steps,
+            "runs": self.runs,
+        }
+
+    def _trial(self, trial: Trial) -> dict[str, Any]:
+        whole = self.finding.whole.gap
+        return {
+            "gemms": list(trial.part.gemms),
+            "layers": list(self.layers if trial.part.layers is None else trial.part.layers),
+            "gap": trial.gap.to_dict() | {"half_width": trial.half_width, "resolved": trial.resolved},
+            "share": trial.gap.share_of(whole) if whole.mean else None,
+        }
+
+
+def bisect(
+    config: Config,
+    out: str | Path,
+    *,
+    seeds: int = 3,
+    steps: int | None = None,
+    least: float = LEAST,
+    checkpoint: Path | None = None,
+    on_run: Callable[[ShortRun, int], None] = lambda run, count: None,
+) -> Bisection:
+    """Find the GEMMs and the layers that raise the loss of an FP8 run over that of BF16.
+
+    Every rank of a process group must call this.
+
+    Args:
+        config: the settings of the FP8 run. The learning rate follows its schedule, of which a short run is the start.
+        out: the folder that remembers the short runs. The same call continues a search that was interrupted.
+        seeds: runs of each part, from the setting `seed` on.
+        steps: of a short run; None takes those of the settings, 200 at most.
+        least: the smallest gap that is searched, a share of the loss of BF16.
+        checkpoint: a checkpoint in the folder of a run, to start from in place of new weights.
+        on_run: called with each short run that ends, and with the number of runs so far.
+
+    Raises:
+        ConfigError: a recipe without FP8, fewer than two seeds, no step, a negative `least`, BF16 that diverges itself,
+            or a folder with the runs of other settings.
+        ArtifactError: the checkpoint is damaged or does not fit the settings or the data.
+        LockedError, WriteError: the folder is in use, or cannot be written.
+    """
+    length = min(config.steps, STEPS) if steps is None else steps
+    if seeds < 2:
+        raise ConfigError(f"seeds must be at least 2, since the noise is judged by their spread; got {seeds}")
+    if length < 1:
+        raise ConfigError(f"the steps of a short run must be at least 1; got {length}")
+    if least < 0:
+        raise ConfigError(f"the smallest gap (--least) must be 0 or more; got {least}")
+    gemms = _quantized_gemms(config)
+    if not gemms:
+        raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
+    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run) as runs:
+        whole = runs.run(Part(gemms), config.seed)
+        finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
+        losses = tuple(runs.run(BF16, seed).loss for seed in runs.seeds(seeds))
+        return Bisection(finding, whole.converted, losses, length, runs.count)
+
+
+def _quantized_gemms(config: Config) -> tuple[str, ...]:
+    recipe = chosen_recipe(config, own_device(config.device))
+    return tuple(name for name in GEMMS if getattr(recipe, name) is not None)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint `path`, or the newest of the run in the folder `path`. An ArtifactError if none is there."""
+    return (path if (path / "train.json").is_file() else RunFolder(path).newest()).resolve()

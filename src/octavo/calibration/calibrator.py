@@ -1,0 +1,439 @@
+"""From a BF16 model and text to the statistics of every tensor that would be quantized.
+
+All prompts pass the embeddings, then the first block, then the second, and so on. Between two parts their hidden states
+are on disk, so memory holds one block and one batch, and an interrupted run resumes with
+the part that it was in.
+
+    part 0: the embeddings        parts 1..L: the blocks        part L+1: the last norm, pooler and the like
+
+Disk: at most two times tokens * width * 2 bytes. A batch holds prompts of one length, without padding.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
+from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
+from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, write_error
+from octavo.checkpoint.run import find_model
+from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
+from octavo.hf.block_by_block import BlockModel
+from octavo.nn import select_linears
+from octavo.util import Progress, choose_device, no_progress
+from octavo.version import __version__
+
+# ---- The result of a calibration, on disk and in memory.
+#
+#     OUT/
+#       calibration.json           format version, the model's hash, settings, versions, prompts, tokens, and the sites:
+#                                  name -> {"kind": input | norm | query | key | value, "layers": [linear, ...]}
+#       calibration.safetensors    SITE.tokens  SITE.channel_amax  SITE.history  SITE.histogram  SITE.first_bin
+#                                  (`octavo.calibration.site_statistics.Statistics.to_tensors`)
+#
+# `layers` names the linear layers that read the site. All names are those of the model's files and modules.
+
+
+FORMAT_VERSION = 1
+DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
+_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens", "sites")
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """The statistics of every site of a model, and their origin.
+
+    Attributes:
+        observed: the sites by name, in the order of the computation.
+        model_hash: the result of `hash_model`.
+        settings: samples, context (requested and used), batch, device, seed and the fingerprint of the prompts; `data`
+            is the report of the text that was read (`octavo.data.ReadReport.to_dict`).
+        versions: of octavo, torch and transformers.
+        prompts, tokens: the numbers of prompts and tokens that were run.
+    """
+
+    observed: Mapping[str, Observed]
+    model_hash: str
+    settings: Mapping[str, Any]
+    versions: Mapping[str, str]
+    prompts: int
+    tokens: int
+
+    @property
+    def sites(self) -> dict[str, Statistics]:
+        """The statistics by the name of the site."""
+        return {name: observed.statistics for name, observed in self.observed.items()}
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """The name of the site that each linear layer reads, by the name of the layer."""
+        return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
+
+    @property
+    def unseen(self) -> list[str]:
+        """The matrices of experts to which no token came, by their names in the files."""
+        return [layer for layer, site in self.layers.items() if not self.observed[site].statistics.tokens]
+
+    @property
+    def input_histories(self) -> dict[str, list[float]]:
+        """The amax of the input in each batch, oldest first, by the linear layer's name, for `seed_scales`."""
+        return {layer: self.observed[site].statistics.history for layer, site in self.layers.items()}
+
+    @property
+    def record(self) -> dict[str, object]:
+        """The origin of the statistics, for octavo.json."""
+        settings = dict(self.settings)
+        unseen = {"unseen_experts": self.unseen} if self.unseen else {}
+        origin = {"prompts": self.prompts, "tokens": self.tokens, "settings": settings, "model_hash": self.model_hash}
+        return origin | unseen
+
+    def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
+        """A static e4m3 scale of a site, or of the input of a linear layer, see `Statistics.scale`.
+
+        Layers that read one tensor have one scale. An expert that saw no token has the largest scale of the other
+        experts of its layer. Raises a KeyError if `site` names neither a site nor a layer.
+        """
+        name = self.layers.get(site, site)
+        if name not in self.observed:
+            raise KeyError(
+                f"{site} is no site and no linear layer of this calibration, which has {list(self.observed)[:4]}"
+            )
+        found = [self.observed[name].statistics]
+        if not found[0].tokens:
+            found = [s for other, s in self.sites.items() if s.tokens and _of_any(other) == _of_any(name)] or found
+        return torch.stack([statistics.scale(rule, percentile) for statistics in found]).amax()
+
+    def save(self, folder: Path) -> None:
+        """Write `folder`, which appears whole or not at all.
+
+        Raises:
+            FileExistsError: the folder exists.
+            WriteError: the disk refused.
+        """
+        described = {
+            "format_version": FORMAT_VERSION,
+            **{name: getattr(self, name) for name in _FIELDS if name != "sites"},
+            "sites": describe(self.observed),
+        }
+        with whole_folder(folder) as partial:
+            (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+            save_tensors(to_tensors(self.observed), partial / TENSORS)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Self:
+        """Open a folder of `octavo calibrate`.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ArtifactError: a file is damaged, or of another version of the format.
+        """
+        where = Path(folder) / DESCRIPTION
+        if not where.is_file():
+            raise FileNotFoundError(f"{where} is missing: give a folder that octavo calibrate wrote")
+        described = read_json(where)
+        if described.get("format_version") != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{where} must have format_version {FORMAT_VERSION}, got {described.get('format_version')!r}"
+            )
+        if missing := [name for name in _FIELDS if name not in described]:
+            raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
+        tensors = load_tensors(Path(folder) / TENSORS)
+        observed = from_tensors(described["sites"], tensors, where)
+        return cls(observed, **{name: described[name] for name in _FIELDS if name != "sites"})
+
+
+def _of_any(site: str) -> str:
+    """The name of an expert's site without the number of the expert."""
+    return re.sub(r"\.\d+(\.[^.]+\.input)$", r".*\1", site)
+
+
+def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
+    return {name: {"kind": site.kind, "layers": site.layers} for name, site in observed.items()}
+
+
+def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
+    return {
+        f"{name}.{leaf}": tensor
+        for name, site in observed.items()
+        for leaf, tensor in site.statistics.to_tensors().items()
+    }
+
+
+def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
+    """The inverse of `describe` and `to_tensors`. Raises an ArtifactError whose message begins with `where`."""
+    observed = {}
+    leaves = Statistics("").to_tensors().keys()
+    try:
+        for name, site in described.items():
+            if site["kind"] not in KINDS:
+                raise ValueError(f"{name} has the unknown kind {site['kind']!r}")
+            found = {leaf: tensors[f"{name}.{leaf}"] for leaf in leaves if f"{name}.{leaf}" in tensors}
+            observed[name] = Observed(site["kind"], Statistics.from_tensors(name, found), list(site["layers"]))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ArtifactError(f"{where}: the sites and their tensors do not fit together ({error})") from error
+    return observed
+
+
+def load_calibration(folder: str | Path, model: Path, description: Path | None = None) -> Calibration:
+    """The calibration in `folder`. An ArtifactError if it is damaged, or of another model than that of
+    `hash_model(model, description)`, such as another checkpoint of a run."""
+    found = Calibration.load(folder)
+    if found.model_hash != hash_model(model, description):
+        raise ArtifactError(f"{folder} is a calibration of another model than {model}: calibrate this one")
+    return found
+
+
+def hash_model(folder: Path, description: Path | None = None) -> str:
+    """SHA-256, in hexadecimal, of the config.json (in `description`, if that is another folder) and of every
+    safetensors file of a model, by name and content. In the checkpoint of a run only those of the weights count."""
+    described = description or folder
+    files = "*.safetensors" if described == folder else "model*.safetensors"
+    digest = hashlib.sha256()
+    for path in [described / "config.json", *sorted(folder.glob(files))]:
+        with path.open("rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+# ---- The folder beside the result in which a calibration keeps its work, so that an interrupted one resumes.
+
+
+@dataclass(frozen=True)
+class CalibrationWorkdir:
+    """The work folder of a calibration over `tokens` tokens.
+
+    `part-007.safetensors` holds the sites of part 7 and says that it is done. `hidden-007.bf16` holds the hidden states
+    after it, from which part 8 starts.
+    """
+
+    path: Path
+    tokens: int
+
+    def claim(self, fingerprint: dict[str, Any]) -> None:
+        """Make the folder, or check that it is of the same model, data and settings: else an ArtifactError."""
+        described = self.path / "settings.json"
+        if described.is_file():
+            before = read_json(described)
+            if changed := sorted(key for key in fingerprint | before if before.get(key) != fingerprint.get(key)):
+                raise ArtifactError(
+                    f"{self.path} holds a calibration that was begun with other settings ({', '.join(changed)}): "
+                    "continue with those, or choose another folder for the result"
+                )
+            return
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            replace_file(described, json.dumps(fingerprint, indent=1))
+
+    def done(self, count: int) -> int:
+        """The first of `count` parts that is still to run."""
+        first = next((part for part in range(count) if not self._part(part).is_file()), count)
+        if 0 < first < count and not self._hidden(first - 1).is_file():
+            raise ArtifactError(f"{self._hidden(first - 1)} is missing: move {self.path} elsewhere to start anew")
+        return first
+
+    @contextmanager
+    def hidden(
+        self, part: int, last: bool
+    ) -> Iterator[tuple[Callable[[torch.Size], Tensor], Callable[[Tensor], None]]]:
+        """Functions that read the hidden states before this part, and write those after it, one batch at a time."""
+        before = _Reader(self._hidden(part - 1), self.tokens) if part else None
+        partial = self._hidden(part).with_suffix(".partial")
+        with self._writing():
+            file = partial.open("wb")
+
+        def read(shape: torch.Size) -> Tensor:
+            assert before is not None
+            return before.read(shape)
+
+        def write(hidden: Tensor) -> None:
+            with self._writing():
+                file.write(hidden.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().data)
+
+        try:
+            yield read, write
+            with self._writing():
+                _flush(file)
+        finally:
+            with self._writing():
+                file.close()
+        partial.unlink() if last else partial.rename(self._hidden(part))
+
+    def finish(self, part: int, sites: dict[str, Observed]) -> None:
+        """Store the sites of a part, which is then done."""
+        partial = self._part(part).with_suffix(".partial")
+        with self._writing():
+            save_tensors(to_tensors(sites), partial, {"sites": json.dumps(describe(sites))})
+            with partial.open("rb") as file:
+                _flush(file)
+        partial.rename(self._part(part))
+        self._hidden(part - 1).unlink(missing_ok=True)
+
+    def load(self, part: int) -> dict[str, Observed]:
+        path = self._part(part)
+        described = open_file(path).metadata() or {}
+        return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+
+    def _part(self, part: int) -> Path:
+        return self.path / f"part-{part:03d}.safetensors"
+
+    def _hidden(self, part: int) -> Path:
+        return self.path / f"hidden-{part:03d}.bf16"
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WriteError(
+                f"{write_error(self.path, error)}. The same command continues with the part of the work that it was in"
+            ) from error
+
+
+class _Reader:
+    """Hidden states BF16 [tokens, width] of all prompts, read in order from a memory-mapped file."""
+
+    def __init__(self, path: Path, tokens: int) -> None:
+        size = path.stat().st_size
+        if size == 0 or size % (2 * tokens):
+            raise ArtifactError(
+                f"{path} has {size} bytes, no multiple of 2 for each of {tokens} tokens: move its folder elsewhere "
+                "to start anew"
+            )
+        self._states: npt.NDArray[np.int16] = np.memmap(path, np.int16, "r").reshape(tokens, -1)
+        self._next = 0
+
+    def read(self, shape: torch.Size) -> Tensor:
+        """The next hidden states, BF16 [B, T, width], for ids of `shape` [B, T]."""
+        start, self._next = self._next, self._next + shape.numel()
+        states = torch.from_numpy(np.array(self._states[start : self._next]))
+        return states.view(torch.bfloat16).view(*shape, -1)
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# ---- From a BF16 model and text to the statistics of every tensor that would be quantized.
+
+
+def calibrate(
+    model: str | Path,
+    data: Sequence[str],
+    out: str | Path,
+    *,
+    prompts: PromptOptions = PromptOptions(samples=256, context=2048),
+    device: str = "cpu",
+    step: int | None = None,
+    progress: Progress = no_progress,
+    on_read: OnRead | None = None,
+) -> Calibration:
+    """Run a model on text in BF16, block by block, and write the statistics of its tensors.
+
+    Args:
+        model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer, or a run of `octavo train`.
+        data: sources of text, see `octavo.data.read_text`.
+        out: the folder to make. `.OUT.calibrating` beside it holds the work until then.
+        prompts: which prompts are taken from `data`; 128 to 512 samples are usual.
+        device: where a block runs.
+        step: the checkpoint of a run. None takes the newest.
+        progress: called at the start and after each part (`octavo.util`).
+        on_read: called with the report of the text that was read, before anything runs.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: the model's folder is not whole, or is not supported; or the work folder is of
+            another model, data or settings.
+        DataError: an error of the data.
+        ValueError: a device that is not there, a step of a folder that is no run, a layer that saw no token, or a site
+            with inf or NaN.
+        WriteError: the disk refused. The finished parts stay, and the same call resumes after them.
+    """
+    model, out = Path(model), Path(out)
+    check_absent(out)
+    place = choose_device(device)
+    described, stored = find_model(model, step)
+    parts = BlockModel(described, place, stored)
+    chosen = open_prompts(data, described, prompts, parts.meta_model, on_read)
+    settings: dict[str, Any] = {
+        "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
+        "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,
+    }  # fmt: skip
+    versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
+    model_hash = hash_model(stored, described)
+    workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating", chosen.tokens)
+    with locked_folder(workdir.path):
+        workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
+        observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)
+        settings["data"] = chosen.report.to_dict()
+        calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
+        calibration.save(out)
+        workdir.remove()
+    return calibration
+
+
+def _run_all(
+    parts: BlockModel, batches: list[Tensor], workdir: CalibrationWorkdir, progress: Progress
+) -> dict[str, Observed]:
+    """Run every part that the work folder does not have yet. Returns the sites of all parts."""
+    linears = [layer.name for layer in select_linears(parts.model) if not layer.reason]
+    observer = Observer(parts.model, linears, parts.experts)
+    count, doing = len(parts.blocks) + 2, "calibrating, block by block"
+    with observer.watch(), parts.loaded_frame():
+        for part in range(workdir.done(count), count):
+            progress(part, count, doing)
+            with workdir.hidden(part, last=part == count - 1) as (read, write):
+                _run_part(parts, part, batches, observer, read, write)
+            sites = observer.take()
+            if part in range(1, count - 1):
+                _check_block(sites, linears, parts.blocks[part - 1])
+            workdir.finish(part, sites)
+    observed = {name: site for part in range(count) for name, site in workdir.load(part).items()}
+    check_seen(observed, parts.outside(linears), "what is in no block")
+    progress(count, count, doing)
+    return observed
+
+
+def _run_part(
+    parts: BlockModel,
+    part: int,
+    batches: list[Tensor],
+    observer: Observer,
+    read: Callable[[torch.Size], Tensor],
+    write: Callable[[Tensor], None],
+) -> None:
+    if part == 0:
+        for ids in batches:
+            write(parts.embed(ids, observer.looking))
+    elif part <= len(parts.blocks):
+        with parts.loaded_block(part - 1):
+            for ids in batches:
+                write(parts.run_block(part - 1, ids, read(ids.shape), observer.looking))
+    else:
+        for ids in batches:
+            parts.finish(ids, read(ids.shape), observer.looking)
+
+
+def _check_block(sites: dict[str, Observed], linears: list[str], block: str) -> None:
+    check_seen(sites, [name for name in linears if name.startswith(f"{block}.")], block)
+    if not any(observed.kind == "key" for observed in sites.values()):
+        raise ArtifactError(
+            f"{block} does not attend through the attention functions of transformers, so that its keys and values "
+            "are not seen: such a model cannot be calibrated"
+        )

@@ -1,0 +1,193 @@
+"""The tensors of a packed folder, read without building its model."""
+
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
+from octavo.checkpoint.folder import copy_description
+from octavo.checkpoint.layouts.layout import (
+    HEADS,
+    Packing,
+    is_named,
+    layout_of,
+    quantization_config,
+    read_config,
+    read_packing,
+    write_config,
+)
+from octavo.checkpoint.scheme import (
+    INPUT_SCALE_NAME,
+    K_SCALE,
+    SCALE_NAME,
+    V_SCALE,
+    WEIGHT_DTYPES,
+    KvScales,
+    Scheme,
+    check_finite,
+    check_scale,
+    is_kv_scale,
+    suspected,
+    unused_scales,
+)
+from octavo.numerics import QTensor
+
+_KV = (K_SCALE, V_SCALE)
+
+
+class PackedTensors:
+    """The tensors of a packed folder, one at a time.
+
+    `packing` has the layout, and the scheme of each packed layer; `ignored` are the linear layers that the folder
+    declares unpacked; `others` the tensors that are neither weights of packed layers nor scales; `unused` the scales
+    that no layer reads. `kv_scales` has the scales of a cache's keys and values, float32 [1] each, by the name of the
+    attention layer.
+
+    An ArtifactError if the folder is a run, not packed, packed in a way that Octavo does not read, or damaged.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.config = read_config(self.folder)
+        self.reader = ShardReader(self.folder)
+        found: Any = self.config.get("quantization_config")
+        settings = found if isinstance(found, dict) else {}
+        layout = layout_of(settings)
+        stated: Any = next((settings[key] for key in layout.ignore if settings.get(key)), [])
+        self.ignored: list[str] = self._resolved(stated, exact=layout.exact)
+        linears = list(dict.fromkeys([*self._eight_bits(), *self.ignored]))
+        packing = read_packing(self.config, linears, self.folder / "config.json", self._plain())
+        self.kv_scales, cache = self._kv_scales(packing, linears)
+        self.packing = replace(packing, kv_cache=bool(self.kv_scales))
+        names = {ours: name for name in self.reader.specs for ours in packing.names_in_memory(name)}
+        self._scales = {
+            ours: names[ours]
+            for layer in packing.schemes
+            for leaf in (SCALE_NAME, INPUT_SCALE_NAME)
+            if (ours := f"{layer}.{leaf}") in names
+        }
+        packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
+        rest = [name for name in self.reader.specs if name not in packed]
+        self.unused = unused_scales(rest, self.reader.get, self.folder)
+        self.others = [name for name in rest if name not in self.unused]
+        for name, scheme in self.packing.schemes.items():
+            self._check(name, scheme)
+
+    def _eight_bits(self) -> list[str]:
+        """The modules with the scale of a weight, or with a weight that is a matrix in eight bits."""
+        scales = [name for name in self.reader.specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
+        weights = [
+            name
+            for name, spec in self.reader.specs.items()
+            if name.endswith(".weight") and spec.dtype in WEIGHT_DTYPES and len(spec.shape) == 2
+        ]
+        return [name.rpartition(".")[0] for name in (*scales, *weights)]
+
+    def _plain(self) -> list[str]:
+        """The modules with a weight that is a matrix and not in eight bits."""
+        weights = {name: spec for name, spec in self.reader.specs.items() if name.endswith(".weight")}
+        plain = [name for name, spec in weights.items() if spec.dtype not in WEIGHT_DTYPES and len(spec.shape) == 2]
+        return [name.removesuffix(".weight") for name in plain]
+
+    def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
+        """The unpacked linear layers that a list of modules names. It may hold patterns and modules of other kinds.
+
+        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if
+        the list lacks it: some writers rely on readers to leave heads unpacked.
+        """
+        plain = self._plain()
+        names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
+        for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
+            head = str(entry).rstrip("*.")
+            names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
+            names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
+        return list(names)
+
+    def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
+        """The scales of a cache, checked, and their names in the files."""
+        disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
+        found = packing.from_files({name: self.reader.get(name) for name in disks})
+        return packing.take_kv_scales(found, linears, self.folder), disks
+
+    def _check(self, name: str, scheme: Scheme) -> None:
+        where, weight, dtype = self.folder, self.reader.specs.get(f"{name}.weight"), scheme.weight.fmt.dtype
+        if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
+            is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
+            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {dtype}, it {is_there}")
+        n, k = weight.shape
+        if reason := scheme.unreadable(n, k):
+            raise ArtifactError(f"{where}: {name}.weight: {reason}")
+        required = Spec.of(scheme.empty_scale(n, k))
+        self._check_scale(name, SCALE_NAME, required)
+        if scheme.static:
+            self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
+
+    def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
+        ours = f"{name}.{leaf}"
+        if ours not in self._scales:
+            raise ArtifactError(f"{self.folder}: {ours} is missing, and {name}.weight is packed: pack it again")
+        spec = self.reader.specs[self._scales[ours]]
+        if (found := Spec.of(self.packing.from_files({self._scales[ours]: spec.meta()})[ours])) != required:
+            raise ArtifactError(
+                f"{self.folder}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
+                f"{found.dtype} {list(found.shape)}"
+            )
+
+    def _scale(self, name: str, leaf: str) -> Tensor:
+        ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
+        scale = self.packing.from_files({disk: self.reader.get(disk)})[ours]
+        check_scale(disk, scale, self.folder)
+        return scale
+
+    def stored(self, name: str) -> tuple[Tensor, Tensor]:
+        """The data and the scale of a packed layer, the scale in the form of `octavo.checkpoint.scheme`."""
+        return self.other(f"{name}.weight"), self._scale(name, SCALE_NAME)
+
+    def other(self, name: str) -> Tensor:
+        """A tensor that is no scale, as it is stored. An ArtifactError if it holds inf or NaN."""
+        return check_finite(name, self.reader.get(name), self.folder)
+
+    def input_scale(self, name: str) -> Tensor:
+        """The scale of the input of a packed layer whose scheme is static, float32 [1]."""
+        return self._scale(name, INPUT_SCALE_NAME)
+
+    def weight(self, name: str) -> QTensor:
+        return self.packing.schemes[name].packed_weight(*self.stored(name))
+
+    def suspects(self) -> list[str]:
+        """The packed layers whose scales look reciprocal, if they are more than half."""
+        weights = ((name, self.weight(name)) for name in self.packing.schemes)
+        return suspected((name, weight.scale, weight.dequantize) for name, weight in weights)
+
+    def kv_tensors(self, packing: Packing) -> dict[str, Tensor]:
+        """The scales of a cache by their names in the files of `packing`."""
+        scales = self.kv_scales.items() if packing.kv_cache else ()
+        return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
+
+    def specs_as(self, packing: Packing) -> dict[str, Spec]:
+        """The specs of the files' tensors if the layers were packed by `packing`."""
+        specs = {name: self.reader.specs[name] for name in self.others}
+        specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
+        for name, scheme in packing.schemes.items():
+            weight = self.reader.specs[f"{name}.weight"]
+            n, k = weight.shape
+            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
+            if scheme.static:
+                scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
+            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()}
+            specs[f"{name}.weight"] = Spec(scheme.weight.fmt.dtype, weight.shape)
+        return specs
+
+    def describe(self, target: Path, packing: Packing | None) -> None:
+        """Write config.json for `packing` (None: for a model in BF16), and copy the other files that describe the
+        model."""
+        config = {key: value for key, value in self.config.items() if key != "quantization_config"}
+        if packing is not None:
+            linears = [*packing.schemes, *self.ignored]
+            config["quantization_config"] = quantization_config(packing, linears, self.folder)
+        write_config(target, config)
+        copy_description(self.folder, target)

@@ -1,0 +1,389 @@
+"""The schemes of packed linear layers, and the scales that a packed folder stores.
+
+The schemes of packed linear layers: the storage of the weight, and the cast of the input when the layer runs.
+
+| scheme | weight | weight_scale | input, when the layer runs |
+|---|---|---|---|
+| channel | a scale for each output channel | float32 [N, 1] | a scale for each token |
+| tensor | one scale | float32 [1] | a scale for each token |
+| static | one scale | float32 [1] | one scale, stored beside it: input_scale, float32 [1] |
+| block | 128 x 128 blocks | float32 [N / 128, K / 128] | 1 x 128 blocks |
+| mx | 32 elements along K, powers of two | uint8 [N, K / 32], the exponent of E8M0 | 32 elements, E8M0 |
+| group32, group64, group128 | so many elements along K | float32 [N, K / 32] and so on | as many elements |
+| weight | a scale for each output channel | float32 [N, 1] | none: the input stays in BF16 |
+| int8 | a scale for each output channel | float32 [N, 1] | a scale for each token |
+
+Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies: w ≈ weight * weight_scale.
+`Scheme.group` has the spelling of compressed-tensors (github.com/vllm-project/compressed-tensors,
+quantization/quant_args.py).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.files import ArtifactError, is_finite
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
+from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend
+from octavo.ops.launching import Place, takes_fnuz
+from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
+
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
+_TOKEN = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
+_INTEGERS = {**_EIGHT_BITS, "type": "int"}
+_MX = {**_EIGHT_BITS, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """One way to pack a layer.
+
+    Args:
+        name: on the command line.
+        weight, inputs: the casts of the weight and of the input; None for an input that stays in high precision.
+        format: the name of the file format in compressed-tensors.
+        weight_arguments, input_arguments: the casts in the spelling of compressed-tensors.
+        static: the scale of the input is stored, and not computed when the layer runs.
+    """
+
+    name: str
+    weight: Cast
+    inputs: Cast | None
+    format: str
+    weight_arguments: Mapping[str, Any]
+    input_arguments: Mapping[str, Any] | None
+    static: bool = False
+
+    @property
+    def integers(self) -> bool:
+        return self.weight.fmt.dtype == torch.int8
+
+    def group(self, targets: Sequence[str]) -> dict[str, Any]:
+        """The entry of `config_groups` for the layers `targets`."""
+        return {
+            "targets": list(targets),
+            "weights": {**self.weight_arguments, "dynamic": False},
+            "input_activations": None if self.input_arguments is None else dict(self.input_arguments),
+            "output_activations": None,
+            "format": self.format,
+        }
+
+    def misfit(self, n: int, k: int) -> str:
+        """The reason why a weight [N, K] cannot be packed by this scheme, or ""."""
+        rows, cols = self.weight.granularity.rows or 1, self.weight.granularity.cols or 1
+        if n % rows or k % cols:
+            return f"[{n}, {k}] is no multiple of {rows} x {cols}, the blocks of {self.name}"
+        return ""
+
+    def unreadable(self, n: int, k: int) -> str:
+        """The reason why a weight [N, K] of this scheme cannot be read, or "". The last blocks of 128 x 128 may be
+        smaller in the files of other programs."""
+        return "" if (self.weight.granularity.rows or 1) > 1 else self.misfit(n, k)
+
+    def stored_scale(self, q: QTensor) -> Tensor:
+        """The scale of a packed weight in the form that files have."""
+        if self.weight.granularity == TENSOR:
+            return q.scale.reshape(1)
+        return q.scale.view(torch.uint8) if self.weight.scale == "e8m0" else q.scale
+
+    def packed_weight(self, data: Tensor, scale: Tensor) -> QTensor:
+        """The weight [N, K] of what lies in a file; a tensor's scale by row, where the input's are by row."""
+        if self.static:
+            return QTensor(data, scale.unsqueeze(1), self.weight.fmt, TENSOR)
+        if self.weight.granularity == TENSOR:
+            return QTensor(data, scale.repeat_interleave(len(data)).unsqueeze(1), self.weight.fmt, ROW)
+        scale = scale.view(torch.float8_e8m0fnu) if self.weight.scale == "e8m0" else scale
+        return QTensor(data, scale, self.weight.fmt, self.weight.granularity)
+
+    def empty_scale(self, n: int, k: int) -> Tensor:
+        if self.weight.granularity == TENSOR:
+            return torch.empty(1)
+        shape = self.weight.granularity.scale_shape((n, k))
+        return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
+
+
+CHANNEL = Scheme("channel", ROW_W, ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "channel"}, _TOKEN)
+TENSORWISE = Scheme(
+    "tensor", Cast(granularity=TENSOR), ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "tensor"}, _TOKEN
+)
+BLOCK = Scheme(
+    "block", BLOCK_W, BLOCK_X, "float-quantized",
+    {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
+    {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
+)  # fmt: skip
+# DeepSeek's scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
+BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
+# compressed-tensors calls the format of weights alone so.
+WEIGHT = Scheme("weight", ROW_W, None, "naive-quantized", {**_EIGHT_BITS, "strategy": "channel"}, None)
+_INT8 = Cast("int8", ROW)
+INT8 = Scheme(
+    "int8", _INT8, _INT8, "int-quantized",
+    {**_INTEGERS, "strategy": "channel"}, {**_INTEGERS, "strategy": "token", "dynamic": True},
+)  # fmt: skip
+STATIC_INPUTS = Cast(granularity=TENSOR)
+STATIC = Scheme(
+    "static", Cast(granularity=TENSOR), STATIC_INPUTS, "float-quantized",
+    {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,
+)  # fmt: skip
+MX = Scheme("mx", MX_GROUPS, MX_GROUPS, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
+
+
+def _groups(size: int) -> Scheme:
+    cast, arguments = Cast(granularity=group(size)), {**_EIGHT_BITS, "strategy": "group", "group_size": size}
+    return Scheme(f"group{size}", cast, cast, "float-quantized", arguments, {**arguments, "dynamic": True})
+
+
+GROUPS = tuple(_groups(size) for size in (32, 64, 128))
+
+# Weights alone with the scales of `tensor` and `block`: read and not written by `pack`.
+WEIGHT_ONLY = tuple(
+    replace(WEIGHT, name=f"weight, {each.name}", weight=each.weight, weight_arguments=each.weight_arguments)
+    for each in (TENSORWISE, BLOCK)
+)
+
+SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT, INT8)}
+# Those that fused kernels take: inputs are cast by row or not at all, and no scale varies along the sum.
+FUSED = (CHANNEL.name, INT8.name, WEIGHT.name)
+# Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
+# the inputs get a scale for each token.
+SCHEME_OF = {
+    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
+    "delayed": "static", "tensorwise": "tensor",
+}  # fmt: skip
+# The dtypes of packed weights.
+WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))
+
+
+def get_scheme(name: str) -> Scheme:
+    """The scheme of that name; a ValueError names the choices."""
+    if name not in SCHEMES:
+        raise ValueError(f"unknown scheme {name!r}: choose one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+# ---- The scales of packed layers: the forms that they have in files, and the one form in memory.
+#
+# In memory the scale of a weight is `<layer>.weight_scale` and the scale of a static input is `<layer>.input_scale`,
+# with the shape and dtype that its scheme gives it. Programs write the same numbers in several forms, which
+# docs/format.md lists ("Folders of other writers"). All of these are read. A tensor of any other shape or dtype is kept
+# unchanged, and the check of the folder names it.
+
+
+SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
+OTHER_NAMES = {"weight_scale_inv": SCALE_NAME, "activation_scale": INPUT_SCALE_NAME}
+_ZERO_POINTS = ("weight_zero_point", "input_zero_point")
+ADVICE = "the folder is damaged or of another model: pack it again"
+_UNUSED = ("output_scale", "q_scale", "prob_scale", *_ZERO_POINTS)
+
+
+def widen_scale(scale: Tensor) -> Tensor:
+    """Convert a scale to float32, exactly. uint8 is read as exponents of E8M0. Any other dtype is left unchanged."""
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    known = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+    return scale.float() if scale.dtype in known else scale
+
+
+def read_number(scale: Tensor) -> Tensor:
+    """A scale of one number as float32 [1]. More than one number keeps its shape."""
+    scale = widen_scale(scale)
+    return scale.reshape(1) if scale.numel() == 1 else scale
+
+
+def read_scale(scale: Tensor, leaf: str, scheme: Scheme) -> Tensor:
+    """Convert the scale `leaf` (weight_scale or input_scale) of a layer, of any dtype and shape that docs/format.md
+    lists, from a file to the shape and dtype that it has in memory."""
+    if leaf == INPUT_SCALE_NAME or scheme.weight.granularity == TENSOR:
+        return read_number(scale)
+    if scheme.weight.scale != "e8m0":
+        scale = widen_scale(scale)
+    elif scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.view(torch.uint8)
+    if scale.ndim == 4 and scale.shape[1] == scale.shape[3] == 1:
+        return scale[:, 0, :, 0]
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    return scale.unsqueeze(1) if scale.ndim == 1 else scale
+
+
+def unused_scales(names: Iterable[str], get: Callable[[str], Tensor], where: Path) -> list[str]:
+    """The tensors among `names` (without the scales of a cache) that other programs write beside the scales and that no
+    layer reads: the scales of outputs, queries and attention probabilities, and zero points. An ArtifactError if a zero
+    point, which `get` reads, is not zero."""
+    unused = [name for name in names if name.rpartition(".")[2] in _UNUSED]
+    for name in unused:
+        if name.endswith(_ZERO_POINTS) and bool((get(name).float() != 0).any()):
+            raise ArtifactError(f"{where}: {name} is not zero, and octavo runs symmetric packings alone")
+    return unused
+
+
+def check_scale(name: str, scale: Tensor, where: Path) -> None:
+    """Raise an ArtifactError, which names the scale, unless its values (float32, or uint8 exponents of E8M0) are finite
+    and positive."""
+    if bool(is_positive(scale)):
+        return
+    if scale.dtype == torch.uint8:
+        raise ArtifactError(f"{where}: {name} holds 255, the NaN of E8M0; {ADVICE}")
+    check_finite(name, scale, where)
+    raise ArtifactError(f"{where}: {name} must be positive, its least is {scale.min():g}; {ADVICE}")
+
+
+def check_finite(name: str, tensor: Tensor, where: Path) -> Tensor:
+    """The tensor. An ArtifactError, which names it, if it holds inf or NaN."""
+    if tensor.is_floating_point() and not bool(is_finite(tensor)):
+        raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
+    return tensor
+
+
+def is_positive(scale: Tensor) -> Tensor:
+    """True if all values of a scale are finite and positive: bool, of no dimension, on the device of `scale`."""
+    if scale.dtype == torch.uint8:
+        return (scale != 255).all()
+    least, largest = torch.aminmax(scale)
+    return (least > 0) & (largest < torch.inf)
+
+
+# ---- The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.
+#
+# They multiply, as the scales of weights do: k ≈ k_q * k_scale. In memory they are named <attention>.k_scale and
+# <attention>.v_scale, float32 [1], as in compressed-tensors. Files may have another dtype and other names (`kv_names`).
+
+
+K_SCALE, V_SCALE = "k_scale", "v_scale"
+KvScales = dict[str, tuple[Tensor, Tensor]]
+
+
+def attentions(linears: Iterable[str]) -> list[str]:
+    """The names of the attention layers, which are the parents of the layers k_proj."""
+    return [name.removesuffix(".k_proj") for name in linears if name.endswith(".k_proj")]
+
+
+def kv_names(name: str) -> list[str]:
+    """The names in memory of a tensor of a file, if it is a scale of a cache; else its own name.
+
+    The names in files are <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM),
+    <attention>.k_proj.output_scale (older writers), the same for values, and <attention>.kv_scale, which is both
+    scales.
+    """
+    module, _, leaf = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    if leaf in (K_SCALE, V_SCALE) and (last == f"{leaf[0]}_proj" or (last == "attn" and parent.endswith("attn"))):
+        return [f"{parent}.{leaf}"]
+    if leaf == "kv_scale":
+        return [f"{module}.{K_SCALE}", f"{module}.{V_SCALE}"]
+    if leaf == "output_scale" and last in ("k_proj", "v_proj"):
+        return [f"{parent}.{last[0]}_scale"]
+    return [name]
+
+
+def is_kv_scale(name: str) -> bool:
+    """True if the tensor `name`, in memory, is the scale of a cache."""
+    return name.endswith((f".{K_SCALE}", f".{V_SCALE}"))
+
+
+def take_kv_scales(tensors: dict[str, Tensor], linears: Iterable[str], declared: bool, where: Path) -> KvScales:
+    """Remove the scales of each attention layer from `tensors` (by their names in memory), and return those of keys and
+    values, float32 [1], by the name of the layer; none unless they are `declared`.
+
+    An ArtifactError if a scale is missing, has another shape or dtype, is not finite and positive, belongs to no
+    attention layer among `linears`, or exists though none is declared.
+    """
+    found = {name: tensors.pop(name) for name in list(tensors) if is_kv_scale(name)}
+    if found and not declared:
+        raise ArtifactError(f"{where}: {next(iter(found))} is there, but no KV cache is declared: pack it again")
+    if not declared:
+        return {}
+    names = attentions(linears)
+    if unknown := sorted({name.rpartition(".")[0] for name in found} - set(names)):
+        raise ArtifactError(f"{where}: {unknown[0]} has the scale of a KV cache, and is no attention layer with k_proj")
+    return {name: (_checked(name, K_SCALE, found, where), _checked(name, V_SCALE, found, where)) for name in names}
+
+
+def _checked(attention: str, leaf: str, found: dict[str, Tensor], where: Path) -> Tensor:
+    name = f"{attention}.{leaf}"
+    scale = found.get(name)
+    if scale is None:
+        raise ArtifactError(f"{where}: {name} is missing, though a KV cache is declared: pack it again")
+    if scale.dtype != torch.float32 or scale.shape != (1,):
+        raise ArtifactError(f"{where}: {name} must be one float32 number, it is {scale.dtype} {list(scale.shape)}")
+    if not (scale.isfinite().all() and (scale > 0).all()):
+        raise ArtifactError(f"{where}: {name} must be finite and positive, it is {scale.item():g}: pack it again")
+    return scale
+
+
+# ---- A check for scales of packed weights that look reciprocal.
+#
+# A scale multiplies: w = data * scale, and the data use e4m3 up to 448. So a scale is amax / 448, which is above 1 only
+# if weights exceed 448. Weights of trained linear layers are about 1. A writer that stores 448 / amax instead has
+# scales far above 1. A layer is suspect if the median of its scales is above 1 and its largest weight is above 448. A
+# writer makes this error in every layer, so a folder is suspect if more than half of its layers are. Correct scales are
+# suspect only if weights exceed 448 in most blocks of most layers.
+
+
+_LARGEST = 448.0
+
+
+def looks_reciprocal(scale: Tensor, weight: Callable[[], Tensor]) -> bool:
+    """True if the scales of a packed weight, in floating point, are probably reciprocal. `weight()` returns
+    data * scale and is called only if the scales are large."""
+    return float(scale.float().median()) > 1 and float(weight().abs().max()) > _LARGEST
+
+
+def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
+    """The packed layers whose scales look reciprocal, if they are more than half of `layers`. Each of these has a name,
+    its scales, and a function that returns its weight. One layer at a time is in memory."""
+    found = {name: looks_reciprocal(scale, weight) for name, scale, weight in layers}
+    return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
+
+
+def reciprocal_warning(names: list[str], layers: int) -> str:
+    """The warning if the scales of `names`, of `layers` packed layers, look reciprocal."""
+    return (
+        f"the weight scales of {names[0]} ({len(names)} of {layers} packed layers) look reciprocal: multiplied by "
+        f"them, weights exceed {_LARGEST:g}, and weights of trained layers are about 1. A scale must multiply. Run "
+        "octavo verify against the model that the folder was packed from"
+    )
+
+
+# ---- The GEMM that computes with the packed weights of a scheme, on a device or on a GPU that need not be here.
+
+
+_BY_ROW = {name: Cast(name) for name in ("e4m3", "e4m3fnuz")}
+
+
+def find_gemm(scheme: Scheme, device: Place) -> tuple[Cast | None, Backend]:
+    """The cast of the input of a layer on `device`, None if its GEMM is weight-only; and the GEMM: for a large M, or
+    weight-only for one row."""
+    weight_only = find_weight_only_backend(device, torch.bfloat16, scheme.weight.granularity, 1)
+    if scheme.inputs is None:
+        return None, weight_only
+    backend = eight_bit_gemm(scheme, scheme.inputs, device)
+    if backend.name == "none":
+        return None, Backend(weight_only.name, f"{backend.reason}: weight-only")
+    return scheme.inputs, backend
+
+
+def eight_bit_gemm(scheme: Scheme, x: Cast, device: Place) -> Backend:
+    """The GEMM of quantized inputs. torch.compile traces this, and torch 2.11 refuses a cast that is made meanwhile."""
+    if scheme.weight.format == "int8":
+        return find_int8_backend(device)
+    spread = scheme.weight.granularity == TENSOR and not scheme.static  # as `Scheme.packed_weight` does
+    return product_backend(x, _BY_ROW[scheme.weight.format] if spread else scheme.weight, device)
+
+
+def scheme_on(scheme: Scheme, place: Place) -> Scheme:
+    """`scheme` as a layer runs it on a device: on an MI300 in FNUZ if its scales are by row or tensor."""
+    by_row_or_tensor = scheme.weight.granularity.outer and scheme.weight.format == "e4m3"
+    return _in_fnuz(scheme) if scheme.inputs is not None and by_row_or_tensor and takes_fnuz(place) else scheme
+
+
+@cache
+def _in_fnuz(scheme: Scheme) -> Scheme:
+    assert scheme.inputs is not None
+    weight, inputs = (replace(cast, format="e4m3fnuz") for cast in (scheme.weight, scheme.inputs))
+    return replace(scheme, weight=weight, inputs=inputs)

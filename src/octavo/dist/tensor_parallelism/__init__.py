@@ -1,1 +1,0 @@
-"""Tensor parallelism: each rank has a part of every layer, and activations travel as bytes and row scales."""

@@ -1,0 +1,282 @@
+"""FSDP2's all-gather of the weights in eight bits.
+
+The scales of a rank's rows are found once, after an optimizer step, and every all-gather until the next step sends
+them. The bytes are made with them. They are freed when the first forward pass has sent those of all weights, and later
+all-gathers cast the rows again. Bytes and scales equal those that one rank makes of the whole weight
+(`octavo.distributed.shards`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from octavo.distributed.fsdp_units import (
+    GatherReport,
+    GatherRow,
+    UnitWeight,
+    check_sharded,
+    fused_modules,
+    has_run,
+    sharded_weights,
+    unfusing_units,
+)
+from octavo.distributed.shards import ShardedWeight, ShardQuantizer, WeightStack
+from octavo.nn.conversion import computed_stacks
+from octavo.nn.linear import Linear, RecipeLayer
+from octavo.nn.module_tools import check_module
+
+
+def fp8_all_gather(model: nn.Module) -> GatherReport:
+    """Make FSDP2 gather the converted weights of `model` as eight-bit numbers and scales, where it can.
+
+    Call it after the last `fully_shard` and before the first forward pass. The model may be on the meta device.
+
+        octavo.convert(model, "rowwise")
+        for block in model.layers:
+            fully_shard(block)
+        fully_shard(model)
+        report = fp8_all_gather(model)
+
+    Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
+    rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
+    once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
+    that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
+    makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these weights is
+    gathered. There is no other collective.
+
+    Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
+    leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
+    `state_dict` from before the last forward pass.
+
+    Args:
+        model: with converted layers, on which `fully_shard` was called, and on all units below it.
+
+    Returns:
+        The report: which weights are gathered in eight bits, and why the others are gathered wide, which is as exact
+        and slower.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: no layer of `model` is converted, `fully_shard` was not called, the model has run already, or a unit
+            of FSDP2 gathers weights that a module outside of the unit reads.
+    """
+    layers, stacks = _converted_layers(model), _expert_stacks(model)
+    _check_ready(model, converted=bool(layers or stacks))
+    sharded = sharded_weights(model)
+    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
+    modules = fused_modules(model)
+    unfused = unfusing_units(model, modules, units)
+    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
+    for module in modules:
+        _agree(module.stacked, reasons, layers)
+    why = {name: reasons[layer] for layer, name in layers.items()}
+    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
+    gathered = {of_names[name] for name, reason in why.items() if not reason}
+    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
+    for module in modules:
+        parts = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
+        if parts and len({part.unit.group for part in parts}) == 1:
+            stack = WeightStack(parts, [module.cache])
+            for part in parts:
+                part.stack = stack
+    if weights:
+        ShardCache(model, list(weights.values()))
+    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
+    return GatherReport(tuple(rows), unfused)
+
+
+def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
+    """The converted layers of a model, and their names."""
+    check_module(model, "fp8_all_gather")
+    return {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
+
+
+def _expert_stacks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The stacks of experts' matrices that run in FP8, each its module and its name there, by their names."""
+    names = computed_stacks(model)
+    return {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
+
+
+def _check_ready(model: nn.Module, *, converted: bool) -> None:
+    if not converted:
+        raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
+    check_sharded(model)
+    if has_run(model):
+        raise ValueError(
+            "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
+            "before the first forward pass"
+        )
+
+
+def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
+    """Gather layers that run as one GEMM all alike: one that is gathered wide makes the others wide."""
+    layers = [layer for layer in stacked if isinstance(layer, RecipeLayer)]
+    wide = next((layer for layer in layers if reasons[layer]), None)
+    for layer in layers:
+        if wide is not None and not reasons[layer]:
+            reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
+
+
+def _wide_stack_reason(unit: UnitWeight | None) -> str:
+    """Why a stack of experts' matrices is gathered wide, or ""; each of its ranks has whole matrices."""
+    return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+
+
+def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
+    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
+    recipe = layer.recipe
+    if type(layer).__name__ == "Conv1D":
+        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
+    if not isinstance(layer, Linear):
+        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
+    if unit is None or unit.reason:
+        return _wide_stack_reason(unit)
+    if recipe.w is None or recipe.y is None or recipe.dx is None:
+        return f"the recipe {recipe.name} reads the weight in high precision"
+    if "y" in recipe.rotate or "dx" in recipe.rotate:
+        return f"the recipe {recipe.name} rotates the weight before it is quantized"
+    if not recipe.quantizes_w_once:
+        return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
+    if recipe.w.rounding != "nearest":
+        return f"the recipe {recipe.name} rounds the weight at random"
+    rows = recipe.w.granularity.rows
+    if rows is not None and unit.world > 1 and unit.shard_rows % rows:
+        return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
+    return ""
+
+
+# ---- The quantized rows of this rank, of all weights, kept fresh.
+
+
+class ShardCache:
+    """Quantizes the rows of all weights again when an optimizer, a load or a write in place has changed one.
+
+    Ranks must agree on when that happens, since it takes an all-reduce. A rank that has no rows of one weight sees no
+    write to it, but sees the writes to others. So it happens for all weights at once: after the step of an optimizer
+    that updates all of them, or else when the next forward pass of the model begins. The all-reduce takes place in that
+    forward pass, when the first of the weights is gathered.
+
+    `torch.distributed.checkpoint.load` writes into the tensors of a `state_dict`, which leaves no trace on the
+    parameters. So after a call of `state_dict` the next forward pass looks at the numbers. It does not quantize again
+    because of the call alone, which one rank may have made by itself.
+    """
+
+    def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
+        """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
+        self.weights, self.quantizer = weights, ShardQuantizer(weights)
+        self.stale = True
+        self.measured = False  # whether the ranks have yet to agree on the scales
+        self.exposed = False  # whether `state_dict` was called since the weights were compared
+        self.stream: Any = None  # in which the weights are quantized
+        self.written: Any = None  # when the bytes were made, an event of `stream`
+        self.waited: set[Any] = set()  # the streams that have waited for it
+        for weight in weights:
+            weight.attach()
+            weight.layer.register_state_dict_pre_hook(self.note_state_dict)
+        for _, found in groupby(weights, lambda weight: weight.unit.group):
+            unit = list(found)
+            unit[0].prepare = partial(self.prepare, unit)
+        # Before FSDP2's own hook, which gathers the weights of the root.
+        model.register_forward_pre_hook(self.before_forward, prepend=True)
+        # PyTorch holds the hook for good: it must not hold the model.
+        this = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            cache = this()
+            if cache is not None:
+                cache.note_step(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+
+    @property
+    def streams(self) -> Any:
+        """The module of the weights' device, such as torch.cuda. torch.cpu has streams too, which do nothing."""
+        return torch.get_device_module(self.weights[0].local.device)
+
+    def note_state_dict(self, *_: Any) -> None:
+        self.exposed = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Note that `optimizer` has changed weights. If it is the one that updates all, begin to quantize them.
+
+        There the GPU still has work, and the host may not: a loop reads the loss after a step. Where several optimizers
+        update the weights, or their scales come from histories that are updated later, the next forward pass does it.
+        """
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = [id(weight.parameter) in updated for weight in self.weights]
+        self.stale = self.stale or any(ours)
+        if self.stale and all(ours) and all(weight.history is None for weight in self.weights):
+            self.begin()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, *_: Any) -> None:
+        for weight in self.weights:
+            weight.attach()
+        changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
+        if changed or (self.exposed and self.has_changed()):
+            self.begin()
+        self.exposed = False
+
+    def has_changed(self) -> bool:
+        self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
+        return self.quantizer.has_changed()
+
+    def prepare(self, unit: Sequence[ShardedWeight]) -> None:
+        """Called in the stream that will send the bytes of the weights of a unit, before it does."""
+        if self.stale or any(weight.current_key() != weight.key for weight in unit):
+            self.begin()  # `unshard()` was called before the forward pass
+        if self.measured:
+            self.finish()
+        stream = self.streams.current_stream()
+        if stream not in self.waited:
+            stream.wait_event(self.written)
+            self.waited.add(stream)
+        for weight in unit:
+            weight.sending = weight.data
+            if weight.data is None and weight.cast_again is not None:
+                weight.cast_again()
+
+    def begin(self) -> None:
+        """Measure the rows of all weights, in a stream beside that of the caller.
+
+        So the first gather of a forward pass, that of the root, does not wait for it. The memory of the bytes is of the
+        caller's stream, which computes: it has that memory again, for activations, when the bytes are sent.
+        """
+        caller = self.streams.current_stream()
+        if self.stream is None:
+            self.stream = self.streams.Stream()
+            # A model may be deleted after its last step: its memory is used again by the stream that computes.
+            weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
+        with self.streams.stream(self.stream):
+            self.quantizer.group()
+        caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
+        self.quantizer.allocate()
+        self.stream.wait_stream(caller)
+        with self.streams.stream(self.stream):
+            self.quantizer.measure()
+        self.stale, self.measured = False, True
+
+    def finish(self) -> None:
+        """Find the scales with the other ranks, and make the bytes by them.
+
+        It is called where the first weight that needs them is gathered. Collectives of one process group run in the
+        order of their calls: before the gather of the root, the all-reduce would make that wait for the amaxes.
+        """
+        with self.streams.stream(self.stream):
+            self.quantizer.finish()
+            self.written, self.waited = self.stream.record_event(), set()
+        self.measured = False
+
+
+def _wait_for(stream: Any, streams: Any) -> None:
+    streams.current_stream().wait_stream(stream)

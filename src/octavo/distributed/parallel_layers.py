@@ -1,0 +1,265 @@
+"""The computation of layers of which each rank has a part (`octavo.nn.weight_cache.Parallel`).
+
+With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
+bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
+under autocast. Each rank then quantizes its part of a weight, and of a row-parallel layer's input, by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from octavo.distributed.ranks import Ranks, Sent, Shards, gather_rows, quantize_shards, scatter_rows
+from octavo.nn.fused import Exchange, Gradient, Norm, Stack, mlp, norm_linear
+from octavo.nn.fused_modules import FusedMLP, NormLinear, fusable_layers, read_norm
+from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear_function import FusedCall, LinearCall, mantissa, rescaled, scale_folded, shaped
+from octavo.nn.module_tools import check_call
+from octavo.nn.observer import observer_of
+from octavo.nn.weight_cache import GatheredWeight, WeightCache
+from octavo.numerics.qtensor import Cast, QTensor
+from octavo.ops import (
+    activation_quantize_scaled,
+    activation_scales,
+    fold_scales,
+    requantize,
+    row_scales,
+    transpose,
+)
+from octavo.recipe import FusableRecipe
+
+# Tokens T, of which each of R ranks has T/R between the layers; the mathematics is that of `octavo.nn.linear_function`.
+#
+#     column      x_q[T/R,K] -> gathered x_q[T,K];  y[T,N/R] = x_q @ w_q^T
+#                 g = dy * s_w * m -> g_q[T,N/R];   dx[T/R,K] = scattered sum of g_q @ w_q;  dw[N/R,K] = g_q^T @ x_q
+#     row         s_x[T]: the largest of the ranks';  y[T/R,N] = scattered sum of x_q[T,K/R] @ w_q^T
+#                 g_q[T/R,N] -> gathered g_q[T,N];    dx[T,K/R] = g_q @ w_q;  dw[N,K/R] = g_q^T @ x_q
+#
+# In a row-parallel layer s_w and the mantissa m of s_x are the same for all ranks, so that each can quantize g = dy *
+# s_w * m for its own rows before they are gathered. The results that are scattered are sums, in high precision.
+#
+# A column-parallel layer saves the bytes of its own rows, and gathers them again in the backward pass. There, as in the
+# forward pass, ranks exchange while they compute: x_q travels during the GEMM of dx, and dx during that of dw.
+
+
+@dataclass(frozen=True)
+class ParallelLayer(Exchange):
+    """Base of `Column` and `Row`; two are equal where layers are parallel in the same way over the same ranks."""
+
+    ranks: Ranks
+    cuts_rows: ClassVar[bool]  # whether each rank has a part of every row of w
+
+    @torch.no_grad()
+    def quantize(self, stacks: Sequence[tuple[Sequence[Any], Cast]]) -> list[QTensor]:
+        """All layers are parallel over the same ranks."""
+        shards = [
+            Shards([_local(linear.weight) for linear in linears], cast, linears[0].parallel.cuts_rows)
+            for linears, cast in stacks
+        ]
+        return quantize_shards(shards, self.ranks)
+
+    def quantize_w(self, weights: Sequence[Tensor], cast: Cast) -> QTensor:
+        return quantize_shards([Shards(weights, cast, self.cuts_rows)], self.ranks)[0]
+
+
+class Column(ParallelLayer):
+    """Each rank has N / R of the N outputs, the rows of w [N, K]."""
+
+    cuts_rows = False
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T, N / R] of this rank's rows x [..., T / R, K]."""
+        recipe = _fusable(layer)
+        if recipe is None or x.numel() == 0:
+            return self._whole(layer, gather_rows(x.to(compute_dtype(x)), self.ranks))
+        stack = _stack([layer], recipe, layer.weight_cache)
+        y, _ = norm_linear(x, None, None, stack, _call(layer, recipe, x, layer), self)
+        return self.ranks.by_sequence(y, x.shape[:-2])
+
+    def norm_linear(self, module: NormLinear, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
+        layers, norm = fusable_layers(module.linears), self._read_norm(module.norm)
+        if layers is None or norm is None or x.numel() == 0:
+            total = x if residual is None else x + residual
+            n = self._input(module.norm, total)
+            return tuple(self._whole(linear, n) for linear in module.linears), total
+        call = _call(layers.linears[0], layers.recipe, x, module)
+        stack = _stack(layers.linears, layers.recipe, module.weight_cache)
+        y, total = norm_linear(x, residual, norm, stack, call, self)
+        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
+        return tuple(self.ranks.by_sequence(part, x.shape[:-2]) for part in parts), total
+
+    def mlp(
+        self, module: FusedMLP, x: Tensor, norm: nn.Module | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layers = fusable_layers((*module.inner, module.outer))
+        known_norm = None if norm is None else self._read_norm(norm)
+        if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
+            total = x if residual is None else x + residual
+            n = self._input(norm, total)
+            return module.outer(module.activate(*(self._whole(linear, n) for linear in module.inner))), total
+        *inner, outer = layers.linears
+        parallel: Any = outer.parallel
+        call = _call(inner[0], layers.recipe, x, module, outer)
+        stacks = _stack(inner, layers.recipe, module.weight_cache), _stack([outer], layers.recipe, outer.weight_cache)
+        return mlp(x, residual, known_norm, module.activation, *stacks, call, (self, parallel))
+
+    # Its exchanges: the rows of x are gathered, and those of dx scattered.
+
+    resends_x = True
+
+    def send_x(self, x_q: QTensor) -> Sent:
+        return self.ranks.send(x_q)
+
+    def y(self, x_q: Sent, w_q: QTensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, Tensor]:
+        rows, y = self.ranks.gathered_mm(x_q, w_q, call.recipe.y, call, bias=bias)  # [T,K] @ [N/R,K]^T
+        return rows.scale, y
+
+    def dx(self, g: QTensor, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
+        scales = fold_scales(s_x, g.scale, s_w)
+        dx = self.ranks.scattered_mm(rescaled(g, scales.dx), w_t, call.recipe.dx, call)  # [T,N/R] @ [K,N/R]^T
+        return g, scales, dx
+
+    def arrived(self, dx: Tensor) -> Tensor:
+        return self.ranks.done(dx)
+
+    def send_bytes(self, x_data: Tensor | None, g: QTensor) -> tuple[tuple[Tensor, ...], torch.dtype]:
+        assert x_data is not None  # by `resends_x`
+        return self.ranks.gather_data(x_data, g.scale), x_data.dtype
+
+    def x_transposed(self, x_data: tuple[tuple[Tensor, ...], torch.dtype], g: QTensor) -> QTensor:
+        return scale_folded(transpose(self.ranks.data(*x_data)))
+
+    def _whole(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T, N / R] of all rows x [..., T, K]."""
+        return _compute(layer, x, _local(layer.bias))
+
+    def _input(self, norm: nn.Module | None, x: Tensor) -> Tensor:
+        """All rows of the norm of this rank's rows x; without a norm, of x."""
+        n = x if norm is None else call_norm(norm, x, self.ranks)
+        return gather_rows(n.to(compute_dtype(n)), self.ranks)
+
+    def _read_norm(self, norm: nn.Module) -> Norm | None:
+        known = read_norm(norm)
+        if known is None:
+            return None
+        spec, gamma, beta = known
+        return spec, local_replicated(gamma, self.ranks), None if beta is None else local_replicated(beta, self.ranks)
+
+
+class Row(ParallelLayer):
+    """Each rank has K / R of the K inputs, the columns of w [N, K]."""
+
+    cuts_rows = True
+
+    def norm_linear(self, module: nn.Module, *_: Any, **__: Any) -> Any:
+        raise ValueError(
+            f"the layers that read the input of {module} must have the style octavo.distributed.ColumnParallel, got "
+            "RowParallel"
+        )
+
+    mlp = norm_linear
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """y [..., T / R, N], this rank's rows, of its columns x [..., T, K / R]."""
+        rows, recipe = self.ranks.by_rank(x), _fusable(layer)
+        if recipe is None or x.numel() == 0:
+            y = scatter_rows(_compute(layer, rows, None), self.ranks)
+            if layer.bias is not None:
+                y = y + local_replicated(layer.bias, self.ranks).to(y.dtype)
+        else:
+            stack = _stack([layer], recipe, layer.weight_cache)
+            y, _ = norm_linear(rows, None, None, stack, _call(layer, recipe, x, layer), self)
+        batch = x.shape[:-2]
+        return shaped(y, torch.Size((*batch, y.shape[0] // prod(batch), y.shape[1])))
+
+    # Its exchanges: the rows of y are scattered, and those of g gathered.
+
+    def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
+        return requantize([x], self.ranks.largest(row_scales([x], cast)), cast)
+
+    def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
+        return activation_quantize_scaled(u, kind, self.ranks.largest(activation_scales(u, kind, cast)), cast)
+
+    def y(self, x_q: QTensor, w_q: QTensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, Tensor]:
+        y = self.ranks.done(self.ranks.scattered_mm(x_q, w_q, call.recipe.y, call))  # [T,K/R] @ [N,K/R]^T
+        return x_q.scale, y if bias is None else y + bias.to(y.dtype)
+
+    def own(self, s_x: Tensor) -> Tensor:
+        return self.ranks.own(s_x)
+
+    def send_g(self, g: QTensor) -> Sent:
+        return self.ranks.send(g)
+
+    def dx(self, g: Sent, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
+        rows, dx = self.ranks.gathered_mm(g, w_t, call.recipe.dx, call, m=mantissa(s_x))  # [T,N] @ [K/R,N]^T
+        return rows, fold_scales(s_x, rows.scale, s_w), dx
+
+    def x_transposed(self, x_data: Tensor, g: QTensor) -> QTensor:
+        return scale_folded(transpose(x_data, None, g.data))
+
+
+def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
+    """`norm` of this rank's rows x [..., T / R, K], by its own forward: its parameters are DTensors."""
+    parameter: Any = next(norm.parameters(), None)
+    if parameter is None:
+        return norm(x)  # type: ignore[no-any-return]
+    local_replicated(parameter, ranks)  # raises where it is no DTensor
+    placement = Shard(x.ndim - 2) if ranks.sequence else Replicate()
+    whole: Any = DTensor.from_local(x, parameter.device_mesh, [placement], run_check=False)
+    return norm(whole).to_local()  # type: ignore[no-any-return]
+
+
+def local_replicated(parameter: Any, ranks: Ranks) -> Tensor:
+    """A parameter that each rank has whole, and uses for its own rows: its gradient is a part of a sum."""
+    if not isinstance(parameter, DTensor):
+        raise ValueError(
+            "a norm between layers that are parallel along the sequence must be parallelized too, or its gradient "
+            "would be that of one rank's rows: give it the style octavo.distributed.NormParallel"
+        )
+    return parameter.to_local(grad_placements=[Partial()]) if ranks.sequence else parameter.to_local()
+
+
+def _local(parameter: Any) -> Any:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _fusable(layer: Any) -> FusableRecipe | None:
+    return layer.recipe.fusable if isinstance(layer, Linear) else None
+
+
+def _call(layer: Any, recipe: FusableRecipe, x: Tensor, observed: Any, outer: Any = None) -> FusedCall:
+    """The call of `layer`, or of a fused module `observed` that begins with it, and whose last layer is `outer`."""
+    check_call(layer, x)
+    outer_observer = None if outer is None else observer_of(outer)
+    return LinearCall(recipe, compute_dtype(x), observer=observer_of(observed), outer_observer=outer_observer)
+
+
+def _stack(linears: Sequence[Any], recipe: FusableRecipe, cache: WeightCache) -> Stack:
+    """This rank's parts of the layers, with the bytes that `cache` has for them."""
+    biases = [_local_bias(linear) for linear in linears]
+    weights = [_local(linear.weight) for linear in linears]
+    if isinstance(weights[0], GatheredWeight):
+        return Stack(weights, biases, cache.gathered)
+    parameters = [linear.weight for linear in linears]
+    if cache.q is not None and cache.is_stale(parameters):
+        cache.store(linears[0].parallel.quantize([(linears, recipe.w)])[0], parameters)
+    return Stack(weights, biases, cache.q)
+
+
+def _local_bias(linear: Any) -> Tensor | None:
+    """This rank's part of a bias, which each rank has whole where the inputs are cut."""
+    whole = linear.bias is not None and isinstance(linear.parallel, Row)
+    local: Tensor | None = local_replicated(linear.bias, linear.parallel.ranks) if whole else _local(linear.bias)
+    return local
+
+
+def _compute(layer: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """y of this rank's part of a layer, by its recipe if it was converted."""
+    w = _local(layer.weight)
+    return layer.compute(x, w, bias, layer.quantized_weight(w)) if isinstance(layer, Linear) else F.linear(x, w, bias)

@@ -1,0 +1,477 @@
+"""One weight of FSDP2 and what its all-gather moves: the bytes and scales of this rank's rows.
+
+FSDP2 looks for `fsdp_pre_all_gather` and `fsdp_post_all_gather` on the local tensor of a sharded parameter. Ours are
+attributes of that one tensor, so the parameter stays a plain DTensor: `state_dict`, optimizers and DCP see no subclass.
+Only the gathered parameter is one (`GatheredWeight`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.tensor import DTensor
+
+from octavo.distributed.fsdp_units import UnitWeight
+from octavo.nn.delayed import ScaleHistory
+from octavo.nn.linear import Linear, RecipeLayer
+from octavo.nn.weight_cache import GatheredWeight, WeightCache
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
+from octavo.numerics.scaling import scale_from_amax
+from octavo.ops import quantize, quantize_matrices
+from octavo.ops.launching import RowBatch
+from octavo.ops.rows import cast_rows, row_amaxes
+
+_HOOK = "fsdp_pre_all_gather"
+
+
+class ShardedWeight:
+    """A weight `leaf` of a converted layer, which FSDP2 shards as `unit` says.
+
+    It is [N, K], sharded on its rows, or the stack [E, N, K] of experts' matrices, sharded on these.
+    """
+
+    def __init__(self, layer: Any, leaf: str, unit: UnitWeight) -> None:
+        self.layer, self.leaf, self.unit = layer, leaf, unit
+        self.cast: Cast = layer.recipe.w
+        self.history = _history(layer)
+        self.stack = WeightStack([self], [])
+        # The sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
+        self.parameter: Any = getattr(layer, leaf)
+        self.data: Tensor | None = None  # the bytes [shard_rows, ...] of this rank's rows, uint8
+        # `data` while it is sent: until the stream that computes, whose memory it is, has waited for the gather
+        self.sending: Tensor | None = None
+        self.scale: Tensor | None = None  # of these rows
+        self.cast_again: Callable[[], None] | None = None  # makes `data` anew; None where it is held between steps
+        # Called before the bytes of a unit are sent, by the first of its weights; None for the others.
+        self.prepare: Callable[[], None] | None = None
+        self.key: tuple[Any, ...] = ()  # `current_key` when the bytes were made
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, as FSDP2 holds them: fewer than `shard_rows`, or none, on the last ranks."""
+        local: Tensor = self.parameter._local_tensor
+        return local
+
+    def attach(self) -> None:
+        """Put the hooks on the local tensor, which `.to()`, `to_empty` and loading by assignment replace.
+
+        A ValueError if the layer was converted again or restored, and reads other bytes than are gathered.
+        """
+        recipe: Any = getattr(self.layer, "recipe", None)
+        # A layer without a cast of w reads the numbers that the gathered bytes stand for.
+        if recipe is None or recipe.w not in (None, self.cast) or _history(self.layer) is not self.history:
+            now = "restored" if recipe is None else f"converted to {recipe.name}"
+            raise ValueError(
+                f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "
+                "weight for the recipe that it had: call octavo.convert or octavo.restore before fp8_all_gather"
+            )
+        current: Any = self.layer._parameters[self.leaf]
+        if current is self.parameter and _HOOK in current._local_tensor.__dict__:
+            return
+        if isinstance(current, DTensor) and not isinstance(current._local_tensor, GatheredWeight):
+            self.parameter = current
+        local: Any = self.local
+        if not hasattr(local, _HOOK):
+            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = self._hooks()
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the bytes depend on no row of another rank: those of square blocks, and of whole matrices."""
+        return self.cast.granularity not in (ROW, TENSOR) or self.local.ndim == 3
+
+    def current_key(self) -> tuple[Any, ...]:
+        """Differs from `key` if the weight was written, or its scale has changed, since the bytes were made."""
+        history = self.history
+        scale = None if history is None else (history.ready, history.scale._version)
+        # An operation on the DTensor counts as a write to that alone, one on its local tensor as a write to both.
+        return self.parameter._version, self.local._version, self.local.data_ptr(), scale
+
+    def hold(self, data: Tensor, scale: Tensor) -> None:
+        """Take the memory from which the all-gather sends, and hold it."""
+        self.data, self.scale = data, scale
+
+    def take_scale(self, scale: Tensor, amax: Tensor) -> None:
+        """Take the memory of the scale, by which the bytes are made."""
+        self.scale = scale
+        if self.history is not None:
+            self.layer.weight_cache.amax = amax
+
+    def bytes_to_send(self) -> Tensor:
+        """The bytes of this rank's rows.
+
+        Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all have
+        arrived, so that it is not beside the activations. Later gathers cast the rows again.
+        """
+        data = self.data
+        assert data is not None
+        if self.cast_again is not None:
+            self.data = None
+        return data
+
+    def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
+        sends_scale = self.cast.granularity != TENSOR and self.unit.world > 1
+
+        def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            """The inputs of the all-gather, and what the other hook needs besides."""
+            if self.prepare is not None:
+                self.prepare()
+            data = self.bytes_to_send()
+            assert self.scale is not None
+            return ((data, self.scale), None) if sends_scale else ((data,), self.scale)
+
+        def post_all_gather(
+            outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
+        ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+            """The gathered weight and the memory that FSDP2 is to free; None where `out` is filled."""
+            self.sending = None
+            if out is not None:
+                self.stack.refill()
+                return None
+            scale = outputs[1] if scale is None else scale
+            rows = self.unit.rows
+            scale_rows = self.cast.granularity.scale_shape((rows, *outputs[0].shape[1:]))[0]
+            data = outputs[0].view(self.cast.fmt.dtype)
+            return self.stack.take(self, data[:rows], scale[:scale_rows], dtype)
+
+        pre: Any = pre_all_gather
+        pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
+        return pre, post_all_gather
+
+
+def _history(layer: nn.Module) -> ScaleHistory | None:
+    """The history of a layer's weight, if its scale comes from one. Restored layers and experts have none."""
+    return layer.history_of("w") if isinstance(layer, RecipeLayer) else None
+
+
+class WeightStack:
+    """Weights of a unit that run as one GEMM: their gathered bytes lie one under the other, in memory FSDP2 frees.
+
+    `caches` are those of the modules that run the stack. The cache of each layer gets its own part.
+    """
+
+    def __init__(self, parts: Sequence[ShardedWeight], caches: Sequence[WeightCache]) -> None:
+        self.parts, self.caches = parts, list(caches)
+        self.starts = [0, *accumulate(part.unit.rows for part in parts)]
+        self.stacked: tuple[Tensor, ...] = ()  # data and scale, of several parts
+        self.copies: tuple[list[Tensor], list[Tensor]] = [], []  # destinations and sources, as words
+        self.freed: list[Tensor] = []  # what FSDP2 gathers into
+        self.arrived = 0  # parts, since the last copy
+
+    def take(
+        self, part: ShardedWeight, data: Tensor, scale: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Take the gathered bytes of a part for the first time; the result is that of `fsdp_post_all_gather`."""
+        owned: tuple[Tensor, ...] = ()
+        if len(self.parts) > 1:
+            owned = () if self.stacked else self._allocate(data, scale)
+            i = self.parts.index(part)
+            rows = slice(self.starts[i], self.starts[i + 1])
+            self.freed += [data, scale] if part.unit.world > 1 else [data]
+            for source, destination in zip((data, scale), self.stacked, strict=True):
+                self.copies[0].append(_as_words(destination[rows]))
+                self.copies[1].append(_as_words(source))
+            data, scale = (t[rows] for t in self.stacked)
+            self.refill()
+        else:
+            self._publish(data, scale, self.caches)
+        if isinstance(part.layer, Linear):
+            self._publish(data, scale, [part.layer.weight_cache])
+        return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned
+
+    def refill(self) -> None:
+        """Note that a part is gathered. The last part copies all into the stack, in one launch, and frees them."""
+        self.arrived += 1
+        if self.arrived < len(self.parts):
+            return
+        self.arrived = 0
+        if self.copies[0]:
+            with torch.no_grad(), _unsafe_preserve_version_counter(self.stacked):
+                torch._foreach_copy_(*self.copies)
+            for t in self.freed:  # FSDP2 allocates it again by itself
+                t.untyped_storage().resize_(0)
+
+    def _allocate(self, data: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):  # autograd saves them
+            self.stacked = tuple(t.new_empty(self.starts[-1], t.shape[1]) for t in (data, scale))
+        self._publish(self.stacked[0], self.stacked[1], self.caches)
+        return self.stacked
+
+    def _publish(self, data: Tensor, scale: Tensor, caches: Sequence[WeightCache]) -> None:
+        cast = self.parts[0].cast
+        for cache in caches:
+            cache.gathered = QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def _as_words(t: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 8-byte words, or as bytes where it does not divide into words.
+
+    A copy of words is about twice as fast as one of bytes.
+    """
+    data = t.view(-1).view(torch.uint8)
+    aligned = data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
+    return data.view(torch.int64) if aligned else data
+
+
+# ---- Weights whose rows on this rank are quantized together: in two launches, into one memory.
+#
+# A row's scale has a floor, a fraction of the largest scale of the tensor. A scale of the whole tensor needs the amax
+# of the tensor. Both depend on one number a weight, its largest amax, which the caller reduces over the ranks between
+# the two steps. Where tensor parallelism has split the columns, the amax of each row is reduced over these ranks
+# before.
+
+
+class ShardGroup:
+    """Weights with one cast (by row or by tensor), number of columns, dtype and device.
+
+    All have a `history`, or none; the weights of a unit come one after the other. With `split`, tensor parallelism has
+    split their columns.
+    """
+
+    def __init__(self, weights: Sequence[ShardedWeight], *, split: bool) -> None:
+        self.weights, self.cast = weights, weights[0].cast
+        self.by_row = self.cast.granularity == ROW
+        local, sizes = weights[0].local, [weight.unit.shard_rows for weight in weights]
+        self.starts = [0, *accumulate(sizes)][:-1]
+        rows, device = sum(sizes), local.device
+        self.shape = rows, local.shape[1]
+        self.data: Tensor | None = None  # between `measure` and `finish`, which write it
+        self.scale_of_row = torch.ones(rows, device=device)
+        self._find_matrices()
+        # cuBLASLt demands that the scale of a tensor begins at a multiple of 16 bytes.
+        self.scale = self.scale_of_row[:, None] if self.by_row else torch.ones(len(weights), 4, device=device)[:, :1]
+        self.largest_here = torch.zeros(len(weights), 1, device=device)
+        # Of each row, infinite where a number is not finite; and of its part on this rank.
+        self.amax, self.amax_here = torch.zeros(2, rows, device=device)
+        self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
+        self.cast_at_once = self.by_row and not split
+        scales = torch.split(self.scale, sizes if self.by_row else 1)
+        for weight, scale, amax in zip(weights, scales, torch.split(self.largest_here, 1), strict=True):
+            weight.take_scale(scale, amax)
+
+    @property
+    def given(self) -> bool:
+        """True if histories give the scales."""
+        history = self.weights[0].history
+        return history is not None and history.ready
+
+    @property
+    def needs_largest(self) -> bool:
+        """True if the scales depend on rows of other ranks."""
+        return not self.given and (not self.by_row or bool(self.cast.relative_floor))
+
+    def _find_matrices(self) -> None:
+        local = [weight.local for weight in self.weights]
+        self.batch = RowBatch(local, self.starts)
+        for _, found in groupby(range(len(local)), lambda i: self.weights[i].unit.group):
+            unit = list(found)
+            weights, first = [self.weights[i] for i in unit], self.starts[unit[0]]
+            batch = RowBatch([local[i] for i in unit], [self.starts[i] - first for i in unit])
+            scale = self.scale_of_row[first : first + sum(weight.unit.shard_rows for weight in weights)]
+            for weight in weights:
+                weight.cast_again = partial(self._cast_again, weights, batch, scale)
+
+    def _cast_again(self, weights: Sequence[ShardedWeight], batch: RowBatch, scale: Tensor) -> None:
+        """Make the bytes of the weights of a unit by their scales, in one launch; any bytes in rows of padding."""
+        data = torch.empty(len(scale), self.shape[1], dtype=self.cast.fmt.dtype, device=scale.device)
+        with torch.no_grad():
+            cast_rows(batch, scale, None, data, self.cast)
+        _hand_out(data, weights)
+
+    def allocate(self) -> None:
+        """Hand out memory for the bytes. It is of the stream of the caller, which has it again once it is freed."""
+        if self.data is not None:  # measured, and not finished
+            return
+        for weight in self.weights:
+            weight.data = None  # those of the step before, where none were sent since
+        self.data = torch.empty(self.shape, dtype=self.cast.fmt.dtype, device=self.scale.device)
+        _hand_out(self.data, self.weights)
+
+    def measure(self) -> None:
+        """Find the amax of each row; also write the bytes by it where most rows need no other scale."""
+        if self.batch.addresses != [weight.local.data_ptr() for weight in self.weights]:
+            self._find_matrices()
+        row_amaxes(self.batch, self.amax, self.data if self.cast_at_once else None, self.cast)
+        self.amax_here.copy_(self.amax)
+
+    def has_changed(self) -> bool:
+        """True if the amax of a row of this rank is another than when it was measured."""
+        amax = torch.zeros_like(self.amax)
+        row_amaxes(self.batch, amax, None, self.cast)
+        return not torch.equal(amax, self.amax_here)
+
+    def largest(self) -> Tensor:
+        """The largest amax [weights] of the rows of this rank, by row that of the finite ones: the floor's."""
+        amax = torch.where(self.amax.isfinite(), self.amax, 0) if self.by_row else self.amax
+        found = torch.zeros(len(self.weights), device=amax.device)
+        found.scatter_reduce_(0, self.weight_of_row, amax, "amax")
+        self.largest_here.copy_(found.view(-1, 1))
+        return found
+
+    def finish(self, largest: Tensor) -> None:
+        """Write the scales, and the bytes by them; `largest` [weights] is that of all ranks where it is needed."""
+        assert self.data is not None
+        if self.by_row:
+            self._finish_rows(largest, self.data)
+        else:
+            self._finish_tensors(largest, self.data)
+        self.data = None
+
+    def _finish_rows(self, largest: Tensor, data: Tensor) -> None:
+        floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
+        scale = self._scale(self.amax, floor_of)
+        self.scale_of_row.copy_(scale)
+        if not self.cast_at_once or self.cast.relative_floor:
+            written = self._scale(self.amax, None) if self.cast_at_once else None
+            cast_rows(self.batch, scale, written, data, self.cast)
+
+    def _finish_tensors(self, largest: Tensor, data: Tensor) -> None:
+        if self.given:
+            scales = torch.cat([weight.history.scale.view(1) for weight in self.weights if weight.history is not None])
+            scale = torch.where(largest.isfinite(), scales, torch.nan)
+        else:
+            scale = scale_from_amax(largest, self.cast.fmt, power_of_two=self.cast.power_of_two)
+        self.scale.copy_(scale.view(-1, 1))
+        torch.index_select(scale, 0, self.weight_of_row, out=self.scale_of_row)
+        cast_rows(self.batch, self.scale_of_row, None, data, self.cast)
+
+    def _scale(self, amax: Tensor, largest_scale: Tensor | None) -> Tensor:
+        floor = 0.0 if largest_scale is None else self.cast.relative_floor
+        return scale_from_amax(
+            amax,
+            self.cast.fmt,
+            power_of_two=self.cast.power_of_two,
+            relative_floor=floor,
+            largest_scale=largest_scale,
+        )
+
+
+def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
+    """Give each weight its rows of the bytes `data`, in which they lie one after the other."""
+    parts = torch.split(data.view(torch.uint8), [weight.unit.shard_rows for weight in weights])
+    for weight, part in zip(weights, parts, strict=True):
+        weight.data = part
+
+
+# ---- Quantizing the rows of a rank, to the bytes and scales that one rank makes of the whole weight.
+#
+# All weights of one size are quantized in two launches, and one all-reduce (MAX) of one number a weight serves all.
+# Square blocks and stacks of matrices, which are sharded between matrices, need nothing of other ranks.
+
+
+ProcessGroups = tuple[Any, ...]
+
+
+class ShardQuantizer:
+    """Quantizes the rows of this rank of many weights."""
+
+    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
+        self.alone = [weight for weight in weights if weight.is_alone]
+        self.together = [weight for weight in weights if not weight.is_alone]
+        self.groups: list[tuple[ShardGroup, ProcessGroups, ProcessGroups]] = []
+
+    @torch.no_grad()
+    def has_changed(self) -> bool:
+        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
+        alone = ((weight.data, _quantize(weight).data) for weight in self.alone)
+        return any(group.has_changed() for group, _, _ in self.groups) or any(
+            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
+        )
+
+    def group(self) -> None:
+        """Find the weights that are quantized together, and take the memory of their scales, once."""
+        if not self.groups:
+            self.groups = _grouped(self.together)
+
+    @torch.no_grad()
+    def allocate(self) -> None:
+        """Take memory for all bytes. Those that need nothing of other weights are written at once."""
+        for group, _, _ in self.groups:
+            group.allocate()
+        for weight in self.alone:
+            _hold_quantized(weight)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
+        for group, _, _ in self.groups:
+            group.measure()
+        for weight in (*self.together, *self.alone):
+            weight.key = weight.current_key()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
+        _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
+        largest = [group.largest() for group, _, _ in self.groups]
+        needed = [
+            (value, shards)
+            for value, (group, _, shards) in zip(largest, self.groups, strict=True)
+            if group.needs_largest
+        ]
+        _reduce(needed)
+        for value, (group, _, _) in zip(largest, self.groups, strict=True):
+            group.finish(value)
+
+
+def _grouped(weights: Sequence[ShardedWeight]) -> list[tuple[ShardGroup, ProcessGroups, ProcessGroups]]:
+    """The weights in groups, each with the process groups that split its columns, and those that shard it at all."""
+    together: defaultdict[Any, list[ShardedWeight]] = defaultdict(list)
+    for weight in weights:
+        local, sharded = weight.local, _groups(weight, lambda placement: not placement.is_replicate())
+        history = weight.history is not None
+        key = weight.cast, history, local.shape[1], local.dtype, local.device, _split(weight), sharded
+        together[key].append(weight)
+    return [(ShardGroup(found, split=bool(key[-2])), key[-2], key[-1]) for key, found in together.items()]
+
+
+def _split(weight: ShardedWeight) -> ProcessGroups:
+    """The process groups over which the columns of a weight that is scaled by row are sharded."""
+    return _groups(weight, lambda placement: placement.is_shard(1)) if weight.cast.granularity == ROW else ()
+
+
+def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroups:
+    mesh, placements = weight.parameter.device_mesh, weight.parameter.placements
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if takes(placement))
+
+
+def _quantize(weight: ShardedWeight) -> QTensor:
+    local = weight.local
+    return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
+
+
+def _hold_quantized(weight: ShardedWeight) -> None:
+    local, q = weight.local, _quantize(weight)
+    if weight.data is None or weight.data.device != local.device:
+        rows = weight.unit.shard_rows
+        data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
+        scale = torch.ones(
+            weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device
+        )
+        weight.hold(data, scale)
+    assert weight.data is not None
+    assert weight.scale is not None
+    weight.data[: local.shape[0]] = q.data.view(torch.uint8)
+    weight.scale[: q.scale.shape[0]] = q.scale
+
+
+def _reduce(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
+    """Reduce each tensor in place by MAX over its groups, with one all-reduce for all tensors of a group."""
+    together: defaultdict[ProcessGroups, list[Tensor]] = defaultdict(list)
+    for value, groups in values:
+        together[groups].append(value)
+    for groups, tensors in together.items():
+        if groups:
+            flat = torch.cat(tensors)
+            for group in groups:
+                dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+            torch._foreach_copy_(tensors, list(torch.split(flat, [t.numel() for t in tensors])))

@@ -1,0 +1,190 @@
+"""The places in an architecture where folding is possible: the module that writes a tensor, and all that read it.
+
+    residual -> input_layernorm -> q, k, v     v -> attention -> o -> residual
+    residual -> post_attention_layernorm -> gate, up      up -> (* act(gate)) -> down -> residual
+
+The computation between the writer and the readers of a pair commutes with a factor for each channel: attention mixes
+tokens, and a gate multiplies elementwise. ReLU commutes with positive factors. GELU does not, so there is no pair
+across it. A norm whose output is also a residual (BERT, and OPT with norms after its layers) is in no pair, because not
+all of its readers are linear layers.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.architectures import ARCHITECTURES, BERT, OPT, Architecture
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.scheme import Scheme
+from octavo.hf.source import Source
+from octavo.models import GPT2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A norm or linear layer `writer`, and the linear layers `readers` of its output, through attention heads or not.
+
+    `head` is the width of a head if several query heads share one that the writer writes, else 0.
+    """
+
+    writer: str
+    readers: tuple[str, ...]
+    head: int = 0
+
+
+@dataclass(frozen=True)
+class Map:
+    """The places of one model, by the names of its modules.
+
+    Attributes:
+        pairs: the tensors that can be smoothed.
+        norms: for rotation, norm -> the linear layers that read it, in order; the last norm and the head are included.
+        writers: the layers that write to the residual stream.
+        heads: (v, o) of each layer.
+        embedding, head: the modules, which may share their weight.
+        width, head_dim: of the residual stream, and of a head of the values.
+    """
+
+    pairs: tuple[Pair, ...]
+    norms: Mapping[str, tuple[str, ...]]
+    writers: tuple[str, ...]
+    heads: tuple[tuple[str, str], ...]
+    embedding: str
+    head: str
+    width: int
+    head_dim: int
+
+
+def read_map(source: Source, *, rotate: bool) -> Map:
+    """The places of `source`.
+
+    Raises:
+        ArtifactError: the architecture cannot be folded, or not rotated. The message says why.
+    """
+    where, config = source.description / "config.json", source.config
+    architecture = str((config.get("architectures") or ["of no named architecture"])[0])
+    rotated = ", ".join(f"{each.name}ForCausalLM" for each in ARCHITECTURES.values() if each.fusable)
+    supported = f"{rotated}; and to smooth, OPTForCausalLM and BERT-like encoders"
+    if isinstance(source.meta_model.model, GPT2):
+        raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {supported}")
+    names = {name for name, _ in source.meta_model.model.named_modules()}
+    known = ARCHITECTURES.get(architecture.removesuffix("ForCausalLM"))
+    if known is not None and known.fusable:
+        return _decoder(known, config)
+    if rotate and architecture.startswith(("OPT", "Bert")):
+        raise ArtifactError(
+            f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
+            f"models with RMSNorm are rotated ({rotated})"
+        )
+    if architecture == "OPTForCausalLM":
+        return _smoothed(_opt(config, names))
+    if architecture.startswith("Bert"):
+        return _smoothed(_bert(names))
+    raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
+
+
+def check_rotation(found: Map, where: Path) -> None:
+    """Raise an ArtifactError unless Hadamard matrices exist for the width and the heads."""
+    for what, size in (("width", found.width), ("head width", found.head_dim)):
+        if size % 2:
+            raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
+
+
+def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
+    block = architecture.block
+    assert block is not None  # the architecture is fusable
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    pairs = []
+    norms: dict[str, tuple[str, ...]] = {}
+    layers = [f"{architecture.layers}.{i}." for i in range(config["num_hidden_layers"])]
+    for layer in layers:
+        for norm, readers in zip(block.norms, (block.qkv, block.up), strict=True):
+            norms[layer + norm] = tuple(layer + name for name in readers)
+            pairs.append(Pair(layer + norm, norms[layer + norm]))
+        pairs += [
+            Pair(layer + block.qkv[2], (layer + block.o,), head_dim),
+            Pair(layer + block.up[-1], (layer + block.down,)),
+        ]
+    norms[architecture.norm] = (architecture.head,)
+    return Map(
+        pairs=tuple(pairs),
+        norms=norms,
+        writers=tuple(layer + name for layer in layers for name in (block.o, block.down)),
+        heads=tuple((layer + block.qkv[2], layer + block.o) for layer in layers),
+        embedding=architecture.embeddings[0],
+        head=architecture.head,
+        width=config["hidden_size"],
+        head_dim=head_dim,
+    )
+
+
+def _opt(config: Mapping[str, Any], names: set[str]) -> list[Pair]:
+    pairs = []
+    for layer in _layers(names, OPT.qkv[2]):
+        if config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True):
+            readers = zip(OPT.norms, (OPT.qkv, OPT.up), strict=True)
+            pairs += [Pair(layer + norm, tuple(layer + name for name in each)) for norm, each in readers]
+        pairs.append(Pair(layer + OPT.qkv[2], (layer + OPT.o,)))
+        if config.get("activation_function", "relu") == "relu":
+            pairs.append(Pair(layer + OPT.up[0], (layer + OPT.down,)))
+    return pairs
+
+
+def _bert(names: set[str]) -> list[Pair]:
+    value = BERT.qkv[2]
+    return [Pair(layer + value, (layer + BERT.o,)) for layer in _layers(names, value)]
+
+
+def _layers(names: set[str], module: str) -> list[str]:
+    """The names of the layers that have such a module, each with a dot behind it."""
+    return sorted(name.removesuffix(module) for name in names if name.endswith(f".{module}"))
+
+
+def _smoothed(pairs: list[Pair]) -> Map:
+    """The places of a model that is never rotated."""
+    return Map(tuple(pairs), {}, (), (), "", "", 0, 0)
+
+
+# ---- Linear layers that readers fuse into one GEMM: q, k and v; gate and up, which Mixtral calls w1 and w3.
+#
+# vLLM holds their weights as one tensor, which has one scheme. It refuses a folder in which one of them is packed and
+# another is not, so the layers of a group are packed by one scheme, or all left in BF16.
+
+
+def fused_names() -> list[tuple[str, ...]]:
+    """The last names of the layers that readers run as one GEMM, of all architectures."""
+    found = []
+    for each in ARCHITECTURES.values():
+        layers = (each.block.qkv, each.block.up) if each.block is not None else ()
+        found += [tuple(name.rpartition(".")[2] for name in names) for names in (*layers, each.expert_up)]
+    return [names for names in dict.fromkeys(found) if len(names) > 1]
+
+
+def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group the layers `names`, in their order, by the GEMM that readers run them in; most are alone."""
+    fused = fused_names()
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        together = next((leaves for leaves in fused if leaf in leaves), (leaf,))
+        found.setdefault((parent, together), []).append(name)
+    return [tuple(layers) for layers in found.values()]
+
+
+def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
+    """Raise a ValueError unless the layers of each group have one scheme, or none.
+
+    Args:
+        names: of all linear layers.
+        schemes: of the packed layers, by name.
+    """
+    for group in groups(names):
+        chosen = {name: schemes[name].name if name in schemes else "BF16" for name in group}
+        if len(set(chosen.values())) > 1:
+            parent = group[0].rpartition(".")[0]
+            each = ", ".join(f"{name.rpartition('.')[2]} {how}" for name, how in chosen.items())
+            raise ValueError(
+                f"{parent}: layers that readers run as one GEMM need one scheme, they have {each}: name all of them "
+                "in --skip or --layer"
+            )

@@ -1,0 +1,375 @@
+"""Generation with one model: a cache of fixed size, decoding steps as CUDA graphs, and prompts in pieces.
+
+    engine = Engine(model, context=4096)
+    for tokens in engine.generate([[1, 2, 3], [4, 5]], 100, Sampling(temperature=0)):
+        ...                                            one token of each prompt; None after its end
+
+A session (`octavo.inference.session`) belongs to one batch size and has room for a number of tokens. It stays after a
+call, so that the next call of the same batch size replays its graph. On a CPU the same code runs without graphs.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo.inference.kv_cache import Pairs, UnservedError, check_attention, check_settings
+from octavo.inference.sampling import Sampling
+from octavo.inference.session import (
+    Prompts,
+    Session,
+    capacity_for,
+    check_memory,
+    free_bytes,
+    key_dtype,
+    key_shape,
+    make_forward,
+    most_tokens,
+    own_cache_session,
+    pad_prompts,
+    use_fp8_attention,
+)
+from octavo.nn.fused_modules import watched
+from octavo.ops.launching import compile_only, has_kernels
+
+# ---- The loop that chooses tokens, one step after another, without a wait of the device for the host.
+#
+#     logits = prompt;  repeat:  tokens = choose(ids, logits);  logits = step(tokens);  read what the choice was
+#
+# A step is queued before the host reads the tokens that it starts from, so the device always has work: the host reads,
+# streams and decides to stop while the step runs. When all sequences have ended, the step already queued is dropped.
+
+
+Choose = Callable[[Tensor, Tensor], Tensor]
+Step = Callable[[Tensor], Tensor]
+
+
+class Stop(NamedTuple):
+    """When sequences end: `ended` takes the ids [B, n] and returns a boolean [B], True for each sequence that its last
+    token has ended. The token `pad` fills the row of a sequence that has ended."""
+
+    ended: Callable[[Tensor], Tensor]
+    pad: Tensor | int
+
+
+class Mail:
+    """The tokens of a step on their way to the host: a copy that the host waits for when it reads."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.box = torch.empty(batch + 1, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        self.event = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def send(self, tokens: Tensor, running: Tensor) -> None:
+        self.box.copy_(torch.cat((tokens, running.any().view(1).long())), non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> tuple[Tensor, bool]:
+        """The tokens [B], and whether a sequence goes on."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.box[:-1].clone(), bool(self.box[-1])
+
+
+def decode(
+    prompts: Tensor, new: int, logits: Tensor, choose: Choose, step: Step, stop: Stop | None, watched: bool
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Choose up to `new` tokens for each of the prompts, int64 [B, T], until all sequences have ended.
+
+    `logits` [B, V] follow the prompts. `choose` takes ids [B, n] and logits, and returns the next tokens [B]; `step`
+    takes these and returns the logits after them, and may overwrite the former logits. Without `stop`, all sequences
+    have `new` tokens; if the caller does not read them either (`watched`), nothing waits for the device.
+
+    Yields all ids so far, int64 [B, n], and the last tokens [B] on the host, or None if the caller does not read them.
+    """
+    batch, begin = prompts.shape
+    ids = torch.empty(batch, begin + new, dtype=torch.int64, device=prompts.device)
+    ids[:, :begin] = prompts
+    running = torch.ones(batch, dtype=torch.bool, device=ids.device)
+    mail = Mail(batch, ids.device) if watched or stop is not None else None
+    for n in range(begin + 1, ids.shape[1] + 1):
+        tokens = choose(ids[:, : n - 1], logits)
+        if stop is not None:
+            tokens = torch.where(running, tokens, stop.pad)
+        ids[:, n - 1] = tokens
+        if stop is not None:
+            running = running & ~stop.ended(ids[:, :n])
+        if mail is not None:
+            mail.send(tokens, running)
+        if n < ids.shape[1]:
+            logits = step(tokens)
+        if mail is None:
+            yield ids[:, :n], None
+            continue
+        read, goes_on = mail.read()
+        yield ids[:, :n], read
+        if not goes_on:
+            return
+
+
+# ---- Generation with one model.
+
+
+AUTO = "auto"
+SESSIONS = 4  # at most; the one unused for the longest time goes first
+
+
+class Engine:
+    """Generates with one language model. One generation runs at a time; another thread waits for its end.
+
+    Args:
+        model: of `octavo.models` or of transformers, in evaluation mode.
+        context: tokens that the model sees. A cache holds no more than its sliding window (`limit`).
+        kv_cache: dtype of keys and values: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8" if there are
+            scales for it, else the dtype that the model computes keys in.
+        kv_scales: of an FP8 cache, a pair for each layer (of keys, of values), float32 with one element or one a head.
+            None computes them from each prompt.
+        attention: of prompts, "bf16" or "fp8", see `octavo.load`.
+        own_cache: keys and values are in the cache that a model of transformers makes for itself.
+
+    Raises:
+        ValueError: the dtype, or the attention, is unknown.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        context: int,
+        kv_cache: str = AUTO,
+        kv_scales: Pairs | None = None,
+        attention: str = "bf16",
+        own_cache: bool = False,
+    ) -> None:
+        check_attention(attention)
+        dtype = ("fp8" if kv_scales else None) if kv_cache == AUTO else kv_cache
+        if dtype is not None:
+            check_settings(dtype)
+        self.model, self.context, self.dtype, self.own_cache = model, context, dtype, own_cache
+        self.scales = kv_scales if dtype == "fp8" else None
+        self.asked, self.fp8_attention = kv_cache != AUTO, attention == "fp8"
+        self.limit = context if own_cache else min(context, most_tokens(model))
+        self.sessions: list[Session] = []  # the one used last is the last
+        self.place: tuple[torch.device, torch.dtype] | None = None  # of the keys in the sessions
+        self.lock = threading.Lock()
+        self.owner: int | None = None  # the thread that generates
+        self.parts: list[Any] = []  # of the model, when graphs were last captured
+        self.hooked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles of the model: all but the sessions, whose graphs are of this model's memory."""
+        return self.__dict__ | {"sessions": [], "lock": None, "owner": None, "parts": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state | {"lock": threading.Lock()})
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Raise a ValueError unless `new` tokens after a prompt of `prompt` tokens fit in the cache."""
+        if prompt > self.limit:
+            raise ValueError(
+                f"the model sees {self.limit} tokens, and the prompt has {prompt} (padding included): shorten it"
+            )
+        if prompt + new - 1 > self.limit:
+            raise ValueError(
+                f"the model sees {self.limit} tokens: after a prompt of {prompt} it can generate "
+                f"{self.limit + 1 - prompt} more, not {new}. Lower max_new_tokens or max_length, or shorten the prompt"
+            )
+
+    @torch.no_grad()
+    def run(
+        self, prompts: Prompts, new: int, choose: Choose, stop: Stop | None, *, watched: bool, piece: int | None = None
+    ) -> Generator[tuple[Tensor, Tensor | None], None, None]:
+        """Generate up to `new` tokens after the prompts, and yield what `decode` does.
+
+        One forward pass of the prompts takes `piece` tokens of a row; None bounds the tokens of all rows. Raises what
+        `generate` raises, and an UnservedError if the cache does not serve the model's attention.
+        """
+        batch, begin = prompts.ids.shape
+        self.check_length(begin, new)
+        with self._alone():
+            session = self._session(batch, begin + new - 1)
+            logits = session.prefill(prompts, piece)
+            if new > 1:  # while the device works on the prompt
+                self._refresh()
+            yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], count: int, sampling: Sampling, stop: Collection[int] = ()
+    ) -> Generator[list[int | None], None, None]:
+        """Yield the next token of each prompt, up to `count` times; None for a prompt whose text has ended.
+
+        A text that outgrows the context continues from its last `limit` // 2 tokens, as if they were the whole text.
+
+        Args:
+            prompts: token ids, one list a prompt, of any lengths; or a tensor [B, T].
+            count: number of tokens.
+            sampling: how tokens are drawn.
+            stop: tokens that end a text; they are not yielded.
+
+        Raises:
+            ValueError: no prompt, an empty one, or one longer than the context.
+            MemoryError: the cache does not fit on the device.
+            RuntimeError: this thread generates from the model already.
+        """
+        batch = pad_prompts(prompts, self.device)
+        self.check_length(batch.ids.shape[1], 1)
+        return self._generate(batch, count, sampling, stop)
+
+    @torch.inference_mode()
+    def _generate(
+        self, batch: Prompts, count: int, sampling: Sampling, stop: Collection[int]
+    ) -> Generator[list[int | None], None, None]:
+        random, rows = sampling.generator(self.device), range(batch.ids.shape[0])
+        ending = torch.tensor(sorted(stop), device=self.device)
+        ended = [False for _ in rows]
+        while count > 0 and not all(ended):
+            new = min(count, self.limit + 1 - batch.ids.shape[1])
+            choose = sampling.chooser(random, batch.padding)
+            halt = Stop(lambda ids: torch.isin(ids[:, -1], ending), 0) if stop else None
+            with closing(self.run(batch, new, choose, halt, watched=True)) as steps:
+                for text, tokens in steps:
+                    assert tokens is not None
+                    ids = text
+                    found = tokens.tolist()
+                    ended = [ended[i] or found[i] in stop for i in rows]
+                    if all(ended):
+                        return
+                    yield [None if ended[i] else found[i] for i in rows]
+            count -= new
+            batch = _last_tokens(Prompts(ids, batch.padding), self.limit // 2)
+
+    def warm_up(self, batch: int = 1, tokens: int = 256, new: int = 3) -> None:
+        """Compile the kernels for prompts of `tokens` tokens, and capture the decoding step of a batch with room for
+        `new` more, as a first call would. A call that needs more room than that may capture again."""
+        length = max(1, min(tokens, self.limit - 3))
+        prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
+        if has_kernels(self.device) and not self.own_cache:
+            self._compile(prompts, room)
+        with closing(self.run(prompts, room, lambda _, logits: logits.argmax(-1), None, watched=False)) as steps:
+            for _ in islice(steps, 3):
+                pass
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.no_grad()
+    def _compile(self, prompts: Prompts, new: int) -> None:
+        """Compile the kernels of a first call in several threads. The session is dropped: its cache is empty."""
+        with self._alone(), compile_only():
+            batch, begin = prompts.ids.shape
+            session = self._new_session(batch, begin + new - 1)
+            session.captures = False
+            logits = session.prefill(prompts)
+            if new > 1:
+                session.step(logits.argmax(-1))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other thread generates."""
+        if self.owner == threading.get_ident():
+            raise RuntimeError("this model is generating: finish that generation, or close its iterator, first")
+        with self.lock:
+            self.owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self.owner = None
+
+    # --- Sessions ----------------------------------------------------------------------------------------------
+
+    def _session(self, batch: int, tokens: int) -> Session:
+        """A session with room for `tokens` tokens of each sequence: one of former calls, or a new one."""
+        if self.own_cache:
+            session: Session = own_cache_session(self.model)
+            return session
+        place = self.device, key_dtype(self.model)
+        if place != self.place:  # the model was moved or cast
+            self.sessions.clear()
+            self.place = place
+        fitting = [s for s in self.sessions if s.batch == batch and s.capacity >= tokens]
+        if fitting:
+            session = min(fitting, key=lambda s: s.capacity)
+            self.sessions.remove(session)
+        else:
+            self.sessions = [s for s in self.sessions if s.batch != batch][1 - SESSIONS :]
+            session = self._new_session(batch, tokens)
+        self.sessions.append(session)
+        return session
+
+    def _new_session(self, batch: int, tokens: int) -> Session:
+        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model), self.device
+        needed = shape.nbytes(batch * capacity, self.dtype)
+        while self.sessions and needed > free_bytes(device):
+            self.sessions.pop(0)
+        if needed > free_bytes(device):
+            capacity = tokens
+        check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
+        forward = make_forward(self.model, capacity, self.dtype, self.scales)
+        if self.fp8_attention:
+            use_fp8_attention(forward, self.model, device)
+        return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
+
+    def _refresh(self) -> None:
+        """Forget the graphs of a model whose modules, tensors or hooks have changed. One with hooks runs eagerly."""
+        if self.device.type != "cuda":
+            return
+        parts = parts_of(self.model)
+        if parts != self.parts:
+            self.parts = parts
+            self.hooked = any(watched(module) for module in self.model.modules())
+            for session in self.sessions:
+                session.forget_graph(captures=not self.hooked)
+
+
+def parts_of(model: nn.Module) -> list[Any]:
+    """The modules of a model, the memory of their tensors, and their hooks: while these are the same, a CUDA graph of
+    the model holds. `named_modules` and its relatives take three times as long."""
+    parts: list[Any] = []
+    waiting: list[nn.Module | None] = [model]
+    while waiting:
+        module = waiting.pop()
+        if module is not None:
+            parts += (id(module), type(module), watched(module))
+            parts += (t.data_ptr() for t in module._parameters.values() if t is not None)
+            parts += (t.data_ptr() for t in module._buffers.values() if t is not None)
+            waiting += module._modules.values()
+    return parts
+
+
+def _last_tokens(prompts: Prompts, count: int) -> Prompts:
+    dropped = prompts.ids.shape[1] - count
+    return Prompts(prompts.ids[:, dropped:], tuple(max(0, padding - dropped) for padding in prompts.padding))
+
+
+def open_engine(
+    model: Any,
+    *,
+    context: int,
+    tokens: int,
+    kv_cache: str = AUTO,
+    kv_scales: Pairs | None = None,
+    attention: str = "bf16",
+) -> Engine:
+    """An `Engine` for texts of up to `tokens` tokens, prompt included, which may exceed the context.
+
+    With `kv_cache="auto"`, transformers' own cache serves models and lengths that ours does not: a text longer than the
+    sliding window of the model, for example. Otherwise these raise an UnservedError.
+    """
+    engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
+    try:
+        make_forward(model, 1, engine.dtype, engine.scales)
+        served = engine.asked or engine.limit >= min(context, tokens)
+    except UnservedError:
+        if engine.asked:
+            raise
+        served = False
+    return engine if served else Engine(model, context=context, own_cache=True)

@@ -1,0 +1,559 @@
+"""The KV cache of a model in BF16, E4M3 or INT8: one `LayerKVCache` a layer, one count of tokens for all, and the
+attention over it.
+
+    cache = ModelKVCache(layers=32, max_tokens=4096, dtype="fp8")
+    y = cache.append(i, k, v).attend(q, cache.first, scale)      in layer i; q [B, H, T, D], k and v [B, G, T, D]
+
+    keys, values: [B, G, S, D] for G heads of keys in up to S tokens        k ≈ keys * k_scale[g]
+
+The scales come from the caller (a calibration, or a packed folder) or from a warm-up. The warm-up computes them from
+the largest magnitude of the tokens seen so far, times a margin. If a later token of the warm-up needs a larger scale,
+the stored tokens are cast again with it, which rounds them a second time. After the warm-up the scales are frozen and
+stored bytes never change: a token's bytes depend on that token alone. Numbers beyond the range of a frozen scale
+saturate, and are counted.
+
+The buffers are allocated once, by the first keys, which set the batch size, heads, head size and device. `length` is a
+tensor on the device, so one CUDA graph of a decoding step serves all later steps, and no step waits for the device. The
+sequences of a batch end at the same place: a shorter one has padding on its left, and `first` says how much.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.nn.attention_layers import quantize_heads
+from octavo.numerics.formats import LARGEST
+from octavo.numerics.scaling import SMALLEST_SCALE
+from octavo.ops import fp8_attention, fp8_attention_limit, rotate_append
+from octavo.ops.attention import MAX_ROWS, append_kv, cached_attention, from_stored, to_stored, widened
+from octavo.ops.dispatch import SHORTEST_PROMPT
+
+Pairs = Sequence[tuple[Tensor, Tensor]]  # scales of keys and of values, for each layer
+Scales = Pairs | Mapping[str, tuple[Tensor, Tensor]]
+
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# A margin of 2 costs E4M3 no precision, since its numbers are as dense, relatively, in each binade. INT8 loses steps.
+MARGINS = {"fp8": 2.0, "int8": 1.25}
+GRANULARITIES = ("tensor", "head")
+
+
+class UnservedError(ValueError):
+    """The cache does not serve the attention of a model; the message says why."""
+
+
+def check_settings(dtype: str, per: str | None = None, margin: float | None = None) -> None:
+    """Raise a ValueError unless these are settings of a cache."""
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r} of keys and values: choose one of {', '.join(DTYPES)}")
+    if per is not None and per not in GRANULARITIES:
+        raise ValueError(f"scales must be per {' or per '.join(GRANULARITIES)}, got {per!r}")
+    if margin is not None and not 1 <= margin < float("inf"):
+        raise ValueError(f"the margin multiplies the largest magnitude seen and must be at least 1, got {margin}")
+
+
+# ---- The number of tokens that a KV cache holds.
+
+
+class Length:
+    """The number of tokens of a cache, which all layers of a model share. Kernels read `tensor`, int64 without
+    dimensions. `host` is the same number without a wait for the device; replays of a CUDA graph do not change it."""
+
+    def __init__(self, max_tokens: int, device: torch.device | str) -> None:
+        self.max_tokens = max_tokens
+        self.tensor: Tensor = torch.zeros((), dtype=torch.int64, device=device)
+        self.host = 0
+
+    def advance(self, tokens: int) -> None:
+        """Count new tokens; a RuntimeError if there is no room. Compiled code does not check."""
+        if not torch.compiler.is_compiling():
+            if self.host + tokens > self.max_tokens:
+                raise RuntimeError(
+                    f"a cache of {self.max_tokens} tokens is full: it holds {self.host} and got {tokens} more; make a "
+                    "larger one"
+                )
+            self.host += tokens
+        self.tensor.add_(tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        self.tensor.sub_(tokens).clamp_(min=0)
+        self.host = max(0, self.host - tokens)
+
+    def clear(self) -> None:
+        self.tensor.zero_()
+        self.host = 0
+
+
+# ---- The keys and values of one layer.
+
+
+class LayerKVCache:
+    """The keys and values of one layer, for inference: the buffers are overwritten in place.
+
+    Args:
+        shape: [B, G, S, D]: sequences, heads of keys, room for S tokens, head size.
+        dtype: "fp8" (e4m3), "int8", or one that is not quantized: "bf16", "fp16", "fp32".
+        scales: of keys and of values, float32 with one element or G, positive. None computes them in a warm-up.
+        per: "tensor" or "head": one scale for all heads, or one a head, in a warm-up. The default is "head" for INT8
+            and "tensor" for E4M3.
+        margin: factor of the largest magnitude seen in a warm-up. The default is 2 for E4M3 and 1.25 for INT8.
+        length: the count of tokens that the layers of a model share; its owner advances it. None makes one, which
+            `append` advances.
+        fp8_attention: whether long prompts attend in E4M3 where that is faster.
+
+    `keys` and `values` are the buffers, of which the first `length` tokens are in use; `k_scale` and `v_scale` are
+    float32 [G], or None in BF16. `clipped`, int64 [2] on the device, counts the numbers of the keys and of the values
+    that saturated or were NaN. While `warming`, the scales grow. `empty` says that no token is stored.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: str = "fp8",
+        *,
+        scales: tuple[Tensor, Tensor] | None = None,
+        per: str | None = None,
+        margin: float | None = None,
+        device: torch.device | str = "cpu",
+        length: Length | None = None,
+        fp8_attention: bool = False,
+    ) -> None:
+        check_settings(dtype, per, margin)
+        self.dtype, self.per = dtype, per or ("head" if dtype == "int8" else "tensor")
+        self.margin = MARGINS.get(dtype, 1.0) if margin is None else margin
+        self.max_tokens, self.fp8_attention = int(shape[2]), fp8_attention
+        stored = DTYPES[dtype]
+        self.keys, self.values = (torch.zeros(*shape, dtype=stored, device=device) for _ in range(2))
+        self.count = Length(self.max_tokens, device) if length is None else length
+        self._counts = length is None
+        self.clipped = torch.zeros(2, dtype=torch.int64, device=device)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if stored in LARGEST:
+            given = (None, None) if scales is None else scales
+            self.k_scale, self.v_scale = (_scale(s, int(shape[1]), device) for s in given)
+        elif scales is not None:
+            raise ValueError(
+                f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
+            )
+        self.warming = stored in LARGEST and scales is None
+        # Whether one scale of E4M3 serves all heads, as attention in FP8 needs.
+        one = self.per == "tensor" if scales is None else all(s.numel() == 1 for s in scales)
+        self.one_scale = one and dtype == "fp8"
+        self.empty = True
+
+    @property
+    def length(self) -> Tensor:
+        return self.count.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values, scales included."""
+        scales = (s for s in (self.k_scale, self.v_scale) if s is not None)
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.values, *scales))
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Store the keys (after rotary embedding) and values of T new tokens, [B, G, T, D] each.
+
+        A RuntimeError if the cache has no room, or autograd records the tokens. The host does not see the replays of a
+        CUDA graph; when those overrun the cache, `attend` returns NaN instead.
+        """
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError("a cache overwrites its buffers in place: call the model under torch.no_grad()")
+        if self._counts:
+            self.count.advance(k.shape[2])
+        if self.warming and k.numel():
+            self._widen_scales(k, v)
+        self.empty = False
+        batch, heads, _, dim = self.keys.shape
+        if self._plain(k) and k.shape == v.shape == (batch, heads, k.shape[2], dim):
+            end = int(self.length)
+            self.keys[:, :, end - k.shape[2] : end] = k
+            self.values[:, :, end - k.shape[2] : end] = v
+        else:
+            append_kv(k, v, self.keys, self.values, self.k_scale, self.v_scale, self.length, self.clipped)
+
+    def rotate_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, keep_k: bool, **norms: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """`append` after rotary embedding, see `octavo.ops.rotate_append`."""
+        if self._counts:
+            self.count.advance(q.shape[1])
+        buffers = self.keys, self.values, self.k_scale, self.v_scale, self.length
+        if not self.warming:
+            self.empty = False
+            return rotate_append(q, k, v, cos, sin, *buffers, self.clipped, keep_k=keep_k, **norms)
+        # The scales of a warm-up depend on the rotated keys, so keys and values are stored a second time with them.
+        q, keys = rotate_append(q, k, v, cos, sin, *buffers, torch.zeros_like(self.clipped), keep_k=True, **norms)
+        assert keys is not None
+        values = v.view(*v.shape[:2], -1, keys.shape[3]).transpose(1, 2)
+        self._widen_scales(keys, values)
+        self.empty = False
+        append_kv(keys, values, *buffers, self.clipped)
+        return q, keys
+
+    def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
+        """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""
+        if self._plain(q):
+            end = int(self.length)
+            k, v = self.keys[:, :, :end], self.values[:, :, :end]
+            return prompt_attention(q, k, v, first=first, scale=q.shape[3] ** -0.5 if scale is None else scale)
+        if self._is_piece(q):
+            return self._attend_piece(q, first, q.shape[3] ** -0.5 if scale is None else scale)
+        return cached_attention(
+            q, self.keys, self.values, self.k_scale, self.v_scale, self.length, first=first, scale=scale
+        )
+
+    def _is_piece(self, q: Tensor) -> bool:
+        """Whether q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
+        rows = q.shape[1] // self.keys.shape[1] * q.shape[2]
+        eager = rows > MAX_ROWS and q.is_cuda and not torch.compiler.is_compiling()
+        return eager and not torch.cuda.is_current_stream_capturing()
+
+    def _attend_piece(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
+        """PyTorch's attention over the tokens in use, so that no memory grows with the room of the cache.
+
+        The result is NaN if replays of a CUDA graph moved the device's count of tokens away from the host's.
+        """
+        end = self.count.host
+        k, v = self.keys[:, :, :end], self.values[:, :, :end]
+        if self.one_scale and self.runs_fp8(q, first):
+            scales = self.k_scale[:1], torch.where(self.length == end, self.v_scale[:1], torch.nan)  # type: ignore[index]
+            return fp8_prompt_attention(q, k, v, scales, scale=scale)
+        k, v = widened(k, self.k_scale, q.dtype), widened(v, self.v_scale, q.dtype)
+        if self.runs_fp8(q, first):
+            y = fp8_prompt_attention(q, k, v, scale=scale)
+        else:
+            y = prompt_attention(q, k, v, first=first, scale=scale)
+        return y.masked_fill_(self.length != end, torch.nan)
+
+    def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
+        """Whether the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
+        return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
+
+    def freeze(self) -> None:
+        """End the warm-up: the scales no longer change, and `reset` keeps them."""
+        if self.warming and self.empty:
+            raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
+        self.warming = False
+
+    def reset(self) -> None:
+        """Forget all tokens and the count of clipped numbers. Frozen scales stay; a warm-up starts again."""
+        self.count.clear()
+        self.clipped.zero_()
+        self.empty = True
+        if self.warming:
+            for scale in (self.k_scale, self.v_scale):
+                assert scale is not None
+                scale.fill_(SMALLEST_SCALE)
+
+    def crop(self, tokens: int) -> None:
+        self.count.crop(tokens)
+
+    def select(self, sequences: Tensor) -> None:
+        """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
+        for name in ("keys", "values"):
+            data = _as_bytes(getattr(self, name))
+            chosen = data.index_select(0, sequences.to(data.device))
+            if chosen.shape == data.shape:
+                data.copy_(chosen)
+            else:
+                setattr(self, name, chosen.view(DTYPES[self.dtype]))
+
+    def _plain(self, x: Tensor) -> bool:
+        """Whether x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
+        return x.dtype == self.keys.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+    def _widen_scales(self, k: Tensor, v: Tensor) -> None:
+        """Raise the scales to cover the new tokens, and cast the stored tokens again with them."""
+        largest = LARGEST[DTYPES[self.dtype]]
+        for x, data, scale in ((k, self.keys, self.k_scale), (v, self.values, self.v_scale)):
+            assert scale is not None
+            amax = torch.linalg.vector_norm(x.detach(), torch.inf, (0, 2, 3), dtype=torch.float32)  # [G]
+            amax = amax if self.per == "head" else amax.amax().expand_as(amax)
+            needed = torch.maximum(scale, amax * self.margin / torch.full_like(amax, largest))
+            needed = torch.where(needed.isfinite(), needed, torch.nan)
+            if not self.empty:
+                self._recast(data, scale, needed, k.shape[2])
+            scale.copy_(needed)
+
+    def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
+        """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
+        if not _is_recorded(data):  # the host may wait, and knows the number of tokens
+            if bool((needed == scale).all()):
+                return
+            data = data[:, :, : self.count.host - new]
+        recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
+        data.copy_(recast)
+
+
+def _is_recorded(t: Tensor) -> bool:
+    """Whether the work on `t` is compiled, or captured as a CUDA graph."""
+    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:
+    """One scale a head, float32 [heads]."""
+    if given is None:
+        return torch.full((heads,), SMALLEST_SCALE, device=device)
+    scale = given.detach().to(device=device, dtype=torch.float32).flatten()
+    if scale.numel() not in (1, heads) or not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError(
+            f"a scale of keys or values must have one element or {heads}, each positive and finite, got "
+            f"{given.tolist()}"
+        )
+    return scale.expand(heads).clone()
+
+
+def _as_bytes(data: Tensor) -> Tensor:
+    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
+    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+
+
+# ---- The keys and values of all layers.
+
+
+class Appended(NamedTuple):
+    """One layer's cache, and the keys and values [B, G, T, D] just stored in it, which a prompt needs."""
+
+    store: LayerKVCache
+    keys: Tensor | None
+    values: Tensor | None
+    was_empty: bool  # whether the cache was empty before
+
+    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
+        """Attention of the queries [B, H, T, D] of the tokens just stored. In BF16 a prompt sees unrounded keys."""
+        if self.was_empty and q.shape[2] > 1 and not self.store.runs_fp8(q, first):
+            assert self.keys is not None
+            assert self.values is not None
+            return prompt_attention(q, self.keys, self.values, first=first, scale=scale)
+        return self.store.attend(q, first=first, scale=scale)
+
+
+class ModelKVCache:
+    """The KV caches of the layers of a model, for inference.
+
+    Args:
+        layers, max_tokens: number of layers, and room for each sequence, prompt and padding included.
+        dtype: as of `LayerKVCache`; None takes that of the first keys.
+        scales, per, margin: as of `LayerKVCache`; `scales` one pair a layer, in order.
+        freezes: whether the scales of a warm-up are frozen after the first tokens. If not, `freeze` does it.
+
+    `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
+    is the first token of each sequence that is not padding, or None without padding. `fp8_attention` is to be set
+    before the first keys.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        max_tokens: int,
+        dtype: str | None = None,
+        *,
+        scales: Pairs | None = None,
+        per: str | None = None,
+        margin: float | None = None,
+        freezes: bool = True,
+    ) -> None:
+        if max_tokens < 1:
+            raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
+        if dtype is not None:
+            check_settings(dtype, per, margin)
+        if scales is not None and len(scales) != layers:
+            raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
+        self.layers, self.max_tokens, self.dtype, self.freezes = layers, max_tokens, dtype, freezes
+        self.scales, self.per, self.margin, self.fp8_attention = scales, per, margin, False
+        self.stores: list[LayerKVCache] = []
+        self.length: Length | None = None
+        self.first: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens stored, as the host knows it."""
+        return 0 if self.length is None else self.length.host
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> Appended:
+        """`LayerKVCache.append` in one layer."""
+        if not self.stores:
+            self._allocate(k, v)
+        store = self._counted(layer, k.shape[2])
+        was_empty = store.empty
+        store.append(k, v)
+        return self._appended(store, k, v, was_empty)
+
+    def rotate_append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, **norms: Any
+    ) -> tuple[Tensor, Appended]:
+        """Rotate the queries [B, T, H * D] and keys of new tokens, and store keys and values [B, T, G * D], with one
+        kernel (`octavo.ops.rotate_append`). Returns the rotated queries [B, H, T, D], and what `append` returns."""
+        if not self.stores:
+            self._allocate(*(x.view(*x.shape[:2], -1, cos.shape[-1]).transpose(1, 2) for x in (k, v)))
+        store = self._counted(layer, q.shape[1])
+        was_empty = store.empty
+        q, keys = store.rotate_append(q, k, v, cos, sin, keep_k=was_empty and q.shape[1] > 1, **norms)
+        batch, _, tokens, dim = q.shape
+        values = v.view(batch, tokens, -1, dim).transpose(1, 2) if was_empty else None
+        return q, self._appended(store, keys, values, was_empty)
+
+    def _appended(self, store: LayerKVCache, keys: Tensor | None, values: Tensor | None, was_empty: bool) -> Appended:
+        if self.freezes and store.warming:
+            store.freeze()
+        return Appended(store, keys, values, was_empty)
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
+        start = self.length.tensor if self.length is not None else 0
+        positions = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        return positions if self.first is None else (positions - self.first[:, None]).clamp_(min=0)
+
+    def freeze(self) -> None:
+        """End the warm-up of every layer."""
+        if not self.stores:
+            raise RuntimeError("the warm-up saw no token: run a prompt through the model before scales are frozen")
+        for store in self.stores:
+            store.freeze()
+
+    def reset(self, *, scales: bool = False) -> None:
+        """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
+        self.first = None
+        for store in self.stores:
+            store.warming |= scales and self.scales is None and store.k_scale is not None
+            store.reset()
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last tokens."""
+        if self.length is not None:
+            self.length.crop(tokens)
+
+    def _counted(self, layer: int, new: int) -> LayerKVCache:
+        """The layer's cache. The first layer counts the `new` tokens of a forward pass."""
+        if layer == 0:
+            assert self.length is not None
+            self.length.advance(new)
+        return self.stores[layer]
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        batch, heads, _, dim = k.shape
+        if v.shape[3] != dim:
+            raise UnservedError(f"keys and values must have the same head size, got {dim} and {v.shape[3]}")
+        # Buffers of inference mode could not be written outside of it later.
+        with nullcontext() if torch.compiler.is_compiling() else torch.inference_mode(False):
+            self.length = Length(self.max_tokens, k.device)
+            self.stores = [
+                LayerKVCache(
+                    (batch, heads, self.max_tokens, dim),
+                    self.dtype or NAMES[k.dtype],
+                    scales=None if self.scales is None else self.scales[i],
+                    per=self.per,
+                    margin=self.margin,
+                    device=k.device,
+                    length=self.length,
+                    fp8_attention=self.fp8_attention,
+                )
+                for i in range(self.layers)
+            ]
+        if not torch.compiler.is_compiling():  # as transformers' own caches do, so that CUDA graphs may write to them
+            for store in self.stores:
+                for t in (store.keys, store.values, store.k_scale, store.v_scale, store.length, store.clipped):
+                    if t is not None:
+                        torch._dynamo.mark_static_address(t)
+
+
+def sliding_window(config: Any) -> int | None:
+    """The tokens that layers of a model of transformers attend to, by its text config; None if all attend to all."""
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    return window if not kinds or "sliding_attention" in kinds else None
+
+
+def pairs_in_order(scales: Scales | None) -> Pairs | None:
+    """The scales in the order of the layers: by the numbers in names such as model.layers.11.self_attn."""
+    if not isinstance(scales, Mapping):
+        return scales
+    return [scales[name] for name in sorted(scales, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+
+
+# ---- PyTorch's attention of a prompt, or of a piece of it, to the tokens up to it.
+
+
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = None, scale: float) -> Tensor:
+    """PyTorch's attention [B, H, T, D] of the last T tokens of a text, q, to those up to them, k and v [B, G, S, D].
+
+    `first`, int32 [B], is the first token of each sequence that is not padding. A token before it sees only itself. A
+    negative one makes the result NaN. `scale` is multiplied into q @ k^T.
+    """
+    (new, tokens), gqa = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
+    if first is None and new in (1, tokens):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
+    if first is None and _has_flash(q) and not torch.compiler.is_compiling():  # without a mask in memory
+        from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo: about a second
+
+        aligned = causal_lower_right(new, tokens)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=aligned, scale=scale, enable_gqa=gqa)
+    if gqa and q.device.type != "cpu":
+        # With a mask, enable_gqa takes PyTorch's slow path, so keys and values are repeated for each query head.
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        gqa = False
+    j = torch.arange(tokens, device=q.device)
+    position = j[tokens - new :].unsqueeze(1)
+    mask = j <= position  # [T, S]
+    if first is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+
+
+def _has_flash(q: Tensor) -> bool:
+    """Whether PyTorch's flash attention takes the queries."""
+    return q.is_cuda and q.element_size() == 2 and q.shape[3] <= 256
+
+
+# ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.
+
+
+ATTENTIONS = ("bf16", "fp8")
+FEWEST = 1024  # queries: with fewer, BF16 is faster than FP8 with its casts
+
+
+def check_attention(name: str) -> None:
+    """Raise a ValueError unless this names an attention of prompts."""
+    if name not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
+
+
+def is_faster_in_fp8(q: Tensor, tokens: int, first: Tensor | None) -> bool:
+    """Whether the attention of queries [B, H, T, D] to `tokens` tokens is faster in FP8. It takes no padding."""
+    long = first is None and tokens >= SHORTEST_PROMPT and q.shape[2] >= FEWEST
+    return long and not fp8_attention_limit(q.device, q.shape[3])
+
+
+def fp8_prompt_attention(
+    q: Tensor, k: Tensor, v: Tensor, scales: tuple[Tensor, Tensor] | None = None, *, scale: float
+) -> Tensor:
+    """`prompt_attention` in E4M3, without padding; a view of contiguous [B, T, H, D].
+
+    q is quantized here with one scale. So are k and v, unless they are E4M3 as a cache stores them: then `scales` are
+    those of keys and of values, float32 with one element each.
+    """
+    q_data, q_scale = quantize_heads(q)
+    if scales is None:
+        (k, k_scale), (v, v_scale) = quantize_heads(k), quantize_heads(v)
+    else:
+        k_scale, v_scale = scales
+    return fp8_attention(q_data, k, v, q_scale, k_scale, v_scale, scale=scale, dtype=q.dtype).y

@@ -1,0 +1,335 @@
+"""From a packed folder to a model that computes with its weights. Every file is checked before it is used."""
+
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
+from octavo.checkpoint.layouts.layout import Packing, check_tensors, read_config, read_packing
+from octavo.checkpoint.scheme import (
+    WEIGHT_DTYPES,
+    KvScales,
+    Scheme,
+    reciprocal_warning,
+    scheme_on,
+    suspected,
+    unused_scales,
+)
+from octavo.hf.inputs import has_decoder, is_language_model
+from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
+from octavo.hf.source import open_source
+from octavo.inference.engine import AUTO
+from octavo.inference.kv_cache import Pairs, check_attention, check_settings, pairs_in_order
+from octavo.inference.packed_experts import ExpertLoading, widen_layers
+from octavo.inference.packed_fusion import fuse
+from octavo.inference.packed_linear import PackedLinear, gemm_notes, swap_linears, use_formats_of
+from octavo.inference.session import Session, make_forward, pad_prompts
+from octavo.inference.transformers_generate import accelerate_generate
+from octavo.models.decoder import Decoder, is_causal
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.ops.launching import compile_only, has_kernels
+from octavo.ops.registration import FLOATS
+from octavo.rates.measured import slower_note
+from octavo.util import choose_device, plural
+
+
+class Loaded(NamedTuple):
+    """A language model, ready to run, and its tokenizer. `context` is the number of tokens it can see, and `kv_scales`
+    are the scales of its keys and values, a pair for each layer, if the folder has them."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+    kv_scales: Pairs | None = None
+
+
+def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
+    """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
+
+    Only its files are read, and none of them is a pickle. The packed layers are `PackedLinear`, all else is BF16.
+    Raises what `octavo.load` raises.
+    """
+    place, path = choose_device(device), Path(folder)
+    return _load_packed(read_meta_model(read_config(path), path), path, place)
+
+
+def _load_packed(meta_model: MetaModel, folder: Path, device: torch.device) -> Loaded:
+    model, kv_scales = fill(meta_model, folder, device)
+    return Loaded(model, load_tokenizer(folder), meta_model.context, kv_scales)
+
+
+def fill(
+    meta_model: MetaModel, folder: Path, device: torch.device, kv_cache: str = AUTO
+) -> tuple[nn.Module, Pairs | None]:
+    """Fill `meta_model`, whose config is that of the packed `folder`, on `device`, and fuse its norms and MLPs. Returns
+    the scales of its keys and values too, a pair for each layer, or None if the folder has none.
+
+    While the files are read, the kernels of the model are compiled, for a cache of the dtype `kv_cache`.
+    """
+    disks, reader = meta_model.linears(), ShardReader(folder)
+    experts = ExpertLoading(meta_model, reader, device)
+    where = folder / "config.json"
+    packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
+    model, kv_scales = _filled(meta_model, packing, reader, experts, device, kv_cache)
+    _check_scales(model, folder)
+    use_formats_of(model, device)
+    of_experts = set(experts.names)
+    linears = {name: scheme for name, scheme in packing.schemes.items() if name not in of_experts}
+    schemes = Counter(scheme_on(scheme, device) for scheme in linears.values())
+    weight_only, widened = gemm_notes(schemes, device)
+    for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
+        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    model.to(device)
+    fuse(model)
+    return model, pairs_in_order(kv_scales) if kv_scales else None
+
+
+def _filled(
+    meta_model: MetaModel,
+    packing: Packing,
+    reader: ShardReader,
+    experts: ExpertLoading,
+    device: torch.device,
+    kv_cache: str,
+) -> tuple[nn.Module, KvScales]:
+    """The model with the tensors of the files. At the end, it alone holds them: fusion copies some, and frees them."""
+    folder, disks = reader.folder, meta_model.linears()
+    unpacked = meta_model.split_experts(model_tensors(meta_model.model))
+    swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
+    kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
+    experts.swap(packing)
+    # The stacks of experts need room beside their parts, which a GPU may lack.
+    place = torch.device("cpu") if meta_model.experts is not None else device
+    with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
+        tensors, kv_scales = _read_tensors(packing, reader, disks, place)
+    experts.widen(tensors)
+    widen_layers(tensors, kept, packing.schemes)
+    if kept:
+        warnings.warn(
+            f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
+            "transformers runs such layers of this class in no eight bits. octavo pack leaves them in BF16",
+            stacklevel=3,
+        )
+    others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
+    required = meta_model.split_experts(others) | experts.required
+    check_tensors(_in_dtypes(tensors, unpacked), required, folder)
+    stacks = experts.stack(tensors)
+    return fill_model(meta_model, meta_model.stack_experts(tensors) | stacks), kv_scales
+
+
+def _plain(disks: list[str], reader: ShardReader) -> set[str]:
+    """The linear layers without a weight in eight bits; a tied head has no weight of its own."""
+    specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
+    return {disk for disk, spec in specs.items() if spec is None or spec.dtype not in WEIGHT_DTYPES}
+
+
+def _read_tensors(
+    packing: Packing, reader: ShardReader, disks: list[str], device: torch.device
+) -> tuple[dict[str, Tensor], KvScales]:
+    """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
+    them; and the scales of keys and values."""
+    tensors = packing.from_files(reader.get_all(device))
+    kv_scales = packing.take_kv_scales(tensors, disks, reader.folder)
+    unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
+    for name in unused:
+        del tensors[name]
+    if unused:
+        warnings.warn(
+            f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
+            stacklevel=2,
+        )
+    return tensors, kv_scales
+
+
+def _in_dtypes(tensors: dict[str, Tensor], unpacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Give tensors that are not packed the dtypes of the `unpacked` model: other programs write float16 and float32."""
+    for name, tensor in tensors.items():
+        if name in unpacked and tensor.dtype in FLOATS:
+            tensors[name] = tensor.to(unpacked[name].dtype)
+    return tensors
+
+
+def _check_scales(model: nn.Module, folder: Path) -> None:
+    """Warn if weights multiplied by their scales are far larger than those of a trained model."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    weights = {name: layer.scheme.packed_weight(layer.weight, layer.weight_scale) for name, layer in layers.items()}
+    if not failing({name: weight.scale.float().median() <= 1 for name, weight in weights.items()}):
+        return  # none is suspect; this waits once for the device
+    if names := suspected((name, weight.scale, weight.dequantize) for name, weight in weights.items()):
+        warnings.warn(f"{folder}: {reciprocal_warning(names, len(layers))}", stacklevel=2)
+
+
+def end_tokens(folder: str | Path) -> frozenset[int]:
+    """The tokens that end a text, as the folder's generation_config.json or config.json declares them. An ArtifactError
+    if these are no token ids."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found: Any = read_json(path).get("eos_token_id") if path.is_file() else None
+        tokens = found if isinstance(found, list) else [] if found is None else [found]
+        if any(type(token) is not int for token in tokens):
+            raise ArtifactError(f"{path}: eos_token_id must be a token id or a list of them, got {found!r}")
+        if tokens:
+            return frozenset(tokens)
+    return frozenset()
+
+
+def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict[str, Scheme]:
+    """The packed linear layers of the model that run in eight bits, with their schemes."""
+    linears = {name: m for name, m in meta_model.model.named_modules() if isinstance(m, nn.Linear)}
+    schemes = {name: packing.schemes.get(meta_model.file_name(name)) for name in linears}
+    wide = meta_model.kept_wide(linears)
+    packed = {name: scheme for name, scheme in schemes.items() if scheme is not None and name not in wide}
+    for name, scheme in packed.items():
+        if reason := scheme.unreadable(linears[name].out_features, linears[name].in_features):
+            raise ArtifactError(f"{where}: {name}.weight: {reason}")
+    return packed
+
+
+# ---- Opening a packed folder as a model of transformers that computes with the packed weights: `octavo.load`.
+#
+#     model = octavo.load("packed/first", "cuda")
+#     model.generate(**inputs, max_new_tokens=200)
+#
+# The modeling code and the configuration are transformers' own. The linear layers are `PackedLinear`, and norms and
+# MLPs are fused with quantization in the architectures that `octavo.inference.packed_fusion` knows. `generate` of a
+# language model runs on `octavo.inference.engine.Engine`, that of a model with an encoder and a decoder on
+# transformers' loop. Importing this module imports transformers.
+
+
+def load_transformers(
+    folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO, attention: str = "bf16"
+) -> Any:
+    """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
+    if kv_cache != AUTO:
+        check_settings(kv_cache)
+    check_attention(attention)
+    place = choose_device(device)
+    path = Path(folder)
+    meta_model = transformers_meta_model(read_config(path), path)
+    model: Any = meta_model.model
+    accelerated = model.can_generate() and not has_decoder(model)
+    if not accelerated and (kv_cache, attention) != (AUTO, "bf16"):
+        raise ValueError(
+            f"{path} holds a {type(model).__name__}, and kv_cache and attention are for the text that a language model "
+            "generates: leave them out"
+        )
+    model, kv_scales = fill(meta_model, path, place, kv_cache)
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if accelerated:
+        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
+    return model
+
+
+def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
+    """The language model of a folder that `octavo pack` wrote, or of a Hugging Face folder, which runs in BF16; in
+    evaluation mode. An ArtifactError if the folder holds pickles, or its model predicts no next token."""
+    place, config = choose_device(device), read_config(folder)
+    if config.get("quantization_config"):
+        packed = read_meta_model(config, folder)
+        _require(is_language_model(packed.model), packed.model, folder)
+        return _load_packed(packed, folder, place)
+    source = open_source(folder)
+    _require(is_language_model(source.meta_model.model), source.meta_model.model, folder)
+    model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
+    _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
+    return Loaded(model, tokenizer, source.meta_model.context)
+
+
+def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
+    if not predicts:
+        raise ArtifactError(
+            f"{folder} holds a {type(model).__name__}, which predicts no next token: a causal language "
+            "model is required (Llama, Qwen, Mistral, GPT-2, ...)"
+        )
+
+
+# ---- Compiling the kernels of a packed model while its files are read.
+#
+# A model of two layers, of the same sizes and without weights, takes prompts and a token after them. Its kernels are
+# compiled, then run, which also loads the libraries of PyTorch that the model needs. The first layer allocates the
+# cache; the second stores a prompt by another kernel.
+
+
+LOG = logging.getLogger(__name__)
+# Tokens of a prompt, and room of its cache. Triton compiles a kernel anew for sizes that 16 does not divide, and the
+# attention of a step depends on the room.
+PROMPTS = ((128, 2048), (127, 512), (127, 256))
+VOCABULARY = 256  # embeddings and output heads are not packed, so they need no kernels of ours
+
+
+def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
+    """The model with two layers at most and a small vocabulary, on the meta device; None if it does not predict the
+    next token, or has experts."""
+    config = dict(meta_model.config)
+    if "num_hidden_layers" not in config or meta_model.experts is not None or not is_language_model(meta_model.model):
+        return None
+    layers = min(2, config["num_hidden_layers"])
+    config |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "pad_token_id": None}
+    if isinstance(kinds := config.get("layer_types"), list):
+        config["layer_types"] = kinds[:layers]
+    if isinstance(meta_model.model, Decoder):
+        return our_meta_model(config)
+    return transformers_meta_model(config, folder)
+
+
+@contextmanager
+def compile_meanwhile(
+    meta_model: MetaModel, packing: Packing, folder: Path, device: torch.device, kv_cache: str
+) -> Iterator[None]:
+    """Compile the kernels of a model in another thread; at the end, wait for it. Nothing happens without kernels.
+
+    An error is not reported: the kernels are then compiled at their first launch.
+    """
+    try:
+        small = small_model(meta_model, folder) if has_kernels(device) else None
+        if small is not None:
+            swap_linears(small.model, _packed_layers(small, packing, folder / "config.json"))
+    except Exception:  # a model that cannot be that small
+        small = None
+    if small is None:
+        yield
+        return
+    dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
+    thread = threading.Thread(target=_compile, args=(small, device, dtype), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+    """Run the model without weights; `kv_cache` None takes its own dtype."""
+    try:
+        with torch.cuda.device(device):
+            fuse(small.model.to_empty(device=device))
+            for mode in (compile_only, nullcontext):
+                with mode():
+                    run(small, device, kv_cache)
+            torch.cuda.synchronize(device)
+    except Exception:  # the kernels are compiled at their first launch
+        LOG.debug("kernels were not compiled while files were read", exc_info=True)
+    finally:
+        small.model.to("meta")  # its fused modules refer to each other: Python's collector would free them much later
+
+
+@torch.inference_mode()
+def run(model: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+    """Let the model take each prompt of `PROMPTS`, cut to its context, and one token after it."""
+    scale = torch.ones(1, device=device)
+    scales = [(scale, scale)] * model.config["num_hidden_layers"] if kv_cache == "fp8" else None
+    for tokens, room in PROMPTS:
+        tokens, room = min(tokens, model.context - 1), min(room, model.context)
+        session = Session(make_forward(model.model, room, kv_cache, scales), 1, device, captures=False)
+        logits = session.prefill(pad_prompts([[0] * tokens], device))
+        session.step(logits.argmax(-1))

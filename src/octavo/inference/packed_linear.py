@@ -1,0 +1,306 @@
+"""A linear layer that computes with its packed weight.
+
+    y[T,N] = x_q[T,K] @ weight[N,K]^T  * scales  + bias[N]
+
+x is quantized in each call, as the scheme says (`octavo.checkpoint.scheme`), or keeps its dtype where the GEMM is
+weight-only. The weight is a constant: x has a gradient, the weight none.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE
+from octavo.checkpoint.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.nn.linear import ROUNDED, compute_dtype
+from octavo.nn.linear_function import quantize_folded, transposed
+from octavo.nn.module_tools import PrecomputedProjections, ScaleBuffers, check_width, differentiable_once
+from octavo.numerics import ROW, TENSOR, Cast, QTensor, scale_from_amax
+from octavo.ops import quantize, quantize_scaled, scaled_mm, weight_only_mm
+from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
+from octavo.ops.int8_gemm import int8_mm
+from octavo.recipe import BLOCK_X, ROW_X
+from octavo.util import plural
+
+
+class PackedModule(ScaleBuffers):
+    """A module whose buffers hold eight-bit weights and their scales, which keep their dtypes: `model.half()` would
+    widen the weights and round the scales."""
+
+    cast_with_model = ("bias",)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        errors: list[str] = args[-1]
+        for name in self._buffers.keys() - self.cast_with_model:
+            mine, given = self._buffers[name], state_dict.get(prefix + name)
+            if mine is not None and given is not None and given.dtype != mine.dtype:
+                errors.append(
+                    f"{prefix}{name} must be {mine.dtype} {list(mine.shape)}, got {given.dtype} {list(given.shape)}"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class PackedLinear(PackedModule):
+    """x [..., K] to y [..., N] in x's dtype, or in that of autocast; any rank, zero rows included.
+
+    Its sizes and device are those of the `linear` that it replaces, and messages call it `name`. Buffers: weight, e4m3
+    or int8 [N, K]; weight_scale as `scheme` states; input_scale, float32 [1], None unless the scheme is static; bias,
+    bfloat16 [N] or None.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: Tensor | None
+    _known: tuple[Tensor, Tensor, QTensor] | None = None
+
+    def __init__(self, linear: nn.Linear, scheme: Scheme, name: str = "") -> None:
+        super().__init__()
+        self.name = name
+        self.in_features, self.out_features, self.scheme = linear.in_features, linear.out_features, scheme
+        n, k = linear.weight.shape
+        with torch.device(linear.weight.device):
+            self.register_buffer("weight", torch.empty(n, k, dtype=scheme.weight.fmt.dtype))
+            self.register_buffer("weight_scale", scheme.empty_scale(n, k))
+            self.register_buffer("input_scale", torch.empty(1) if scheme.static else None)
+            self.register_buffer("bias", None if linear.bias is None else torch.empty(n, dtype=UNQUANTIZED_DTYPE))
+
+    @property
+    def is_fusable(self) -> bool:
+        """Whether the fused operations take the scheme."""
+        return self.scheme.name in FUSED
+
+    @property
+    def input_cast(self) -> Cast | None:
+        """The cast of x on the device of the weight; None if x keeps its dtype."""
+        weight: Any = self._buffers["weight"]
+        return input_cast(self.scheme, weight.device)
+
+    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
+        if isinstance(x, PrecomputedProjections):
+            return x.output_of(self)
+        if not torch.compiler.is_compiling():
+            check_width(self, x, (self.out_features, self.in_features))
+        dtype = compute_dtype(x)
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features, dtype=dtype)
+        w_q = self.packed_weight()
+
+        def product(x: Tensor) -> Tensor:
+            rows = self.operand(x.reshape(-1, x.shape[-1]))
+            return packed_product(rows, w_q, self.bias, dtype).view(*x.shape[:-1], self.out_features)
+
+        if not wants_gradient(x):
+            return product(x)
+        y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
+        return y
+
+    def operand(self, x: Tensor) -> QTensor | Tensor:
+        """x [T, K] as the GEMM takes it: cast by its own amax or by the scale that is stored, or as it is."""
+        cast = self.input_cast
+        if cast is None:
+            return x
+        scale = self._buffers["input_scale"]
+        return quantize(x, cast) if scale is None else quantize_scaled(x, scale.unsqueeze(1), cast)[0]
+
+    def packed_weight(self) -> QTensor:
+        """The weight [N, K], cached while the buffers are the same tensors: its checks take as long as a launch."""
+        buffers: Any = self._buffers  # faster than by attribute, as in `octavo.nn.fused_modules.child`
+        data, scale, known = buffers["weight"], buffers["weight_scale"], self._known
+        if torch.compiler.is_compiling():
+            return self.scheme.packed_weight(data, scale)
+        if known is not None and known[0] is data and known[1] is scale:
+            return known[2]
+        with torch.inference_mode(False):  # a later call may save it for the backward pass
+            made = self.scheme.packed_weight(data, scale)
+        if made.scale.data_ptr() == scale.data_ptr():  # a copy would not see new numbers in the buffer
+            self._known = data, scale, made
+        return made
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._known = None  # it would hold the former buffers
+        return super()._apply(fn, recurse)
+
+    @property
+    def freezable(self) -> bool:
+        """Whether the scale of the input is computed in each call."""
+        return not self.scheme.static
+
+    @property
+    def input_limit(self) -> Tensor | None:
+        """The largest magnitude of x, 0-dim, that the stored scale holds; None where the scale is not stored."""
+        scale, cast = self.input_scale, self.scheme.inputs
+        return None if scale is None or cast is None else scale.view(()) * cast.fmt.max * ROUNDED
+
+    def freeze_input(self, amax: Tensor) -> Tensor:
+        """Become a layer of the scheme static, whose scale of the input follows from `amax`, 0-dim; returns it, [1]."""
+        if self.scheme.weight != STATIC.weight:
+            q = quantize(self.packed_weight().dequantize(), STATIC.weight)
+            self.weight, self.weight_scale = q.data, q.scale.reshape(1)
+        self.scheme = STATIC
+        self.input_scale = scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).to(self.weight_scale.device)
+        return self.input_scale.clone()
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, scheme={self.scheme.name}, frozen"
+
+
+def packed_product(
+    x: QTensor | Tensor, w_q: QTensor, bias: Tensor | None, dtype: torch.dtype, residual: Tensor | None = None
+) -> Tensor:
+    """y [T, N] in `dtype` of the input x [T, K] and a packed weight [N, K]; weight-only if x is not quantized."""
+    if isinstance(x, Tensor):
+        return weight_only_mm(x.to(dtype), w_q, bias=bias, residual=residual)  # [T,K] @ [N,K]^T
+    if w_q.format.name == "int8":
+        return int8_mm(x, w_q, bias=bias, residual=residual, out_dtype=dtype)  # [T,K] @ [N,K]^T
+    return scaled_mm(x, w_q, bias=bias, residual=residual, out_dtype=dtype, fast_accumulation=True)  # [T,K] @ [N,K]^T
+
+
+def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
+    """Replace each named linear layer by an empty `PackedLinear` of its scheme."""
+    for name, scheme in packed.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, name))
+
+
+# ---- The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.
+#
+# The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, transposed:
+#
+#     row or tensor scales   g = dy * s_w[N] -> g_q, s_g[T];  dx = g_q[T,N] @ wT_q[K,N]^T * s_g[T]
+#     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
+#     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
+#                            out of the sum
+#     weight-only, INT8,     dx = dy[T,N] @ w[N,K], with w widened, of any scales
+#     FNUZ
+#
+# s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
+# (`octavo.nn.linear_function`).
+
+
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether autograd records an operation on `tensors`."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class PackedProduct(torch.autograd.Function):
+    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K].
+
+    If the GEMM is `weight_only`, dy is not quantized either.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any, weight_only: bool
+    ) -> Tensor:
+        ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
+        ctx.weight_only = weight_only
+        ctx.save_for_backward(w_data, w_scale)
+        y: Tensor = product(x)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        data, scale = ctx.saved_tensors
+        w = QTensor(data, scale, ctx.format, ctx.granularity)
+        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w, ctx.weight_only)
+        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
+
+
+def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
+    """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
+    if weight_only or w.format.name != "e4m3":
+        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+    if w.granularity == TENSOR:
+        w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
+    if w.granularity == ROW:
+        g = quantize_folded(dy, w.scale, None, ROW_X)
+    elif w.granularity.transposes:
+        g = quantize(dy, BLOCK_X)
+    else:
+        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
+    return scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T
+
+
+# ---- The GEMM that a packed layer runs on a device, by its scheme.
+#
+#     eight bits     y = x_q[T,K] @ w_q[N,K]^T    the input is cast as the scheme says
+#     weight-only    y = x[T,K] @ w_q[N,K]^T      the input keeps its dtype, and the weight is widened in the kernel
+#
+# The scheme `weight` is weight-only on every device. So is every other FP8 scheme on a GPU without an FP8 GEMM for it,
+# such as an Ampere: the result is then closer to the BF16 model's than the scheme's own. `int8` casts inputs on every
+# device.
+
+
+def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    """The cast of the input of a layer on `device`; None if its GEMM is weight-only."""
+    find = _input_cast if torch.compiler.is_compiling() else _find_cached  # torch.compile warns of a cached function
+    return find(scheme, device)
+
+
+def _input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
+    if scheme.inputs is None or eight_bit_gemm(scheme, scheme.inputs, device).name == "none":
+        return None
+    return scheme.inputs
+
+
+_find_cached = lru_cache(maxsize=256)(_input_cast)
+
+
+def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
+    """The packed layers, counted by scheme, that run weight-only on `device` although their scheme casts inputs, with
+    the reason; and those that are slower than a BF16 model, whose operands are widened at a large M. "" for none."""
+    weight_only, widened = [], []
+    for scheme, count in schemes.items():
+        cast, backend = find_gemm(scheme, device)
+        layers = f"{plural(count, 'layer')} of the scheme {scheme.name}"
+        if scheme.inputs is not None and cast is None:
+            weight_only.append(f"{layers} ({backend.reason})")
+        if backend.name == "dequantized" or (cast is None and device.type == "cuda"):
+            widened.append(f"{layers} above {MAX_FASTER_M if cast is None else MAX_M_OF_GROUPS} tokens")
+    on = f"on {device} these layers"
+    first = f"{on} compute with inputs that are not quantized: {'; '.join(weight_only)}"
+    second = (
+        f"{on} are slower than BF16, because their operands are widened to BF16: {'; '.join(widened)}. docs/packing.md "
+        "names the schemes with a GEMM of their own"
+    )
+    return first if weight_only else "", second if widened else ""
+
+
+# ---- Packed layers in the format of AMD's MI300, E4M3FNUZ, whose GEMMs take no other.
+#
+# Its exponents are biased by one more than those of E4M3, so the same byte is half the number, and the scale is
+# doubled:
+#
+#     data * scale = fnuz(data) * (2 * scale)        exact for every byte
+#
+# Two codes differ: FNUZ has no -0, whose code is its NaN, and E4M3's codes of NaN are numbers there. Nothing of this
+# has run on an MI300.
+
+
+_MAGNITUDE, _NAN, _MINUS_ZERO = 0x7F, 0x7F, 0x80  # of the codes of E4M3; the last is NaN in FNUZ
+
+
+def use_formats_of(model: nn.Module, device: torch.device) -> None:
+    """Rewrite the packed layers of `model` in the format that the GEMMs of `device` take."""
+    for layer in model.modules():
+        if isinstance(layer, PackedLinear) and (scheme := scheme_on(layer.scheme, device)) is not layer.scheme:
+            layer.scheme = scheme
+            layer.weight, layer.weight_scale = fnuz_data(layer.weight), 2 * layer.weight_scale
+            layer.input_scale = None if layer.input_scale is None else 2 * layer.input_scale
+
+
+def fnuz_data(data: Tensor) -> Tensor:
+    """E4M3 data as E4M3FNUZ data of half the numbers; -0 becomes 0, and NaN stays NaN."""
+    codes = data.view(torch.uint8)
+    nan = codes & _MAGNITUDE == _NAN
+    codes = codes.masked_fill(codes == _MINUS_ZERO, 0).masked_fill(nan, _MINUS_ZERO)
+    return codes.view(torch.float8_e4m3fnuz)

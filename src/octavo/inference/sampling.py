@@ -1,0 +1,181 @@
+"""The choice of the next token from the logits: p(next | text) = softmax(scores).
+
+The logits are processed in the order of transformers' `generate`:
+
+    repetition penalty   a logit of a token that the text holds is divided by it if positive, else multiplied
+                         (Keskar et al. 2019, arXiv:1909.05858, section 4.1)
+    temperature          divides all
+    top-k                keeps the k largest (Fan et al. 2018, arXiv:1805.04833)
+    top-p                keeps the smallest set of the most likely tokens whose probabilities reach p
+                         (Holtzman et al. 2019, arXiv:1904.09751)
+
+Nothing here waits for the device.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of a draw.
+
+    Args:
+        temperature: 0 takes the most likely token, and top-k and top-p change nothing.
+        top_k: draw from so many most likely tokens; 0 draws from all.
+        top_p: draw from the most likely tokens that together have this probability, in (0, 1].
+        repetition_penalty: above 1 makes the tokens of the text less likely, its prompt included.
+        seed: of the draws; None takes a new one for each generation.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+
+        Sampling(temperature=0)                          the most likely token
+        Sampling(temperature=0.8, top_p=0.9, seed=1)
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, fits, required in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
+        ):
+            if not fits:
+                raise ValueError(f"{name} must be {required}, got {getattr(self, name)}")
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The random numbers of a generation."""
+        random = torch.Generator(device)
+        random.seed() if self.seed is None else random.manual_seed(self.seed)
+        return random
+
+    def chooser(self, random: torch.Generator, padding: Sequence[int] = ()) -> Callable[[Tensor, Tensor], Tensor]:
+        """A function that takes ids, int64 [B, n], and logits [B, V] and returns the next tokens, int64 [B]. The first
+        `padding[i]` tokens of a row are padding."""
+        first = torch.tensor(padding, device=random.device)[:, None] if any(padding) else None
+
+        def choose(ids: Tensor, logits: Tensor) -> Tensor:
+            scores = self.process(ids, logits, first)
+            return scores.argmax(-1) if self.temperature == 0 else draw(scores, random)
+
+        return choose
+
+    def process(self, ids: Tensor, logits: Tensor, first: Tensor | None = None) -> Tensor:
+        """Scores, float32 [B, V], from logits [B, V] after the tokens `ids`, int64 [B, n].
+
+        Tokens that are not drawn have the score -inf. `first`, int64 [B, 1], is the first token of each row that is not
+        padding; None without padding.
+        """
+        scores = logits.float()
+        if self.repetition_penalty != 1:
+            scores = _penalize(ids, scores, self.repetition_penalty, first)
+        if self.temperature in (0, 1):
+            return self._restrict(scores) if self.temperature else scores
+        return self._restrict(scores / self.temperature)
+
+    def _restrict(self, scores: Tensor) -> Tensor:
+        if self.top_k:
+            least = scores.topk(min(self.top_k, scores.shape[1])).values[:, -1:]
+            scores = scores.masked_fill(scores < least, -torch.inf)
+        if self.top_p < 1:
+            ascending, order = scores.sort()
+            unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - self.top_p
+            unlikely[:, -1] = False  # rounding must not remove the most likely token
+            scores = scores.masked_fill(unlikely.scatter(1, order, unlikely), -torch.inf)
+        return scores
+
+
+def draw(scores: Tensor, random: torch.Generator | None = None) -> Tensor:
+    """One token of each row of scores [B, V], int64 [B], with the probabilities softmax(scores).
+
+    `torch.multinomial` draws the same tokens, but on a GPU it waits for the device to check the probabilities.
+    """
+    probabilities = scores.softmax(-1)
+    # Of independent exponential times with the rates p, that of token i is the smallest with the probability p[i].
+    times = torch.empty_like(probabilities).exponential_(generator=random)
+    return (probabilities / times).argmax(-1)
+
+
+def _penalize(ids: Tensor, scores: Tensor, penalty: float, first: Tensor | None) -> Tensor:
+    if first is not None:  # the last token of a row is never padding
+        ids = torch.where(torch.arange(ids.shape[1], device=ids.device) < first, ids[:, -1:], ids)
+    found = scores.gather(1, ids)
+    return scores.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
+
+
+# ---- Token ids to text while they are generated.
+#
+# A token may hold a part of a character: in UTF-8 a character has up to four bytes, and byte-level tokenizers cut
+# between them. Bytes that do not make a character yet decode to U+FFFD at the end of the text. So a `TextStream` holds
+# U+FFFD at the end back until the next character shows that it stays.
+#
+# A tokenizer may decode a token differently after others: some drop the blank at the start of a text. Decoding the
+# whole text after each token would be safe, and slow. A `TextStream` decodes the last tokens only, from one at which
+# the tokenizer decodes them as it does in the text.
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_FEW, _MANY = range(8, 20), 32  # tokens that are decoded after each new one: at least, and usually at most
+
+
+class TextStream:
+    """The text that follows a prompt of token ids, one token after the other."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.ids = list(prompt)  # the last tokens of the text
+        self.text = tokenizer.decode(self.ids)
+        self.shown = len(self.text)  # characters of `text` that were given out
+        self._forget()
+
+    def add(self, token: int) -> str:
+        """The text that the token completes; often a few characters, possibly none."""
+        self.ids.append(token)
+        self.text = self.tokenizer.decode(self.ids)
+        piece = self._give(len(self.text.rstrip(_INCOMPLETE)))
+        if len(self.ids) > _MANY and self.shown == len(self.text):
+            self._forget()
+        return piece
+
+    def end(self) -> str:
+        """The text that is still held back, once no more tokens come."""
+        return self._give(len(self.text))
+
+    def _give(self, end: int) -> str:
+        piece = self.text[self.shown : end]
+        self.shown = max(self.shown, end)
+        return piece
+
+    def _forget(self) -> None:
+        """Forget tokens whose text is given out, if the last ones decode to the end of the text without them."""
+        for size in _FEW:  # the last tokens may begin within a character
+            last = self.tokenizer.decode(self.ids[-size:])
+            if last and self.text.endswith(last):
+                self.ids, self.text, self.shown = self.ids[-size:], last, len(last)
+                return
+
+
+def stream_texts(
+    tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], steps: Iterable[Sequence[int | None]]
+) -> Iterator[list[str]]:
+    """Yield the text that each step, the next token of each prompt or None after its end, adds to each prompt."""
+    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
+    for tokens in steps:
+        yield [s.end() if token is None else s.add(token) for s, token in zip(streams, tokens, strict=True)]
+    yield [s.end() for s in streams]

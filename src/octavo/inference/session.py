@@ -1,0 +1,301 @@
+"""Decoding with one model: the forward pass, prompts of a batch, captured steps, and the room of the cache."""
+
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs, sliding_window
+from octavo.models.decoder import Decoder
+from octavo.ops import fp8_attention_limit
+from octavo.util import plural
+
+# ---- The forward pass over new tokens and a cache of fixed size, for models of `octavo.models` and of transformers.
+
+
+class Forward(Protocol):
+    """A model with a cache. A call takes tokens [B, T], stores their keys and values, and returns logits [B, V] of the
+    last one."""
+
+    cache: ModelKVCache
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+
+class KeyShape(NamedTuple):
+    """Sizes of the keys of one token: layers, heads of keys, elements of a head; and their dtype in the model."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def stored(self, dtype: str | None) -> torch.dtype:
+        """The dtype of that name; None stands for their own."""
+        return self.dtype if dtype is None else DTYPES[dtype]
+
+    def nbytes(self, tokens: int, dtype: str | None) -> int:
+        """Bytes of the keys and values of `tokens` tokens, stored in the dtype of that name."""
+        return 2 * tokens * self.layers * self.heads * self.head_dim * self.stored(dtype).itemsize
+
+
+class DecoderForward:
+    """A model of `octavo.models` with a cache."""
+
+    def __init__(self, model: Decoder, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
+        self.model = model
+        self.cache = ModelKVCache(model.config.layers, max_tokens, dtype, scales=scales, freezes=False)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens, self.cache)
+        return logits[:, -1]
+
+
+def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> Forward:
+    """The forward pass of a language model over an empty cache. The scales of a warm-up grow until they are frozen.
+    An UnservedError if the cache does not serve the model's attention."""
+    if isinstance(model, Decoder):
+        return DecoderForward(model, max_tokens, dtype, scales)
+    from octavo.inference.transformers_cache import TransformersForward
+
+    return TransformersForward(model, max_tokens, dtype, scales)
+
+
+def own_cache_session(model: Any) -> Any:
+    """A session on the cache that a model of transformers makes for itself."""
+    from octavo.inference.transformers_cache import OwnCacheSession
+
+    return OwnCacheSession(model)
+
+
+def most_tokens(model: Any) -> int:
+    """The tokens that a cache of the model may hold: those of its sliding window, or any number."""
+    window = None if isinstance(model, Decoder) else sliding_window(model.config.get_text_config(decoder=True))
+    return sys.maxsize if window is None else window
+
+
+def key_shape(model: Any) -> KeyShape:
+    """The sizes of a model's keys."""
+    if isinstance(model, Decoder):
+        shape: Any = model.config
+        heads, kv_heads, dim, layers = shape.heads, getattr(shape, "kv_heads", None), None, shape.layers
+        width = shape.width
+    else:
+        config = model.config.get_text_config(decoder=True)
+        heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+        dim, width, layers = getattr(config, "head_dim", None), config.hidden_size, config.num_hidden_layers
+    return KeyShape(layers, kv_heads or heads, dim or width // heads, key_dtype(model))
+
+
+def key_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that the keys of a model have: that of autocast, or of its parameters."""
+    weight = next(p for p in model.parameters() if p.is_floating_point())
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+@contextmanager
+def uncached_autocast(device: torch.device) -> Iterator[None]:
+    """Autocast as it is, without its cache of cast weights: a CUDA graph must not read memory that autocast frees."""
+    kind = device.type
+    if kind == "cpu" or not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield
+
+
+# ---- Prompts of a batch: token ids that end at the same place, with padding on the left of the shorter ones.
+
+
+class Prompts(NamedTuple):
+    """The prompts of a batch: ids, int64 [B, T] on the model's device, and the number of tokens on the left of each row
+    that are padding."""
+
+    ids: Tensor
+    padding: tuple[int, ...]
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Prompts:
+    """The prompts as a batch, padded on the left with token 0."""
+    if len(prompts) == 0:  # a tensor of ids is a sequence too
+        raise ValueError("at least one prompt is required, got none")
+    if empty := [i for i, prompt in enumerate(prompts) if len(prompt) == 0]:
+        raise ValueError(f"a prompt must hold at least one token, prompt {empty[0] + 1} of {len(prompts)} is empty")
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    ids = torch.tensor(rows, dtype=torch.int64, device=device)
+    return Prompts(ids, tuple(longest - len(prompt) for prompt in prompts))
+
+
+def read_prompts(ids: Tensor, mask: Tensor | None, device: torch.device) -> Prompts:
+    """The prompts of token ids [B, T] and their attention mask [B, T], as transformers passes them."""
+    if ids.shape[0] == 0:
+        raise ValueError(f"at least one prompt is required, got input_ids of shape {list(ids.shape)}")
+    if ids.shape[1] == 0:
+        raise ValueError("a prompt must hold at least one token, got input_ids of length 0")
+    if mask is None:
+        return Prompts(ids.to(device), (0,) * ids.shape[0])
+    seen = mask.cpu().bool()
+    padding = seen.int().argmax(1)
+    wrong = seen.sum(1) != seen.shape[1] - padding
+    if seen.shape != ids.shape or bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        raise ValueError(
+            f"a batch of prompts needs padding on the left only, and row {row} of attention_mask {list(mask.shape)} "
+            f"for input_ids {list(ids.shape)} is not zeros, then ones: tokenize with tokenizer.padding_side = 'left'"
+        )
+    return Prompts(ids.to(device), tuple(padding.tolist()))
+
+
+def first_tokens(prompts: Prompts) -> Tensor:
+    """The first token of each row that is not padding, int32 [B]."""
+    return torch.tensor(prompts.padding, dtype=torch.int32, device=prompts.ids.device)
+
+
+# ---- Decoding steps of one batch size: a cache of fixed size and, on a GPU, a CUDA graph of a step.
+#
+# A step takes the tokens just chosen [B] and returns the logits [B, V] after them. The first step of a session runs
+# eagerly, which compiles its kernels; the second is captured, and all later ones are replays. A replay costs the host
+# some 0.1 ms, where an eager step costs 0.5 ms a layer.
+
+
+PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
+
+
+class Session:
+    """One batch size and capacity. `forward` is the model with an empty cache. If the session `captures`, steps become
+    a CUDA graph."""
+
+    def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
+        self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
+        self.cache = forward.cache
+        with torch.inference_mode(False):  # a later generation may run outside of inference mode
+            self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+            self.first = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None  # of the graph
+        self.eager_steps = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.cache.max_tokens
+
+    def forget_graph(self, captures: bool) -> None:
+        """Drop the graph; `captures` says whether later steps become one."""
+        self.graph, self.logits, self.eager_steps = None, None, 0
+        self.captures = captures
+
+    # --- A prompt ----------------------------------------------------------------------------------------------
+
+    def prefill(self, prompts: Prompts, piece: int | None = None) -> Tensor:
+        """Logits [B, V] after the prompts, whose keys and values fill the empty cache. A forward pass takes `piece`
+        tokens of a row, or `PIECE` tokens of all rows."""
+        self.cache.reset(scales=True)
+        self.first.copy_(first_tokens(prompts))
+        self.cache.first = self.first if any(prompts.padding) else None
+        for part in torch.split(prompts.ids, piece or max(1, PIECE // self.batch), dim=1):
+            logits = self.forward(part)
+        self.cache.freeze()
+        if self.device.type == "cuda":
+            self.cache.first = self.first  # a graph serves batches with padding and without
+        return logits
+
+    # --- A step ------------------------------------------------------------------------------------------------
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits [B, V] after the tokens [B], which the next step overwrites."""
+        self.token.copy_(tokens[:, None])
+        if self.captures and self.graph is None and self.eager_steps:
+            self._capture()
+        if self.graph is None:
+            self.eager_steps += 1
+            with uncached_autocast(self.device):
+                return self.forward(self.token)
+        length = self.cache.length
+        assert length is not None
+        assert self.logits is not None
+        length.host += 1
+        self.graph.replay()
+        return self.logits
+
+    def _capture(self) -> None:
+        """Record a step as a CUDA graph. A model that waits for the device cannot be recorded: its steps stay eager."""
+        length = self.cache.length
+        assert length is not None
+        before, graph = length.host, torch.cuda.CUDAGraph()
+        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream), uncached_autocast(self.device):
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    logits = self.forward(self.token)
+                finally:
+                    graph.capture_end()
+            self.graph, self.logits = graph, logits
+        except RuntimeError as error:
+            self.captures = False
+            warnings.warn(
+                f"a decoding step of this model cannot be captured as a CUDA graph and runs eagerly, which is slower: "
+                f"{str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+        finally:
+            length.host = before
+            current.wait_stream(stream)
+
+
+def use_fp8_attention(forward: Forward, model: Any, device: torch.device) -> None:
+    """Let long prompts attend in FP8. A warning says so where that does not run."""
+    if limit := fp8_attention_limit(device, key_shape(model).head_dim):
+        warnings.warn(f"the attention of prompts runs in BF16: {limit}", stacklevel=2)
+    forward.cache.fp8_attention = not limit
+
+
+# ---- The room of a cache, and whether the memory of the device suffices for it.
+
+
+GIB = 1 << 30
+SMALLEST = 256  # tokens of the smallest cache
+
+
+def capacity_for(tokens: int, context: int) -> int:
+    """Room of a cache for `tokens` tokens: a power of two, or one and a half, so that few sizes serve all lengths."""
+    size = SMALLEST
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return min(size, context)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes that can be allocated on a GPU, those that PyTorch holds unused included; infinite on another device."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, free: float) -> None:
+    """Raise a MemoryError, which says what fits, unless `free` bytes hold the keys and values of `batch` sequences of
+    `tokens` tokens."""
+    needed, one, stored = shape.nbytes(batch * tokens, dtype), shape.nbytes(1, dtype), shape.stored(dtype)
+    if needed <= free:
+        return
+    fitting = []
+    if most := int(free // (one * tokens)):
+        fitting.append(f"{'one sequence' if most == 1 else f'{most} sequences'} of {tokens} tokens")
+    if longest := int(free // (one * batch)):
+        fitting.append(f"{longest} tokens for {plural(batch, 'sequence')}")
+    advice = f"What fits: {' or '.join(fitting)}." if fitting else "No sequence fits."
+    if stored.itemsize > 1:
+        advice += " kv_cache='fp8' of octavo.load, or --kv-cache fp8 of octavo generate, halves the keys and values."
+    raise MemoryError(
+        f"the keys and values of {plural(batch, 'sequence')} of {tokens} tokens need {needed / GIB:.1f} GiB in "
+        f"{stored}, and {free / GIB:.1f} GiB are free on the GPU. {advice}"
+    )

@@ -1,0 +1,185 @@
+"""`generate` of transformers, its decoding loop replaced by `octavo.inference.engine.Engine`.
+
+transformers validates the call, and makes the processors of logits, the criteria of stopping and the streamer. Only the
+loop of greedy search and of sampling, `_sample`, is ours. A call that the engine does not cover runs on transformers'
+own loop, and a warning says so once. Importing this module imports transformers.
+"""
+
+import warnings
+from contextlib import closing
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MaxLengthCriteria
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from octavo.inference.engine import AUTO, Choose, Engine, Stop
+from octavo.inference.kv_cache import Pairs, UnservedError, check_attention, check_settings
+from octavo.inference.sampling import draw
+from octavo.inference.session import Prompts, first_tokens, read_prompts
+from octavo.nn.module_tools import mix_classes
+
+# Inputs of the model that transformers prepares, and the tokenizers, of which it makes the criteria of stopping.
+KNOWN = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "tokenizer",
+    "assistant_tokenizer",
+}  # fmt: skip
+
+
+def accelerate_generate(
+    model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None, attention: str = "bf16"
+) -> None:
+    """Let `model.generate` of a model of transformers run on an engine. The model keeps its class's name.
+
+    If the cache does not serve the model's attention, `generate` runs on transformers' own loop. Where `kv_cache` names
+    a dtype, it raises an UnservedError instead.
+
+    The other arguments are those of `Engine`.
+    """
+    check_attention(attention)
+    if kv_cache != AUTO:
+        check_settings(kv_cache)
+    model.octavo_notices = set()
+    model.octavo_settings = {
+        "context": context, "kv_cache": kv_cache, "kv_scales": kv_scales, "attention": attention
+    }  # fmt: skip
+    model.__class__ = mix_classes(Accelerated, type(model))
+
+
+class UncoveredError(UnservedError):
+    """The engine does not cover a call of `generate`; the message says why."""
+
+
+class Accelerated:
+    """The class of a model whose `generate` runs on `octavo_engine`."""
+
+    octavo_settings: dict[str, Any]
+    octavo_notices: set[str]
+
+    @cached_property
+    def octavo_engine(self) -> Engine:
+        return Engine(self, **self.octavo_settings)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Tokens [B, N] of prompts and texts: greedy search or sampling, as transformers' own `_sample`."""
+        engine = self.octavo_engine
+        settings = {"synced_gpus": synced_gpus, "streamer": streamer, **model_kwargs}
+        try:
+            return _run(self, engine, input_ids, logits_processor, stopping_criteria, generation_config, **settings)
+        except UnservedError as error:
+            if not isinstance(error, UncoveredError):
+                if engine.asked:
+                    raise UnservedError(
+                        f"{error}: open the model without kv_cache, for transformers' own loop"
+                    ) from None
+                engine.sessions.clear()  # the model does not take their caches
+            reason = str(error)
+        _say_once(self, reason)
+        parent: Any = super()
+        return parent._sample(input_ids, logits_processor, stopping_criteria, generation_config, **settings)
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own."""
+        _say_once(self, "beams are asked for (num_beams)")
+        parent: Any = super()
+        return parent._beam_search(*args, **kwargs)
+
+    def _assisted_decoding(self, *args: Any, inputs_tensor: Tensor | None = None, **kwargs: Any) -> Any:
+        """transformers' own, which gets `inputs_tensor` because the signature has it."""
+        _say_once(self, "candidates of an assistant or of the prompt are asked for")
+        parent: Any = super()
+        return parent._assisted_decoding(*args, inputs_tensor=inputs_tensor, **kwargs)
+
+
+def _say_once(model: Any, reason: str) -> None:
+    """Warn, once for each reason, that a call of `generate` runs on transformers' own loop."""
+    if reason not in model.octavo_notices:
+        model.octavo_notices.add(reason)
+        warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=5)
+
+
+def _run(
+    model: Any, engine: Engine, ids: Tensor, processors: Any, criteria: Any, config: Any, streamer: Any, **kwargs: Any
+) -> Tensor:
+    """`_sample` on the engine: an UncoveredError if the engine does not cover the call, an UnservedError if the cache
+    does not serve the model, or texts of this length."""
+    _check_covered(model, config, kwargs)
+    prompts = read_prompts(ids, kwargs.get("attention_mask"), engine.device)
+    if not _usual_positions(prompts, kwargs.get("position_ids")):
+        raise UncoveredError("position_ids are given that do not count the tokens")
+    if engine.limit < min(engine.context, config.max_length - 1):
+        raise UnservedError(f"the text may exceed the sliding window of {engine.limit} tokens")
+    steps = engine.run(
+        prompts,
+        config.max_length - ids.shape[1],
+        _chooser(processors, config.do_sample),
+        _stop(criteria, config),
+        watched=streamer is not None,
+        piece=config.prefill_chunk_size,
+    )
+    text = prompts.ids
+    with closing(steps):
+        for text, tokens in steps:  # noqa: B007
+            if streamer is not None:
+                streamer.put(tokens)
+    if streamer is not None:
+        streamer.end()
+    return text.to(ids.device).contiguous()
+
+
+def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise an UncoveredError, which says why, for a call that the engine does not cover."""
+    cache = kwargs.get("past_key_values")
+    unknown = sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None)
+    reasons = {
+        "the GPUs of several processes are synchronized (synced_gpus)": kwargs["synced_gpus"],
+        "a dictionary is asked for (return_dict_in_generate)": config.return_dict_in_generate,
+        "attentions or hidden states are asked for": config.output_attentions or config.output_hidden_states,
+        "use_cache is False": config.use_cache is False,
+        "a cache is given (past_key_values)": getattr(cache, "_is_user_defined", False),
+        f"the cache is a {type(cache).__name__}": type(cache) not in (DynamicCache, StaticCache),
+        "the cache is offloaded": str(config.cache_implementation).startswith("offloaded"),
+        f"the model takes other inputs ({', '.join(unknown)})": unknown,
+        "the model is in training mode": model.training,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UncoveredError(reason)
+
+
+def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
+    """Whether `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
+    if positions is None:
+        return True
+    first = first_tokens(prompts)[:, None]
+    usual = torch.arange(prompts.ids.shape[1], device=first.device) - first
+    return bool(((positions.to(first.device) == usual) | (usual < 0)).all())
+
+
+def _chooser(processors: Any, draws: bool) -> Choose:
+    def choose(ids: Tensor, logits: Tensor) -> Tensor:
+        scores = processors(ids, logits.to(torch.float32, copy=True))
+        if draws:
+            return draw(scores)
+        best: Tensor = scores.argmax(dim=-1)
+        return best
+
+    return choose
+
+
+def _stop(criteria: Any, config: Any) -> Stop | None:
+    """When sequences end; None if they end at their number of tokens alone."""
+    if all(isinstance(each, MaxLengthCriteria) for each in criteria):
+        return None
+    return Stop(lambda ids: criteria(ids, None), 0 if config._pad_token_tensor is None else config._pad_token_tensor)

@@ -1,0 +1,352 @@
+"""The doctor of a machine: versions, known problems with their fixes, and the speed of its GEMMs."""
+
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from octavo.ops import quantize, scaled_mm
+from octavo.ops.dispatch import gemm_backends
+from octavo.ops.launching import find_architecture
+from octavo.recipe import Recipe
+from octavo.util import Progress, installed, no_progress
+from octavo.version import __version__
+
+# ---- Combinations of versions and settings that fail or are slow, each with its fix.
+#
+# A rule reads facts alone (`Facts`), so a test can state any machine.
+
+
+# The oldest driver for a major version of CUDA. Source: CUDA Compatibility, "Minor Version Compatibility" (NVIDIA).
+_OLDEST_DRIVER = {"12": 525, "13": 580}
+_INTERFACES = Path("/sys/class/net")
+
+# Variable -> (the values that matter, the effect, the fix).
+_VARIABLES: dict[str, tuple[str, str, str]] = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "every launch waits for the GPU, so a step is several times slower", "unset it"),
+    "TORCH_COMPILE_DISABLE": ("1", "torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
+    "TORCHDYNAMO_DISABLE": ("1", "torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
+    "TRITON_INTERPRET": ("1", "Triton's kernels are interpreted, and FP8 subnormals are rounded wrongly", "unset it"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every allocation calls the driver", "unset it"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one host exchange through the host's memory", "unset it where NVLink works"),
+    "NCCL_IB_DISABLE": ("1", "hosts exchange over TCP, not InfiniBand", "unset it on a cluster with InfiniBand"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A combination that fails or is slow."""
+
+    name: str  # of the rule
+    found: str  # the combination, and its effect
+    fix: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a machine that the rules read."""
+
+    environment: Mapping[str, str]
+    driver: str = ""  # its version, "" without one
+    cuda: str = ""  # the version that PyTorch was built with, "" for a build without
+    sees_gpu: bool = False  # PyTorch does
+    triton: bool = True  # is installed
+    compiler: bool = True  # a C compiler is on the path
+    tf32: bool = True  # products of float32 use TF32 tensor cores
+    interfaces: tuple[str, ...] = ()  # of the network
+    python: str = "3.12"
+    extensions: tuple[str, ...] = ()  # the file names of torchao's compiled kernels
+
+
+def find_problems() -> list[Problem]:
+    """The problems of this machine."""
+    torchao = find_spec("torchao")
+    folder = Path(torchao.origin).parent if torchao and torchao.origin else None
+    return judge(
+        Facts(
+            environment=os.environ,
+            driver=driver_version(),
+            cuda=torch.version.cuda or "",
+            sees_gpu=torch.cuda.is_available(),
+            triton=find_spec("triton") is not None,
+            compiler=any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")),
+            tf32=torch.get_float32_matmul_precision() != "highest",
+            interfaces=tuple(path.name for path in _INTERFACES.iterdir()) if _INTERFACES.is_dir() else (),
+            python=f"{sys.version_info.major}.{sys.version_info.minor}",
+            extensions=tuple(path.name for path in folder.glob("*.so")) if folder else (),
+        )
+    )
+
+
+def judge(facts: Facts) -> list[Problem]:
+    """The problems of a machine with these facts."""
+    return [problem for rule in _RULES for problem in rule(facts)]
+
+
+def _gpu_unseen(facts: Facts) -> Iterator[Problem]:
+    if facts.sees_gpu or not facts.driver:
+        return
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and (not visible or visible.startswith("-")):
+        yield Problem("hidden GPU", f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset it, or name one: 0")
+    elif not facts.cuda:
+        yield Problem(
+            "torch without CUDA",
+            "this torch is a build for the CPU, and the machine has an NVIDIA driver",
+            "install a build with CUDA: https://pytorch.org/get-started/locally",
+        )
+    elif not _is_old(facts):
+        yield Problem("no GPU", f"driver {facts.driver} is there, and torch sees no GPU", "run nvidia-smi; reboot")
+
+
+def _old_driver(facts: Facts) -> Iterator[Problem]:
+    if _is_old(facts):
+        yield Problem(
+            "old driver",
+            f"torch was built for CUDA {facts.cuda}, which driver {facts.driver} does not run",
+            f"install driver {_OLDEST_DRIVER[facts.cuda.partition('.')[0]]} or newer, or a torch for an older CUDA",
+        )
+
+
+def _is_old(facts: Facts) -> bool:
+    oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0], 0)
+    return bool(facts.driver) and int(facts.driver.partition(".")[0]) < oldest
+
+
+def _no_kernels(facts: Facts) -> Iterator[Problem]:
+    if not facts.sees_gpu:
+        return
+    if not facts.triton:
+        yield Problem(
+            "no Triton", "Octavo's kernels are written in Triton, which is not installed", "pip install triton"
+        )
+    elif not facts.compiler:
+        yield Problem(
+            "no C compiler", "Triton and torch.compile need a C compiler, and none is on the path", "install gcc"
+        )
+
+
+def _tf32(facts: Facts) -> Iterator[Problem]:
+    if facts.sees_gpu and not facts.tf32:
+        yield Problem(
+            "TF32 is off",
+            "products of float32 outside of autocast do not use tensor cores, and torch.compile warns of it",
+            'torch.set_float32_matmul_precision("high") if ten bits of mantissa suffice; emulation needs it off',
+        )
+
+
+def _torchao(facts: Facts) -> Iterator[Problem]:
+    tags = {
+        ".".join(found.groups()) for name in facts.extensions if (found := re.search(r"\.cpython-(\d)(\d+)-", name))
+    }
+    if tags and facts.python not in tags:
+        yield Problem(
+            "torchao for another Python",
+            f"torchao's kernels are compiled for Python {', '.join(sorted(tags))}, this is {facts.python}: importing "
+            'torchao prints "Failed to load"',
+            "nothing for Octavo, which uses no compiled kernel of torchao; else install a torchao for this Python",
+        )
+
+
+def _interfaces(facts: Facts) -> Iterator[Problem]:
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        given = facts.environment.get(name, "")
+        # "eth" is the prefix of names, "=eth0" an exact name, and "^lo" excludes
+        prefixes = [each.removeprefix("=") for each in given.split(",") if each and not given.startswith("^")]
+        if prefixes and facts.interfaces and not any(i.startswith(tuple(prefixes)) for i in facts.interfaces):
+            yield Problem(
+                "no such network interface",
+                f"{name}={given}, and there are {', '.join(sorted(facts.interfaces))}: a run on several GPUs hangs",
+                "name one of these, or unset it",
+            )
+
+
+def _variables(facts: Facts) -> Iterator[Problem]:
+    for name, (value, effect, fix) in _VARIABLES.items():
+        if facts.environment.get(name) == value:
+            yield Problem("environment", f"{name}={value}: {effect}", fix)
+
+
+_RULES: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+    _gpu_unseen, _old_driver, _no_kernels, _tf32, _torchao, _interfaces, _variables,
+)  # fmt: skip
+
+
+# ---- The versions and the device of this machine.
+
+
+_PACKAGES = ("triton", "transformers", "torchao", "vllm", "nvidia-cudnn-frontend")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def read_versions(device: torch.device) -> dict[str, Any]:
+    """Versions of the software, and the device that would be used, as JSON values.
+
+    Packages that are not installed are left out. `driver` is the NVIDIA driver's version; `toolkit` that of the CUDA
+    toolkit whose compiler, nvcc, is on the path (Octavo needs none); `cuda` that of CUDA that PyTorch was built with.
+    """
+    found: dict[str, Any] = {
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        **{name: number for name in _PACKAGES if (number := installed(name))},
+        "device": device.type,
+    }
+    optional = {"driver": driver_version(), "toolkit": _toolkit_version(), "cuda": torch.version.cuda}
+    found |= {name: value for name, value in optional.items() if value}
+    if device.type != "cuda":
+        return found | {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(device)
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    return found | {
+        "cuda": torch.version.cuda or torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, nccl)),
+        "gpu": properties.name,
+        "gpus": torch.cuda.device_count(),
+        "architecture": find_architecture(device).name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": round(properties.total_memory / 1e9, 1),
+    }
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; "" where there is none."""
+    if _DRIVER.is_file():
+        found = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", _DRIVER.read_text())
+        if found:
+            return found[1]
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _toolkit_version() -> str:
+    found = re.search(r"release (\d+\.\d+)", _output("nvcc", "--version"))
+    return found[1] if found else ""
+
+
+def _first_line(*words: str) -> str:
+    lines = _output(*words).splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _output(*words: str) -> str:
+    """The standard output of a program; "" if it is not installed or fails."""
+    program = shutil.which(words[0])
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *words[1:]], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+# ---- The speed of the forward GEMM of each recipe, beside that of BF16, in a limited time.
+
+
+# [M, K, N] of y[M,N] = x[M,K] @ w[N,K]^T: 8,192 tokens through layers of Llama-3-8B, a square, and a small layer.
+GPU_SHAPES = ((8192, 4096, 14336), (8192, 14336, 4096), (4096, 4096, 4096), (8192, 1024, 1024))
+CPU_SHAPES = ((512, 512, 512), (256, 1024, 1024))  # FP8 is emulated there
+_TURNS = 10
+_TURN_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of one GEMM y[M,N] = x[M,K] @ w[N,K]^T on quantized operands."""
+
+    recipe: str  # whose GEMM of y it is; "bf16" is torch's product of BF16
+    backend: str  # that ran it
+    shape: tuple[int, int, int]  # M, K, N
+    milliseconds: float  # the median of several turns
+    speedup: float  # over BF16 in the same run
+
+    @property
+    def tflops(self) -> float:
+        """10^12 FLOP/s, where a multiplication and an addition count 2."""
+        m, k, n = self.shape
+        return 2 * m * k * n / self.milliseconds / 1e9
+
+
+def time_gemms(
+    recipes: Mapping[str, Recipe],
+    device: torch.device,
+    shapes: Sequence[tuple[int, int, int]],
+    *,
+    seconds: float = 60.0,
+    progress: Progress = no_progress,
+) -> tuple[list[Timing], list[str]]:
+    """Time the GEMM of y of each recipe that `device` runs, for each shape.
+
+    Quantization is left out: `octavo doctor --measure-layers` times whole layers. Recipes with the same GEMM are timed
+    once, under the name of the first. After so many seconds no other GEMM begins: those left out are named too.
+    """
+    begin, found, late = perf_counter(), [], []
+    work = [(name, shape) for shape in shapes for name in ("bf16", *_different(recipes, device))]
+    bf16 = 0.0
+    for done, (name, shape) in enumerate(work):
+        title = f"{name} {' x '.join(map(str, shape))}"
+        progress(done, len(work), title)
+        if perf_counter() - begin > seconds:
+            late.append(title)
+            continue
+        recipe = None if name == "bf16" else recipes[name]
+        ms = _median_milliseconds(_gemm(recipe, shape, device), device)
+        bf16 = ms if recipe is None else bf16
+        backend = "torch.mm" if recipe is None else gemm_backends(recipe, device)["y"].name
+        found.append(Timing(name, backend, shape, ms, bf16 / ms))
+    return found, late
+
+
+def _different(recipes: Mapping[str, Recipe], device: torch.device) -> list[str]:
+    """The recipes with a GEMM of y that runs on `device`, each GEMM once; on a GPU none that is emulated."""
+    left, first = {"none", "emulated"} if device.type == "cuda" else {"none"}, dict[str, str]()
+    for name, recipe in recipes.items():
+        if recipe.y is not None and gemm_backends(recipe, device)["y"].name not in left:
+            first.setdefault(f"{recipe.y.a.spec} {recipe.y.b.spec}", name)
+    return list(first.values())
+
+
+def _gemm(recipe: Recipe | None, shape: tuple[int, int, int], device: torch.device) -> Callable[[], object]:
+    m, k, n = shape
+    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    if recipe is None or recipe.y is None:
+        return lambda: x @ w.t()  # [M, K] x [K, N]
+    x_q, w_q = quantize(x, recipe.y.a), quantize(w, recipe.y.b)
+    return lambda: scaled_mm(x_q, w_q)
+
+
+@torch.no_grad()
+def _median_milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """The median over turns of some 20 ms, after a warm-up."""
+    for _ in range(2):
+        call()
+    once = _seconds(call, 1, device)
+    count = max(1, round(_TURN_SECONDS / max(once, 1e-7)))
+    return 1e3 * statistics.median(_seconds(call, count, device) / count for _ in range(_TURNS))
+
+
+def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """The seconds of `count` calls. On a GPU the wait at the end is small beside a turn."""
+    _wait(device)
+    begin = perf_counter()
+    for _ in range(count):
+        call()
+    _wait(device)
+    return perf_counter() - begin
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,462 @@
+"""The report of a model's dtypes: traced, grouped by pattern, and shown as tables."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from octavo.nn.attention_layers import is_convertible
+from octavo.nn.conversion import find_experts
+from octavo.nn.linear import RecipeLayer, is_gemm
+from octavo.nn.module_tools import check_module
+from octavo.nn.selection import select_linears
+from octavo.tracing import NAMES, PHASES, WIDTHS, Fakes, GpuAutocast, Operation, Tracer, clear_errors
+from octavo.util import plural, some_of
+
+# ---- Folding the operations of repeated modules into one row.
+
+
+@dataclass(frozen=True)
+class Row:
+    """Equal operations of repeated modules."""
+
+    operation: Operation  # one of them, with * for the indices of its module and its parameters
+    count: int
+    flops: int  # of all of them
+
+
+def patterns_of(model: nn.Module) -> dict[str, str]:
+    """The name of every module, with * for the index in a list of modules of one class: "layers.*.mlp"."""
+    patterns = {"": ""}
+    for name, parent in model.named_modules(remove_duplicate=False):
+        children = dict(parent.named_children())
+        repeated = len(children) > 1 and len({type(child) for child in children.values()}) == 1
+        for child in children:
+            below = "*" if repeated and child.isdigit() else child
+            patterns[f"{name}.{child}".lstrip(".")] = f"{patterns[name]}.{below}".lstrip(".")
+    return patterns
+
+
+def fold(operations: Iterable[Operation], patterns: Mapping[str, str]) -> list[Row]:
+    """The rows of `operations`, in the order of each row's first operation. `patterns`: `patterns_of` the model."""
+    rows: dict[Operation, tuple[int, int]] = {}
+    for each in operations:
+        owners = [name.rpartition(".") for name in each.parameters]
+        parameters = tuple(f"{patterns[owner]}{dot}{leaf}" for owner, dot, leaf in owners)
+        key = replace(each, module=patterns[each.module], parameters=parameters, flops=0, weight=(), rows=0)
+        count, flops = rows.get(key, (0, 0))
+        rows[key] = count + 1, flops + each.flops
+    return [Row(key, count, flops) for key, (count, flops) in rows.items()]
+
+
+# ---- The products that do not run in FP8, each with its share of the FLOPs, and the modules that a pass never calls.
+
+
+_NOT_CONVERTED = "not converted: octavo.convert(model) would run it in FP8"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Products, convolutions or attention that run in another dtype than FP8; repeated modules are one entry."""
+
+    module: str  # with * for the indices of repeated modules
+    count: int  # of modules
+    what: str  # such as "linear layer" or "convolution"
+    dtype: str  # that it computes in
+    share: float  # of the FLOPs of the pass, 0 to 1
+    reason: str  # why `octavo.convert` leaves it, or that it would convert it
+
+
+@dataclass(frozen=True)
+class NeverCalled:
+    """Modules with parameters whose `forward` does not run in the pass, so that hooks and conversion have no effect."""
+
+    module: str  # with * for the indices of repeated modules
+    count: int  # of modules
+    what: str  # the class
+    read: bool  # an operation reads the parameters all the same
+
+
+def find_left_out(model: nn.Module, operations: Sequence[Operation]) -> tuple[LeftOut, ...]:
+    """The products of `operations` that do not run in FP8, the largest share first."""
+    patterns, modules, reasons = patterns_of(model), dict(model.named_modules()), _skip_reasons(model)
+    dimensions = {name: p.ndim for name, p in model.named_parameters()}
+    total = sum(each.flops for each in operations) or 1
+    groups: dict[tuple[str, str, str, str], tuple[set[str], int]] = {}
+    for each in operations:
+        if each.flops and each.computes_in != "FP8":
+            stacked = any(dimensions[name] > 2 for name in each.parameters)
+            what, reason = _explain(each, modules[each.module], reasons.get(each.module, ""), stacked=stacked)
+            key = patterns[each.module], what, each.computes_in, reason
+            names, flops = groups.get(key, (set(), 0))
+            groups[key] = names | {each.module}, flops + each.flops
+    found = [
+        LeftOut(pattern, len(names), what, dtype, flops / total, reason)
+        for (pattern, what, dtype, reason), (names, flops) in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def find_never_called(model: nn.Module, called: set[str], operations: Sequence[Operation]) -> tuple[NeverCalled, ...]:
+    """The modules with parameters of their own that are not in `called`."""
+    read = {name.rpartition(".")[0] for each in operations for name in each.parameters}
+    patterns, groups = patterns_of(model), Counter[tuple[str, str, bool]]()
+    for name, module in model.named_modules():
+        if name not in called and next(module.parameters(recurse=False), None) is not None:
+            groups[patterns[name], type(module).__name__, name in read] += 1
+    return tuple(NeverCalled(pattern, count, what, used) for (pattern, what, used), count in groups.items())
+
+
+def _skip_reasons(model: nn.Module) -> dict[str, str]:
+    """Why `octavo.convert` skips each linear layer; "" for one that it converts."""
+    try:
+        return {layer.name: layer.reason for layer in select_linears(model)}
+    except ValueError:  # no layer can be converted
+        return {}
+
+
+def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: bool) -> tuple[str, str]:
+    if operation.kind == "attention":
+        return "attention", "it multiplies activations: convert leaves attention alone"
+    if isinstance(owner, RecipeLayer) and operation.parameters:
+        if owner.recipe.quantized:
+            return "linear layer", f"the recipe {owner.recipe.name} computes it in the autocast dtype"
+        return "linear layer", "the recipe bf16 quantizes nothing"
+    if operation.kind == "convolution":
+        return "convolution", _NOT_CONVERTED if is_gemm(owner) else "its windows overlap, or it has groups: no product"
+    if isinstance(owner, nn.Linear):
+        return "linear layer", skipped or _NOT_CONVERTED
+    if isinstance(owner, nn.MultiheadAttention) and operation.parameters:
+        return "packed attention projection", _NOT_CONVERTED if is_convertible(owner) else "it has keys of its own"
+    if stacked and find_experts(owner):
+        return "experts", _NOT_CONVERTED
+    if stacked:
+        return "3-D weight", "a stack of matrices in one parameter: convert takes linear layers, and experts it knows"
+    if operation.parameters:
+        return f"matrix of {type(owner).__name__}", "the module multiplies it itself: convert takes linear layers"
+    return "product of activations", "no weight takes part: convert leaves it alone"
+
+
+# ---- The tables of a report of dtypes, as rows of text.
+
+
+_SILENT = ("cast", "copy")  # kinds without arithmetic
+
+
+class Table(NamedTuple):
+    """A table; columns in `right` hold numbers, those in `prose` sentences."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: tuple[str, ...] = ()
+    prose: tuple[str, ...] = ()
+
+
+def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
+    """The share of the FLOPs by phase and dtype."""
+    dtypes = [name for name in WIDTHS if any(name in each for each in flops.values())]
+    total = sum(sum(each.values()) for each in flops.values()) or 1
+    rows = [
+        (phase, f"{sum(each.values()):.3g}", *(_percent(each.get(name, 0) / total) for name in dtypes))
+        for phase, each in flops.items()
+    ]
+    if len(rows) > 1:
+        sums = [sum(each.get(name, 0) for each in flops.values()) / total for name in dtypes]
+        rows.append(("all", f"{total:.3g}", *map(_percent, sums)))
+    return Table("FLOPs by dtype", ("phase", "FLOPs", *dtypes), rows, ("FLOPs", *dtypes))
+
+
+def module_table(rows: Sequence[Row]) -> Table:
+    """One row for each module: the operations of each phase by dtype, and the share of the FLOPs."""
+    total = sum(row.flops for row in rows) or 1
+    phases = [p for p in PHASES if any(row.operation.phase == p for row in rows)]
+    modules = list(dict.fromkeys(row.operation.module for row in rows))
+    found = []
+    for module in modules:
+        own = [row for row in rows if row.operation.module == module]
+        share = sum(row.flops for row in own) / total
+        cells = [_by_dtype([row for row in own if row.operation.phase == phase]) for phase in phases]
+        found.append((module or "(model)", _percent(share) if share else "", *cells))
+    return Table("modules", ("module", "FLOPs", *phases), found, ("FLOPs",), tuple(phases))
+
+
+def fp32_table(rows: Sequence[Row]) -> Table:
+    """The operations of the forward pass that compute in FP32, by reason: where, and why."""
+    groups: dict[str, tuple[list[str], list[str]]] = {}
+    for row in rows:
+        each = row.operation
+        if each.phase == "forward" and each.computes_in == "FP32" and each.kind not in ("cast",):
+            names, modules = groups.setdefault(each.reason, ([], []))
+            names.append(each.name)
+            modules.append(each.module or "(model)")
+    found = [
+        (" ".join(dict.fromkeys(names)), some_of(list(dict.fromkeys(modules))), reason)
+        for reason, (names, modules) in groups.items()
+    ]
+    return Table("FP32 in the forward pass, and why", ("operations", "modules", "why"), found, (), ("modules", "why"))
+
+
+def left_out_table(left_out: Sequence[LeftOut]) -> Table:
+    """The products that do not run in FP8."""
+    rows = [
+        (each.module or "(model)", str(each.count), each.what, each.dtype, _percent(each.share), each.reason)
+        for each in left_out
+    ]
+    columns = ("module", "count", "what", "dtype", "FLOPs", "why")
+    return Table("products that do not run in FP8", columns, rows, ("count", "FLOPs"), ("why",))
+
+
+def operation_table(rows: Sequence[Row]) -> Table:
+    """One row for each operation of each module."""
+    found = []
+    for row in rows:
+        each = row.operation
+        flow = f"{'+'.join(each.inputs) or '-'} -> {'+'.join(each.outputs) or '-'}"
+        flops = f"{row.flops:.3g}" if row.flops else ""
+        name = each.module or "(model)"
+        found.append((each.phase, name, each.name, str(row.count), flow, each.adds_in, flops, each.reason))
+    columns = ("phase", "module", "operation", "count", "dtypes", "sums in", "FLOPs", "why")
+    return Table("operations", columns, found, ("count", "FLOPs"), ("why",))
+
+
+def as_text(table: Table) -> str:
+    """The table with columns aligned by blanks."""
+    widths = [max(len(row[at]) for row in [table.columns, *table.rows]) for at in range(len(table.columns))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if name in table.right else cell.ljust(width)
+            for name, cell, width in zip(table.columns, row, widths, strict=True)
+        ).rstrip()
+        for row in [table.columns, *table.rows]
+    ]
+    return "\n".join([table.title, *lines])
+
+
+def _by_dtype(rows: Sequence[Row]) -> str:
+    """The operations with arithmetic by dtype, and the number of casts: "BF16 mm, FP32 mean mul, 2 casts"."""
+    parts = []
+    for dtype in reversed(WIDTHS):
+        names = [r.operation.name for r in rows if r.operation.computes_in == dtype and r.operation.kind not in _SILENT]
+        if names:
+            parts.append(f"{dtype} {' '.join(dict.fromkeys(names))}")
+    casts = sum(1 for row in rows if row.operation.kind == "cast")
+    if casts:
+        parts.append(plural(casts, "cast"))
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+# ---- The report of a trace: the operations, totals, and tables in which repeated modules are one row.
+
+
+@dataclass(frozen=True)
+class DtypeFlow:
+    """The dtypes of a forward and backward pass; printed, it is a set of tables.
+
+    Args:
+        model: the class of the model.
+        autocast: "BF16", "FP16", or "off".
+        operations: in the order in which they ran. Views, and operations without floating tensors, are left out.
+        left_out: products that do not run in FP8, the largest share of the FLOPs first.
+        never_called: modules whose `forward` does not run.
+        patterns: the name of each module, with * for the index in a list of modules of one class.
+        notes: what differs between the trace and a run.
+    """
+
+    model: str
+    autocast: str
+    operations: tuple[Operation, ...]
+    left_out: tuple[LeftOut, ...]
+    never_called: tuple[NeverCalled, ...]
+    patterns: Mapping[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def flops(self) -> dict[str, dict[str, int]]:
+        """FLOPs of products, convolutions and attention: phase -> dtype -> FLOPs."""
+        found: dict[str, dict[str, int]] = {}
+        for each in self.operations:
+            if each.flops:
+                phase = found.setdefault(each.phase, {})
+                phase[each.computes_in] = phase.get(each.computes_in, 0) + each.flops
+        return {phase: found[phase] for phase in PHASES if phase in found}
+
+    @property
+    def rows(self) -> list[Row]:
+        """The operations, equal ones of repeated modules in one row."""
+        return fold(self.operations, self.patterns)
+
+    def select(self, glob: str) -> "DtypeFlow":
+        """The report of the modules whose name matches `glob`, such as "layers.0.*". A ValueError if none does."""
+        chosen = tuple(each for each in self.operations if fnmatchcase(each.module, glob))
+        if not chosen:
+            names = list(dict.fromkeys(each.module for each in self.operations if each.module))
+            raise ValueError(
+                f"{glob!r} matches no module that runs an operation; there are {', '.join(names[:8])}"
+                + (", ..." if len(names) > 8 else "")
+            )
+        return replace(self, operations=chosen)
+
+    def tables(self) -> list[Table]:
+        """Totals, modules, the operations in FP32, and the products outside of FP8."""
+        rows = self.rows
+        return [totals_table(self.flops), module_table(rows), fp32_table(rows), left_out_table(self.left_out)]
+
+    def operation_table(self) -> Table:
+        """One row for each operation of each module, repeated modules folded."""
+        return operation_table(self.rows)
+
+    def remarks(self) -> list[str]:
+        """Sentences on modules that are never called, and on what differs between the trace and a run."""
+        said = []
+        for each in self.never_called:
+            of = f"{each.module} ({each.what}{f', {each.count} times' if each.count > 1 else ''})"
+            how = "another module reads its parameters directly" if each.read else "no operation reads its parameters"
+            said.append(f"{of} is never called: {how}")
+        return [*said, *self.notes]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values: totals, the rows, the products outside of FP8 and the remarks."""
+        return {
+            "model": self.model,
+            "autocast": self.autocast,
+            "flops": self.flops,
+            "operations": [_row(row) for row in self.rows],
+            "left_out": [asdict(each) for each in self.left_out],
+            "never_called": [asdict(each) for each in self.never_called],
+            "notes": list(self.notes),
+        }
+
+    def __repr__(self) -> str:
+        tables = [as_text(table) for table in self.tables() if table.rows]
+        return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks()])
+
+
+def make_report(model: nn.Module, tracer: Tracer, autocast: torch.dtype | None) -> DtypeFlow:
+    """The report of the operations that `tracer` saw."""
+    operations = tuple(tracer.operations)
+    return DtypeFlow(
+        type(model).__name__,
+        "off" if autocast is None else NAMES[autocast],
+        operations,
+        find_left_out(model, operations),
+        find_never_called(model, tracer.called, operations),
+        patterns_of(model),
+        _notes(model, autocast, any(each.phase == "backward" for each in operations)),
+    )
+
+
+def _notes(model: nn.Module, autocast: torch.dtype | None, backward: bool) -> tuple[str, ...]:
+    fast = [name for name, m in model.named_modules() if type(m) is nn.TransformerEncoderLayer and not m.training]
+    if backward or autocast is not None or not fast:
+        return ()
+    return (
+        f"in evaluation mode without autocast and gradients, PyTorch runs {fast[0]} ({len(fast)} such) on a fast path, "
+        "one operation that never calls its layers; the trace shows the layers. octavo.convert leaves the fast path",
+    )
+
+
+def _row(row: Row) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(row.operation).items() if name not in ("weight", "rows")}
+    return fields | {"count": row.count, "flops": row.flops}
+
+
+# ---- Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU.
+
+
+_AUTOCAST = (torch.bfloat16, torch.float16, None)
+
+
+def dtype_flow(
+    model: nn.Module,
+    *inputs: Any,
+    autocast: torch.dtype | None = torch.bfloat16,
+    loss: Callable[[Any], Tensor] | None = None,
+    backward: bool = True,
+    **keywords: Any,
+) -> DtypeFlow:
+    """Show in which dtypes the operations of a model run in a forward and backward pass, and why.
+
+    The pass runs on fake tensors, without memory or arithmetic, so the model may be of any size, on any device, the
+    meta device included; it stays as it is. Autocast casts by its lists for GPUs, also where there is none. The kernels
+    that PyTorch chooses are those for a CPU: attention has another name on a GPU, and softmax, which is given
+    dtype=float32 there, shows a cast.
+
+    Args:
+        model: of any library, converted by `octavo.convert` or not, in training or evaluation mode.
+        *inputs, **keywords: of its forward pass; tensors on any device. Values of tensors are not known in the pass.
+        autocast: `torch.bfloat16` or `torch.float16`; None runs without autocast.
+        loss: makes a scalar from the output of the model. By default the gradients start at the output, or at
+            `output.loss` where the model computes that.
+        backward: False runs the forward pass alone, without gradients, as inference does.
+
+    Returns:
+        The operations, with totals and tables; `print` it.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: another dtype for autocast, a sharded model, one whose code depends on the values of tensors, or an
+            output without gradient.
+        RuntimeError: the pass fails, as it would with real tensors of these shapes and dtypes.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+        >>> flow = octavo.dtype_flow(model, torch.randn(8, 64))
+        >>> [(each.name, each.computes_in) for each in flow.operations if each.kind in ("product", "sum")][:2]
+        [('addmm', 'BF16'), ('native_layer_norm', 'FP32')]
+    """
+    check_module(model, "dtype_flow")
+    if autocast not in _AUTOCAST:
+        raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
+    fakes, gpu = Fakes(), GpuAutocast(autocast)
+    tensors = fakes.tensors_of(model)
+    tracer = Tracer(model, tensors, gpu, fakes)
+    given = fakes.fake((inputs, keywords))
+    both = _Pass(model, loss, gpu, backward)
+    with clear_errors(model), fakes.mode, torch.set_grad_enabled(backward), tracer:
+        torch.func.functional_call(both, {f"model.{name}": t for name, t in tensors.items()}, given[0], given[1])
+    return make_report(model, tracer, autocast)
+
+
+class _Pass(nn.Module):
+    """A forward and backward pass, as one module: recomputation in the backward pass needs the fake parameters too."""
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any], Tensor] | None, gpu: GpuAutocast, backward: bool
+    ) -> None:
+        super().__init__()
+        self.model, self.loss, self.gpu, self.backward = model, loss, gpu, backward
+
+    def forward(self, *inputs: Any, **keywords: Any) -> None:
+        with self.gpu.kernels():
+            with self.gpu.enabled():
+                output = self.model(*inputs, **keywords)
+                output = output if self.loss is None else self.loss(output)
+            if self.backward:
+                _run_backward(self.model, output)
+
+
+def _run_backward(model: nn.Module, output: Any) -> None:
+    start = getattr(output, "loss", None)
+    found = [start] if isinstance(start, Tensor) else tree_leaves(_fields(output))
+    found = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+    if not found:
+        raise ValueError(
+            f"the output of {type(model).__name__} has no gradient, so there is no backward pass: give a model whose "
+            "parameters require one, or backward=False"
+        )
+    torch.autograd.backward(found, [torch.empty_like(t) for t in found])
+
+
+def _fields(output: Any) -> Any:
+    """The values of an output object of transformers, which is a dictionary of a class of its own."""
+    return list(output.values()) if hasattr(output, "values") and not isinstance(output, Tensor) else output

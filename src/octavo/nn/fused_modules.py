@@ -1,0 +1,588 @@
+"""Modules that compute a norm or a whole MLP with its linear layers in one function, and the blocks that use them."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.architectures import ARCHITECTURES, LLAMA
+from octavo.nn.fused import Norm, NormSpec, Stack, mlp, norm_linear
+from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear_function import FusedCall, LinearCall
+from octavo.nn.module_tools import (
+    PrecomputedProjections,
+    check_call,
+    class_name,
+    is_of_library,
+    library_of,
+    mix_classes,
+)
+from octavo.nn.observer import Observer, observer_of
+from octavo.nn.weight_cache import WeightCache, parallel_of
+from octavo.numerics.qtensor import Cast
+from octavo.recipe import FusableRecipe
+
+# ---- A norm that feeds linear layers, whose output is quantized once, in the pass that computes it.
+#
+# The module refers by name to a norm and layers that another module owns, so that parameters keep their names:
+#
+#     self.qkv = NormLinear(self, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+#     (q, k, v), x = self.qkv(x, residual)
+#
+# and looks them up in each forward pass, so that it runs whatever a library puts in their place. The pass is fused when
+# all layers were converted with one fusable recipe (`Recipe.fusable`: `rowwise`) and none has a hook, which would not
+# be called. Otherwise the norm and the layers run one after the other.
+
+
+LONGEST_NORM = 16384  # elements of a row: beyond, the registers of the fused norm spill, and PyTorch's norm is faster
+LONGEST_TRAINED_LAYER_NORM = 8192  # the backward pass holds the gradient of the bias too
+
+
+class NormLinear(nn.Module):
+    """y_i = linear_i(norm(x + residual)).
+
+    Args:
+        owner: the module under which the others are found; it is not registered here.
+        norm: dotted name below `owner` of an `nn.LayerNorm`, an `nn.RMSNorm`, or a root-mean-square norm of
+            transformers' Llama, Mistral or Qwen. Other norms work too, but are not fused.
+        linears: dotted names below `owner` of the layers that the norm feeds.
+    """
+
+    owner: nn.Module
+    observer: Observer | None = None
+
+    def __init__(self, owner: nn.Module, norm: str, *linears: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
+        self.names = tuple(tuple(name.split(".")) for name in (norm, *linears))
+        self.weight_cache = WeightCache()
+
+    @property
+    def norm(self) -> nn.Module:
+        norm: nn.Module = find(self.owner, self.names[0])
+        return norm
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        return [find(self.owner, name) for name in self.names[1:]]
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
+        parallel = parallel_of(self.linears)
+        if parallel is not None:
+            return parallel.norm_linear(self, x, residual)
+        outputs = self.fused(x, residual)
+        if outputs is not None:
+            return outputs
+        total = x if residual is None else x + residual
+        n = self.norm(total)
+        return tuple(linear(n) for linear in self.linears), total
+
+    def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
+        """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
+        layers, norm = fusable_layers(self.linears), read_norm(self.norm)
+        if layers is None or norm is None or x.numel() == 0:
+            return None
+        call = fused_call(layers, x, observer_of(self))
+        y, total = norm_linear(x, residual, norm, stack_of(layers.linears, call, self.weight_cache), call)
+        return torch.split(y, [linear.out_features for linear in layers.linears], dim=-1), total
+
+    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
+        """The stacked layers and their cast, where they are fused."""
+        layers = fusable_layers(self.linears)
+        return None if layers is None or read_norm(self.norm) is None else (layers.linears, layers.recipe.w)
+
+    def extra_repr(self) -> str:
+        norm, *linears = (".".join(name) for name in self.names)
+        return f"{norm} -> {', '.join(linears)}"
+
+
+def find(owner: nn.Module, name: tuple[str, ...]) -> Any:
+    """The submodule of `owner` with the dotted name whose parts are `name`."""
+    for part in name:
+        owner = child(owner, part)
+    return owner
+
+
+def child(module: nn.Module, name: str) -> Any:
+    """getattr(module, name) for a submodule, in a fourth of the time: Python first looks for another attribute, and
+    raises and catches an exception."""
+    found = module._modules.get(name)
+    return getattr(module, name) if found is None else found
+
+
+class FusableLayers(NamedTuple):
+    """Converted layers that can run as one, and their recipe."""
+
+    linears: Sequence[Linear]
+    recipe: FusableRecipe
+
+
+def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
+    """The layers, if they can run as one: all converted with the same fusable recipe, and none watched."""
+    linears = [module for module in modules if isinstance(module, Linear) and not watched(module)]
+    if len(linears) < len(modules):
+        return None
+    first = linears[0].recipe  # mostly that of all layers: torch.compile takes long to trace a comparison of recipes
+    if not all(linear.recipe is first or linear.recipe == first for linear in linears):
+        return None
+    recipe = first.fusable
+    return None if recipe is None else FusableLayers(linears, recipe)
+
+
+def is_fusable(cls: str, ending: str) -> bool:
+    """Whether a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
+    known = ARCHITECTURES.get(cls.removesuffix(ending)) if cls.endswith(ending) else None
+    return known is not None and known.fusable
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
+    own = module.__dict__
+    return "forward" in own or bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
+
+
+def fused_call(
+    layers: FusableLayers, x: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+) -> FusedCall:
+    """The call of layers that run as one, for the input `x`; raises the errors of `check_call`."""
+    check_call(layers.linears[0], x, *(linear.weight for linear in layers.linears))
+    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+
+
+def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> Stack:
+    """The parameters of the layers, with the bytes that `cache` has for them."""
+    weights = [linear.weight for linear in linears]
+    return Stack(weights, [linear.bias for linear in linears], cache.get(weights, call.recipe.w))
+
+
+def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
+    """The norm as the fused functions take it; None if it is of an unknown kind, too long, or watched.
+
+    Without a backward pass, longer layer norms are fused.
+    """
+    if watched(norm):
+        return None
+    if isinstance(norm, nn.LayerNorm | nn.RMSNorm):
+        longest = LONGEST_TRAINED_LAYER_NORM if backward and isinstance(norm, nn.LayerNorm) else LONGEST_NORM
+        if norm.weight is None or len(norm.normalized_shape) != 1 or norm.weight.numel() > longest:
+            return None
+        if isinstance(norm, nn.LayerNorm):
+            return NormSpec(norm.eps, center=True), norm.weight, norm.bias
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # torch's default, for BF16 too
+        return NormSpec(eps, center=False), norm.weight, None
+    if is_fusable(type(norm).__name__, "RMSNorm"):  # weight * x / rms(x), eps in `variance_epsilon`
+        rms_norm: Any = norm
+        weight = norm._parameters.get("weight")  # as in `child`
+        return NormSpec(rms_norm.variance_epsilon, center=False), rms_norm.weight if weight is None else weight, None
+    return None
+
+
+# ---- MLPs whose activations stay in FP8 between the GEMMs; only the input of the activation is stored in high
+# precision.
+#
+# They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP,
+# and the residual stream around it, are computed in the same pass when they are given.
+
+
+class FusedMLP(nn.Module):
+    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU`, `GELU` and `GEGLU`."""
+
+    activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
+    weight_cache: WeightCache
+    observer: Observer | None = None  # of the inner layers
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        raise NotImplementedError
+
+    @property
+    def outer(self) -> nn.Linear:
+        raise NotImplementedError
+
+    def activate(self, *u: Tensor) -> Tensor:
+        """The activation of the outputs of the inner layers, in plain PyTorch."""
+        raise NotImplementedError
+
+    @overload
+    def forward(self, x: Tensor) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def forward(self, x: Tensor, norm: nn.Module | None = None, residual: Tensor | None = None) -> Any:
+        """y [..., width] of x [..., width]. With a norm: y, and x + residual (x itself without a residual)."""
+        if norm is None and residual is not None:
+            raise ValueError("a residual needs a norm: pass both, or add it to x")
+        y, total = self.run(x, norm, residual)
+        return y if norm is None else (y, total)
+
+    def forward_residual(self, x: Tensor, norm: nn.Module, residual: Tensor | None = None) -> Tensor:
+        """x + residual + y: the residual stream after the MLP."""
+        y, total = self.run(x, norm, residual)
+        return total + y
+
+    def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """y and x + residual, in one pass where that is possible."""
+        parallel = parallel_of(self.inner)
+        if parallel is not None:
+            return parallel.mlp(self, x, norm, residual)
+        layers, known_norm = self._fusable(), None if norm is None else read_norm(norm)
+        if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
+            total = x if residual is None else x + residual
+            n = total if norm is None else norm(total)
+            return self.outer(self.activate(*(linear(n) for linear in self.inner))), total
+        *inner, outer = layers.linears
+        call = fused_call(layers, x, observer_of(self), observer_of(outer))
+        inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
+        return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
+
+    def _fusable(self) -> FusableLayers | None:
+        return fusable_layers((*self.inner, self.outer))
+
+    def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
+        """The stacked inner layers and their cast, where they are fused."""
+        layers = self._fusable()
+        return None if layers is None else (self.inner, layers.recipe.w)
+
+
+class SwiGLU(FusedMLP):
+    """y = down_proj(silu(gate_proj(x)) * up_proj(x)), with the names of transformers' Llama.
+
+    Args:
+        width: of x and y.
+        mlp_width: of the hidden layer.
+        bias: whether the three layers have biases.
+    """
+
+    activation = "swiglu"
+
+    def __init__(self, width: int, mlp_width: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.up_proj = nn.Linear(width, mlp_width, bias=bias)
+        self.down_proj = nn.Linear(mlp_width, width, bias=bias)
+        self.weight_cache = WeightCache()
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        return child(self, "gate_proj"), child(self, "up_proj")
+
+    @property
+    def outer(self) -> nn.Linear:
+        outer: nn.Linear = child(self, "down_proj")
+        return outer
+
+    def activate(self, *u: Tensor) -> Tensor:
+        gate, up = u
+        return F.silu(gate) * up
+
+
+class OwnedMLP(FusedMLP):
+    """An MLP of layers that another module owns, so that they keep their names. Base of `GELU` and `GEGLU`.
+
+    Args:
+        owner: the module under which the layers are found; it is not registered here.
+        inner: dotted name of the layer before the activation.
+        outer: dotted name of the layer after it.
+    """
+
+    owner: nn.Module
+
+    def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
+        self.names = (tuple(inner.split(".")), tuple(outer.split(".")))
+        self.weight_cache = WeightCache()
+
+    @property
+    def inner(self) -> tuple[nn.Linear, ...]:
+        return (find(self.owner, self.names[0]),)
+
+    @property
+    def outer(self) -> nn.Linear:
+        outer: nn.Linear = find(self.owner, self.names[1])
+        return outer
+
+
+class GELU(OwnedMLP):
+    """y = outer(gelu(inner(x))), the exact GELU."""
+
+    activation = "gelu"
+
+    def activate(self, *u: Tensor) -> Tensor:
+        return F.gelu(u[0])
+
+
+class GEGLU(OwnedMLP):
+    """y = outer(up * gelu(gate)), where inner(x) is up, gate: the halves of its last dimension, as in diffusers."""
+
+    activation = "geglu"
+
+    def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if parallel_of(self.inner) is not None:
+            raise ValueError(
+                "tensor parallelism cuts the first layer of a GEGLU between up and gate, which are halves of its "
+                "outputs: leave the layers of this MLP whole"
+            )
+        return super().run(x, norm, residual)
+
+    def activate(self, *u: Tensor) -> Tensor:
+        up, gate = u[0].chunk(2, dim=-1)
+        return up * F.gelu(gate)
+
+
+# ---- Decoder layers of transformers whose norms and MLPs are fused with quantization, once they are converted.
+#
+#     n = input_layernorm(x);  q, k, v = q_proj(n), k_proj(n), v_proj(n)      one pass: `NormLinear`
+#     z = x + o_proj(attention(q, k, v))
+#     y = z + mlp(post_attention_layernorm(z))                                 one pass: `SwiGLU` with its norm
+#
+# A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
+# `state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
+# passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs, unless
+# the layer is parallel (`octavo.nn.weight_cache`).
+
+
+SILU = ("SiLU", "SiLUActivation")
+
+
+def fuse_decoder_layers(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of the decoder layers whose classes are known; idempotent."""
+    for module in list(model.modules()):
+        if not isinstance(module, DecoderLayer) and is_known(module):
+            module.qkv = NormLinear(module, LLAMA.norms[0], *LLAMA.qkv)
+            module.__class__ = mix_classes(DecoderLayer, type(module))
+            mlp: Any = module.mlp
+            mlp.weight_cache = WeightCache()
+            mlp.__class__ = mix_classes(SwiGLU, type(mlp))
+
+
+def is_known(layer: Any) -> bool:
+    """Whether `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
+    if not is_fusable(class_name(layer), "DecoderLayer"):
+        return False
+    norms = all(is_fusable(type(layer.get_submodule(name)).__name__, "RMSNorm") for name in LLAMA.norms)
+    return norms and is_fusable(class_name(layer.mlp), "MLP") and type(layer.mlp.act_fn).__name__ in SILU
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer of transformers that runs norms and projections, and norm and MLP, in one pass each."""
+
+    qkv: NormLinear
+    self_attn: nn.Module
+    mlp: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
+        attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
+        if parallel_of(qkv.linears) is not None:  # transformers' own code takes the part of a sequence for all of it
+            fused = qkv(hidden_states)
+        else:
+            fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
+        if fused is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        q, k, v = fused[0]
+        # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
+        projections = PrecomputedProjections(
+            hidden_states, qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
+        )
+        attention, _ = attend(hidden_states=projections, **kwargs)
+        if isinstance(mlp, FusedMLP):
+            return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)
+        y, total = mlp(hidden_states, self.post_attention_layernorm, attention)  # a wrapper, which must be called
+        return total + y
+
+
+# ---- Blocks of timm's vision transformers whose norms and MLPs are fused with quantization, once they are converted.
+#
+#     q, k, v = attn.qkv(norm1(x))                           one pass: `NormLinear`
+#     z = x + drop_path1(ls1(attn.proj(attention(q, k, v))))
+#     y = z + drop_path2(ls2(mlp(norm2(z))))                 the MLP with its norm in one pass: `GELU`
+#
+# As above, a block becomes a subclass of its class with the same name, and the attention
+# is timm's own code. Saved for the backward pass are x, z, q, k, v, the output of the attention, and the input of the
+# GELU.
+
+
+def fuse_vision_blocks(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of timm's blocks; idempotent."""
+    for module in list(model.modules()):
+        if not isinstance(module, VisionBlock) and is_known_vision_block(module):
+            any_module: Any = module
+            any_module.fused_qkv = NormLinear(module, "norm1", "attn.qkv")
+            any_module.fused_mlp = GELU(any_module.mlp, "fc1", "fc2")
+            module.__class__ = mix_classes(VisionBlock, type(module))
+
+
+def is_known_vision_block(block: Any) -> bool:
+    """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
+    if not is_of_library(block, "timm", "Block"):
+        return False
+    attn, mlp = block.attn, block.mlp
+    if not (is_of_library(attn, "timm", "Attention") and is_of_library(mlp, "timm", "Mlp")):
+        return False
+    exact = type(mlp.act).__name__ == "GELU" and getattr(mlp.act, "approximate", "none") == "none"
+    plain = type(getattr(mlp, "norm", None)) in (type(None), nn.Identity) and mlp.drop1.p == mlp.drop2.p == 0
+    linears = all(isinstance(layer, nn.Linear) for layer in (attn.qkv, attn.proj, mlp.fc1, mlp.fc2))
+    return exact and plain and linears and getattr(attn, "gate", None) is None
+
+
+class VisionBlock(nn.Module):
+    """A block of timm that runs norm and projections, and norm and MLP, in one pass each."""
+
+    fused_qkv: NormLinear
+    fused_mlp: GELU
+    ls1: nn.Module
+    ls2: nn.Module
+    drop_path1: nn.Module
+    drop_path2: nn.Module
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As the class's own forward: x [B, T, K] to [B, T, K]; other arguments go to the attention."""
+        attend, qkv = child(self, "attn"), child(self, "fused_qkv")
+        fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
+        if fused is None:
+            return super().forward(x, *args, **kwargs)
+        attention = attend(PrecomputedProjections(x, qkv.linears, fused[0]), *args, **kwargs)
+        attention = self.drop_path1(self.ls1(attention))
+        y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
+        return total + self.drop_path2(self.ls2(y))
+
+
+# ---- Blocks of diffusers' transformers whose norms and MLPs are fused with quantization, once they are converted.
+#
+#     x = x + attn1(norm1(x))                q, k, v in one pass with the norm: `NormLinear`
+#     x = x + attn2(norm2(x), text)          q in one pass with the norm; k and v are those of the text
+#     x = x + ff(norm3(x))                   the MLP with its norm in one pass: `GEGLU`
+#
+# They are the `BasicTransformerBlock`s of a U-Net such as SDXL's. As above, a block
+# becomes a subclass of its class with the same name, and the attention is diffusers' own code. Saved for the backward
+# pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
+
+
+def fuse_diffusion_blocks(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of diffusers' blocks; idempotent."""
+    for module in list(model.modules()):
+        if not isinstance(module, DiffusionBlock) and _is_known(module):
+            block: Any = module
+            block.fused_qkv = NormLinear(block, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
+            block.fused_q = None if block.attn2 is None else NormLinear(block, "norm2", "attn2.to_q")
+            block.fused_mlp = GEGLU(block.ff, "net.0.proj", "net.2")
+            block.__class__ = mix_classes(DiffusionBlock, type(block))
+
+
+def is_plain_attention(attention: Any) -> bool:
+    """Whether `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
+    if not is_of_library(attention, "diffusers", "Attention"):
+        return False
+    if type(attention.processor).__name__ != "AttnProcessor2_0":
+        return False
+    norms = attention.group_norm, attention.spatial_norm
+    changed = attention.residual_connection or attention.rescale_output_factor != 1 or attention.to_out is None
+    return not changed and all(norm is None for norm in norms)
+
+
+def _is_known(block: Any) -> bool:
+    """Whether `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
+    if not is_of_library(block, "diffusers", "BasicTransformerBlock") or block.norm_type != "layer_norm":
+        return False
+    special = block.only_cross_attention or block.pos_embed is not None or hasattr(block, "fuser")
+    attentions = [each for each in (block.attn1, block.attn2) if each is not None]
+    activation, _, outer, *_ = net = block.ff.net
+    dropped = any(isinstance(module, nn.Dropout) and module.p for module in net)
+    mlp = is_of_library(activation, "diffusers", "GEGLU") and isinstance(outer, nn.Linear) and not dropped
+    return mlp and not special and all(map(is_plain_attention, attentions))
+
+
+class DiffusionBlock(nn.Module):
+    """A block of diffusers that runs norms and projections, and norm and MLP, in one pass each."""
+
+    fused_qkv: NormLinear
+    fused_q: NormLinear | None
+    fused_mlp: GEGLU
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; encoder_hidden_states [B, S, J]."""
+        block: Any = self
+        attn1, attn2, mlp = block.attn1, block.attn2, child(self, "fused_mlp")
+        called = [attn1, block.ff, block.ff.net[0], *([] if attn2 is None else [attn2])]
+        alone = attn2 is not None and encoder_hidden_states is None
+        if alone or cross_attention_kwargs or block._chunk_size is not None or any(map(watched, called)):
+            return super().forward(
+                hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
+                cross_attention_kwargs, **kwargs,
+            )  # fmt: skip
+        y, x = _attend(child(self, "fused_qkv"), attn1, hidden_states, None, attention_mask=attention_mask)
+        if attn2 is not None:
+            text = {"encoder_hidden_states": encoder_hidden_states, "attention_mask": encoder_attention_mask}
+            y, x = _attend(child(self, "fused_q"), attn2, x, y, **text)
+        return mlp.forward_residual(x, block.norm3, y)
+
+
+def _attend(
+    projections: NormLinear, attention: nn.Module, x: Tensor, residual: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """The attention of the norm of x + residual [B, T, K], and x + residual."""
+    fused = projections.fused(x, residual)
+    if fused is None:
+        total = x if residual is None else x + residual
+        return attention(projections.norm(total), **kwargs), total
+    outputs, total = fused
+    return attention(PrecomputedProjections(total, projections.linears, outputs), **kwargs), total
+
+
+# ---- The layers after attention, whose input PyTorch's attention saves for its own backward pass.
+#
+# Such a layer saves its input too, instead of the bytes that it makes of it. That takes no memory, since both save one
+# tensor, and the backward pass casts it again. In compiled code the partitioner would save the bytes: it does not know
+# that they are computed from a tensor that is saved anyway.
+
+
+FUNCTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")  # of transformers, that save their result
+
+
+def mark_saved_inputs(model: nn.Module) -> None:
+    """Tell the converted layers after attention in `model` whether it saves their input."""
+    for module in model.modules():
+        name = _layer_after(module)
+        layer = module.get_submodule(name) if name else None
+        if isinstance(layer, Linear):
+            layer.input_is_saved = _saves_output(module)
+
+
+def _layer_after(attention: Any) -> str:
+    """The name of the layer whose input is the result of PyTorch's attention in `attention`; "" for other modules."""
+    name, library = class_name(attention), library_of(attention)
+    if library == "timm" and name == "Attention":
+        changed = type(attention.norm) is not nn.Identity or getattr(attention, "gate", None) is not None
+        return "" if changed else "proj"
+    if library == "transformers" and name.endswith("Attention"):
+        known = ARCHITECTURES.get(name.removesuffix("Attention"))
+        return known.block.o.rpartition(".")[2] if known and known.block and known.block.rms else ""
+    if is_plain_attention(attention):  # of diffusers
+        return "to_out.0"
+    ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`
+    return ours
+
+
+def _saves_output(attention: Any) -> bool:
+    """Whether the attention saves its result in the dtype of the next layer's input."""
+    if getattr(attention, "fp8_gradients", None) is not None:
+        return False
+    if library_of(attention) == "transformers":
+        return attention.config._attn_implementation in FUNCTIONS
+    fused: bool = getattr(attention, "fused_attn", True)  # in timm
+    return fused

@@ -1,0 +1,268 @@
+"""Tools for modules of other libraries: their limits, their classes, subclasses in place, shared inputs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.parameter import is_lazy
+
+from octavo.ops.registration import FLOATS
+
+# ---- Errors for the uses of PyTorch that the converted layers do not support.
+#
+# Code that a compiler traces is not checked: an eager call with the same inputs raises the error.
+
+
+def unsupported(what: str) -> NotImplementedError:
+    """The error for a use of PyTorch, `what`, that the layers do not support."""
+    return NotImplementedError(
+        f"octavo's layers do not support {what}. octavo.restore(model) makes them plain PyTorch layers again"
+    )
+
+
+def check_module(model: object, function: str) -> None:
+    """Raise a TypeError, which names the public function `function`, unless `model` is a module."""
+    if not isinstance(model, nn.Module):
+        text = repr(model)
+        shown = text if len(text) <= 100 and "\n" not in text else f"a {type(model).__name__}"  # of a tensor: pages
+        raise TypeError(f"{function} takes a torch.nn.Module, got {shown}: pass the model itself")
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Raise a ValueError, which names the first, if a parameter or buffer of a lazy module has no shape yet."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    if lazy := [name for name, t in tensors if is_lazy(t)]:
+        raise ValueError(f"{lazy[0]} ({len(lazy)} such tensors) has no shape yet: run the model on one batch first")
+
+
+def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
+    """Raise an error if this forward pass cannot run. `check_input` comes first.
+
+    Args:
+        layer: with a `recipe` (one without casts takes every dtype) and a `name`. Compiled code must not read the name:
+            torch.compile would guard on it and compile each block of a model again.
+        x, weights: the input [..., K], and the weights of the layers. The first, [N, K] or [E, N, K], multiplies x.
+
+    Raises:
+        TypeError: a dtype that cannot be quantized.
+        ValueError: the input has another width than the first weight.
+        NotImplementedError: a nested or sparse input, a DTensor, forward-mode differentiation, a transform of
+            torch.func, ONNX export.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return
+    onnx = sys.modules.get("torch.onnx")  # PyTorch imports it at its first use
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise unsupported("export to ONNX, which has no operations for their scaled GEMMs")
+    if torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise unsupported("the transforms of torch.func (grad, vmap, jvp and others)")
+    for what, t in (("its input", x), *(("its weight", w) for w in weights)):
+        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
+        if hasattr(t, "device_mesh"):
+            raise unsupported(
+                "PyTorch's styles of tensor parallelism, or a weight that FSDP2 has not gathered (in "
+                f"{_named(layer)}, {what} is a DTensor): take the styles of octavo.distributed (tensor_parallel, "
+                "ColumnParallel, RowParallel), or call fully_shard on the block, not on a part of it"
+            )
+        if layer.recipe.quantized and t.dtype not in FLOATS:
+            raise TypeError(
+                f"{_named(layer)} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
+                "convert it to one of these, or leave the layer out of octavo.convert by skip="
+            )
+    if x.is_nested or x.is_sparse:
+        raise unsupported("nested and sparse inputs: give the values as a dense tensor")
+    if weights:
+        check_width(layer, x, weights[0].shape)
+
+
+def check_input(layer: Any, x: object) -> None:
+    """Raise a TypeError unless the input `x` is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{_named(layer)} takes a tensor, got {type(x).__name__}: give it a torch.Tensor")
+
+
+def check_width(layer: Any, x: Tensor, weight: Sequence[int]) -> None:
+    """Raise ValueError unless the input `x` has the width of a weight of this shape, [N, K] or [E, N, K]."""
+    width = weight[-1]
+    if x.ndim == 0 or x.shape[-1] != width:
+        kind = f"a {type(layer).__name__} with a weight {list(weight)}"
+        name = f"{_named(layer)}, {kind}," if layer.name else kind
+        raise ValueError(
+            f"{name} takes an input [..., {width}], got {list(x.shape)}: give it an input whose last dimension is "
+            f"{width}"
+        )
+
+
+def _named(layer: Any) -> str:
+    """The layer in a message. One that is the whole model has no name."""
+    return f"the layer {layer.name!r}" if layer.name else f"a {type(layer).__name__}"
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `backward` so that differentiating its gradients again (`create_graph=True`) raises an error."""
+
+    @wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return backward(ctx, *gradients)
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        return _Final.apply(*(g if g is None else g.detach().requires_grad_() for g in results))  # type: ignore[no-untyped-call]
+
+    return run
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        raise unsupported("double backward (create_graph=True)")
+
+
+# ---- Questions about the class of a module, answered by its name: to import FSDP or a library of models takes long.
+
+
+def own_class(module: nn.Module) -> Any:
+    """The class of `module`, before `fully_shard` made it a subclass of `FSDPModule` and of its own class."""
+    classes = type(module).__mro__
+    names = [cls.__name__ for cls in classes]
+    return classes[names.index("FSDPModule") + 1] if "FSDPModule" in names else classes[0]
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of the module's own class."""
+    name: str = own_class(module).__name__
+    return name
+
+
+def library_of(module: nn.Module) -> str:
+    """The name of the library that has the module's own class."""
+    name: str = own_class(module).__module__
+    return name.partition(".")[0]
+
+
+def is_of_library(module: nn.Module, library: str, name: str) -> bool:
+    """Whether the module's own class is the class `name` of a library."""
+    return library_of(module) == library and class_name(module) == name
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
+    )
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """N outputs and K inputs of an `nn.Linear` or a `Conv1D`."""
+    any_layer: Any = layer
+    if is_conv1d(layer):
+        inputs, outputs = any_layer.weight.shape
+        return outputs, inputs
+    return any_layer.out_features, any_layer.in_features
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether FSDP manages this module."""
+    return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+
+
+# ---- Classes that `convert` gives to modules of other libraries: subclasses of an Octavo class and the module's class.
+#
+# A mixed class has the name of the module's own class, so reports, `isinstance` and checkpoints see no difference.
+# There is one for each pair of classes. Its instances can be pickled and copied: they are rebuilt from the two classes.
+
+
+def mix_classes(ours: Any, theirs: Any) -> Any:
+    """The subclass of `ours` and `theirs` with the name of `theirs`; the same class at every call."""
+    return _mix_classes(ours, theirs)  # mypy takes the class of a module for unhashable
+
+
+@cache
+def _mix_classes(ours: Any, theirs: Any) -> Any:
+    parts = (ours, *parts_of(theirs))
+    members = {"__module__": theirs.__module__, "__reduce_ex__": _reduce, "_octavo_parts": parts}
+    return type(theirs.__name__, (ours, theirs), members)
+
+
+def parts_of(cls: Any) -> tuple[Any, ...]:
+    """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
+    parts: tuple[Any, ...] = cls.__dict__.get("_octavo_parts", (cls,))
+    return parts
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    # By default pickle stores a class by its name, and would find the module's own class under it.
+    reduced: Any = object.__reduce_ex__(module, protocol)
+    return _new, parts_of(type(module)), *reduced[2:]
+
+
+def _new(*parts: Any) -> Any:
+    *ours, cls = parts
+    for part in reversed(ours):
+        cls = mix_classes(part, cls)
+    return cls.__new__(cls)
+
+
+# ---- The outputs of several layers of one input, computed together and passed in place of that input.
+
+
+class PrecomputedProjections:
+    """q, k and v, passed to the attention of another library in place of the input x that they were computed from.
+
+    The attention calls its projections with this object, and each converted projection returns its own output. The
+    object has the dtype and device of x, and is not a tensor. Its shape is [..., K], that of x: of all tokens for which
+    there are outputs, where x has one rank's part of a sequence.
+    """
+
+    def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:
+        batch = next((y.shape[:-1] for y in outputs), x.shape[:-1])
+        self.shape = torch.Size((*batch, x.shape[-1]))
+        self.ndim = len(self.shape)
+        self.dtype: torch.dtype = x.dtype
+        self.device: torch.device = x.device
+        self.pairs = tuple(zip(layers, outputs, strict=True))
+
+    def output_of(self, layer: nn.Module) -> Tensor:
+        for known, y in self.pairs:
+            if known is layer:
+                return y
+        raise RuntimeError(
+            f"a norm was fused with {len(self.pairs)} layers, and another one was given its output: {layer}"
+        )
+
+
+# ---- Modules whose buffers hold the state of scales, in dtypes that a cast of the model does not change.
+
+
+class ScaleBuffers(nn.Module):
+    """A module with buffers that begin as zeros and keep their dtypes, but for those in `cast_with_model`.
+
+    `model.bfloat16()` casts the buffers of other modules, and `to_empty` gives those on the meta device memory that is
+    not zero.
+    """
+
+    cast_with_model: tuple[str, ...] = ()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        before = dict(self.named_buffers(recurse=False))
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, old in before.items():
+            new = self.get_buffer(name)
+            if old.is_meta and not new.is_meta:
+                new.zero_()
+            if new.dtype != old.dtype and name not in self.cast_with_model:
+                self._buffers[name] = old.to(new.device)
+        return result

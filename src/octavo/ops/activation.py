@@ -1,0 +1,265 @@
+"""Activations with a quantized output, and their quantized gradients.
+
+The activations in plain PyTorch. The kernels must equal them, and a CPU runs them.
+
+    swiglu  u = [gate, up] (halves of each row),  h = gate * sigmoid(gate) * up      Shazeer (arXiv:2002.05202)
+    geglu   u = [up, gate],  h = up * gelu(gate), in the order of diffusers          Shazeer (arXiv:2002.05202)
+    gelu    h = u * (1 + erf(u / sqrt(2))) / 2                                      Hendrycks and Gimpel (1606.08415)
+
+All steps are in float32, each rounded once. exp(x) is computed as 2^(x log2 e), with the exp2 of the device. A GPU has
+one instruction for exp2; an exp that is exact to the last bit takes eight. So a CPU and a GPU may quantize an element
+to neighbouring codes. A kernel and its reference on one device do not differ. The GPU's instruction flushes subnormal
+results to zero, so exp(-u^2 / 2) is zero below u = -13.2.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.ops.launching import quantizes_rows, runs_fused
+from octavo.ops.quantization import quantize_reference, to_data
+from octavo.ops.registration import FLOATS, check_row_cast, check_tensor, operation
+
+# ---- the reference
+
+
+HALF_SQRT = 2**-0.5
+DENSITY = (2 * math.pi) ** -0.5  # the density of the normal distribution at 0
+LOG2_E = math.log2(math.e)
+
+
+def activation_quantize_reference(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Data and scale of h [M, F] from u [M, 2F] (swiglu, geglu) or [M, F] (gelu)."""
+    return quantize_reference(_activation(u, kind), cast, None, None, None)
+
+
+def activation_scales_reference(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """The scales [M, 1] of h."""
+    return activation_quantize_reference(u, kind, cast)[1]
+
+
+def activation_quantize_scaled_reference(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
+    """Data of h by given scales [M, 1]."""
+    return to_data(_activation(u, kind) * (1 / scale), cast.fmt)
+
+
+def _activation(u: Tensor, kind: str) -> Tensor:
+    """h, in float32."""
+    if kind == "gelu":
+        return _gelu(u.float())[0]
+    if kind == "geglu":
+        up, gate = u.float().chunk(2, 1)
+        return _gelu(gate)[0] * up
+    gate, up = u.float().chunk(2, 1)
+    return gate * _sigmoid(gate) * up
+
+
+def activation_gradient(dh: Tensor, u: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The gradient of u, and h, both float32."""
+    dh = dh.float()
+    if kind == "swiglu":
+        gate, up = u.float().chunk(2, 1)
+        sigmoid = _sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.cat((dh * up * slope, dh * silu), 1), silu * up
+    if kind == "geglu":
+        up, gate = u.float().chunk(2, 1)
+        h, cumulative, e = _gelu(gate)
+        return torch.cat((dh * h, dh * up * (cumulative + gate * (e * DENSITY))), 1), h * up
+    h, cumulative, e = _gelu(u.float())
+    return dh * (cumulative + u.float() * (e * DENSITY)), h
+
+
+def _gelu(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """gelu(u) = max(u, 0) - |u| erfc(|u| / sqrt(2)) / 2, the cumulative normal distribution at u, and exp(-u^2 / 2)."""
+    z = u.abs() * HALF_SQRT
+    exponent = z * z * -LOG2_E
+    e = torch.where(exponent < -126, 0.0, torch.exp2(exponent))
+    half = 0.5 * _erfc(z, e)
+    return u.clamp(min=0) - u.abs() * half, torch.where(u < 0, half, 1 - half), e
+
+
+def activation_backward_reference(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    cast: Cast,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_cast: Cast,
+    h_scale: Tensor,
+    biased: bool,
+    group: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Data and scale of du * column_scale * row_scale, the data of h as in forward, and the sum of the rows of du."""
+    du, h = activation_gradient(dh, u, kind)
+    column_scale = column_scale if group is None else column_scale[group]
+    data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
+    h_data = to_data(h * (1 / h_scale), h_cast.fmt)
+    return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp2(x.clamp(min=-80) * -LOG2_E))  # a smaller x would overflow
+
+
+def _erfc(z: Tensor, e: Tensor) -> Tensor:
+    """1 - erf(z) within 2e-7 for z >= 0, with e = exp(-z^2): Abramowitz and Stegun, 7.1.26."""
+    # The erf of a library is not used, since that of Triton and that of PyTorch differ.
+    t = 1 / (1 + 0.3275911 * z)
+    series = t * 1.061405429 - 1.453152027
+    series = t * series + 1.421413741
+    series = t * series - 0.284496736
+    return (t * series + 0.254829592) * t * e
+
+
+# ---- the operation
+
+
+WIDTHS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of h
+
+
+class ActivationGradient(NamedTuple):
+    """The quantized gradient of u, the quantized h of forward, and the gradient of a bias (empty if not asked)."""
+
+    du: QTensor
+    h: QTensor
+    dbias: Tensor
+
+
+def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
+    """Compute h = activation(u) and quantize it by row, in one pass.
+
+    Args:
+        u: float32, bfloat16 or float16. [M, 2F] for the kinds "swiglu", with the columns of gate before those of up,
+            and "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not
+            the tanh approximation.
+        cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
+
+    Raises:
+        ValueError: for another kind, cast, shape or dtype.
+    """
+    check_row_cast("activation_quantize", cast)
+    data, scale = _activation_quantize(u, kind, cast.spec)
+    return QTensor(data, scale, cast.fmt, ROW)
+
+
+def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """The scales [M, 1] that `activation_quantize` computes, without the data.
+
+    Where a row of h is cut over several ranks, the largest of their scales is that of the whole row.
+    """
+    check_row_cast("activation_scales", cast)
+    result: Tensor = _activation_scales(u, kind, cast.spec)
+    return result
+
+
+def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> QTensor:
+    """`activation_quantize` by given scales [M, 1] (float32), at least as large as its own."""
+    check_row_cast("activation_quantize_scaled", cast)
+    return QTensor(_activation_quantize_scaled(u, kind, scale, cast.spec), scale, cast.fmt, ROW)
+
+
+def activation_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    cast: Cast,
+    *,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_cast: Cast,
+    h_scale: Tensor,
+    biased: bool,
+    group: Tensor | None = None,
+) -> ActivationGradient:
+    """Compute the gradient through an activation and quantize it by row, in one pass.
+
+    Args:
+        dh, u: [M, F], and u as in `activation_quantize`.
+        cast: of the gradient of u, with the limits of `activation_quantize`.
+        column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first. With
+            `group`, column_scale is [E, columns of u].
+        h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
+            again from these instead of being saved.
+        biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
+            multiplied by the scales.
+        group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1.
+
+    Raises:
+        ValueError: for another kind, cast, shape or dtype.
+    """
+    check_row_cast("activation_backward", cast)
+    check_row_cast("activation_backward", h_cast)
+    data, scale, h_data, dbias = _activation_backward(
+        dh, u, kind, cast.spec, column_scale, row_scale, h_cast.spec, h_scale, biased, group
+    )
+    return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), dbias)
+
+
+def _check(u: Tensor, kind: str, *rest: Any) -> None:
+    if kind not in WIDTHS:
+        raise ValueError(f"unknown activation {kind!r}: choose one of {', '.join(WIDTHS)}")
+    if u.ndim != 2 or u.dtype not in FLOATS or u.shape[1] % WIDTHS[kind]:
+        raise ValueError(
+            f"{kind} takes a matrix of float32, bfloat16 or float16 whose columns divide by {WIDTHS[kind]}, "
+            f"got {u.dtype} {list(u.shape)}"
+        )
+
+
+def _check_backward(
+    dh: Tensor, u: Tensor, kind: str, cast: Cast, column_scale: Tensor, row_scale: Tensor, *rest: Any
+) -> None:
+    _, h_scale, _, group = rest
+    _check(u, kind)
+    m, columns = u.shape
+    check_tensor("dh", dh, (m, columns // WIDTHS[kind]), *FLOATS)
+    check_tensor("group", group, (m,), torch.int32)
+    lines = 1 if group is None else column_scale.shape[0]
+    check_tensor("column_scale", column_scale, (lines, columns), torch.float32)
+    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    check_tensor("h_scale", h_scale, (m, 1), torch.float32)
+
+
+def _quantizes(u: Tensor, kind: str, *rest: Any) -> bool:
+    return quantizes_rows(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
+
+
+def _like(u: Tensor, kind: str, *rest: Any) -> Tensor:
+    return u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=rest[-1].fmt.dtype)
+
+
+def _like_scales(u: Tensor, *rest: Any) -> Tensor:
+    return u.new_empty((u.shape[0], 1), dtype=torch.float32)
+
+
+def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, h_cast, _, biased, _ = rest
+    du, h = u.new_empty(u.shape, dtype=cast.fmt.dtype), dh.new_empty(dh.shape, dtype=h_cast.fmt.dtype)
+    return du, _like_scales(u), h, u.new_empty(u.shape[1] if biased else 0, dtype=torch.float32)
+
+
+_activation_quantize = operation(
+    "activation_quantize",
+    kernels="activation",
+    runs=_quantizes,
+    check=_check,
+    like=lambda *args: (_like(*args), _like_scales(*args)),
+)(activation_quantize_reference)
+_activation_scales = operation(
+    "activation_scales", kernels="activation", runs=_quantizes, check=_check, like=_like_scales
+)(activation_scales_reference)
+_activation_quantize_scaled = operation(
+    "activation_quantize_scaled", kernels="activation", runs=_quantizes, check=_check, like=_like
+)(activation_quantize_scaled_reference)
+_activation_backward = operation(
+    "activation_backward",
+    kernels="activation",
+    runs=lambda dh, u, kind, cast, *rest: runs_fused(u, dh.shape[1], cast.format, rest[2].format),
+    check=_check_backward,
+    like=_like_backward,
+)(activation_backward_reference)

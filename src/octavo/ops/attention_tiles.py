@@ -1,0 +1,68 @@
+"""The tiles of the attention over a cache, by the shared memory of a GPU.
+
+A program holds in shared memory the loads in flight of keys and values, one block of them widened to float16, the
+queries and the block's probabilities. A Hopper has 227 KiB for a program, Ada and RTX Blackwell have 99 KiB.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """Tokens of a block, warps of a program, and stages of the loop, which has one load less in flight."""
+
+    block_n: int
+    warps: int
+    stages: int
+
+
+# Bytes of a stored element -> the tiles to choose from, the fastest on a Hopper first.
+TILES = {
+    1: (Tile(128, 4, 3), Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
+    2: (Tile(64, 4, 3), Tile(64, 4, 2), Tile(32, 4, 2)),
+}
+
+
+@cache
+def choose_tile(element_size: int, block_m: int, block_d: int, limit: int) -> Tile:
+    """The first tile that fits.
+
+    Args:
+        element_size: bytes of a stored element.
+        block_m: queries of a program, padded.
+        block_d: the width of a head, padded.
+        limit: bytes of shared memory that a program may take.
+    """
+    tiles = TILES[element_size]
+    return next((tile for tile in tiles if shared_bytes(tile, element_size, block_m, block_d) <= limit), tiles[-1])
+
+
+def shared_bytes(tile: Tile, element_size: int, block_m: int, block_d: int) -> int:
+    """Bytes of shared memory of a program."""
+    block = tile.block_n * block_d
+    in_flight = (tile.stages - 1) * 2 * block * element_size  # of keys and of values
+    widened = 2 * block if element_size == 1 else 0
+    return in_flight + widened + 2 * block_m * (block_d + tile.block_n)
+
+
+# ---- The number of parts that the tokens of a cache are split into, so that every multiprocessor has work.
+
+
+MAX_SPLITS = 128
+
+
+@cache
+def splits_of(pairs: int, capacity: int, block_n: int, programs: int) -> int:
+    """The number of parts for `pairs` heads of sequences with `capacity` tokens, `programs` running at a time.
+
+    The smallest number whose last wave leaves at most a tenth of the device idle; if there is none, the one that leaves
+    the least idle.
+    """
+    most = max(1, min(MAX_SPLITS, capacity // block_n))
+
+    def busy(splits: int) -> float:
+        return pairs * splits / (-(-pairs * splits // programs) * programs)
+
+    return next((splits for splits in range(1, most + 1) if busy(splits) >= 0.9), max(range(1, most + 1), key=busy))

@@ -1,0 +1,155 @@
+"""The scaled GEMM: eight-bit operands, float32 sums.
+
+The scaled GEMM in plain PyTorch, exact but for the order of its float32 sums.
+
+The product of two E4M3 or E5M2 numbers has at most eight significant bits. float32 holds it exactly, so only the sums
+are rounded. A scale that is constant along the reduction multiplies the result. Other scales multiply the operand
+before the product.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import format_of, widen
+from octavo.numerics.qtensor import Granularity, QTensor
+from octavo.ops.dispatch import Backend, find_backend, returned_dtype
+from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
+from octavo.ops.registration import check_tensor, operation
+
+# ---- the reference
+
+
+def scaled_mm_reference(
+    a: Tensor, scale_a: Tensor, granularity_a: Granularity, b: Tensor, scale_b: Tensor, granularity_b: Granularity
+) -> Tensor:
+    """(a * scale_a) @ (b * scale_b)^T as float32 [M, N], from a [M, K] and b [N, K]."""
+    scale_a, scale_b = scale_a.float(), scale_b.float()
+    with torch.autocast(a.device.type, enabled=False):  # it would run this product in BF16
+        y = _operand(a, scale_a, granularity_a) @ _operand(b, scale_b, granularity_b).t()  # [M,K] @ [N,K]^T
+    if granularity_a.outer:
+        y *= scale_a
+    if granularity_b.outer and not bool((scale_b == 1).all()):  # they are ones if the scale was folded into a
+        y *= scale_b.t()
+    return y
+
+
+def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
+    wide = widen(data)
+    return wide if granularity.outer else wide.mul_(granularity.expand(scale, tuple(data.shape)))
+
+
+# ---- the operation
+
+
+_find_cached = lru_cache(maxsize=4096)(find_backend)
+
+
+def scaled_mm(
+    a: QTensor,
+    b: QTensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """y = (a.data * a.scale) @ (b.data * b.scale)^T + bias, then + residual.
+
+    Args:
+        a, b: [M, K] and [N, K], both contracted over their last axis.
+        bias: [N], added before y is rounded to `out_dtype`, if the implementation can.
+        residual: [M, N] of `out_dtype`, added after y is rounded. The sum is rounded again: the bits are those of
+            y + residual.
+        out_dtype: of y. Sums are float32.
+        fast_accumulation: let the tensor core keep partial sums at its 14 bits. No effect on emulation, which is
+            exact, and on block-scaled GEMMs, which add each block to a float32 sum.
+        emulate: allow emulation in float32 on a GPU that has no kernel for these granularities.
+
+    Returns:
+        [M, N] of `out_dtype`.
+
+    Raises:
+        ValueError: the shapes do not match, or the residual has another dtype.
+        RuntimeError: the GPU has no kernel, and `emulate` is False.
+    """
+    scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
+    y: Tensor = _scaled_mm(a.data, b.data, out_dtype, *scales, bias, residual, fast_accumulation, emulate)
+    return y
+
+
+def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> None:
+    residual = rest[5]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
+
+
+def _backend(
+    a: Tensor, b: Tensor, by_a: Granularity, scale_a: Tensor, by_b: Granularity, scale_b: Tensor
+) -> Backend:  # chosen within the operation, so that torch.compile does not trace the choice
+    formats, size = (format_of(a.dtype).name, format_of(b.dtype).name), (a.shape[0], b.shape[0])
+    e8m0 = scale_a.dtype == torch.float8_e8m0fnu, scale_b.dtype == torch.float8_e8m0fnu
+    return _find_cached(a.device, by_a, by_b, formats, size, e8m0=e8m0)
+
+
+def _inlines(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> bool:
+    """True if Inductor may inline the GEMM: not emulation, and of those with scales along K only our kernel's launches.
+
+    The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need.
+    """
+    by_a, scale_a = rest[:2]
+    backend = _backend(a, b, *rest[:4]).name
+    if backend == "triton" and not by_a.outer:
+        return scale_a.dtype == torch.float32 and a.shape[1] % ALIGNMENT == 0
+    return backend not in ("emulated", "none") and bool(by_a.outer)
+
+
+@operation(
+    "scaled_mm",
+    runs=_inlines,
+    check=_check,
+    like=lambda a, b, out_dtype, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
+)
+def _scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    by_a: Granularity,
+    scale_a: Tensor,
+    by_b: Granularity,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> Tensor:
+    found = _backend(a, b, by_a, scale_a, by_b, scale_b)
+    backend = found.name
+    if backend == "none" and not emulate:
+        raise RuntimeError(
+            f"no FP8 GEMM here: {found.reason}. Choose another recipe (`octavo doctor` lists what runs), "
+            "or pass emulate=True to compute it slowly in float32"
+        )
+    if backend == "triton":
+        from octavo.ops.kernels import block_scaled_gemm as block_scaled_kernel
+        from octavo.ops.kernels import gemm as kernel
+
+        added = None if residual is None else residual.contiguous()
+        if not by_a.outer:
+            return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
+        return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
+    if backend in ("emulated", "none"):
+        y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
+        y = (y if bias is None else y.add_(bias)).to(out_dtype)
+    elif backend == "dequantized":
+        from octavo.ops.kernels import block_scaled_gemm as block_scaled_kernel
+
+        y = block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype)
+    else:
+        dtype = returned_dtype(backend, by_a, out_dtype)
+        y = scaled_mm_cublaslt(a, scale_a, by_a, b, scale_b, by_b, bias, dtype, fast_accumulation).to(out_dtype)
+    return y if residual is None else y + residual

@@ -1,0 +1,219 @@
+"""The grouped GEMM of a mixture of experts: each group of rows has a matrix of its own.
+
+The grouped GEMM in plain PyTorch, exact but for the order of its float32 sums. It reads the offsets on the host.
+
+Groups are given by `offsets`, int32 [E] on the device of the operands: group e ends before row offsets[e], and the
+first one begins at row 0. Nothing reads them on the host, so a step does not wait for the device.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import widen
+from octavo.numerics.qtensor import ROW, Granularity, QTensor
+from octavo.ops import library_gemms as cutlass
+from octavo.ops.dispatch import MAX_MEAN_ROWS, STRIP, find_grouped_backend, takes_blocks, takes_cutlass
+from octavo.ops.gemm import scaled_mm_reference
+from octavo.ops.registration import check_tensor, operation
+
+# ---- the reference
+
+
+def grouped_mm_reference(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    offsets: Tensor,
+) -> Tensor:
+    """float32 y [M, N] from a [M, K] and b [E, N, K]. Rows beyond the last group are zero."""
+    y = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
+    for e, rows in enumerate(rows_of_groups(offsets)):
+        y[rows] = scaled_mm_reference(a[rows], scale_a[rows], granularity_a, b[e], scale_b[e], granularity_b)
+    return y
+
+
+def grouped_mm_dw_reference(a: Tensor, scale_a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """float32 dw [E, N, K] from a [N, M] and b [K, M]."""
+    dw = a.new_zeros((len(offsets), a.shape[0], b.shape[0]), dtype=torch.float32)
+    with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
+        for e, columns in enumerate(rows_of_groups(offsets)):
+            dw[e] = (widen(a[:, columns]) @ widen(b[:, columns]).t()) * scale_a[e]  # [N,M_e] @ [K,M_e]^T
+    return dw
+
+
+def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
+    """The rows of each group, of which `offsets` int32 [E] has the ends. The host waits for the numbers."""
+    start = 0
+    for end in offsets.tolist():
+        yield slice(start, end)
+        start = end
+
+
+# ---- the operation
+
+
+ALIGNMENT = 16  # the GPU's kernel takes N and K, and in `grouped_mm_dw` the sizes of groups, in multiples of this
+
+
+def grouped_mm(
+    a: QTensor,
+    b: QTensor,
+    offsets: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """y [M, N]: each row of group e of `a` times matrix e of `b`, transposed. A group may be empty.
+
+    Args:
+        a: [M, K], scaled by row, or in groups of 32, 64 or 128 elements along K.
+        b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
+            row scales matrices may lie in any order of strides.
+        offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
+        out_dtype: of y. Sums are float32. A Hopper rounds promoted sums of many rows to BF16 first (`takes_cutlass`).
+            With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands
+            and the sums to BF16.
+        fast_accumulation, emulate: as in `scaled_mm`.
+
+    Raises:
+        ValueError: the shapes do not match, or a GPU gets N or K that are no multiples of 16.
+        RuntimeError: the GPU has no kernel, and `emulate` is False.
+    """
+    granularities = a.granularity, b.granularity
+    backend = _backend(a.data.device, (a.format.name, b.format.name), granularities, emulate)
+    names = a.granularity.name, b.granularity.name
+    y: Tensor = _grouped_mm(a.data, b.data, out_dtype, a.scale, b.scale, *names, offsets, backend, fast_accumulation)
+    return y
+
+
+def grouped_mm_dw(
+    a: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    *,
+    formats: tuple[str, str] = ("e4m3", "e4m3"),
+    out_dtype: torch.dtype = torch.bfloat16,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """dw [E, N, K]: the columns of group e of `a` times those of `b`, transposed.
+
+    Args:
+        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of 16 columns: columns of
+            zeros fill groups up (`octavo.ops.aligned_groups`).
+        scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
+        offsets: int32 [E], where each group of columns ends.
+        formats: of a and b.
+        out_dtype, fast_accumulation, emulate: as in `grouped_mm`.
+
+    Raises:
+        ValueError, RuntimeError: as in `grouped_mm`.
+    """
+    backend = _backend(a.device, formats, (ROW, ROW), emulate)
+    dw: Tensor = _grouped_mm_dw(a, scale, b, offsets, out_dtype, backend, fast_accumulation)
+    return dw
+
+
+def _backend(
+    device: torch.device, formats: tuple[str, str], granularities: tuple[Granularity, Granularity], emulate: bool
+) -> str:
+    backend = find_grouped_backend(device, formats, *granularities)
+    if backend.name == "none" and not emulate:
+        raise RuntimeError(
+            f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
+            "compute it slowly in float32"
+        )
+    return "emulated" if backend.name == "none" else backend.name
+
+
+def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> None:
+    _, _, by_a, by_b, offsets, *_ = rest
+    if a.ndim != 2 or b.ndim != 3 or a.shape[1] != b.shape[2]:
+        raise ValueError(f"need a [M, K] and b [E, N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
+    if (by_a, by_b) != (ROW, ROW) and not takes_blocks(by_a, by_b):
+        raise ValueError(
+            "the grouped GEMM takes operands with row scales, equal groups of 32, 64 or 128, or group:128 and "
+            f"block:128x128, got {by_a.name} and {by_b.name}: choose the recipe rowwise"
+        )
+    check_tensor("offsets", offsets, (b.shape[0],), torch.int32)
+    _check_aligned(a, *b.shape[1:])
+
+
+def _check_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, *rest: Any) -> None:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(f"need a [N, M] and b [K, M] with the same M, got {list(a.shape)} and {list(b.shape)}")
+    check_tensor("offsets", offsets, (scale.shape[0],), torch.int32)
+    check_tensor("scale", scale, (scale.shape[0], a.shape[0], 1), torch.float32)
+    _check_aligned(a, a.shape[0], b.shape[0], a.shape[1])
+
+
+def _check_aligned(a: Tensor, *sizes: int) -> None:
+    if a.is_cuda and any(size % ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"the grouped GEMM takes sizes in multiples of {ALIGNMENT}, got {list(sizes)}: leave these experts in "
+            "BF16, or make them wider"
+        )
+
+
+@operation(
+    "grouped_mm",
+    check=_check,
+    like=lambda a, b, dtype, *rest: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
+)
+def _grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    out_dtype: torch.dtype,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    by_a: Granularity,
+    by_b: Granularity,
+    offsets: Tensor,
+    backend: str,
+    fast_accumulation: bool,
+) -> Tensor:
+    if backend == "emulated" or a.numel() == 0:
+        return grouped_mm_reference(a, scale_a, by_a, b, scale_b, by_b, offsets).to(out_dtype)
+    rows, groups = a.shape[0], len(offsets)
+    if by_a != ROW:
+        from octavo.ops.kernels import grouped_gemm as block_scaled_kernel
+
+        if by_a != STRIP and rows > MAX_MEAN_ROWS * groups:
+            return block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, offsets, out_dtype)
+        return block_scaled_kernel.block_scaled_grouped_mm(a, scale_a, b, scale_b, by_b, offsets, out_dtype)
+    if takes_cutlass(a, b, groups, fast_accumulation):
+        return cutlass.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast=False).to(out_dtype)
+    from octavo.ops.kernels import grouped_gemm as row_scaled_kernel
+
+    return row_scaled_kernel.grouped_mm(a, scale_a, b, scale_b, offsets, out_dtype, fast_accumulation)
+
+
+@operation(
+    "grouped_mm_dw",
+    check=_check_dw,
+    like=lambda a, scale, b, offsets, dtype, *rest: a.new_empty((len(offsets), a.shape[0], b.shape[0]), dtype=dtype),
+)
+def _grouped_mm_dw(
+    a: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    backend: str,
+    fast_accumulation: bool,
+) -> Tensor:
+    if backend == "emulated":
+        return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
+    if takes_cutlass(a, b, len(offsets), fast_accumulation):
+        return cutlass.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast=False).to(out_dtype)
+    from octavo.ops.kernels import grouped_gemm as row_scaled_kernel
+
+    return row_scaled_kernel.grouped_mm_dw(a, scale, b, offsets, out_dtype, fast_accumulation)

@@ -1,0 +1,1 @@
+"""The operations' Triton kernels, a file for each operation. Importing one imports Triton."""

@@ -1,0 +1,328 @@
+"""The activations as Triton kernels.
+
+The scale of a row must be known before its first byte is written. A row that fits the registers of one program is
+computed once. A longer row is computed twice, block by block, the second time from the cache. The numbers of warps are
+the fastest of those measured on an H100; those of GEGLU's gradient were chosen by its registers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.qtensor import Cast
+from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, sum_columns, to_data
+from octavo.ops.launching import allocate, cdiv, power_of_two_above
+from octavo.ops.registration import launcher
+
+MAX_BLOCK_F = 16384  # columns of gradients that fit the registers of a program; of h, twice as many fit
+SUM_BLOCK_M, SUM_BLOCK_F = 32, 128  # the tile of the gradients that are added up for a bias
+PARTIAL_SUMS = 64  # of each column
+
+
+def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
+    """Same as `activation_quantize_reference`, for a contiguous u."""
+    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
+    scale = allocate(u, (u.shape[0], 1), torch.float32)
+    _forward(u, data, scale, kind, cast, given=False)
+    return data, scale
+
+
+def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
+    """Same as `activation_scales_reference`, for a contiguous u."""
+    scale = allocate(u, (u.shape[0], 1), torch.float32)
+    _forward(u, None, scale, kind, cast, given=False)
+    return scale
+
+
+def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
+    """Same as `activation_quantize_scaled_reference`, for contiguous tensors."""
+    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
+    _forward(u, data, scale, kind, cast, given=True)
+    return data
+
+
+def _columns(u: Tensor, kind: str) -> int:
+    """F, the columns of h."""
+    return u.shape[1] if kind == "gelu" else u.shape[1] // 2
+
+
+def _forward(u: Tensor, data: Tensor | None, scale: Tensor, kind: str, cast: Cast, *, given: bool) -> None:
+    f = _columns(u, kind)
+    block_f = _block_f(f, 2 * MAX_BLOCK_F)
+    warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
+    launcher(_forward_kernel, (u.shape[0],))(
+        u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
+        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
+    )  # fmt: skip
+
+
+def activation_backward(
+    dh: Tensor,
+    u: Tensor,
+    kind: str,
+    cast: Cast,
+    column_scale: Tensor,
+    row_scale: Tensor,
+    h_cast: Cast,
+    h_scale: Tensor,
+    biased: bool,
+    group: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Same as `activation_backward_reference`, for contiguous tensors. It adds the rows of dbias in another order."""
+    m, f = dh.shape
+    data, h_data = allocate(u, u.shape, cast.fmt.dtype), allocate(dh, dh.shape, h_cast.fmt.dtype)
+    scale = allocate(u, (m, 1), torch.float32)
+    dbias = allocate(u, (u.shape[1] if biased else 0,), torch.float32)
+    block_f = _block_f(f, MAX_BLOCK_F)
+    warps = min(32, 2 * _warps(f, block_f)) if kind == "geglu" else _warps(f, block_f)
+    launcher(_backward_kernel, (m,))(
+        dh, u, column_scale, group, row_scale, h_scale, data, scale, h_data, f,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, **_formula(kind),
+        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
+    )  # fmt: skip
+    if biased:
+        _sum_gradients(dh, u, dbias, kind)
+    return data, scale, h_data, dbias
+
+
+def _sum_gradients(dh: Tensor, u: Tensor, dbias: Tensor, kind: str) -> None:
+    # The kernel above could add up the rows of a program itself. But the sums of a row of 5,120 would take so many
+    # registers that only one program, in place of three, fits a multiprocessor.
+    m, f = dh.shape
+    partials = allocate(u, (min(PARTIAL_SUMS, cdiv(m, SUM_BLOCK_M)), u.shape[1]), torch.float32)
+    launcher(_sum_kernel, (cdiv(f, SUM_BLOCK_F), partials.shape[0]))(
+        dh, u, partials, m, f,
+        **_formula(kind), BLOCK_M=SUM_BLOCK_M, BLOCK_F=SUM_BLOCK_F, num_warps=8,
+    )  # fmt: skip
+    sum_columns(partials, dbias)
+
+
+def _formula(kind: str) -> dict[str, bool]:
+    """The constants of the kernels that tell them the activation."""
+    return {"GATED": kind != "gelu", "GELU": kind != "swiglu"}
+
+
+def _block_f(f: int, longest: int) -> int:
+    """The columns that a program computes at a time, of a row of `f`."""
+    return min(max(power_of_two_above(f), 16), longest)
+
+
+def _warps(f: int, block_f: int) -> int:
+    alone = (
+        block_f // 2 < f <= block_f == MAX_BLOCK_F
+    )  # it needs so many registers that only one program fits a multiprocessor
+    return 32 if alone else max(4, block_f // 1024)
+
+
+@triton.jit
+def _forward_kernel(
+    u_ptr, data_ptr, scale_ptr, F,
+    FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Without `data_ptr` the scales are computed alone; with GIVEN they are read.
+    m = tl.program_id(0).to(tl.int64)
+    if GIVEN:
+        scale = tl.load(scale_ptr + m + tl.arange(0, 1))
+        _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, GATED, GELU, BLOCK_F)
+    elif ONE_BLOCK:
+        offs = tl.arange(0, BLOCK_F)[None, :]
+        h = activation_of_row(u_ptr, m, offs, F, GATED, GELU)
+        scale = scale_from_amax(amax_bits(h, 1), FORMAT_MAX, POWER_OF_TWO)
+        if data_ptr is not None:
+            tl.store(data_ptr + m * F + offs, to_data(h * inverse(scale)[:, None], data_ptr.dtype.element_ty), offs < F)
+        tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+    else:
+        bits = tl.zeros((1,), tl.int32)
+        for start in range(0, F, BLOCK_F):
+            offs = start + tl.arange(0, BLOCK_F)[None, :]
+            bits = tl.maximum(bits, amax_bits(activation_of_row(u_ptr, m, offs, F, GATED, GELU), 1))
+        scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+        if data_ptr is not None:
+            _store_activation(u_ptr, data_ptr, m, inverse(scale)[:, None], F, GATED, GELU, BLOCK_F)
+        tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def _store_activation(u_ptr, data_ptr, m, inv, F, GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_F: tl.constexpr):
+    """Store the data of row m of h, block by block."""
+    for start in range(0, F, BLOCK_F):
+        offs = start + tl.arange(0, BLOCK_F)[None, :]
+        h = activation_of_row(u_ptr, m, offs, F, GATED, GELU)
+        tl.store(data_ptr + m * F + offs, to_data(h * inv, data_ptr.dtype.element_ty), offs < F)
+
+
+@triton.jit
+def _backward_kernel(
+    dh_ptr, u_ptr, column_scale_ptr, group_ptr, row_scale_ptr, h_scale_ptr, data_ptr, scale_ptr, h_data_ptr, F,
+    FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0).to(tl.int64)
+    if group_ptr is not None:
+        column_scale_ptr += tl.load(group_ptr + m).to(tl.int64) * F * (2 if GATED else 1)
+    inv_h = inverse(tl.load(h_scale_ptr + m + tl.arange(0, 1)))[:, None]
+    if ONE_BLOCK:
+        offs = tl.arange(0, BLOCK_F)[None, :]
+        d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+        _store_h(h * inv_h, h_data_ptr, m, offs, F)
+        d0, d1, bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+        scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+        _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
+    else:
+        bits = tl.zeros((1,), tl.int32)
+        for start in range(0, F, BLOCK_F):
+            offs = start + tl.arange(0, BLOCK_F)[None, :]
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            _store_h(h * inv_h, h_data_ptr, m, offs, F)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            bits = tl.maximum(bits, block_bits)
+        scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+        for start in range(0, F, BLOCK_F):
+            offs = start + tl.arange(0, BLOCK_F)[None, :]
+            d0, d1, h = gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED, GELU)
+            d0, d1, block_bits = _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED)
+            _store_gradient(d0, d1, inverse(scale)[:, None], data_ptr, m, offs, F, GATED)
+    tl.store(scale_ptr + m + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def _store_h(scaled, h_data_ptr, m, offs, F):
+    tl.store(h_data_ptr + m * F + offs, to_data(scaled, h_data_ptr.dtype.element_ty), offs < F)
+
+
+@triton.jit
+def _scaled(d0, d1, column_scale_ptr, row_scale_ptr, m, offs, F, GATED: tl.constexpr):
+    """The gradients multiplied by their factors, and the bits of their amax."""
+    factor = tl.load(row_scale_ptr + m)
+    d0 = d0 * tl.load(column_scale_ptr + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
+    bits = amax_bits(d0, 1)
+    if GATED:
+        d1 = d1 * tl.load(column_scale_ptr + F + offs, offs < F, other=0.0, eviction_policy="evict_last") * factor
+        bits = tl.maximum(bits, amax_bits(d1, 1))
+    return d0, d1, bits
+
+
+@triton.jit
+def _store_gradient(d0, d1, inv, data_ptr, m, offs, F, GATED: tl.constexpr):
+    offs_u = m * F * (2 if GATED else 1) + offs
+    tl.store(data_ptr + offs_u, to_data(d0 * inv, data_ptr.dtype.element_ty), offs < F)
+    if GATED:
+        tl.store(data_ptr + offs_u + F, to_data(d1 * inv, data_ptr.dtype.element_ty), offs < F)
+
+
+@triton.jit
+def _sum_kernel(
+    dh_ptr, u_ptr, partials_ptr, M, F,
+    GATED: tl.constexpr, GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+    offs = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)[None, :]
+    sum0 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    sum1 = tl.zeros((BLOCK_M, BLOCK_F), tl.float32)
+    for start in range(tl.program_id(1) * BLOCK_M, M, tl.num_programs(1) * BLOCK_M):
+        m = start + offs_m
+        d0, d1, _ = gradient_of_row(dh_ptr, u_ptr, tl.minimum(m, M - 1), offs, F, GATED, GELU)
+        sum0 += tl.where(m < M, d0, 0.0)
+        sum1 += tl.where(m < M, d1, 0.0)
+    partial_ptr = partials_ptr + tl.program_id(1) * F * (2 if GATED else 1) + offs
+    tl.store(partial_ptr, tl.sum(sum0, 0)[None, :], offs < F)
+    if GATED:
+        tl.store(partial_ptr + F, tl.sum(sum1, 0)[None, :], offs < F)
+
+
+# ---- The formulas of the reference as functions of Triton kernels.
+
+
+HALF_SQRT = tl.constexpr(2**-0.5)
+DENSITY = tl.constexpr((2 * math.pi) ** -0.5)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x, correctly rounded, for x in [1, 2^120]: the fast path of a division, without its test and branch."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 guess, error;
+        rcp.approx.ftz.f32 guess, $1;
+        fma.rn.f32 error, guess, $1, 0fBF800000;
+        neg.f32 error, error;
+        fma.rn.f32 $0, guess, error, guess;
+        }""",
+        "=f,f",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _exp2(x):
+    """2^x with the bits of torch.exp2 on this device, but 0 where that is subnormal."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _sigmoid(x):
+    return _reciprocal(add(1.0, _exp2(tl.maximum(x, -80.0) * -LOG2_E)))
+
+
+@triton.jit
+def _gelu(u):
+    """The formulas of the reference: gelu(u), the cumulative normal distribution at u, and exp(-u^2 / 2)."""
+    magnitude = tl.abs(u)
+    z = magnitude * HALF_SQRT
+    e = _exp2(z * z * -LOG2_E)
+    t = _reciprocal(add(1.0, 0.3275911 * z))
+    series = add(t * 1.061405429, -1.453152027)
+    series = add(t * series, 1.421413741)
+    series = add(t * series, -0.284496736)
+    half = 0.5 * (add(t * series, 0.254829592) * t * e)
+    return add(tl.maximum(u, 0.0), -magnitude * half), tl.where(u < 0, half, add(1.0, -half)), e
+
+
+@triton.jit
+def _load(ptr, offs, mask):
+    return tl.load(ptr + offs, mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def activation_of_row(u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr):
+    """h of row m, at `offs`."""
+    mask = offs < F
+    if GATED and GELU:  # geglu
+        h, _, _ = _gelu(_load(u_ptr + m * 2 * F + F, offs, mask))
+        h *= _load(u_ptr + m * 2 * F, offs, mask)
+    elif GATED:  # swiglu
+        gate = _load(u_ptr + m * 2 * F, offs, mask)
+        h = gate * _sigmoid(gate) * _load(u_ptr + m * 2 * F + F, offs, mask)
+    else:
+        h, _, _ = _gelu(_load(u_ptr + m * F, offs, mask))
+    return h
+
+
+@triton.jit
+def gradient_of_row(dh_ptr, u_ptr, m, offs, F, GATED: tl.constexpr, GELU: tl.constexpr):
+    """The gradients of both halves of u (or of u, and zeros) and h of row m, or of rows m, at `offs`."""
+    mask = offs < F
+    dh = _load(dh_ptr + m * F, offs, mask)
+    if GATED and GELU:  # geglu
+        up, gate = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
+        h, cumulative, e = _gelu(gate)
+        return dh * h, dh * up * add(cumulative, gate * (e * DENSITY)), h * up
+    if GATED:  # swiglu
+        gate, up = _load(u_ptr + m * 2 * F, offs, mask), _load(u_ptr + m * 2 * F + F, offs, mask)
+        sigmoid = _sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid * add(1.0, gate * (1.0 - sigmoid))
+        return dh * up * slope, dh * silu, silu * up
+    u = _load(u_ptr + m * F, offs, mask)
+    h, cumulative, e = _gelu(u)
+    return dh * add(cumulative, u * (e * DENSITY)), tl.zeros(dh.shape, tl.float32), h

@@ -1,0 +1,285 @@
+"""Attention over a cache of keys and values as Triton kernels, for few queries: bound by the bytes of the cache.
+
+The tokens are split into parts so that every multiprocessor has work (flash-decoding; Dao et al. 2023). A program takes
+one head of keys, all queries that read it, and one part of the tokens. It keeps a running maximum m, sum l and result
+
+    m' = max(m, max_j s_j)    p_j = 2^(s_j - m')    l' = l * 2^(m - m') + sum_j p_j    acc' = acc * 2^(m - m') + p v
+
+(Milakov and Gimelshein, arXiv:1805.02867). If there is more than one part, a second kernel combines them. The device
+reads the number of tokens and divides it into parts of equal length, so that one CUDA graph serves every step.
+
+Bytes are widened in registers to float16, which holds every number of E4M3 and INT8. A power of two for each row brings
+the queries into the range of float16. BF16 is multiplied as BF16. Sums are float32. Values are loaded as words of four
+bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
+from octavo.ops.attention_tiles import choose_tile, splits_of
+from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
+from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.registration import launcher
+
+PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
+LOG2_E = math.log2(math.e)
+
+
+def cached_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    first: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Same as `cached_attention_reference`, for a contiguous cache."""
+    q = q.contiguous()
+    batch, heads, num_new, dim = q.shape
+    kv_heads, capacity = keys.shape[1:3]
+    pairs, num_rows = batch * kv_heads, heads // kv_heads * num_new
+    block_m, block_d = max(power_of_two_above(num_rows), 16), max(power_of_two_above(dim), 16)
+    block_n, warps, stages = choose_tile(keys.element_size(), block_m, block_d, shared_memory(q.device))
+    splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
+    result = allocate(q, q.shape)
+    one_split = splits == 1
+    # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
+    partial = result if one_split else allocate(q, (pairs * splits * num_rows * (dim + 2),), torch.float32)
+    launcher(_part_kernel, (splits, pairs))(
+        q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=block_n,
+        BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if one_split:
+        return result
+    launcher(_combine_kernel, (num_rows, pairs))(
+        partial, length, first, result, kv_heads, capacity, num_rows, splits,
+        HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    return result
+
+
+# 0x6400 + u is the float16 number 1024 + u, for u in 0..255. Four signed bytes, with 128 added, take five instructions.
+_INT8 = tl.constexpr(
+    "{ .reg .b32 u, c; xor.b32 u, $2, 0x80808080; mov.b32 c, 0x64806480; "
+    "prmt.b32 $0, u, 0x64646464, 0x4140; prmt.b32 $1, u, 0x64646464, 0x4342; "
+    "sub.rn.f16x2 $0, $0, c; sub.rn.f16x2 $1, $1, c; }"
+)
+_INT8_WORD = tl.constexpr(
+    "{ .reg .b32 u, c, x, y; xor.b32 u, $4, 0x80808080; mov.b32 c, 0x64806480; "
+    "prmt.b32 x, u, 0x64646464, 0x4140; prmt.b32 y, u, 0x64646464, 0x4342; "
+    "sub.rn.f16x2 x, x, c; sub.rn.f16x2 y, y, c; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
+_E4M3_WORD = tl.constexpr(
+    "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $4; "
+    "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
+
+
+@triton.jit
+def _widen(x):
+    """Eight-bit numbers as float16, exactly; other dtypes unchanged."""
+    if x.dtype == tl.int8:
+        x = tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    elif x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def _widen_words(x, E4M3: tl.constexpr):
+    """int32 [R, C] with four stored bytes each, as float16 [R, 4 C]."""
+    asm: tl.constexpr = _E4M3_WORD if E4M3 else _INT8_WORD
+    a, b, c, d = tl.inline_asm_elementwise(
+        asm, "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
+    )
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (x.shape[0], 4 * x.shape[1]))
+
+
+@triton.jit
+def _part_kernel(
+    q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr,
+    kv_heads, capacity, num_rows, num_new,
+    HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
+):  # fmt: skip
+    split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    head = pair % kv_heads
+    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    length = tl.load(length_ptr).to(tl.int32)
+    position = length - num_new + offs_m % num_new
+    first = 0
+    if first_ptr is not None:
+        first = tl.load(first_ptr + pair // kv_heads)
+    end = tl.minimum(length, capacity)
+    split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
+    begin = split * split_tokens
+    end = tl.minimum(end, begin + split_tokens)
+    mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    factor = tl.full((BLOCK_M,), SCALE, tl.float32)
+    if k_scale_ptr is not None:
+        wide = q.to(tl.float32)
+        power = tl.maximum(ceil_power_of_two(tl.max(tl.abs(wide), 1)), SMALLEST_SCALE)
+        q = (wide * inverse(power)[:, None]).to(tl.float16)
+        factor = factor * power * tl.load(k_scale_ptr + head)
+    else:
+        q = q.to(keys_ptr.dtype.element_ty)
+    m_i = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: -inf less -inf would be NaN
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    full_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    for start in range(begin, full_end, BLOCK_N):
+        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+                                      HEAD_DIM, BLOCK_N, BLOCK_D, False)  # fmt: skip
+    if full_end < end:
+        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position, m_i, l_i, acc,
+                                      HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
+    if v_scale_ptr is not None:
+        acc = acc * tl.load(v_scale_ptr + head)
+    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
+    if ONE_SPLIT:
+        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+    else:
+        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
+        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
+        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
+    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _attend_block(
+    q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and result after BLOCK_N more keys. Only the last block may reach beyond the end."""
+    offs_n, offs_d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    token = start + offs_n
+    keys_ptr += tl.cast(start, tl.int64) * HEAD_DIM
+    offs = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    if LAST or HEAD_DIM != BLOCK_D:
+        k = tl.load(keys_ptr + offs, (token < end)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        k = tl.load(keys_ptr + offs)
+    if keys_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        offs_word = tl.arange(0, BLOCK_D // 4)
+        words_ptr = values_ptr.to(tl.pointer_type(tl.int32)) + tl.cast(start, tl.int64) * (HEAD_DIM // 4)
+        offs = offs_n[:, None] * (HEAD_DIM // 4) + offs_word[None, :]
+        if LAST or HEAD_DIM != BLOCK_D:
+            v = tl.load(words_ptr + offs, (token < end)[:, None] & (offs_word < HEAD_DIM // 4)[None, :], other=0)
+        else:
+            v = tl.load(words_ptr + offs)
+        v = _widen_words(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
+    else:
+        values_ptr += tl.cast(start, tl.int64) * HEAD_DIM
+        if LAST or HEAD_DIM != BLOCK_D:
+            v = tl.load(values_ptr + offs, (token < end)[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            v = tl.load(values_ptr + offs)
+    qk = tl.dot(q, tl.trans(_widen(k))) * factor[:, None]  # [M, D] @ [N, D]^T
+    mask = (token >= first)[None, :] & (token < end)[None, :] & (token[None, :] <= position[:, None])
+    qk = tl.where(mask, qk, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(qk, 1))
+    p = tl.exp2(qk - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
+    acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None])  # [M, N] @ [N, D]
+    return m_new, l_i * alpha + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row, pair = tl.program_id(0), tl.program_id(1)
+    offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
+    offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row
+    parts = tl.num_programs(1).to(tl.int64) * splits * num_rows
+    m_i = tl.load(partial_ptr + parts * HEAD_DIM + offs, offs_split < splits, other=-1e30)
+    alpha = tl.exp2(m_i - tl.max(m_i, 0))
+    l_i = tl.sum(alpha * tl.load(partial_ptr + parts * (HEAD_DIM + 1) + offs, offs_split < splits, other=0.0), 0)
+    mask = (offs_split < splits)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    acc = tl.load(partial_ptr + offs[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    y = _normalized(tl.sum(acc * alpha[:, None], 0), l_i, length_ptr, capacity, first_ptr, pair // kv_heads)
+    offs_out = (pair.to(tl.int64) * num_rows + row) * HEAD_DIM + offs_d
+    tl.store(result_ptr + offs_out, y.to(result_ptr.dtype.element_ty), offs_d < HEAD_DIM)
+
+
+@triton.jit
+def _normalized(acc, l_i, length_ptr, capacity, first_ptr, sequence):
+    """acc / l: zeros if no key was seen; NaN if `length` exceeds the capacity or `first` is negative."""
+    y = tl.where(l_i == 0, 0.0, acc / l_i)
+    bad = tl.load(length_ptr) > capacity
+    if first_ptr is not None:
+        bad |= tl.load(first_ptr + sequence) < 0
+    return tl.where(bad, float("nan"), y)
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    clipped: Tensor,
+) -> None:
+    """Same as `append_kv_reference`, for contiguous caches."""
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    largest, limit = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
+    batch, kv_heads, num_new, dim = k.shape
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
+    launcher(_append_kernel, (cdiv(num_new, block_t), batch * kv_heads, 2))(
+        k, v, keys, values, k_scale, v_scale, length, clipped, *k.stride()[:3], *v.stride()[:3],
+        kv_heads, keys.shape[2], num_new,
+        HEAD_DIM=dim, LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _append_kernel(
+    k_ptr, v_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, clipped_ptr,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, capacity, num_new,
+    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1).to(tl.int64)
+    batch, head = pair // kv_heads, pair % kv_heads
+    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    start = tl.load(length_ptr) - num_new
+    if tl.program_id(2) == 0:
+        source_ptr = k_ptr + batch * stride_kb + head * stride_kh
+        _append(source_ptr, stride_kt, keys_ptr, k_scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity,
+                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
+    else:
+        source_ptr = v_ptr + batch * stride_vb + head * stride_vh
+        _append(source_ptr, stride_vt, values_ptr, v_scale_ptr, clipped_ptr + 1, start, offs_t, pair, head, capacity,
+                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _append(
+    source_ptr, stride_t, data_ptr, scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity, num_new,
+    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask, other=0.0).to(tl.float32)
+    if scale_ptr is not None:
+        y = to_stored(y, mask, scale_ptr + head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
+    position = start + offs_t
+    offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
+    store_mask = mask & ((position >= 0) & (position < capacity))[:, None]
+    tl.store(data_ptr + offs, y.to(data_ptr.dtype.element_ty), store_mask)

@@ -1,0 +1,175 @@
+"""Device functions of the Triton kernels: amax, scale and sums, each step rounded as in the references.
+
+An amax is the maximum of the bits of |x| as integers. They have the order of the numbers, with inf and every NaN above,
+so the amax of a block also tells whether the block holds inf or NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.launching import cdiv, some_gpu_rounds_twice
+from octavo.ops.registration import launcher
+
+ROUNDS_TWICE = tl.constexpr(some_gpu_rounds_twice())
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def amax_bits(x, axis: tl.constexpr):
+    """The bits of the largest |x| along `axis`, as int32."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+
+
+@triton.jit
+def ceil_power_of_two(x):
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_from_amax(bits, largest, POWER_OF_TWO: tl.constexpr):
+    """The float32 scale that maps an amax (given as bits) onto `largest`; NaN if the amax is not finite."""
+    scale = tl.maximum(tl.div_rn(bits.to(tl.float32, bitcast=True), largest), SMALLEST_SCALE)
+    if POWER_OF_TWO:
+        scale = ceil_power_of_two(scale)
+    nan = tl.full(bits.shape, NAN_BITS, tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(bits < INFINITY_BITS, scale, nan)
+
+
+@triton.jit
+def mantissa(scale):
+    """m in [1, 2) of a positive normal scale, m * 2^e."""
+    return ((scale.to(tl.int32, bitcast=True) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def store_scale(scale_ptr, scale, mask, E8M0: tl.constexpr):
+    """Store scales as float32, or with E8M0 as the byte of the exponent."""
+    if E8M0:
+        tl.store(scale_ptr, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask)
+    else:
+        tl.store(scale_ptr, scale, mask)
+
+
+@triton.jit
+def add(x, y):
+    """x + y, never contracted with a product into one FMA. (libdevice's add_rn would flush subnormals.)"""
+    return tl.inline_asm_elementwise("add.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def add_pairs(x):
+    """[R, C] -> [R, C / 2]: the sum of each two adjacent columns."""
+    left, right = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return add(left, right)
+
+
+@triton.jit
+def row_sum(x):
+    """float64 sums of the rows of a float32 tile: groups of 8 are added pairwise in float32, the groups in float64."""
+    sums_of_8 = add_pairs(add_pairs(add_pairs(x)))
+    return tl.sum(sums_of_8.to(tl.float64), 1)
+
+
+@triton.jit
+def column(x):
+    """[R] -> [R, 1], to combine with a tile of R rows; for R = 1 a scalar.
+
+    Triton 3.6 spreads a tile [1, 1] over a long row in each thread: the compilation of a norm took minutes.
+    """
+    return tl.sum(x, 0) if x.shape[0] == 1 else x[:, None]
+
+
+@triton.jit
+def round_to_integer(y):
+    """y, of magnitude up to 2^22, rounded to nearest even; NaN becomes 0. 1.5 * 2^23 + y has no bits for a fraction."""
+    shift = tl.full(y.shape, 12582912.0, tl.float32)
+    return tl.where(y == y, add(add(y, shift), -shift), 0.0)
+
+
+@triton.jit
+def grid_shift(magnitude, dtype: tl.constexpr):
+    """The power of two whose last bit, as float32, is worth the spacing of E4M3 or E5M2 at a magnitude.
+
+    From 2^e to 2^(e+1) the spacing is 2^(e - m), m the bits of the mantissa. The subnormal numbers have the spacing of
+    the smallest normal one.
+    """
+    MANTISSA_BITS: tl.constexpr = 3 if dtype == tl.float8e4nv else 2
+    SMALLEST_NORMAL: tl.constexpr = 2.0**-6 if dtype == tl.float8e4nv else 2.0**-14
+    power = tl.maximum(magnitude, SMALLEST_NORMAL).to(tl.int32, bitcast=True) & 0x7F800000
+    return power.to(tl.float32, bitcast=True) * 2.0 ** (23 - MANTISSA_BITS)
+
+
+@triton.jit
+def with_sign(magnitude, x):
+    bits = magnitude.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def to_data(x, dtype: tl.constexpr):
+    """float32 `x`, divided by its scale, as numbers of an eight-bit dtype, rounded to nearest even."""
+    if dtype == tl.int8:
+        x = round_to_integer(x)
+    elif ROUNDS_TWICE:  # rounded here, so that the conversion is exact
+        magnitude = tl.abs(x)
+        shift = grid_shift(tl.minimum(magnitude, 65536.0), dtype)
+        x = with_sign(add(add(magnitude, shift), -shift), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, dtype: tl.constexpr):
+    """float32 y [R, C] / scale as numbers of an eight-bit cache. The count of those beyond LIMIT is added."""
+    y = y * inverse(tl.load(scale_ptr + tl.zeros((1,), tl.int32)))[:, None]
+    lost = tl.sum(tl.sum((mask & ((tl.abs(y) <= LIMIT) == 0)).to(tl.int32), 1), 0)
+    if lost > 0:
+        tl.atomic_add(clipped_ptr, lost.to(tl.int64))
+    nan = y != y
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+    return to_data(tl.where(nan, float("nan"), y), dtype)
+
+
+# ---- Sums of columns as a Triton kernel. It adds the partial sums that programs of another kernel stored.
+
+
+BLOCK = 32
+
+
+def sum_columns(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None) -> None:
+    """Write the sums of the columns of `partials` [P, N], always added in the same order.
+
+    Args:
+        partials: float32, contiguous.
+        sums, more_sums: [N_1] and [N - N_1], of any float dtype: the sums of the first columns, and of the others.
+    """
+    p, n = partials.shape
+    launcher(_sum_kernel, (cdiv(n, BLOCK),))(
+        partials, sums, more_sums, p, n, sums.shape[0], BLOCK_M=BLOCK, BLOCK_N=BLOCK
+    )
+
+
+@triton.jit
+def _sum_kernel(
+    partials_ptr, sums_ptr, more_sums_ptr, M, N, SPLIT, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, M, BLOCK_M):
+        mask = (start + offs_m < M)[:, None] & (offs_n < N)[None, :]
+        acc += tl.load(partials_ptr + (start + offs_m)[:, None] * N + offs_n[None, :], mask, other=0.0)
+    total = tl.sum(acc, 0)
+    tl.store(sums_ptr + offs_n, total.to(sums_ptr.dtype.element_ty), offs_n < SPLIT)
+    if more_sums_ptr is not None:
+        mask = (offs_n >= SPLIT) & (offs_n < N)
+        tl.store(more_sums_ptr + offs_n - SPLIT, total.to(more_sums_ptr.dtype.element_ty), mask)

@@ -1,0 +1,221 @@
+"""The scaled GEMM of small M as Triton kernels. It takes as long as reading b [N, K] once.
+
+    y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
+
+M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers, and sums at the end.
+
+Larger M: the tensor core computes b @ a^T, because its first operand needs at least 64 rows; the columns of a^T are
+padded to 16. If N has too few tiles for the multiprocessors, K is split (split-K), and a second launch adds the partial
+sums. It adds them in a fixed order, so the result does not depend on which program ends first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
+from octavo.ops.registration import launcher
+
+
+class Tiling(NamedTuple):
+    """Rows of b and elements of K in a tile, loads in flight, warps of a program, and parts that K is split into."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+    split_k: int = 1
+
+
+def scaled_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+    tiling: Tiling | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Same as `scaled_mm` of the operation, for scales by tensor or row, a small M and a contiguous residual.
+
+    tiling: None chooses one.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
+    y = allocate(a, (m, n), out_dtype)
+    if y.numel() == 0 or k == 0:
+        return empty_product(y, bias, residual)
+    strides = {"STRIDE_SCALE_A": int(scale_a.shape[0] > 1), "STRIDE_SCALE_B": int(scale_b.shape[0] > 1)}
+    tiling = tiling or choose(m, n, k, a.device)
+    block_n, block_k, stages, warps, split_k = tiling
+    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps}
+    tiles = cdiv(n, block_n)
+    if m == 1:
+        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
+        return y
+    k_per_split, split_k = cut(k, block_k, split_k)
+    partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
+    promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
+    launcher(_tile_kernel, (tiles, split_k))(
+        a, b, scale_a, scale_b, bias, residual, y, partials, m, n,
+        K=k, K_PER_SPLIT=k_per_split, BLOCK_M=max(16, power_of_two_above(m)), PROMOTE=promote, **strides, **tile,
+    )  # fmt: skip
+    if partials is not None:
+        launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
+            partials, scale_a, scale_b, bias, residual, y, m, n,
+            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
+        )  # fmt: skip
+    return y
+
+
+@cache
+def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
+    """The tiling for y [m, n] and K = k on `device`."""
+    if m == 1:
+        return Tiling(block_n=8, block_k=largest_block_k(k, 512), stages=4, warps=4)
+    block_n, block_k = 64, largest_block_k(k, 256 if m <= 64 else 128)
+    split_k = choose_split(cdiv(n, block_n), cdiv(k, block_k), multiprocessors(device))
+    return Tiling(block_n, block_k, stages=4, warps=4, split_k=split_k)
+
+
+def largest_block_k(k: int, most: int) -> int:
+    """A power of two up to `most`. If `k` has a divisor that is large enough, that one: then no load is masked."""
+    divisor = k & -k
+    return min(most, divisor) if 4 * divisor >= most else min(most, max(32, power_of_two_above(k)))
+
+
+@triton.jit
+def _row_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
+    K: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_k = tl.arange(0, BLOCK_K)
+    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            a = tl.load(a_ptr + k + offs_k)
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
+        else:
+            mask_k = k + offs_k < K
+            a = tl.load(a_ptr + k + offs_k, mask_k, other=0.0)
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
+        acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
+    total = tl.sum(acc, 1) * tl.load(scale_a_ptr)
+    store_sums(total, 0, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
+
+
+@triton.jit
+def _tile_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N,
+    K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, PROMOTE: tl.constexpr,
+    STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    offs_k = tl.arange(0, BLOCK_K)
+    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    a_row_ptr = a_ptr + tl.minimum(offs_m, M - 1) * K  # rows beyond M are computed, and not stored
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    start_k = tl.program_id(1) * K_PER_SPLIT
+    for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
+        if K % BLOCK_K == 0:
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
+            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None])
+        else:
+            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], (k + offs_k < K)[None, :], other=0.0)
+            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None], (k + offs_k < K)[:, None], other=0.0)
+        if PROMOTE:
+            # Without a limit Triton makes one product of this sum. Hopper's code adds within the product too, after
+            # each PROMOTE elements; that of other GPUs adds here alone, after BLOCK_K.
+            acc += tl.dot(b, a, max_num_imprecise_acc=PROMOTE)  # [N,K] @ [K,M]
+        else:
+            acc = tl.dot(b, a, acc)
+    if partials_ptr is not None:
+        offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
+        tl.store(partials_ptr + offs, acc, mask_m[None, :])
+    else:
+        acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
+        store_sums(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
+                   STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
+
+
+@triton.jit
+def combine_kernel(
+    partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1)
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials_ptr + (split * M + m).to(tl.int64) * N + offs_n)
+    if scale_a_ptr is not None:
+        acc *= tl.load(scale_a_ptr + m * STRIDE_SCALE_A)
+    store_sums(acc, m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
+
+
+@triton.jit
+def store_sums(
+    acc, offs_m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B: tl.constexpr, mask=None
+):
+    """Store sums, already multiplied by s_a, to y[offs_m, offs_n]. Without a scale_b_ptr they are multiplied by s_b.
+
+    Where offs_n is clamped to the last column, several lanes store the same value there.
+    """
+    if scale_b_ptr is not None:
+        acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1)).to(tl.float32)
+    offs = offs_m * N + offs_n
+    if residual_ptr is not None:
+        acc = acc.to(y_ptr.dtype.element_ty).to(tl.float32) + tl.load(residual_ptr + offs, mask).to(tl.float32)
+    tl.store(y_ptr + offs, acc.to(y_ptr.dtype.element_ty), mask)
+
+
+# ---- GEMMs whose K is split into parts (split-K): one launch multiplies the parts, and a second adds the partial sums.
+
+
+COMBINE_BLOCK_N = 256  # columns of y of a program of the second launch
+COMBINE_STEPS = 12  # the second launch takes as long as so many tiles of a program (bench.gpu.tune)
+MAX_SPLIT_K = 8
+
+
+def choose_split(tiles: int, steps: int, programs: int) -> int:
+    """The number of parts of K for the shortest time.
+
+    Args:
+        tiles: of y.
+        steps: of the loop over K.
+        programs: multiprocessors of the GPU.
+    """
+
+    def time(split_k: int) -> int:  # of the programs of one multiprocessor, in steps
+        combine = COMBINE_STEPS if split_k > 1 else 0
+        return cdiv(tiles * split_k, programs) * cdiv(steps, split_k) + combine
+
+    return min(range(1, MAX_SPLIT_K + 1), key=time)
+
+
+def cut(k: int, step: int, split_k: int) -> tuple[int, int]:
+    """Elements of K in each of at most `split_k` parts, a multiple of `step`, and the number of parts."""
+    k_per_split = cdiv(cdiv(k, step), split_k) * step
+    return k_per_split, cdiv(k, k_per_split)
+
+
+def empty_product(y: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    """y [M, N] of K = 0, or without elements: the bias, and the residual."""
+    y = y.zero_() if bias is None else y.copy_(bias.expand(y.shape))
+    return y if residual is None else y + residual

@@ -1,0 +1,359 @@
+"""Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.qtensor import Granularity
+from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, find_tile, readable_scale, sum_groups
+from octavo.ops.kernels.block_scaled_gemm import Tiling as BlockTiling
+from octavo.ops.kernels.block_scaled_gemm import choose as choose_blocks
+from octavo.ops.kernels.gemm import Tiling as WeightTiling
+from octavo.ops.kernels.gemm import store_sums
+from octavo.ops.kernels.weight_only import MAX_BLOCK_M, dequantize, sum_products, widened_mm
+from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
+from octavo.ops.kernels.weight_only import readable_scale as readable_weight_scale
+from octavo.ops.launching import allocate, cdiv, has_kernels, power_of_two_above, shared_memory
+from octavo.ops.registration import launcher
+
+# ---- The grouped GEMM with row scales, as Triton kernels: of rows in groups, and of a reduction in groups.
+#
+#     y[m,N]    = (b[e] @ a[m]^T)^T * s_a[m] * s_b[e]     for the rows m of group e
+#     dw[e,N,K] = (a[:,M_e] @ b[:,M_e]^T) * scale[e]      for the columns M_e of group e
+#
+# Programs find their group from the offsets, so nothing is read on the host. Groups of y have tiles as with
+# scales that vary along K, below. The number of tiles of dw does not depend on the groups.
+#
+# The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (SageAttention2, arXiv:2411.10958;
+# DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Without fast accumulation a step's product of 128 elements is added to
+# a float32 sum in registers, on every GPU.
+
+
+DEPTH = 128  # elements of the reduction in a step, between additions in float32
+LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
+SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
+
+
+class Tiling(NamedTuple):
+    """Rows of the left and of the right operand in a tile, loads in flight, and warps."""
+
+    left: int
+    right: int
+    stages: int
+    warps: int
+
+
+def grouped_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same as `grouped_mm` of the operation, for row scales. Rows behind the groups are not written.
+
+    tiling: None chooses one. Its left operand is b.
+    """
+    (m, k), (e, n, _) = a.shape, b.shape
+    a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
+    block_n, block_m, stages, warps = tiling or choose(likely_rows(m, e), fast, a.device)
+    y = allocate(a, (m, n), out_dtype)
+    tiles_m = most_tiles(m, e, block_m)
+    launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
+        a, b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
+        tiles_m, e, n, k, b.stride(0), b.stride(1),
+        FAST=fast, EVEN_K=k % DEPTH == 0, BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m,
+        BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def grouped_mm_dw(
+    a: Tensor,
+    scale: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of 16. A group may be empty.
+
+    tiling: None chooses one. Its left operand is a.
+    """
+    (n, m), k, e = a.shape, b.shape[0], len(offsets)
+    block_n, block_k, stages, warps = tiling or choose_dw(k, m, e, fast, a.device)
+    dw = allocate(a, (e, n, k), out_dtype)
+    launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
+        a.contiguous(), b.contiguous(), scale.contiguous(), offsets.contiguous(), dw, n, k, m,
+        FAST=fast, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH, NEIGHBOURS=NEIGHBOURS,
+        NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dw
+
+
+@cache
+def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
+    """The tiling for so many rows of the right operand on `device`."""
+    return tiling_for(rows, fast, shared_memory(device))
+
+
+def choose_dw(rows: int, columns: int, groups: int, fast: bool, device: torch.device) -> Tiling:
+    """The tiling of dw for so many rows of the right operand, and columns in so many groups, on `device`."""
+    if columns <= SHORT * groups and not fast:
+        return Tiling(64, 128, 3, 4)
+    return choose(rows, fast, device)
+
+
+def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
+    """The tiling for so many rows of the right operand, on a GPU with so many bytes of shared memory for a program."""
+    left, right, warps = 128, 128, 8
+    if rows <= SMALL_M:
+        left, right, warps = 64, max(16, power_of_two_above(rows)), 4
+    elif fast and memory >= 3 * _bytes(128, 256):  # promoted sums need a second set of registers
+        left, right = (128, 256) if rows >= LARGE else (256, 128)
+    return Tiling(left, right, min(4, memory // _bytes(left, right)), warps)
+
+
+def _bytes(left: int, right: int) -> int:
+    """Bytes of a step in shared memory."""
+    return DEPTH * (left + right)
+
+
+@triton.jit
+def _rows_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
+    FAST: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
+    if start_m < end_m:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_m, mask_n = offs_m < end_m, offs_n < N
+        a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not stored
+        b_rows = b_ptr + e.to(tl.int64) * stride_e + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n
+        acc = _sum_products(b_rows, a_rows, 0, K, FAST, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
+        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
+        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
+                   mask_n[:, None] & mask_m[None, :])  # fmt: skip
+
+
+@triton.jit
+def _reduction_kernel(
+    a_ptr, b_ptr, scale_ptr, offsets_ptr, dw_ptr, N, K, M,
+    FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
+    e = tl.program_id(1)
+    # Known multiples of 16, so that a load takes 16 bytes and its mask has one value for these.
+    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), 16)
+    end = tl.multiple_of(tl.load(offsets_ptr + e), 16)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask_n, mask_k = offs_n < N, offs_k < K
+    a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
+    b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+    acc = _sum_products(a_rows, b_rows, start, end, FAST, False, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
+    rows = e.to(tl.int64) * N + offs_n
+    acc *= tl.load(scale_ptr + rows, mask_n, other=0.0)[:, None]
+    store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, None, K, 0, mask_n[:, None] & mask_k[None, :])
+
+
+@triton.jit
+def _sum_products(
+    left_rows, right_rows, start, end, FAST: tl.constexpr, EVEN: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, DEPTH: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums [LEFT, RIGHT] of products over the reduction from `start` to `end`, for pointers to rows."""
+    offs = tl.arange(0, DEPTH)
+    acc = tl.zeros((LEFT, RIGHT), tl.float32)
+    for at in tl.range(start, end, DEPTH, num_stages=NUM_STAGES):
+        if EVEN:
+            left = tl.load(left_rows[:, None] + (at + offs)[None, :])
+            right = tl.load(right_rows[None, :] + (at + offs)[:, None])
+        else:
+            mask = at + offs < end
+            left = tl.load(left_rows[:, None] + (at + offs)[None, :], mask[None, :], other=0.0)
+            right = tl.load(right_rows[None, :] + (at + offs)[:, None], mask[:, None], other=0.0)
+        if FAST:
+            acc = tl.dot(left, right, acc)  # [LEFT,DEPTH] @ [DEPTH,RIGHT]
+        else:
+            # Triton makes one product of a sum and a product, unless the product has a limit.
+            acc += tl.dot(left, right, max_num_imprecise_acc=DEPTH)
+    return acc
+
+
+# ---- The grouped GEMM with scales that vary along K, as a Triton kernel.
+#
+# A group of rows of y has tiles of its own, the last of them in part empty. A program finds its group and its rows from
+# the offsets, so nothing is read on the host. Groups of any size, empty ones too, take one launch, whose number of
+# programs is the largest that M rows in E groups can need. The sums are those of
+# `octavo.ops.kernels.block_scaled_gemm`.
+
+
+def block_scaled_grouped_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    tiling: BlockTiling | None = None,
+) -> Tensor:
+    """Same as `grouped_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
+
+    Rows behind the groups are not written. tiling: None chooses one; its split_k has no effect.
+    """
+    (m, k), (e, n, _) = a.shape, b.shape
+    group, rows_b = granularity_b.cols or 1, granularity_b.rows or 1
+    a, b = a.contiguous(), b.contiguous()
+    block_n, block_m, groups, stages, warps, _ = tiling or choose_blocks(likely_rows(m, e), n, k, group, a.device)
+    scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
+    y = allocate(a, (m, n), out_dtype)
+    tiles_m = most_tiles(m, e, block_m)
+    launcher(_block_scaled_kernel, (cdiv(n, block_n) * tiles_m,))(
+        a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k,
+        GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % (groups * group) == 0, BLOCK_E=power_of_two_above(e),
+        BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def dequantized_mm(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
+    wide_a = dequantize(a, scale_a, granularity_a, torch.bfloat16)
+    return widened_mm(wide_a, b, scale_b, granularity_b, offsets).to(out_dtype)
+
+
+def likely_rows(m: int, groups: int) -> int:
+    """The rows for which a tile is chosen: half more than a group has on average, so that most fit into one tile."""
+    return cdiv(3 * m, 2 * groups)
+
+
+def most_tiles(m: int, groups: int, block_m: int) -> int:
+    """The largest number of tiles of M that `m` rows in so many groups can have."""
+    return (m + (block_m - 1) * min(groups, m)) // block_m
+
+
+@triton.jit
+def _block_scaled_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
+    if start_m < end_m:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        b_ptr += e.to(tl.int64) * N * K
+        scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
+        acc = sum_groups(
+            a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, 0, K,
+            GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+        mask = (offs_n < N)[:, None] & (offs_m < end_m)[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0, mask)
+
+
+@triton.jit
+def find_rows(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The group of the tile `pid_m`, the tile's first row, and the end of the group; behind the last tile (_, 0, 0)."""
+    offs_e = tl.arange(0, BLOCK_E)
+    mask = offs_e < E
+    ends = tl.load(offsets_ptr + offs_e, mask, other=0)
+    starts = tl.load(offsets_ptr + offs_e - 1, mask & (offs_e > 0), other=0)
+    tiles = tl.cdiv(ends - starts, BLOCK_M)
+    e = tl.sum((tl.cumsum(tiles, 0) <= pid_m).to(tl.int32), 0)
+    tile = pid_m - tl.sum(tl.where(offs_e < e, tiles, 0), 0)  # of the group
+    here = offs_e == e
+    end = tl.sum(tl.where(here, ends, 0), 0)
+    start = tl.sum(tl.where(here, starts + tile * BLOCK_M, 0), 0)
+    return e, start, end
+
+
+@triton.jit
+def _scale_stride(scale_ptr, K, GROUP: tl.constexpr):
+    """The elements behind `scale_ptr` of a row of groups: of E8M0, a word holds four."""
+    groups = tl.cdiv(K, GROUP)
+    if scale_ptr.dtype.element_ty == tl.int32:
+        groups = groups // 4
+    return groups
+
+
+# ---- The grouped weight-only GEMM as a Triton kernel: tiles as above, sums as in `kernels/weight_only.py`.
+
+
+def grouped_weight_only_mm(
+    x: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    granularity: Granularity,
+    offsets: Tensor,
+    tiling: WeightTiling | None = None,
+    native: bool | None = None,
+) -> Tensor:
+    """Same as `grouped_weight_only_mm` of the operation, for x in BF16 or FP16. Rows behind the groups are not written.
+
+    tiling: None chooses one; its split_k has no effect.
+    native: whether the GPU converts E4M3 by an instruction; None asks it.
+    """
+    (m, k), (e, n, _) = x.shape, w.shape
+    x, w, scale = x.contiguous(), w.contiguous(), readable_weight_scale(scale)
+    w = w if (has_kernels(x.device) if native is None else native) else w.view(torch.uint8)
+    y = allocate(x, (m, n))
+    group, rows = granularity.cols or 0, max(2, likely_rows(m, e))  # one row has a kernel of its own in a linear layer
+    block_n, block_k, stages, warps, _ = tiling or choose_weight_tiling(rows, n, k, group, x.device)
+    block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(rows)))
+    launcher(_weight_only_kernel, (most_tiles(m, e, block_m), cdiv(n, block_n)))(
+        x, w, scale, offsets.contiguous(), y, e, n, scale[0].numel(),
+        K=k, SCALE_ROWS=granularity.rows or n, STRIDE_SCALE=scale.shape[2], GROUP=group,
+        BLOCK_E=power_of_two_above(e), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
+        NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _weight_only_kernel(
+    x_ptr, w_ptr, scale_ptr, offsets_ptr, y_ptr, E, N, stride_scales,
+    K: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    e, start_m, end_m = find_rows(offsets_ptr, tl.program_id(0), E, BLOCK_E, BLOCK_M)
+    if start_m < end_m:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+        scale_ptr += e.to(tl.int64) * stride_scales
+        acc = sum_products(
+            x_ptr, w_ptr + e.to(tl.int64) * N * K, scale_ptr, offs_m, offs_n, end_m, 0, K,
+            K, BLOCK_M, SCALE_ROWS, STRIDE_SCALE, GROUP, BLOCK_N, BLOCK_K, NUM_STAGES,
+        )  # fmt: skip
+        if not GROUP:
+            acc *= tl.load(scale_ptr + offs_n // SCALE_ROWS * STRIDE_SCALE)[:, None]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
+                   (offs_m < end_m)[None, :])  # fmt: skip

@@ -1,0 +1,395 @@
+"""Quantization as Triton kernels, with the bytes of the reference.
+
+    granularity     passes over x                                           bytes read and written an element (BF16)
+    row             one: a program holds whole rows in registers            2 and 1
+    group, block    one: a program holds whole blocks in registers          2 and 1
+    given scale     one: it also computes the amax                          2 and 1
+    tensor          two: the first computes the amax                        4 and 1
+
+A relative floor depends on the largest scale of all rows. So a first launch casts the rows without the floor. Each
+program of a second launch then reads all scales, and casts those of its rows again whose scales are below the floor.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.formats import Format
+from octavo.numerics.qtensor import TENSOR, Cast
+from octavo.ops.kernels.device_math import (
+    INFINITY_BITS,
+    NAN_BITS,
+    amax_bits,
+    ceil_power_of_two,
+    grid_shift,
+    inverse,
+    mantissa,
+    scale_from_amax,
+    store_scale,
+    to_data,
+    with_sign,
+)
+from octavo.ops.launching import allocate, cdiv, power_of_two_above, row_tile
+from octavo.ops.registration import launcher
+
+FLOOR_PROGRAMS = 256  # the most programs of the second launch
+
+
+def quantize(
+    x: Tensor,
+    cast: Cast,
+    column_scale: Tensor | None,
+    mantissa_of: Tensor | None,
+    seed: Tensor | None = None,
+    matrices: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Same as `quantize_reference`, for a contiguous x [M, K]. Factors, and a stack of matrices, with rows only."""
+    data, scale = allocate(x, x.shape, cast.fmt.dtype), _new_scale(x, tuple(x.shape), cast)
+    if cast.by_row:
+        _rows(x, 0, data, scale, cast, column_scale, mantissa_of, seed, matrices=matrices)
+    elif cast.granularity == TENSOR:
+        quantize_tensor(x, data, scale, cast, seed)
+    else:
+        quantize_blocks(x, data, scale, cast, seed)
+    return data, _as_scale(scale)
+
+
+def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass."""
+    if cast.granularity.rows != 1 or cast.granularity.cols is None:
+        return quantize(x.t().contiguous(), cast, None, None, seed)
+    m, k = x.shape
+    data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
+    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed)
+    return data, _as_scale(scale)
+
+
+def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
+    """Quantize contiguous matrices with the same number of columns by row, each into its part of one result."""
+    sizes = [x.shape[0] for x in tensors]
+    data = allocate(tensors[0], (sum(sizes), tensors[0].shape[1]), cast.fmt.dtype)
+    scale = _new_scale(data, tuple(data.shape), cast)
+    for x, end in zip(tensors, accumulate(sizes), strict=True):
+        _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
+    return data, _as_scale(scale)
+
+
+def row_scales(tensors: list[Tensor], cast: Cast) -> Tensor:
+    """Same as `row_scales_reference`, for contiguous matrices with the same number of columns."""
+    sizes = [x.shape[0] for x in tensors]
+    scale = allocate(tensors[0], (sum(sizes), 1), torch.float32)
+    for x, end in zip(tensors, accumulate(sizes), strict=True):
+        _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
+    return scale
+
+
+def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:
+    """Empty scales of a matrix of `shape`. Triton does not have E8M0: as bytes."""
+    return allocate(x, cast.granularity.scale_shape(shape), torch.uint8 if cast.scale == "e8m0" else torch.float32)
+
+
+def _as_scale(scale: Tensor) -> Tensor:
+    return scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
+
+
+def _rows(
+    x: Tensor, first_row: int, data: Tensor, scale: Tensor, cast: Cast, *optional: Tensor | None, matrices: int = 1
+) -> None:
+    """Quantize the rows of x into `data` and `scale`, starting at their row `first_row`.
+
+    `optional` are the column scale, the numbers whose mantissas scale the rows, and the seed.
+    """
+    if not cast.relative_floor:
+        _launch_rows(x, first_row, data, scale, cast, *optional, unrounded=False)
+        return
+    unfloored = allocate(scale, scale.shape)
+    _launch_rows(x, first_row, data, unfloored, cast, *optional, unrounded=True)
+    m, k = x.shape[0] // matrices, x.shape[1]
+    block_k, _, warps = row_tile(k)
+    rows_per_program = power_of_two_above(max(64, cdiv(m, FLOOR_PROGRAMS)))
+    launcher(_floor_kernel, (cdiv(m, rows_per_program), matrices))(
+        x, data, unfloored, scale, *optional, first_row, m, k, RELATIVE_FLOOR=cast.relative_floor,
+        POWER_OF_TWO=cast.power_of_two, BLOCK_K=block_k, BLOCK_M=rows_per_program, num_warps=warps,
+    )  # fmt: skip
+
+
+def _launch_rows(
+    x: Tensor, first_row: int, data: Tensor | None, scale: Tensor, cast: Cast, *optional: Tensor | None, unrounded: bool
+) -> None:
+    m, k = x.shape
+    block_k, block_m, warps = row_tile(k)
+    launcher(_row_kernel, (cdiv(m, block_m),))(
+        x, data, scale, *optional, first_row, m, k,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
+        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m[:, None], offs_k[None, :], offs_m[:, None] < M, K)
+    bits = amax_bits(x, 1)
+    scale = scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO)
+    if data_ptr is not None:
+        offs = (first_row + offs_m)[:, None] * K + offs_k[None, :]
+        q = round_to_data(x * inverse(scale)[:, None], data_ptr.dtype.element_ty, offs, seed_ptr)
+        tl.store(data_ptr + offs, q, mask)
+    if UNROUNDED:  # the floor is relative to the largest scale before rounding to a power of two
+        scale = scale_from_amax(bits, FORMAT_MAX, False)
+    store_scale(scale_ptr + first_row + offs_m, scale, offs_m < M, E8M0)
+
+
+@triton.jit
+def _floor_kernel(
+    x_ptr, data_ptr, unfloored_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
+    RELATIVE_FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    # The scales are read from `unfloored_ptr` and written to `scale_ptr`: within a program, warps do not wait for each
+    # other, so one memory for both would be a race.
+    first_row += tl.program_id(1).to(tl.int64) * M
+    x_ptr += tl.program_id(1).to(tl.int64) * M * K
+    largest = tl.zeros((1024,), tl.float32)
+    for start in range(0, M, 1024):
+        offs = start + tl.arange(0, 1024)
+        scale = tl.load(unfloored_ptr + first_row + offs, offs < M, other=0.0)
+        largest = tl.where(scale > largest, scale, largest)  # a NaN is skipped
+    floor = tl.max(largest, 0) * RELATIVE_FLOOR
+    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    floor = _rounded(floor, POWER_OF_TWO)
+    scale = _rounded(tl.load(unfloored_ptr + first_row + offs_m, offs_m < M, other=float("inf")), POWER_OF_TWO)
+    tl.store(scale_ptr + first_row + offs_m, tl.where(scale < floor, floor, scale), offs_m < M)
+    if tl.min(scale, 0) < floor:
+        offs_k = tl.arange(0, BLOCK_K)
+        for m in range(start_m, tl.minimum(start_m + BLOCK_M, M)):
+            if _rounded(tl.load(unfloored_ptr + first_row + m), POWER_OF_TWO) < floor:
+                x = _load(x_ptr, column_scale_ptr, mantissa_of_ptr, m, offs_k, True, K)
+                offs = (first_row + m) * K + offs_k
+                q = round_to_data(x * tl.div_rn(1.0, floor), data_ptr.dtype.element_ty, offs, seed_ptr)
+                tl.store(data_ptr + offs, q, offs_k < K)
+
+
+@triton.jit
+def _rounded(scale, POWER_OF_TWO: tl.constexpr):
+    return tl.where(scale == scale, ceil_power_of_two(scale), scale) if POWER_OF_TWO else scale
+
+
+@triton.jit
+def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
+    """x times its factors at [offs_m, offs_k], float32; zero outside of the matrix."""
+    x = tl.load(x_ptr + offs_m * K + offs_k, mask_m & (offs_k < K), other=0.0).to(tl.float32)
+    if column_scale_ptr is not None:
+        x *= tl.load(column_scale_ptr + offs_k, offs_k < K, other=0.0, eviction_policy="evict_last")
+    if mantissa_of_ptr is not None:
+        x *= mantissa(tl.load(mantissa_of_ptr + offs_m, mask_m, other=0.0))
+    return x
+
+
+# ---- Quantization in groups along a row and in blocks. A program holds whole blocks in registers.
+
+
+TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
+
+
+def quantize_blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
+    m, k = x.shape
+    rows, cols = cast.granularity.rows or 1, cast.granularity.cols or 1
+    block_m, block_k = power_of_two_above(rows), power_of_two_above(cols)
+    blocks = max(1, 8192 // (block_m * block_k))  # adjacent blocks of one program
+    launcher(_block_kernel, (cdiv(scale.numel(), blocks),))(
+        x, data, scale, seed, m, k, scale.shape[1], scale.numel(), rows, cols,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
+        BLOCKS=blocks, BLOCK_M=block_m, BLOCK_K=block_k, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _block_kernel(
+    x_ptr, data_ptr, scale_ptr, seed_ptr, M, K, blocks_across, num_blocks, block_rows, block_cols,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    offs_block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    inner_m, inner_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+    offs_m = ((offs_block // blocks_across) * block_rows)[:, None, None] + inner_m[None, :, None]
+    offs_k = ((offs_block % blocks_across) * block_cols)[:, None, None] + inner_k[None, None, :]
+    mask = (offs_m < M) & (offs_k < K) & (inner_m < block_rows)[None, :, None] & (inner_k < block_cols)[None, None, :]
+    offs = offs_m * K + offs_k
+    x = tl.load(x_ptr + offs, mask, other=0.0).to(tl.float32)
+    scale = scale_from_amax(amax_bits(tl.reshape(x, (BLOCKS, BLOCK_M * BLOCK_K)), 1), FORMAT_MAX, POWER_OF_TWO)
+    q = round_to_data(x * inverse(scale)[:, None, None], data_ptr.dtype.element_ty, offs, seed_ptr)
+    tl.store(data_ptr + offs, q, mask)
+    store_scale(scale_ptr + offs_block, scale, offs_block < num_blocks, E8M0)
+
+
+def quantize_groups_transposed(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
+    """Quantize the transpose of a contiguous x [M, K] in groups along M: data [K, M], scale [K, M / group]."""
+    m, k = x.shape
+    group_size = cast.granularity.cols
+    assert group_size is not None
+    block_m = power_of_two_above(group_size)
+    block_k = max(1, TRANSPOSED_BLOCK // block_m)
+    launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
+        x, data, scale, seed, m, k, group_size,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _group_transposed_kernel(
+    x_ptr, data_ptr, scale_ptr, seed_ptr, M, K, group_size,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    inner_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.program_id(1).to(tl.int64) * group_size + inner_m
+    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = ((offs_m < M) & (inner_m < group_size))[:, None] & (offs_k < K)[None, :]
+    x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+    scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
+    index = offs_k[None, :] * M + offs_m[:, None]
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
+
+
+# ---- Quantization by a scale of the whole tensor: its own, or one known beforehand.
+
+
+BLOCK = 8192  # elements of a program
+
+
+def quantize_tensor(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
+    bits = x.new_zeros(1, dtype=torch.int32)
+    grid = (cdiv(x.numel(), BLOCK),)
+    launcher(_amax_kernel, grid)(x, bits, x.numel(), BLOCK=BLOCK, num_warps=8)
+    launcher(_tensor_kernel, grid)(
+        x, data, scale, bits, seed, x.numel(),
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
+        BLOCK=BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _amax_kernel(x_ptr, bits_ptr, numel, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
+    tl.atomic_max(bits_ptr, amax_bits(x, 0))
+
+
+@triton.jit
+def _tensor_kernel(
+    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, numel,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    scale = scale_from_amax(tl.load(bits_ptr + tl.arange(0, 1)), FORMAT_MAX, POWER_OF_TWO)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
+    tl.store(
+        data_ptr + offs, round_to_data(x * inverse(scale), data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel
+    )
+    store_scale(scale_ptr + tl.arange(0, 1), scale, tl.program_id(0) + tl.arange(0, 1) == 0, E8M0)
+
+
+def quantize_scaled(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Same as `quantize_scaled_reference`, for a contiguous x [M, K]. A second launch stores NaN if x is not finite."""
+    data = allocate(x, x.shape, fmt.dtype)
+    bits = x.new_zeros((1, 1), dtype=torch.int32)
+    grid = (cdiv(x.numel(), BLOCK),)
+    launcher(_scaled_kernel, grid)(
+        x, data, scale, bits, seed, x.numel(), FORMAT_MAX=fmt.max, BLOCK=BLOCK, num_warps=8
+    )  # fmt: skip
+    launcher(_poison_kernel, (min(grid[0], 132),))(data, bits, x.numel(), BLOCK=BLOCK, num_warps=8)
+    return data, bits.view(torch.float32)
+
+
+@triton.jit
+def _scaled_kernel(
+    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, numel, FORMAT_MAX: tl.constexpr, BLOCK: tl.constexpr
+):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, offs < numel, other=0.0).to(tl.float32)
+    tl.atomic_max(bits_ptr, amax_bits(x, 0))
+    x = tl.minimum(tl.maximum(x * tl.div_rn(1.0, tl.load(scale_ptr)), -FORMAT_MAX), FORMAT_MAX)
+    tl.store(data_ptr + offs, round_to_data(x, data_ptr.dtype.element_ty, offs, seed_ptr), offs < numel)
+
+
+@triton.jit
+def _poison_kernel(data_ptr, bits_ptr, numel, BLOCK: tl.constexpr):
+    if tl.load(bits_ptr) >= INFINITY_BITS:
+        nan = tl.full((BLOCK,), NAN_BITS, tl.int32).to(tl.float32, bitcast=True).to(data_ptr.dtype.element_ty)
+        for block in range(tl.program_id(0), tl.cdiv(numel, BLOCK), tl.num_programs(0)):
+            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(data_ptr + offs, nan, offs < numel)
+
+
+# ---- Device functions that round to an eight-bit dtype: to nearest, or stochastically with the bytes of the reference.
+#
+# The noise n / 2^24 of an element is the hash of `octavo.numerics.scaling`. The result for a magnitude a is
+# a + n / 2^24 * spacing, rounded down to a number of the format.
+#
+# To round down is to add a power of two whose last bit is worth one spacing (`grid_shift`), toward zero, and to
+# subtract it again. The noise is added toward zero too. A sum that is rounded toward zero never passes a number of the
+# format, so both sums lead to the number that exact sums would lead to.
+
+
+@triton.jit
+def round_to_data(x, dtype: tl.constexpr, index, seed_ptr):
+    """float32 `x`, divided by its scale, as numbers of `dtype`, an eight-bit one.
+
+    Rounded to nearest without a seed (None). With one rounded stochastically, for E4M3 and E5M2: `index` (int64) is
+    that of each element in the data. The conversion saturates.
+    """
+    if seed_ptr is not None:
+        x = _stochastic(x, _noise(index, seed_ptr), dtype)
+    return to_data(x, dtype)
+
+
+@triton.jit
+def _stochastic(x, noise, dtype: tl.constexpr):
+    """float32 `x`, rounded to numbers of `dtype` by 2^8 * n (float32)."""
+    magnitude = tl.abs(x)
+    shift = grid_shift(magnitude, dtype)
+    sum_of_both = _fma_toward_zero(noise, shift * 2.0**-55, magnitude)  # the spacing is shift * 2^-23
+    return with_sign(_add_toward_zero(sum_of_both, shift) - shift, x)
+
+
+@triton.jit
+def _noise(index, seed_ptr):
+    """2^8 * n as float32: the upper 24 bits of the hash of the seed (int64) and each index (int64)."""
+    seed = tl.load(seed_ptr)
+    seed = _mix(seed.to(tl.uint32) ^ _mix((seed >> 32).to(tl.uint32)))
+    return (_mix(index.to(tl.uint32) ^ seed) & 0xFFFFFF00).to(tl.float32)
+
+
+@triton.jit
+def _mix(h):
+    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (h ^ (h >> 15)) * 0x846CA68B
+    return h ^ (h >> 16)
+
+
+@triton.jit
+def _add_toward_zero(x, y):
+    return tl.inline_asm_elementwise("add.rz.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _fma_toward_zero(x, y, z):
+    """x * y + z, rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rz.f32 $0, $1, $2, $3;", "=f,f,f,f", [x, y, z], dtype=tl.float32, is_pure=True, pack=1
+    )

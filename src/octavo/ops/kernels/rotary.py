@@ -1,0 +1,139 @@
+"""Rotary embedding and the storing of keys and values as one Triton kernel.
+
+A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
+cheaper than an exchange between threads, since the second load comes from the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
+from octavo.ops.kernels.device_math import add, to_stored
+from octavo.ops.launching import allocate, cdiv, power_of_two_above
+from octavo.ops.registration import launcher
+
+BLOCK = 2048  # elements of a program
+
+
+def rotate_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    clipped: Tensor,
+    keep_k: bool,
+) -> tuple[Any, Any]:
+    """Same as `rotate_append_reference`, for a contiguous cache."""
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin = cos.contiguous(), sin.contiguous()
+    largest, limit = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
+    batch, tokens, width = q.shape
+    kv_heads, capacity, dim = keys.shape[1:]
+    heads = width // dim
+    rotated = allocate(q, (batch, tokens, heads, dim))
+    kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
+    block_d = max(power_of_two_above(dim), 16)
+    block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
+    launcher(_rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
+        q, k, v, cos, sin, q_norm, k_norm, keys, values, k_scale, v_scale, length, clipped, rotated, kept,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, capacity,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(eps)),
+        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
+        num_warps=max(1, min(4, block_t * block_d // 128)),
+    )  # fmt: skip
+    return rotated, kept
+
+
+@triton.jit
+def _rotate_append_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr,
+    length_ptr, clipped_ptr, q_out_ptr, k_out_ptr,
+    stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, num_new, capacity,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // (HEADS + 2 * KV_HEADS)).to(tl.int64)
+    head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
+    offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    if not ONE_TABLE:
+        cos_ptr += batch * num_new * HEAD_DIM
+        sin_ptr += batch * num_new * HEAD_DIM
+    if head < HEADS:
+        source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
+        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(q_out_ptr + offs, y, mask)
+    elif head < HEADS + KV_HEADS:
+        kv_head = head - HEADS
+        source_ptr = k_ptr + batch * stride_kb + kv_head * HEAD_DIM
+        y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        if k_out_ptr is not None:
+            offs = ((batch * num_new + offs_t) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
+            tl.store(k_out_ptr + offs, y, mask)
+        _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
+                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+    else:
+        kv_head = head - HEADS - KV_HEADS
+        source_ptr = v_ptr + batch * stride_vb + kv_head * HEAD_DIM
+        y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+        _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
+                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+
+
+@triton.jit
+def _rotated(
+    x_ptr, stride_t, weight_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM: tl.constexpr, EPS: tl.constexpr
+):
+    """The rotated tile, in x's dtype."""
+    dtype = x_ptr.dtype.element_ty
+    lower = offs_d < HEAD_DIM // 2
+    other_d = tl.where(lower, offs_d + HEAD_DIM // 2, offs_d - HEAD_DIM // 2)
+    x_ptr += offs_t.to(tl.int64)[:, None] * stride_t
+    x = tl.load(x_ptr + offs_d[None, :], mask, other=0.0).to(tl.float32)
+    other = tl.load(x_ptr + other_d[None, :], mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        count = tl.full((x.shape[0],), HEAD_DIM, tl.float64)
+        rstd = (1.0 / tl.sqrt(tl.sum((x.to(tl.float64) * x.to(tl.float64)), 1) / count + EPS)).to(tl.float32)
+        weight = tl.load(weight_ptr + offs_d, offs_d < HEAD_DIM, other=0.0).to(tl.float32)
+        other_weight = tl.load(weight_ptr + other_d, offs_d < HEAD_DIM, other=0.0).to(tl.float32)
+        x = (weight[None, :] * (x * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        other = (other_weight[None, :] * (other * rstd[:, None]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    offs = offs_t.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
+    cosine = x * tl.load(cos_ptr + offs, mask, other=0.0).to(tl.float32)
+    sine = tl.where(lower[None, :], -other, other) * tl.load(sin_ptr + offs, mask, other=0.0).to(tl.float32)
+    if cos_ptr.dtype.element_ty != tl.float32:
+        cosine = cosine.to(dtype).to(tl.float32)
+        sine = sine.to(dtype).to(tl.float32)
+    return add(cosine, sine).to(dtype)
+
+
+@triton.jit
+def _append(
+    y, data_ptr, scale_ptr, clipped_ptr, length_ptr, pair, kv_head, num_new, capacity, offs_t, offs_d, mask,
+    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store y as the last tokens of the cache."""
+    y = y.to(tl.float32)
+    if scale_ptr is not None:
+        y = to_stored(y, mask, scale_ptr + kv_head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
+    position = tl.load(length_ptr) - num_new + offs_t
+    inside = mask & ((position >= 0) & (position < capacity))[:, None]
+    offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(data_ptr + offs, y.to(data_ptr.dtype.element_ty), inside)

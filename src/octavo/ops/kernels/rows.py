@@ -1,0 +1,119 @@
+"""Rows of many matrices as Triton kernels: quantized by row, or added up."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.numerics.qtensor import Cast
+from octavo.ops.kernels.device_math import INFINITY_BITS, amax_bits, inverse, scale_from_amax, to_data
+from octavo.ops.launching import RowBatch, cdiv, row_tile
+from octavo.ops.registration import launcher
+
+# ---- Quantization of many matrices by row as Triton kernels. Their addresses come from a table.
+
+
+ROWS_TO_CHECK = 64  # of a program that casts again the rows whose scale has changed
+
+
+def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
+    block_k, block_m, warps = row_tile(batch.matrices[0].shape[1])
+    launcher(_amax_kernel, (cdiv(batch.longest, block_m), len(batch.matrices)))(
+        batch.matrices[0], batch.table, amax, data, batch.matrices[0].shape[1],
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, ALIGNED=batch.aligned,
+        BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
+    )  # fmt: skip
+
+
+def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tensor, cast: Cast) -> None:
+    block_k, _, warps = row_tile(batch.matrices[0].shape[1])
+    block_m = 4 if written is None else ROWS_TO_CHECK
+    launcher(_cast_kernel, (cdiv(batch.longest, block_m), len(batch.matrices)))(
+        batch.matrices[0], batch.table, scale, written, data, batch.matrices[0].shape[1],
+        FORMAT_MAX=cast.fmt.max, ALIGNED=batch.aligned, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _amax_kernel(
+    first_ptr, table_ptr, amax_ptr, data_ptr, K,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    x_ptr, rows, start = _matrix(first_ptr, table_ptr, tl.program_id(1), ALIGNED)
+    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    if start_m < rows:
+        offs_m, offs_k = start_m + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
+        mask = (offs_m < rows)[:, None] & (offs_k < K)[None, :]
+        x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+        bits = amax_bits(x, 1)
+        finite = tl.minimum(bits, tl.full(bits.shape, INFINITY_BITS, tl.int32))  # NaN becomes infinity
+        tl.store(amax_ptr + start + offs_m, finite.to(tl.float32, bitcast=True), offs_m < rows)
+        if data_ptr is not None:
+            x *= inverse(scale_from_amax(bits, FORMAT_MAX, POWER_OF_TWO))[:, None]
+            offs = (start + offs_m)[:, None] * K + offs_k[None, :]
+            tl.store(data_ptr + offs, to_data(x, data_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _cast_kernel(
+    first_ptr, table_ptr, scale_ptr, written_ptr, data_ptr, K,
+    FORMAT_MAX: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    x_ptr, rows, start = _matrix(first_ptr, table_ptr, tl.program_id(1), ALIGNED)
+    start_m = tl.program_id(0).to(tl.int64) * BLOCK_M
+    if start_m < rows:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        scale = tl.load(scale_ptr + start + offs_m, offs_m < rows, other=0.0)
+        if written_ptr is None:
+            changed = offs_m < rows
+        else:
+            changed = scale > tl.load(written_ptr + start + offs_m, offs_m < rows, other=0.0)  # not where both are NaN
+        if tl.max(changed.to(tl.int32), 0) > 0:
+            offs_k = tl.arange(0, BLOCK_K)
+            for m in range(start_m, tl.minimum(start_m + BLOCK_M, rows)):
+                row_scale = tl.load(scale_ptr + start + m)
+                row_changed = True
+                if written_ptr is not None:
+                    row_changed = row_scale > tl.load(written_ptr + start + m)
+                if row_changed:
+                    x = tl.load(x_ptr + m * K + offs_k, offs_k < K, other=0.0).to(tl.float32)
+                    x *= tl.div_rn(1.0, row_scale)
+                    saturated = tl.minimum(tl.maximum(x, -FORMAT_MAX), FORMAT_MAX)
+                    x = tl.where(x == x, saturated, x)
+                    tl.store(data_ptr + (start + m) * K + offs_k, to_data(x, data_ptr.dtype.element_ty), offs_k < K)
+
+
+@triton.jit
+def _matrix(first_ptr, table_ptr, index, ALIGNED: tl.constexpr):
+    """Address, rows and first row in the batch of matrix `index`; the pointer has the type of `first_ptr`."""
+    x_ptr = tl.load(table_ptr + 3 * index).to(first_ptr.dtype)
+    if ALIGNED:  # lets Triton load several numbers at once
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    return x_ptr, tl.load(table_ptr + 3 * index + 1), tl.load(table_ptr + 3 * index + 2)
+
+
+# ---- The sum of a few long rows as a Triton kernel. A program adds a part of all rows.
+
+
+BLOCK = 1024  # with 4 warps a thread loads 16 bytes of a row at once
+
+
+def add_rows(rows: Tensor, total: Tensor, mean: bool) -> None:
+    """Same as `octavo.ops.rows.add_rows`."""
+    count, n = rows.shape
+    launcher(_add_kernel, (cdiv(n, BLOCK),))(rows, total, n, ROWS=count, MEAN=mean, BLOCK=BLOCK)
+
+
+@triton.jit
+def _add_kernel(rows_ptr, total_ptr, N, ROWS: tl.constexpr, MEAN: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < N
+    acc = tl.load(rows_ptr + offs, mask, other=0.0).to(tl.float32)
+    for _ in range(1, ROWS):
+        rows_ptr += N
+        acc += tl.load(rows_ptr + offs, mask, other=0.0).to(tl.float32)
+    if MEAN:
+        acc *= 1.0 / ROWS
+    tl.store(total_ptr + offs, acc, mask)

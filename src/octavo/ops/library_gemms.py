@@ -1,0 +1,138 @@
+"""The GEMMs of libraries: cuBLASLt, CUTLASS and hipBLASLt, as PyTorch calls them."""
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+
+from octavo.numerics.qtensor import Granularity
+from octavo.ops.dispatch import MX, SQUARE, STRIP
+
+# ---- The scaled GEMM on a GPU's tensor cores: cuBLASLt and CUTLASS on NVIDIA, hipBLASLt on AMD.
+#
+# Block scales go through `torch.nn.functional.scaled_mm`. Tensor and row scales go through the older
+# `torch._scaled_mm`, which runs the same kernels: Inductor plans the memory of its result, but treats the newer
+# function as an opaque call.
+#
+# Both need N and K in multiples of 16, and block scales need M so too; MX on AMD needs M and N in multiples of 32, and
+# K in multiples of 128. Here smaller operands are padded with zero bytes, and the result is cut back.
+
+
+ALIGNMENT = 16
+AMD = torch.version.hip is not None
+
+_RECIPES = {STRIP: ScalingType.BlockWise1x128, SQUARE: ScalingType.BlockWise128x128, MX: ScalingType.BlockWise1x32}
+
+
+def scaled_mm_cublaslt(
+    a: Tensor,
+    scale_a: Tensor,
+    granularity_a: Granularity,
+    b: Tensor,
+    scale_b: Tensor,
+    granularity_b: Granularity,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accumulation: bool,
+) -> Tensor:
+    """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum.
+
+    A GEMM with a result in BF16 takes the bias in BF16, as that of `nn.Linear` under autocast does.
+    """
+    m, n = a.shape[0], b.shape[0]
+    rows, cols = (32, 128) if AMD and granularity_a == MX else (ALIGNMENT, ALIGNMENT)
+    a, scale_a = _pad(a, scale_a, granularity_a, 1 if granularity_a.outer else rows, cols)
+    b, scale_b = _pad(b, scale_b, granularity_b, rows, cols)
+    scale_a, scale_b = _scale(scale_a, granularity_a), _scale(scale_b, granularity_b, right=True)
+    if granularity_a.outer:
+        takes_bias = out_dtype == torch.bfloat16 and b.shape[0] == n and not AMD
+        added, bias = (bias.to(out_dtype), None) if bias is not None and takes_bias else (None, bias)
+        y = torch._scaled_mm(
+            a, b.t(), scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast_accumulation
+        )
+    else:
+        y = _block_scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b)
+    if y.shape != (m, n):
+        y = y[:m, :n].contiguous()
+    if bias is not None:
+        y = y + bias
+    return y.to(out_dtype)
+
+
+def _block_scaled_mm(
+    a: Tensor, scale_a: Tensor, granularity_a: Granularity, b: Tensor, scale_b: Tensor, granularity_b: Granularity
+) -> Tensor:
+    swizzle = SwizzleType.SWIZZLE_32_4_4 if granularity_a == MX and not AMD else SwizzleType.NO_SWIZZLE
+    return F.scaled_mm(
+        a,
+        b.t(),
+        scale_a,
+        _RECIPES[granularity_a],
+        scale_b,
+        _RECIPES[granularity_b],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )
+
+
+def _pad(data: Tensor, scale: Tensor, granularity: Granularity, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Pad to multiples of `rows` and `cols` with zero bytes; the scales of added blocks are 1."""
+    below, right = -data.shape[0] % rows, -data.shape[1] % cols
+    if not (below or right):
+        return data.contiguous(), scale
+    data = F.pad(data.view(torch.uint8), (0, right, 0, below)).view(data.dtype)
+    shape = granularity.scale_shape(tuple(data.shape))
+    if shape != tuple(scale.shape):
+        given, scale = scale, scale.new_ones(shape)
+        scale[: given.shape[0], : given.shape[1]] = given
+    return data.contiguous(), scale
+
+
+def _scale(scale: Tensor, granularity: Granularity, *, right: bool = False) -> Tensor:
+    """The scale in the order in which cuBLASLt reads it (its documentation, "Data types" and "Block scaling")."""
+    if granularity.rows is None:  # one for the tensor
+        return scale.reshape(())
+    if granularity.outer:  # one a row
+        return scale.t().contiguous() if right else scale.contiguous()
+    if granularity == STRIP:  # the scales of one block of k are adjacent
+        return scale.t().contiguous().t()
+    if granularity == SQUARE:  # [K/128 rounded up to 4, M/128], k fastest
+        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
+    return scale.contiguous() if AMD else _swizzle(scale)
+
+
+def _swizzle(scale: Tensor) -> Tensor:
+    """E8M0 scales [M, K/32] in tiles of 128 x 4, each stored as [32, 4, 4]: rows r, r + 32, r + 64, r + 96 together."""
+    rows, cols = scale.shape
+    padded = F.pad(scale.view(torch.uint8), (0, -cols % 4, 0, -rows % 128))
+    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+# ---- The grouped GEMM on Hopper's tensor cores: the CUTLASS kernels of `torch.nn.functional.scaled_grouped_mm`.
+#
+# They take the second operand with the bytes of the reduction adjacent. The reduction over ragged groups takes no empty
+# group, and sizes in multiples of 16 bytes.
+
+
+def grouped_mm(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, offsets: Tensor, *, fast: bool) -> Tensor:
+    """Same as `grouped_mm_reference`, in BF16, for a contiguous a; rows behind the groups are not written."""
+    return _scaled_grouped_mm(a, b.transpose(1, 2), scale_a.reshape(-1), scale_b.squeeze(-1), offsets, fast)
+
+
+def grouped_mm_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, *, fast: bool) -> Tensor:
+    """Same as `grouped_mm_dw_reference`, in BF16, for contiguous operands."""
+    ones = torch.ones(offsets.shape[0] * b.shape[0], dtype=torch.float32, device=b.device)
+    return _scaled_grouped_mm(a, b.t(), scale.reshape(-1), ones, offsets, fast)
+
+
+def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor, fast: bool) -> Tensor:
+    row, functional = ScalingType.RowWise, cast(Any, F)  # PyTorch's stub lacks the function
+    y: Tensor = functional.scaled_grouped_mm(
+        a, b, scale_a, row, scale_b, row, offs=offsets, output_dtype=torch.bfloat16, use_fast_accum=fast
+    )
+    return y

@@ -1,0 +1,250 @@
+"""Rows of tokens sorted by expert and back, fused with quantization.
+
+The permutation of rows in plain PyTorch.
+
+A token t that is sent to `top_k` experts has the slots t * top_k, t * top_k + 1, ... Sorting the slots by expert gives
+the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and a group may be empty.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.ops.grouped_gemm import ALIGNMENT
+from octavo.ops.launching import has_kernels, runs_fused
+from octavo.ops.quantization import quantize_reference
+from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
+
+# ---- the reference
+
+
+def gather_quantize_reference(
+    x: Tensor,
+    cast: Cast,
+    slot: Tensor | None,
+    top_k: int,
+    column_scale: Tensor | None,
+    group: Tensor | None,
+    row_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of the rows x[slot // top_k] * column_scale[group] * row_scale."""
+    rows = x.float() if slot is None else x[slot // top_k].float()
+    if column_scale is not None and group is not None:
+        rows = rows * column_scale[group]
+    return quantize_reference(rows, cast, None, row_scale, None)
+
+
+def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
+    """out [T, K], the sum of weight[t, s] * y[row[t, s]] over s, in float32 and in order."""
+    total = torch.zeros(row.shape[0], y.shape[1], dtype=torch.float32, device=y.device)
+    for s in range(row.shape[1]):
+        part = _rows(y, row[:, s])
+        total = total + (part if weight is None else part * weight[:, s, None])
+    return total.to(y.dtype)
+
+
+def combine_weight_gradient_reference(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
+    """dweight [T, top_k] in float32: the products of dout[t] and y[row[t, s]], summed."""
+    return torch.stack([(dout.float() * _rows(y, row[:, s])).sum(1) for s in range(row.shape[1])], 1)
+
+
+def _rows(y: Tensor, row: Tensor) -> Tensor:
+    """The rows of y, in float32; zeros where the number of the row is -1."""
+    return torch.where(row[:, None] < 0, 0.0, y[row.clamp(min=0)].float())
+
+
+# ---- the operation
+
+
+def gather_quantize(
+    x: Tensor,
+    cast: Cast,
+    *,
+    slot: Tensor | None = None,
+    top_k: int = 1,
+    column_scale: Tensor | None = None,
+    group: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> QTensor:
+    """Gather rows and quantize each by its own scale, in one pass.
+
+    Args:
+        x: [T, K], float32, bfloat16 or float16.
+        cast: by row, rounded to nearest, without a relative floor.
+        slot: int32 [M]; row m of the result is row slot[m] // top_k of x. None gathers nothing: M = T.
+        top_k: the slots of a row of x.
+        column_scale: float32 [E, K], multiplied into row m by its line group[m].
+        group: int32 [M], from 0 to E - 1.
+        row_scale: float32 [M, 1], multiplied into the rows after that.
+
+    Returns:
+        Data [M, K] and scale [M, 1].
+
+    Raises:
+        ValueError: for another shape, dtype or cast.
+    """
+    check_row_cast("gather_quantize", cast)
+    data, scale = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale)
+    return QTensor(data, scale, cast.fmt, ROW)
+
+
+def combine(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
+    """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32, rounded once.
+
+    Args:
+        y: [M, K], float32, bfloat16 or float16.
+        row: int32 [T, top_k]; -1 for a slot that adds nothing.
+        weight: float32 [T, top_k], or None for ones.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    result: Tensor = _combine(y, row, weight)
+    return result
+
+
+def combine_weight_gradient(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
+    """The gradient of `combine` by its weight: float32 [T, top_k], from the gradient of its result, dout [T, K]."""
+    result: Tensor = _combine_weight_gradient(dout, y, row)
+    return result
+
+
+def _check_gather(
+    x: Tensor,
+    cast: Cast,
+    slot: Tensor | None,
+    top_k: int,
+    column_scale: Tensor | None,
+    group: Tensor | None,
+    row_scale: Tensor | None,
+) -> None:
+    check_matrix("gather_quantize", x)
+    m = x.shape[0] if slot is None else slot.shape[0]
+    check_tensor("slot", slot, (m,), torch.int32)
+    check_tensor("row_scale", row_scale, (m, 1), torch.float32)
+    if column_scale is not None:
+        check_tensor("column_scale", column_scale, (column_scale.shape[0], x.shape[1]), torch.float32)
+        if group is None:
+            raise ValueError("column_scale needs group, the number of its line for each row")
+    check_tensor("group", group, (m,), torch.int32)
+
+
+def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
+    check_matrix("combine", y)
+    if row.ndim != 2:
+        raise ValueError(f"row must be int32 [T, top_k], got {row.dtype} {list(row.shape)}")
+    check_tensor("row", row, tuple(row.shape), torch.int32)
+    check_tensor("weight", weight, tuple(row.shape), torch.float32)
+
+
+def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    m = x.shape[0] if slot is None else slot.shape[0]
+    return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
+
+
+def _combines(y: Tensor, *rest: Any) -> bool:
+    return y.numel() > 0 and y.dtype in FLOATS and has_kernels(y.device)
+
+
+_gather_quantize = operation(
+    "gather_quantize",
+    kernels="permutation",
+    runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format),
+    check=_check_gather,
+    like=_like,
+)(gather_quantize_reference)
+_combine = operation(
+    "combine",
+    kernels="permutation",
+    runs=_combines,
+    check=_check_combine,
+    like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])),
+)(combine_reference)
+_combine_weight_gradient = operation(
+    "combine_weight_gradient",
+    kernels="permutation",
+    runs=_combines,
+    check=lambda dout, y, row: _check_combine(y, row, None),
+    like=lambda dout, y, row: dout.new_empty(tuple(row.shape), dtype=torch.float32),
+)(combine_weight_gradient_reference)
+
+
+# ---- Where the tokens of each expert lie, as index tensors on the device. Nothing is read on the host.
+#
+# A token t that is sent to `top_k` experts has the slots t * top_k, t * top_k + 1, ... Sorting the slots by expert
+# gives the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and a group may be empty.
+
+
+class Rows(NamedTuple):
+    """The rows that the experts of a layer compute.
+
+    Attributes:
+        slot: int32 [M], the slot of each row.
+        row: int32 [T, top_k], the row of each slot; -1 for a slot without an expert here.
+        offsets: int32 [E], where the group of each expert ends.
+    """
+
+    slot: Tensor
+    row: Tensor
+    offsets: Tensor
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
+    """Sort slots by expert. The tokens of an expert keep their order.
+
+    Args:
+        experts: int64 [T, top_k], the number of the expert of each slot, from 0 to num_experts - 1. A larger number is
+            an expert of another rank: its rows come after the last group.
+    """
+    flat = experts.reshape(-1)
+    sorted_experts, slot = torch.sort(flat, stable=True)
+    row = torch.empty_like(slot).scatter_(0, slot, torch.arange(len(flat), device=flat.device))
+    ends = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
+    offsets = torch.searchsorted(sorted_experts, ends, right=True, out_int32=True)
+    row = torch.where(flat < num_experts, row, -1)
+    return Rows(slot.to(torch.int32), row.to(torch.int32).view(experts.shape), offsets)
+
+
+def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """int32 [rows]: the number of the group of each row; E, the number of groups, for rows beyond the last group."""
+    # Inductor of PyTorch 2.11 cannot search in a slice, or searches in the tensor that it is cut from, and removes a
+    # clone. The clamp changes nothing, and its result is a tensor of its own.
+    offsets = offsets.clamp(min=0)
+    every = torch.arange(rows, device=offsets.device, dtype=torch.int32)
+    return torch.searchsorted(offsets, every, right=True, out_int32=True)
+
+
+def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+    """The largest exponent of each group, int32 [E], and how far below it the exponent of each row is, int32 [M].
+
+    Args:
+        exponent: int32 [M].
+        group: [M], the group of each row, from 0 to E; E for rows of none.
+        groups: E.
+    """
+    lowest = torch.full((groups + 1,), -(2**30), dtype=torch.int32, device=exponent.device)
+    largest = lowest.scatter_reduce(0, group.long(), exponent, "amax")
+    return largest[:groups], largest[group] - exponent
+
+
+def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Places for the groups in which each has a positive multiple of 16 rows, as `grouped_mm_dw` takes them.
+
+    Args:
+        offsets: int32 [E], where each group ends.
+        rows: the number of rows, M.
+
+    Returns:
+        The offsets of the larger groups, int32 [E], and the row that lies at each place, int32 [M']: -1 for a place
+        without one. M' depends on M and E only: M rounded up to a multiple of 16, and 16 for each group.
+    """
+    sizes = offsets.diff(prepend=offsets.new_zeros(1))
+    aligned = ((sizes + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT
+    ends = aligned.cumsum(0, dtype=torch.int32)
+    places = -(-rows // ALIGNMENT) * ALIGNMENT + ALIGNMENT * len(offsets)
+    group = group_of_rows(ends, places).clamp(max=len(offsets) - 1)
+    within = torch.arange(places, device=offsets.device, dtype=torch.int32) - (ends - aligned)[group]
+    row = (offsets - sizes)[group] + within
+    return ends, torch.where(within < sizes[group], row, -1).to(torch.int32)

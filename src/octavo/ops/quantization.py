@@ -1,0 +1,257 @@
+"""Quantization: from a matrix to eight-bit data and scales.
+
+Quantization in plain PyTorch. Every kernel must equal it, byte for byte, and a CPU runs it.
+
+    scale = amax(block) / max       inv_scale = 1 / scale       data = cast(x * inv_scale)
+
+in float32. Each step is rounded once, to nearest, so that another implementation can repeat it exactly. The three
+roundings can lift the largest element above max by at most 2^-22 of it. The cast rounds that away: no clamp is needed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import INT8, Format
+from octavo.numerics.formats import cast as cast_to
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
+from octavo.numerics.scaling import new_seed, scale_from_amax, scale_mantissa, uniform_noise
+from octavo.ops.launching import converts, fits, quantizes_rows
+from octavo.ops.registration import FLOATS, check_matrix, check_tensor, operation
+
+# ---- the reference
+
+
+def quantize_reference(
+    x: Tensor, cast: Cast, column_scale: Tensor | None, row_scale: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of x [M, K] * column_scale [1, K] * row_scale [M, 1], multiplied in this order if given."""
+    x = x.float()
+    if column_scale is not None:
+        x = x * column_scale
+    if row_scale is not None:
+        x = x * row_scale
+    scale = scale_from_amax(
+        cast.granularity.amax(x), cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor
+    )
+    inv_scale = cast.granularity.expand(1 / scale, tuple(x.shape))
+    x = x * inv_scale
+    data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
+    return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
+
+
+def to_data(x: Tensor, fmt: Format) -> Tensor:
+    """float32 `x`, divided by its scale, as numbers of an eight-bit format."""
+    return cast_to(x, fmt) if fmt is INT8 else x.to(fmt.dtype)
+
+
+def _quantize_reference(
+    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)
+    return quantize_reference(x, cast, column_scale, row_scale, seed)
+
+
+def quantize_transposed_reference(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    return quantize_reference(x.t().contiguous(), cast, None, None, seed)
+
+
+def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
+    parts = [quantize_reference(x, cast, None, None, None) for x in tensors]
+    data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(cast.fmt.dtype)
+    return data, torch.cat([scale for _, scale in parts])
+
+
+def row_scales_reference(tensors: list[Tensor], cast: Cast) -> Tensor:
+    """The scales [sum of N_i, 1] of the stacked matrices, before a relative floor and a power of two."""
+    return torch.cat([scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors])
+
+
+def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Data of `x` under a given scale, and the amax [1, 1] of x. If x holds inf or NaN, all data is NaN."""
+    x = x.float()
+    amax = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
+    inv_scale = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+    noise = uniform_noise(x.shape, seed) if seed is not None else None
+    return cast_to(x * inv_scale, fmt, noise), amax
+
+
+# ---- the operation
+
+
+def quantize(
+    x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, mantissa_of: Tensor | None = None
+) -> QTensor:
+    """Quantize a matrix.
+
+    Args:
+        x: [M, K], float32, bfloat16 or float16. A block that holds inf or NaN gets the scale NaN.
+        cast: format, granularity, scale and rounding. Its history is ignored: see `quantize_scaled`.
+        column_scale: [1, K] float32, multiplied into the columns of x first.
+        mantissa_of: [M, 1] float32, positive and normal. The mantissa m of each number, m * 2^e with m in [1, 2), is
+            multiplied into its row after that.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast))
+    return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
+    """Quantize each matrix [N_i, K] by row and stack the results: data [sum of N_i, K].
+
+    A relative floor of the cast applies to each matrix by itself.
+
+    Raises:
+        ValueError: for another shape or dtype, or a cast that is not by row and rounded to nearest.
+    """
+    for x in tensors:
+        check_matrix("quantize_stack", x)
+    if not cast.by_row or cast.rounding != "nearest":
+        raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
+    data, scale = _quantize_stack(list(tensors), cast.spec)
+    return QTensor(data, scale, cast.fmt, ROW)
+
+
+def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
+    """Quantize the matrices of `w` [E, N, K] by row: data [E, N, K], scale [E, N, 1].
+
+    A relative floor of the cast applies to each matrix by itself.
+
+    Raises:
+        ValueError: for another shape or dtype, or a cast that is not by row and rounded to nearest.
+    """
+    if w.ndim != 3 or w.dtype not in FLOATS:
+        raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
+    if not cast.by_row or cast.rounding != "nearest":
+        raise ValueError(f"quantize_matrices takes a cast by row, rounded to nearest, got {cast}")
+    data, scale = _quantize_matrices(w, cast.spec)
+    return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
+
+
+def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
+    """The float32 scales [sum of N_i, 1] of the matrices [N_i, K], stacked, by row.
+
+    These are the scales of `quantize_stack` before the cast's relative floor and its rounding to powers of two, which
+    may depend on parts of the matrices that are elsewhere. `requantize` computes the data for the final scales.
+
+    Raises:
+        ValueError: for another shape or dtype, or a cast that is not by row.
+    """
+    for x in tensors:
+        check_matrix("row_scales", x)
+    if not cast.by_row:
+        raise ValueError(f"row_scales takes a cast by row, got {cast}")
+    result: Tensor = _row_scales(list(tensors), cast.spec)
+    return result
+
+
+def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
+    """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M."""
+    check_matrix("quantize_transposed", x)
+    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast))
+    return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
+    """Quantize `x` [M, K] in one pass by a given scale [1, 1] of the whole tensor (delayed scaling).
+
+    Returns:
+        The quantized tensor and the amax [1, 1] of x. Numbers beyond the format's max saturate. If x holds inf or NaN,
+        all data is NaN.
+    """
+    check_matrix("quantize_scaled", x)
+    data, amax = _quantize_scaled(x, scale.float(), cast.format, _seed(x, cast))
+    return QTensor(data, scale, cast.fmt, TENSOR), amax
+
+
+def _seed(x: Tensor, cast: Cast) -> Tensor | None:
+    return new_seed(x.device) if cast.rounding == "stochastic" else None
+
+
+def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None) -> None:
+    check_matrix("quantize", x)
+    check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
+    check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
+
+
+def _has_kernel(x: Tensor, cast: Cast, *rest: Any) -> bool:
+    """True if a kernel quantizes `x`; very long rows are left to the reference, and so is int8 not by row."""
+    if cast.format == "int8":
+        return cast.by_row and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
+    return converts(x, cast.format) and fits(cast, x.shape[1])
+
+
+def _quantizes(x: Tensor, cast: Cast, *factors: Tensor | None) -> bool:
+    return _has_kernel(x, cast) and (cast.by_row or factors[:2] == (None, None))
+
+
+def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
+    return _has_kernel(tensors[0], cast)
+
+
+def _quantizes_matrices(w: Tensor, cast: Cast) -> bool:
+    return converts(w, cast.format) and fits(cast, w.shape[2])
+
+
+def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
+    """Data and scale of a matrix of `shape`, without values."""
+    scale_dtype = torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32
+    data = x.new_empty(shape, dtype=cast.fmt.dtype)
+    return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=scale_dtype)
+
+
+def _stacked(tensors: list[Tensor]) -> int:
+    return sum(x.shape[0] for x in tensors)
+
+
+_quantize = operation(
+    "quantize",
+    kernels="quantization",
+    runs=_quantizes,
+    check=_check,
+    like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast),
+)(_quantize_reference)
+_quantize_stack = operation(
+    "quantize_stack",
+    kernels="quantization",
+    runs=_quantizes_stack,
+    like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast),
+)(quantize_stack_reference)
+_quantize_transposed = operation(
+    "quantize_transposed",
+    kernels="quantization",
+    runs=_has_kernel,
+    like=lambda x, cast, seed: _like(x, (x.shape[1], x.shape[0]), cast),
+    strided=True,  # the kernel copies x only where it must
+)(quantize_transposed_reference)
+_row_scales = operation(
+    "row_scales",
+    kernels="quantization",
+    runs=_quantizes_stack,
+    like=lambda tensors, cast: tensors[0].new_empty((_stacked(tensors), 1), dtype=torch.float32),
+)(row_scales_reference)
+_quantize_scaled = operation(
+    "quantize_scaled",
+    kernels="quantization",
+    runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
+    like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
+)(quantize_scaled_reference)
+
+
+@operation(
+    "quantize_matrices",
+    runs=_quantizes_matrices,
+    like=lambda w, cast: _like(w, (w.shape[0] * w.shape[1], w.shape[2]), cast),
+)
+def _quantize_matrices(w: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
+    if len(w) == 0:  # a rank of FSDP2 without a matrix
+        return _like(w, (0, w.shape[2]), cast)
+    if not _quantizes_matrices(w, cast):
+        return _quantize_stack(list(w), cast.spec)  # type: ignore[no-any-return]
+    from octavo.ops.kernels import quantization as kernel
+
+    return kernel.quantize(w.contiguous().view(-1, w.shape[2]), cast, None, None, matrices=w.shape[0])

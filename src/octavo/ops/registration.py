@@ -1,0 +1,439 @@
+"""The registration of operations: with PyTorch, with Inductor, and for eager calls without the dispatcher.
+
+It also has the checks of tensors that operations share, and the tag by which PyTorch finds compiled code on disk.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property, partial, wraps
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import increment_version
+from torch.compiler import config as compiler_config
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.library import wrap_triton
+from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from octavo.numerics.formats import Format, eight_bit_format
+from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
+from octavo.ops.launching import launch
+from octavo.version import __version__
+
+# ---- Calls of our operations, without PyTorch's dispatcher where nothing traces, records or transforms the call.
+#
+# A call through the dispatcher costs 50 to 100 µs of the host's time, since our operations are Python functions. That
+# is more than many kernels run, and it would decide the time of a decoding step.
+
+
+TENSORS = frozenset((Tensor, Parameter))
+OTHERS = frozenset((int, float, bool, str, torch.dtype, type(None)))
+PLAIN = TENSORS | OTHERS
+READERS: dict[Any, Callable[[str], Any]] = {
+    Cast: parse_cast,
+    Format: eight_bit_format,
+    Granularity: cache(parse_granularity),
+}
+Function = Callable[..., Any]
+
+
+class Operation:
+    """A registered operation; `operation` describes its fields. A call computes without the dispatcher where the result
+    is the same as through it.
+    """
+
+    def __init__(self, name: str, function: Function, like: Function, check: Function, kernels: str, runs: Function,
+                 mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
+        self.name, self.function, self.like, self.check = name, function, like, check
+        self.kernels, self.runs, self.mutates, self.after = kernels, runs, mutates, after
+        signature = inspect.signature(function)
+        parameters = [p.replace(default=inspect.Parameter.empty) for p in signature.parameters.values()]
+        self._readers = [(i, READERS[p.annotation]) for i, p in enumerate(parameters) if p.annotation in READERS]
+        self._tensors = [i for i, p in enumerate(parameters) if not strided and p.annotation in (Tensor, Tensor | None)]
+        self._stacked = parameters[0].annotation == list[Tensor]
+        parameters = [p.replace(annotation=str) if p.annotation in READERS else p for p in parameters]
+        if after:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.append(inspect.Parameter("after", kind, annotation=Tensor | None))
+        self._mutated = [i for i, p in enumerate(parameters) if p.name in mutates]
+
+        def run(*args: Any) -> Any:
+            return self.fill(*args)
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        registered = torch.library.custom_op(f"octavo::{name}", run, mutates_args=mutates)
+        registered.register_fake(self._fake)
+        if not mutates:
+            registered.register_autograd(partial(_no_gradient, name))
+        self.overload = registered._opoverload
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():  # the fake implementation checks then
+            return self.overload(*args)
+        given = self._read(args)
+        self.check(*given)
+        if not _is_plain((*args[0], *args[1:]) if type(args[0]) is list else args):
+            return self.overload(*args)
+        if self._mutated:  # autograd must notice that a tensor it saved has changed
+            increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
+        return self._compute(given)
+
+    @cached_property
+    def kernel(self) -> Function:
+        """Imported, and Triton with it, when the first CUDA tensor comes."""
+        found: Function = getattr(import_module(f"octavo.ops.kernels.{self.kernels}"), self.name)
+        return found
+
+    def inlines(self, *args: Any) -> bool:
+        """True if the function consists of views, allocations and kernel launches for these arguments."""
+        return not self.mutates and bool(self.runs(*self._read(args)))
+
+    def fill(self, *args: Any) -> Any:
+        """The results, with empty tensors for None: each result of a registered operation is a tensor."""
+        results = self._compute(self._read(args))
+        if not isinstance(results, tuple):
+            return results
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        return tuple(first.new_empty(0) if result is None else result for result in results)
+
+    def _compute(self, given: list[Any]) -> Any:
+        """The results, with the device of the first tensor as the current one: Triton launches there."""
+        first = given[0][0] if type(given[0]) is list else given[0]
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return self._compute(given)
+        if not self.kernels:
+            return self.function(*given)
+        for i in self._tensors:
+            if given[i] is not None:
+                given[i] = given[i].contiguous()
+        if self._stacked:
+            given[0] = [x.contiguous() for x in given[0]]
+        return (self.kernel if self.runs(*given) else self.function)(*given)
+
+    def _fake(self, *args: Any) -> Any:
+        register_lowerings()
+        given = self._read(args)
+        self.check(*given)
+        return self.like(*given)
+
+    def _read(self, args: tuple[Any, ...]) -> list[Any]:
+        """The arguments with casts, granularities and formats for the strings of the schema, without `after`."""
+        given = list(args[:-1] if self.after else args)
+        for i, read in self._readers:
+            given[i] = read(given[i])
+        return given
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    """True if only the function sees the call: no mode or transform is on (fake tensors, torch.func, torch.jit.trace, a
+    profiler of FLOPs), all tensors hold numbers and are of no subclass, and none gets a gradient.
+    """
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and PLAIN.issuperset(map(type, values))
+        and not values[0].is_meta
+        and not (torch.is_grad_enabled() and any(type(value) in TENSORS and value.requires_grad for value in values))
+    )
+
+
+# ---- The checks of casts and tensors that the operations share.
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def eager_check(check: Callable[..., None]) -> Callable[..., None]:
+    """`check` in eager code, skipped while torch.compile traces: the operation's fake implementation runs it then.
+
+    A traced check turns the dynamic sizes that it compares into constants, on which PyTorch 2.11 fails inside an
+    autograd Function.
+    """
+
+    @wraps(check)
+    def run(*args: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            check(*args)
+
+    return run
+
+
+def check_row_cast(operation: str, cast: Cast) -> None:
+    """Raise ValueError unless `cast` is by row, rounded to nearest, with float32 scales and no relative floor.
+
+    A cast with a history has granularity tensor, so it is refused too.
+    """
+    if not cast.by_row or cast.rounding != "nearest" or cast.relative_floor or cast.scale == "e8m0":
+        raise ValueError(
+            f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
+            f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"
+        )
+
+
+def check_matrix(operation: str, x: Tensor) -> None:
+    """Raise ValueError unless `x` is a matrix of a dtype in FLOATS."""
+    if x.ndim != 2 or x.dtype not in FLOATS:
+        raise ValueError(f"{operation} takes a matrix of float32, bfloat16 or float16, got {x.dtype} {list(x.shape)}")
+
+
+def check_tensor(name: str, t: Tensor | None, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless `t` is None or has this shape and one of these dtypes."""
+    if t is not None and (t.shape != shape or t.dtype not in dtypes):
+        expected = " or ".join(str(dtype) for dtype in dtypes)
+        raise ValueError(f"{name} must be {expected} {list(shape)}, got {t.dtype} {list(t.shape)}")
+
+
+# ---- The tag by which PyTorch finds compiled code on disk.
+#
+# PyTorch saves compiled graphs on disk, and finds one again by the names and arguments of its operations. The kernels
+# that an operation launches are not part of that. So the code of a graph that was compiled before a kernel changed
+# would run after the change. A tag with the version of Octavo's source prevents that.
+
+
+def source_version(root: Path) -> str:
+    """A string that is another one after each change of a file of Octavo; `root` is the folder of the package."""
+    files = sorted(root.rglob("*.py"))
+    changed = [(str(path), path.stat().st_mtime_ns) for path in files]
+    return f"octavo {__version__} {sha256(repr(changed).encode()).hexdigest()}"
+
+
+def add_source_version() -> None:
+    """Add the version of Octavo's source to the tag of the graphs that this process compiles."""
+    compiler_config.cache_key_tag = " ".join(
+        filter(None, (compiler_config.cache_key_tag, source_version(Path(__file__).parents[1])))
+    )
+
+
+# ---- Our operations in Inductor: compiled code launches their kernels directly instead of calling into Python.
+#
+# A call of an operation costs 50 to 100 µs of the host's time, more than many kernels run, and a launch that Inductor
+# makes a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become one)
+# and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its reference,
+# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
+#
+# Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
+# product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
+# constants (Inductor would pass a float64).
+#
+# Registering a lowering also avoids a slow path of torch 2.11 and 2.12. There, for each operation that it does not
+# know, Inductor writes a log text with its arguments, their arguments, and so on down to the graph's inputs, which
+# takes hours in a deep model. PyTorch's own scaled GEMM is such an operation, so it is registered too.
+
+
+# With this, Inductor launches the kernels of users from C++, as it does its own. The variable must be set before the
+# first compilation, which starts the processes that compile. Inductor may have read it already.
+_STATIC_LAUNCH = "static_launch_user_defined_triton_kernels"
+if f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}" not in os.environ:
+    os.environ[f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}"] = "1"
+    if hasattr(config := sys.modules.get("torch._inductor.config"), _STATIC_LAUNCH):
+        setattr(config, _STATIC_LAUNCH, True)
+
+add_source_version()
+
+OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
+_lowering = False
+# The launches of operations, as graphs: those with equal arguments, as in the blocks of a model, share one.
+_launches: WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.fx.GraphModule]] = WeakKeyDictionary()
+_accesses: dict[tuple[Any, ...], Any] = {}  # to the arguments of a kernel, as PyTorch finds them
+
+
+def operation(
+    name: str,
+    *,
+    like: Function,
+    check: Function = lambda *args: None,
+    kernels: str = "",
+    runs: Function = lambda *args: False,
+    mutates: tuple[str, ...] = (),
+    after: bool = False,
+    strided: bool = False,
+) -> Callable[[Function], Operation]:
+    """Register a function as the operation `octavo::name`, and return what calls it: always by position.
+
+    The function's signature is the schema, but a Cast (given as its `spec`), a Granularity and a Format (given by their
+    names) are strings in it, and nothing has a default. Its first argument is a tensor or a list of tensors. A result
+    may be None: a direct call gives None, the registered operation an empty tensor.
+
+    Args:
+        name: of the operation.
+        like: gives the results without values, for the same arguments as the function. So do `check` and `runs`.
+        check: raises ValueError for what the operation does not take.
+        kernels: the module of `octavo.ops.kernels` whose function `name` takes the same arguments. The function is the
+            reference then.
+        runs: True if the kernel runs. Without `kernels`: True if the function consists only of views, allocations and
+            kernel launches, so that Inductor may inline it.
+        mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
+        after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
+        strided: reference and kernel get the tensors as they are; without it, contiguous ones.
+    """
+
+    def register(function: Function) -> Operation:
+        made = Operation(name, function, like, check, kernels, runs, mutates, after, strided)
+        OPERATIONS[name] = made.fill, made.inlines
+        return made
+
+    return register
+
+
+def _no_gradient(name: str, ctx: Any, *grads: Any) -> Any:
+    """The gradient of an operation that is called by itself. The layers of `octavo.nn` define their own gradients."""
+    raise RuntimeError(
+        f"octavo.{name}, called by itself, has no gradient: call a layer of octavo, which defines one. The weights of "
+        "a packed model are frozen: octavo unpack makes a BF16 model of it, and octavo.convert prepares that to train"
+    )
+
+
+def launcher(kernel: Any, grid: tuple[int, ...]) -> Any:
+    """A function that launches `kernel` on `grid`: call it with the kernel's arguments."""
+    return wrap_triton(kernel)[grid] if _lowering else partial(launch, kernel, grid)
+
+
+@cache
+def register_lowerings() -> None:
+    """Register our operations with Inductor, once. The fake implementations call it while a graph is traced."""
+    from torch._inductor import lowering
+
+    ours = {getattr(torch.ops.octavo, name).default: functions for name, functions in OPERATIONS.items()}
+    for op in (*ours, torch.ops.aten._scaled_mm_v2.default):
+        if op not in lowering.lowerings:
+            lowering.make_fallback(op, _place, warn=False)
+    for op, functions in ours.items():
+        lower = partial(_lower, lowering.lowerings[op], *functions)
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
+    restoring = torch._prims.rng_prims.graphsafe_run_with_rng_state
+    lower = partial(_lower_random, lowering.lowerings[restoring])
+    lowering.register_lowering(restoring, type_promotion_kind=None)(lower)
+
+
+def _lower_random(call: Function, op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lower an operation that draws random numbers, and that the backward pass computes again with the same state.
+
+    Attention is among these, even if it drops nothing. Restoring the state takes 80 µs of the host's time a call.
+    """
+    from torch._inductor.lowering import lowerings
+
+    if draws_numbers(op, args, kwargs):
+        return call(op, *args, **kwargs)
+    return lowerings[op](*args, **{name: value for name, value in kwargs.items() if name != "rng_state"})
+
+
+def draws_numbers(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a random operation draws numbers for these arguments; attention that drops nothing does not."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) != 0.0
+
+
+def _place(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+    """The arguments of an operation, in memory and with the strides of the traced ones.
+
+    An argument that several operations take, such as a scale of ones, is thus computed once, and not for each of them.
+    """
+    from torch._inductor.lowering import constrain_to_fake_tensors
+
+    fake_args, fake_kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda input_node: input_node.meta["val"])
+    for leaf in tree_leaves((args, kwargs)):
+        if hasattr(leaf, "realize"):
+            leaf.realize()
+    return constrain_to_fake_tensors(args, kwargs, fake_args, fake_kwargs)
+
+
+def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool], *args: Any) -> Any:
+    """Lower an operation with these arguments: to its launches if it runs kernels, else to the call of it."""
+    from torch._inductor.lowering import process_subgraph_nodes
+    from torch._inductor.virtualized import V
+
+    fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
+    leaves, spec = tree_flatten(fakes)
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if not _static(leaves[i] for i in where) or not runs_kernels(*fakes):
+        return call(*args)
+
+    known = _launches.setdefault(V.graph, {})
+    key = (call, spec, *(_facts(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    if key not in known:
+        known[key] = _trace(function, leaves, where, spec)
+    launches, inputs = known[key], tree_flatten(args)[0]
+    with _analyses_cached():
+        result = process_subgraph_nodes(launches, [inputs[i] for i in where])
+    for node in launches.graph.nodes:  # as if they had not been lowered: the next equal operation lowers them again
+        V.graph.env.pop(node, None)
+    return result
+
+
+def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -> torch.fx.GraphModule:
+    """The launches of `function` as a graph; its inputs are the tensors among the `leaves` of its arguments."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(*tensors: Tensor) -> Any:
+        filled = dict(enumerate(leaves)) | dict(zip(where, tensors, strict=True))
+        return function(*tree_unflatten(filled.values(), spec))
+
+    mode = detect_fake_mode(leaves)
+    assert mode is not None
+    with mode, _kernels_wrapped():
+        return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
+
+
+def _facts(t: Tensor) -> tuple[Any, ...]:
+    return tuple(t.shape), t.stride(), t.dtype, t.device
+
+
+def _static(tensors: Iterable[Tensor]) -> bool:
+    return all(isinstance(size, int) for t in tensors for size in t.shape)
+
+
+@contextmanager
+def _kernels_wrapped() -> Iterator[None]:
+    global _lowering
+    _lowering = True
+    try:
+        yield
+    finally:
+        _lowering = False
+
+
+@contextmanager
+def _analyses_cached() -> Iterator[None]:
+    """Inside, PyTorch finds out once a kernel which arguments it reads and writes, and not twice at each launch.
+
+    For that it translates the kernel to Triton's intermediate representation, which takes some 20 ms.
+    """
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    names = ("identify_mutated_tensors", "identify_accessed_tensors")  # of the function until torch 2.12, and from then
+    name = next(name for name in names if hasattr(triton_kernel_wrap, name))
+    analyse = getattr(triton_kernel_wrap, name)
+
+    def analyse_once(kernel: Any, args: dict[str, Any], *rest: Any) -> Any:
+        own = kernel if hasattr(kernel, "params") else kernel.fn  # of an autotuner with one configuration
+        constants = {parameter.name for parameter in own.params if parameter.is_constexpr}
+        key = (id(own), *((name, arg if name in constants else _kind(arg)) for name, arg in args.items()))
+        if key not in _accesses:
+            _accesses[key] = analyse(kernel, args, *rest)
+        return _accesses[key]
+
+    setattr(triton_kernel_wrap, name, analyse_once)
+    try:
+        yield
+    finally:
+        setattr(triton_kernel_wrap, name, analyse)
+
+
+def _kind(arg: Any) -> Any:
+    """All of an argument that decides whether a kernel writes to it."""
+    return None if arg is None else getattr(arg, "dtype", type(arg))

@@ -1,0 +1,166 @@
+"""Requantization: data for given scales, as an earlier quantization computed it or by larger scales.
+
+Requantization in plain PyTorch: the same scale gives the same bytes as before, here transposed.
+
+Forward contracts x and w along their columns, backward along their rows, so backward needs the bytes transposed. Saving
+the forward bytes for it costs one byte an element. If the unquantized tensor is saved anyway (a weight, the input of a
+norm), casting it again while transposing needs no memory, and reads one byte an element more.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import Format
+from octavo.numerics.formats import cast as cast_to
+from octavo.numerics.qtensor import ROW, Cast, Granularity, QTensor
+from octavo.ops.launching import converts
+from octavo.ops.registration import check_row_cast, operation
+
+# ---- the reference
+
+
+def requantize_reference(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
+    """[sum of M_i, K] from matrices [M_i, K] and the row scales of the stacked matrix."""
+    return cast_to(torch.cat([x.float() for x in tensors]) * (1 / scale), fmt)
+
+
+def requantize_transposed_reference(
+    tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity
+) -> Tensor:
+    """[K, sum of M_i] from matrices [M_i, K] and the scales of the stacked matrix."""
+    x = torch.cat([x.float() for x in tensors])
+    return _bytes_transposed(x, granularity.expand(scale, tuple(x.shape)), fmt)
+
+
+def requantize_norm_reference(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, fmt: Format
+) -> Tensor:
+    """[K, M] from x [M, K], the statistics of its norm [M, 1] and the row scales [M, 1] of the norm's output."""
+    centered = x.float() if mean is None else x.float() - mean
+    normed = centered * rstd * weight.float()
+    return _bytes_transposed(normed if bias is None else normed + bias.float(), scale, fmt)
+
+
+def _bytes_transposed(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    data = cast_to(x * (1 / scale), fmt)
+    return data.view(torch.uint8).t().contiguous().view(fmt.dtype)
+
+
+# ---- the operation
+
+
+def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
+    """Quantize matrices by given row scales, and stack the results.
+
+    Args:
+        tensors: [M_i, K].
+        scale: float32 [sum of M_i, 1]. Numbers beyond the format's max saturate; a row with the scale NaN becomes NaN.
+        cast: by row, rounded to nearest.
+
+    Raises:
+        ValueError: the scales have another shape, or the cast is another.
+    """
+    if not cast.by_row or cast.rounding != "nearest":
+        raise ValueError(f"requantize takes a cast by row, rounded to nearest, got {cast}")
+    return QTensor(_requantize(list(tensors), scale, cast.format), scale, cast.fmt, ROW)
+
+
+def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
+    """The data of an earlier `quantize` (of one matrix), `quantize_stack` or `quantize_scaled`, transposed.
+
+    Args:
+        tensors: [M_i, K], the matrices that were quantized.
+        scale: float32 or E8M0, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's
+            granularity. Numbers beyond the format's max saturate.
+        cast: the cast of the earlier call, by row, tensor or square block, rounded to nearest.
+        after: as in `transpose`.
+
+    Returns:
+        [K, sum of M_i] of the cast's dtype.
+
+    Raises:
+        ValueError: the scales have another shape.
+    """
+    granularity = cast.granularity.name
+    result: Tensor = _requantize_transposed(list(tensors), scale.float(), cast.format, granularity, after)
+    return result
+
+
+def requantize_norm(
+    x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, cast: Cast
+) -> Tensor:
+    """The data of an earlier `norm_quantize`, transposed.
+
+    Args:
+        x: [M, K], the input of the norm, its residual included.
+        mean, rstd, scale: float32 [M, 1], results of `norm_quantize`; mean is None for a root-mean-square norm.
+        weight, bias: [K], as given to `norm_quantize`.
+        cast: the cast given to `norm_quantize`.
+
+    Returns:
+        [K, M] of the cast's dtype.
+
+    Raises:
+        ValueError: a cast that `norm_quantize` refuses, or a number of scales that is not the number of rows.
+    """
+    check_row_cast("requantize_norm", cast)
+    result: Tensor = _requantize_norm(x, mean, rstd, weight, bias, scale, cast.format)
+    return result
+
+
+def _check(tensors: Sequence[Tensor], scale: Tensor, *rest: Any) -> None:
+    if scale.shape != (_transposed_shape(tensors)[1], 1):
+        raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
+
+
+def _check_transposed(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> None:
+    k, total = _transposed_shape(tensors)
+    if scale.shape != granularity.scale_shape((total, k)):
+        shapes = [list(x.shape) for x in tensors]
+        raise ValueError(f"need the scales of {shapes} by {granularity.name}, got scales {list(scale.shape)}")
+
+
+def _check_norm(x: Tensor, *rest: Any) -> None:
+    scale = rest[4]
+    if x.shape[0] != scale.shape[0]:
+        raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
+
+
+def _transposed_shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """[K, sum of M_i]."""
+    return tensors[0].shape[1], sum(x.shape[0] for x in tensors)
+
+
+def _requantizes_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> bool:
+    if not converts(scale, fmt.name):
+        return False
+    from octavo.ops.kernels import requantization as kernel
+
+    return kernel.takes(granularity)
+
+
+_requantize = operation(
+    "requantize",
+    kernels="requantization",
+    runs=lambda tensors, scale, fmt: converts(scale, fmt.name),
+    check=_check,
+    like=lambda tensors, scale, fmt: scale.new_empty(_transposed_shape(tensors)[::-1], dtype=fmt.dtype),
+)(requantize_reference)
+_requantize_transposed = operation(
+    "requantize_transposed",
+    kernels="requantization",
+    runs=_requantizes_transposed,
+    check=_check_transposed,
+    like=lambda tensors, scale, fmt, granularity: scale.new_empty(_transposed_shape(tensors), dtype=fmt.dtype),
+    after=True,
+)(requantize_transposed_reference)
+_requantize_norm = operation(
+    "requantize_norm",
+    kernels="requantization",
+    runs=lambda *args: converts(args[5], args[6].name),
+    check=_check_norm,
+    like=lambda x, *rest: x.new_empty((x.shape[1], x.shape[0]), dtype=rest[-1].dtype),
+)(requantize_norm_reference)

@@ -1,0 +1,52 @@
+"""The Hadamard rotation of the rows of a tensor.
+
+The Hadamard rotation in plain PyTorch.
+"""
+
+from torch import Tensor
+
+from octavo.numerics.scaling import block_size, hadamard
+from octavo.ops.launching import LONGEST_ROW, has_kernels, shared_memory
+from octavo.ops.registration import FLOATS, operation
+
+# ---- the reference
+
+
+def rotate_reference(x: Tensor) -> Tensor:
+    """`x` rotated along its last dimension in float32, and rounded to its dtype once."""
+    return hadamard(x.float()).to(x.dtype)
+
+
+# ---- the operation
+
+
+def rotate(x: Tensor, after: Tensor | None = None) -> Tensor:
+    """`x` [..., n] rotated along its last dimension (`octavo.numerics.hadamard`), same shape and dtype.
+
+    It is computed in float32 and rounded once. The rotation is symmetric: the gradient of x is dy, rotated. `after` is
+    that of `octavo.ops.transpose`.
+
+    Raises:
+        ValueError: x has no dimension, or another dtype than float32, bfloat16 and float16.
+    """
+    result: Tensor = _rotate(x, after)
+    return result
+
+
+def _check(x: Tensor) -> None:
+    if x.ndim == 0 or x.dtype not in FLOATS:
+        got = f"{x.dtype} {list(x.shape)}"
+        raise ValueError(f"rotate takes a tensor [..., n] of float32, bfloat16 or float16, got {got}")
+
+
+def _rotates(x: Tensor) -> bool:
+    """True where a GPU's registers hold a block, and its shared memory a block in float32."""
+    size = block_size(x.shape[-1])
+    if x.numel() == 0 or not 1 < size <= LONGEST_ROW or not has_kernels(x.device, (8, 0)):
+        return False
+    return 4 * size <= shared_memory(x.device)
+
+
+_rotate = operation(
+    "rotate", kernels="rotation", runs=_rotates, check=_check, like=lambda x: x.new_empty(x.shape), after=True
+)(rotate_reference)

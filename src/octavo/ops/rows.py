@@ -1,0 +1,117 @@
+"""Rows of many matrices at a time: quantized by row, or added up."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import cast as cast_to
+from octavo.numerics.qtensor import ROW, Cast
+from octavo.numerics.scaling import scale_from_amax
+from octavo.ops.launching import FORMATS, LONGEST_ROW, RowBatch, has_kernels
+
+# ---- Quantization of many matrices by row in plain PyTorch. The kernels must equal it, byte for byte.
+
+
+def row_amaxes_reference(
+    matrices: Sequence[Tensor], starts: Sequence[int], amax: Tensor, data: Tensor | None, cast: Cast
+) -> None:
+    for x, start in zip(matrices, starts, strict=True):
+        if x.numel():
+            amax[start : start + x.shape[0]] = ROW.amax(x.float()).abs().view(-1).nan_to_num(torch.inf, torch.inf)
+    if data is not None:
+        scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two)
+        cast_rows_reference(matrices, starts, scale, data, cast)
+
+
+def cast_rows_reference(
+    matrices: Sequence[Tensor], starts: Sequence[int], scale: Tensor, data: Tensor, cast: Cast
+) -> None:
+    inv_scale = (1 / scale).view(-1, 1)
+    for x, start in zip(matrices, starts, strict=True):
+        rows = slice(start, start + x.shape[0])
+        data[rows].view(torch.uint8).copy_(cast_to(x.float() * inv_scale[rows], cast.fmt).view(torch.uint8))
+
+
+# ---- Quantization of many matrices by row, in two steps and two launches: amax of each row, then the bytes.
+#
+# Between the steps the caller computes the scales, which may depend on rows that other ranks hold. Where most scales
+# are those of the row's own amax, the first step writes the bytes too, and the second writes only those of other rows.
+#
+# These are functions for eager code, not operations of PyTorch: they write into memory of the caller.
+
+
+def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
+    """Write the amax of each row, infinite where a number is not finite, into `amax`.
+
+    Args:
+        amax: float32 [rows of the batch].
+        data: of the cast's dtype, [rows of the batch, K]. If given, the bytes by the scale of each row's own amax are
+            written into it. The relative floor of the cast is ignored.
+    """
+    if not _has_kernel(batch, cast):
+        row_amaxes_reference(batch.matrices, batch.starts, amax, data, cast)
+        return
+    from octavo.ops.kernels import rows as kernel
+
+    with torch.cuda.device(amax.device):
+        kernel.row_amaxes(batch, amax, data, cast)
+
+
+def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tensor, cast: Cast) -> None:
+    """Write the bytes of each row by its scale; numbers beyond the format's max saturate.
+
+    Args:
+        scale: float32 [rows of the batch], contiguous.
+        written: the scales by which `data` was written before, contiguous; a row whose scale is the same is skipped.
+        data: of the cast's dtype, [rows of the batch, K], contiguous.
+
+    Raises:
+        ValueError: a tensor is not contiguous. The kernel would read or write other memory.
+    """
+    for name, t in (("scale", scale), ("written", written), ("data", data)):
+        if t is not None and not t.is_contiguous():
+            raise ValueError(f"cast_rows needs a contiguous {name}, not strides {t.stride()}: call .contiguous()")
+    if not _has_kernel(batch, cast):
+        cast_rows_reference(batch.matrices, batch.starts, scale, data, cast)
+        return
+    from octavo.ops.kernels import rows as kernel
+
+    with torch.cuda.device(data.device):
+        kernel.cast_rows(batch, scale, written, data, cast)
+
+
+def _has_kernel(batch: RowBatch, cast: Cast) -> bool:
+    first = batch.matrices[0]
+    fits = batch.longest > 0 and 0 < first.shape[1] <= LONGEST_ROW
+    return fits and cast.format in FORMATS and has_kernels(first.device)
+
+
+# ---- The sum of rows by PyTorch.
+
+
+def add_rows_reference(rows: Tensor, total: Tensor, mean: bool) -> None:
+    reduce = torch.mean if mean else torch.sum
+    reduce(rows, 0, dtype=torch.float32, out=total)
+
+
+# ---- The sum or the mean of a few long rows, in FP32.
+
+
+def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
+    """Write the sums over the rows of a matrix, or their means, into `total`.
+
+    This is a function for eager code, not an operation of PyTorch: it writes into memory of the caller. On a GPU the
+    rows are added in their order.
+
+    Args:
+        rows: BF16 [R, N], contiguous.
+        total: float32 [N], contiguous.
+    """
+    if rows.numel() == 0 or not has_kernels(rows.device):
+        add_rows_reference(rows, total, mean)
+        return
+    from octavo.ops.kernels import rows as kernel
+
+    with torch.cuda.device(rows.device):
+        kernel.add_rows(rows, total, mean)

@@ -1,0 +1,141 @@
+"""The byte transpose, and the scales of the backward GEMMs that multiply transposed bytes."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.numerics.formats import widen
+from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
+from octavo.ops.launching import has_kernels
+from octavo.ops.registration import check_tensor, operation
+
+# ---- The byte transpose in plain PyTorch.
+#
+# Dividing a row by a power of two changes the exponents of its numbers only. A result below the smallest normal number
+# is rounded, once, to nearest even.
+
+
+def transpose_reference(data: Tensor, shift: Tensor | None, place: Tensor | None = None) -> Tensor:
+    """The transpose of `data` [M, K], row m divided by 2^shift[m] first; with `place`, of its rows at their places."""
+    if shift is not None:
+        factor = torch.exp2(-shift.clamp(max=100).float()).unsqueeze(1)  # 2^-100 of any number here is zero
+        data = (widen(data) * factor).to(data.dtype)  # exact in float32, then rounded once
+    if place is not None:
+        rows = data.view(torch.uint8)[place.clamp(min=0)] if len(data) else data.new_zeros(len(place), data.shape[1])
+        data = torch.where(place[:, None] < 0, 0, rows.view(torch.uint8)).view(data.dtype)
+    return data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
+
+
+# ---- The byte transpose: checks, the registered operation, and the choice between the kernel and the reference.
+
+
+KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def transpose(
+    data: Tensor, shift: Tensor | None = None, after: Tensor | None = None, place: Tensor | None = None
+) -> Tensor:
+    """Transpose an eight-bit matrix.
+
+    Args:
+        data: [M, K], an eight-bit float dtype.
+        shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
+        after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
+            pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
+        place: int32 [M'], the row of data that becomes each column of the result, or -1 for a column of zeros
+            (`octavo.ops.aligned_groups`). None takes all rows in order.
+
+    Returns:
+        [K, M], or [K, M'] with `place`, contiguous, the same dtype.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    result: Tensor = _transpose(data, shift, place, after)
+    return result
+
+
+def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
+    if data.ndim != 2 or data.element_size() != 1:
+        raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
+    if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
+        raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
+    check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
+
+
+def _transposes(data: Tensor, *rest: Any) -> bool:
+    return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
+
+
+def _like(data: Tensor, shift: Tensor | None, place: Tensor | None) -> Tensor:
+    return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))
+
+
+_transpose = operation(
+    "transpose", kernels="transposition", runs=_transposes, check=_check, like=_like, after=True
+)(transpose_reference)  # fmt: skip
+
+
+# ---- The scales of the backward GEMMs in plain PyTorch.
+
+
+def fold_scales_reference(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The fields of `FoldedScales`."""
+    exponent = (scale_exponent(s_x) + scale_exponent(s_g)).view(-1)  # [T] of c
+    largest = exponent.amax() if len(exponent) else exponent.new_zeros(())
+    c_max = torch.exp2(largest.float()).view(1, 1)
+    dw = c_max if s_w is None else quotient(c_max, s_w)
+    return quotient(s_g, scale_mantissa(s_x)), largest - exponent, dw
+
+
+# ---- The scales of the backward GEMMs: checks, the registered operation, and the choice of its implementation.
+
+
+class FoldedScales(NamedTuple):
+    """Row t of g [T, N] has the scale s_g[t], and row t of x [T, K] the scale s_x[t] = m[t] * 2^e[t]. In dw, the scale
+    of their product is c[t] = s_g[t] * 2^e[t].
+
+    Args:
+        dx: s_g / m, float32 [T, 1]: the scale of g for dx.
+        shift: int32 [T]: c_max / c[t] = 2^shift[t], where c_max is the largest c. dw divides row t of g by it.
+        dw: c_max / s_w, float32 [N, 1]: the scale of dw; c_max alone, [1, 1], without s_w.
+    """
+
+    dx: Tensor
+    shift: Tensor
+    dw: Tensor
+
+
+def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> FoldedScales:
+    """The scales of the backward GEMMs of one-time quantization (the mathematics: `octavo.nn.linear_function`).
+
+    Args:
+        s_x: float32 [T, 1], of the rows of x.
+        s_g: float32 [T, 1], powers of two, of the rows of g = dy * s_w * m.
+        s_w: float32 [N, 1], of the rows of w; None where g = dy * m.
+
+    Raises:
+        ValueError: for another shape or dtype.
+    """
+    return FoldedScales(*_fold_scales(s_x, s_g, s_w))
+
+
+def _check_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> None:
+    rows = s_x.numel()
+    for name, scale, size in (("s_x", s_x, rows), ("s_g", s_g, rows), ("s_w", s_w, 0 if s_w is None else s_w.numel())):
+        check_tensor(name, scale, (size, 1), torch.float32)
+
+
+def _like_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    shift = s_x.new_empty(s_x.shape[0], dtype=torch.int32)
+    return s_g.new_empty(s_g.shape), shift, s_x.new_empty((1, 1) if s_w is None else s_w.shape)
+
+
+_fold_scales = operation(
+    "fold_scales",
+    kernels="transposition",
+    runs=lambda s_x, *rest: s_x.numel() > 0 and has_kernels(s_x.device),
+    check=_check_scales,
+    like=_like_scales,
+)(fold_scales_reference)

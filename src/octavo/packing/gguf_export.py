@@ -1,0 +1,508 @@
+"""Exporting a model to a GGUF file, for llama.cpp and programs built on it.
+
+    linear weights        Q8_0: 32 elements along K share a float16 d, w ≈ q * d, q int8, d = amax / 127; or F16
+    embedding and head    F16
+    vectors               F32
+
+Q8_0 holds integers, so weights are cast from those of the model, not from a packed folder. Names come from the package
+`gguf` (extra `gguf`; github.com/ggml-org/llama.cpp, gguf-py). In its architecture "llama", which is also Mistral's,
+llama.cpp applies the rotary embedding to neighbours (2i, 2i + 1), and transformers to halves (i, i + d/2). So the rows
+of q and k are reordered:
+
+    row (h, i, half) of the file = row (h, half, i) of the model,   h a head, i = 0 .. d/2 - 1
+
+In its architecture "qwen2" llama.cpp rotates halves too.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.architectures import ARCHITECTURES
+from octavo.checkpoint.files import ArtifactError, Spec, read_json
+from octavo.checkpoint.folder import check_links, locked_folder, write_error
+from octavo.hf.source import Source, open_source
+from octavo.util import Progress, import_extra, no_progress
+
+WEIGHTS = ("q8_0", "f16")
+_BLOCK = 32
+_LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}
+
+
+@dataclass(frozen=True)
+class GgufReport:
+    """The result of `export_gguf`.
+
+    Attributes:
+        path: the file.
+        bytes: its size.
+        architecture: the name of the architecture in GGUF.
+        types: the number of tensors of each type.
+        remarks: what a reader of the file gets wrong.
+    """
+
+    path: Path
+    bytes: int
+    architecture: str
+    types: Mapping[str, int]
+    remarks: Sequence[str] = ()
+
+
+def export_gguf(
+    source: str | Path,
+    out: str | Path,
+    *,
+    weights: str = "q8_0",
+    tokenizer: bool = True,
+    step: int | None = None,
+    progress: Progress = no_progress,
+) -> GgufReport:
+    """Write a model to one GGUF file, which appears whole or not at all. Memory: about one tensor.
+
+    Args:
+        source: the folder of a run of `octavo train`, or of a Hugging Face model: Llama, Mistral or Qwen2.
+        out: the file to make.
+        weights: the type of linear weights, q8_0 or f16.
+        tokenizer: write the tokenizer too.
+        step: the checkpoint of a run; None takes the newest.
+        progress: called after each tensor (`octavo.util`).
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: the source is incomplete, holds inf, NaN or a number beyond F16, has a link
+            out of its folder, or has a tokenizer of a kind that is not supported.
+        ImportError: the package gguf is not installed.
+        ValueError: an architecture, a feature of it, or a size that is not supported.
+        WriteError: the disk refused.
+    """
+    source, out = Path(source), Path(out)
+    if weights not in WEIGHTS:
+        raise ValueError(f"unknown type {weights!r} of weights: choose one of {', '.join(WEIGHTS)}")
+    if out.exists():
+        raise FileExistsError(f"{out} exists already: choose another file")
+    gguf = import_extra("gguf", "gguf", "a GGUF file is written with the package gguf")
+    opened = open_source(source, step)
+    for folder in {opened.description, opened.origin}:
+        check_links(folder)
+    model = _Model(gguf, opened, weights)
+    rows = model.specs["token_embd.weight"].shape[0]
+    no_words = {"tokenizer.ggml.model": "none"}
+    metadata = _metadata(model) | (_tokenizer(opened.description, opened.config, rows) if tokenizer else no_words)
+    with locked_folder(out):
+        size = _write(model, out, metadata, model.data(progress))
+    return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
+
+
+class _Model:
+    """The tensors of the file by their names in GGUF, known before any weight is read."""
+
+    def __init__(self, gguf: Any, source: Source, weights: str) -> None:
+        self.gguf, self.source, self.config = gguf, source, source.config
+        config = self.config
+        self.architecture = _architecture(config, source.description)
+        self.heads = int(self.required("num_attention_heads"))
+        self.key_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.width = int(self.required("hidden_size"))
+        self.head_width = int(config.get("head_dim") or self.width // self.heads)
+        self.frequencies = _rope_factors(config, self.head_width)
+        arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[self.architecture]
+        self._names = gguf.get_tensor_name_map(arch, int(self.required("num_hidden_layers")))
+        linears = set(source.meta_model.linears())
+        self.specs: dict[str, Spec] = {}
+        self._types: dict[str, str] = {}
+        for name, spec in source.specs.items():
+            self.specs[self.name(name)] = spec
+            self._types[self.name(name)] = self._type(name, spec, linears, weights)
+
+    def required(self, key: str) -> Any:
+        if self.config.get(key) is None:
+            raise ArtifactError(f"{self.source.description / 'config.json'} must state {key}: GGUF needs it")
+        return self.config[key]
+
+    def name(self, tensor: str) -> str:
+        found = self._names.get_name(tensor, try_suffixes=(".weight", ".bias"))
+        if found is None:
+            raise ValueError(
+                f"{tensor} has no name in the architecture {self.architecture} of GGUF: it cannot be written"
+            )
+        return str(found)
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape and the type (f32, f16 or q8_0) of every tensor, in the order of `data`."""
+        freqs = self.frequencies
+        first = {} if freqs is None else {"rope_freqs.weight": (tuple(freqs.shape), "f32")}
+        return first | {name: (spec.shape, self._types[name]) for name, spec in self.specs.items()}
+
+    def types(self) -> dict[str, int]:
+        types = [kind for _, kind in self.shapes.values()]
+        return {kind: types.count(kind) for kind in dict.fromkeys(types)}
+
+    def _type(self, name: str, spec: Spec, linears: set[str], weights: str) -> str:
+        if len(spec.shape) == 1:
+            return "f32"
+        linear = name.removesuffix(".weight") in linears and self.name(name) != "output.weight"
+        if linear and weights == "q8_0" and spec.shape[1] % _BLOCK:
+            raise ValueError(
+                f"{name}: [{spec.shape[0]}, {spec.shape[1]}] has no whole blocks of {_BLOCK} along K, which q8_0 "
+                "needs: --weights f16"
+            )
+        return weights if linear else "f16"
+
+    def data(self, progress: Progress) -> Iterator[Tensor]:
+        """Every tensor in float32, read when it is asked for."""
+        if self.frequencies is not None:
+            yield self.frequencies
+        for done, name in enumerate(self.source.specs, start=1):
+            tensor, kind = self.source.get(name), self._types[self.name(name)]
+            if tensor.abs().max() > (largest := _LARGEST.get(kind, math.inf)):
+                raise ArtifactError(f"{self.source.origin}: {name} exceeds {largest:g}, the largest of {kind}")
+            yield self._ordered(name, tensor).float()
+            progress(done, len(self.source.specs), "exporting")
+
+    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
+        """The rows of q and k in the order in which the architecture rotates them."""
+        module = name.rpartition(".")[0]
+        if self.architecture != "llama" or not module.endswith((".q_proj", ".k_proj")):
+            return tensor
+        heads = self.heads if module.endswith(".q_proj") else self.key_heads
+        return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _architecture(config: Mapping[str, Any], folder: Path) -> str:
+    """The name of the architecture in GGUF. Raises a ValueError if GGUF lacks a feature of the model."""
+    kind, names = config.get("model_type"), {e.model_type: e.gguf for e in ARCHITECTURES.values() if e.gguf}
+    if kind not in names:
+        raise ValueError(
+            f"{folder} is of the model_type {kind!r} (a GPT-2 is read as 'opt'), which has no export to GGUF: "
+            f"{', '.join(names)} have one"
+        )
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        raise ValueError(f"{folder} has hidden_act {act!r}, and GGUF's {names[kind]} has silu only")
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings")
+    if config.get("use_sliding_window", True) and isinstance(window, int) and window < (context or math.inf):
+        raise ValueError(
+            f"{folder} attends to a window of {window} tokens, which GGUF's {names[kind]} does not have: if "
+            f"texts of {window} tokens are enough, set max_position_embeddings to {window} in its config.json"
+        )
+    return names[kind]
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the rotary embedding, from newer (`rope_parameters`) and older files."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = found.get("rope_theta", config.get("rope_theta", 10000.0))
+    return {**found, "rope_theta": float(theta), "rope_type": found.get("rope_type", found.get("type", "default"))}
+
+
+def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
+    """The divisors of the rotary frequencies, float32 [d/2], for Llama 3.1's scaled rotary embedding; else None.
+
+    With w = 2 pi / frequency and s = (original / w - low) / (high - low), cut to [0, 1], a divisor is
+    1 / ((1 - s) / factor + s): 1 for w < original / high, factor for w > original / low.
+    """
+    rope = _rope(config)
+    if rope["rope_type"] == "default":
+        return None
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope_type {rope['rope_type']!r} has no export to GGUF: default and llama3 have one")
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    original = float(rope["original_max_position_embeddings"])
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
+    wavelength = 2 * math.pi * rope["rope_theta"] ** exponents
+    share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
+    factors: Tensor = 1 / ((1 - share) / factor + share)
+    return factors.float()
+
+
+def _remarks(model: _Model) -> list[str]:
+    """The mistakes of transformers' reader, which assumes the architecture "llama" without biases."""
+    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.specs):
+        return []
+    return [
+        "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
+        f"config=AutoConfig.from_pretrained({str(model.source.description)!r})"
+    ]
+
+
+def _name(model: _Model) -> str:
+    """The name of the model in the file. transformers takes a Llama with the name "mistral" for an architecture of that
+    name, which GGUF does not have."""
+    name = model.source.origin.name
+    return name.capitalize() if name == "mistral" else name
+
+
+def _metadata(model: _Model) -> dict[str, Any]:
+    """The keys and values of the file, without those of its tokenizer."""
+    config, arch = model.config, model.architecture
+    rope = _rope(config)
+    return {
+        "general.name": _name(model),
+        "general.file_type": 7 if "q8_0" in model.types() else 1,
+        "general.quantization_version": 2,
+        f"{arch}.vocab_size": model.specs["token_embd.weight"].shape[0],
+        f"{arch}.context_length": int(model.required("max_position_embeddings")),
+        f"{arch}.embedding_length": model.width,
+        f"{arch}.block_count": int(model.required("num_hidden_layers")),
+        f"{arch}.feed_forward_length": int(model.required("intermediate_size")),
+        f"{arch}.attention.head_count": model.heads,
+        f"{arch}.attention.head_count_kv": model.key_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(model.required("rms_norm_eps")),
+        f"{arch}.attention.key_length": model.head_width,
+        f"{arch}.attention.value_length": model.head_width,
+        f"{arch}.rope.dimension_count": model.head_width,
+        f"{arch}.rope.freq_base": rope["rope_theta"],
+    }
+
+
+# ---- Writing a GGUF file through the package gguf: metadata, the list of tensors, and one tensor after the other.
+
+
+def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:
+    """Write the tensors `data`, in the order of `model.shapes`, to the file `path`, which appears whole or not at all;
+    return its size in bytes. Values of `metadata` are numbers, booleans, strings, and lists of them."""
+    gguf, partial = model.gguf, path.parent / f".{path.name}.partial"
+    writer = gguf.GGUFWriter(partial, model.architecture)
+    types = {name: gguf.GGMLQuantizationType[kind.upper()] for name, (_, kind) in model.shapes.items()}
+    try:
+        for key, value in metadata.items():
+            _add(writer, key, value)
+        for name, (shape, _) in model.shapes.items():
+            stored = gguf.quant_shape_to_byte_shape(shape, types[name]) if types[name].name == "Q8_0" else shape
+            dtype = np.dtype({"F32": "float32", "F16": "float16"}.get(types[name].name, "uint8"))
+            writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw_dtype=types[name])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for (name, (shape, _)), tensor in zip(model.shapes.items(), data, strict=True):
+            if tuple(tensor.shape) != tuple(shape):
+                raise ValueError(f"{name} must have the shape {list(shape)}, got {list(tensor.shape)}")
+            writer.write_tensor_data(gguf.quantize(tensor.contiguous().numpy(), types[name]))
+        writer.close()
+        partial.rename(path)
+        return path.stat().st_size
+    except OSError as error:
+        raise write_error(path, error) from error
+    finally:
+        writer.close()
+        partial.unlink(missing_ok=True)
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    """Add a key and its value, in the type that readers expect."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif value:  # the format has no type for the elements of an empty list
+        writer.add_array(key, value)
+
+
+# ---- A tokenizer.json as the metadata of a GGUF file.
+#
+# llama.cpp knows byte-level BPE tokenizers by name (`tokenizer.ggml.pre`). A name stands for the regular expression
+# that splits a text into words, and for whether a word that is a token is looked up before merging. With a wrong name,
+# llama.cpp would split in other places, without a message. So a tokenizer that is none of those below is refused.
+
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # ggml's kinds of tokens
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)  # fmt: skip
+# (the expression of the Split before ByteLevel, or ""; ignore_merges) -> llama.cpp's name
+_NAMES = {("", False): "gpt-2", (_LLAMA3, True): "llama-bpe", (_LLAMA3.replace("{1,3}", ""), False): "qwen2"}
+# The special tokens of a tokenizer_config.json -> their names in GGUF
+_SPECIAL = {
+    "bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"
+}  # fmt: skip
+
+
+def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The tokenizer of a Hugging Face folder as keys and values of GGUF; an ArtifactError if it is not a BPE that
+    llama.cpp can follow. `config` is the model's config.json, for the ids of special tokens that no file names. `size`
+    are the rows of the embedding; one without a token is an unused token."""
+    path = folder / "tokenizer.json"
+    found = read_json(path)
+    pieces = is_sentencepiece(found)
+    pre = "default" if pieces else _pre_tokenizer(found, path)
+    blank = {"tokenizer.ggml.add_space_prefix": prepends_blank(found, path)} if pieces else {}
+    ids = {token: int(i) for token, i in found["model"]["vocab"].items()}
+    added = {str(entry["content"]): entry for entry in found.get("added_tokens") or []}
+    ids |= {content: int(entry["id"]) for content, entry in added.items()}
+    if ids and max(ids.values()) >= size:
+        raise ArtifactError(
+            f"{path} has the token {max(ids.values())}, the embedding has {size} rows: give the tokenizer of the model"
+        )
+    tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for token, i in ids.items():
+        tokens[i] = token
+        kinds[i] = NORMAL if token not in added else CONTROL if added[token].get("special") else USER_DEFINED
+    for token, kind in special_kinds(found).items() if pieces else ():
+        if token in ids:
+            kinds[ids[token]] = kind
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    special, template = _special(settings, config, ids), _template(folder, settings)
+    merges = _merges(found, path)
+    return {
+        "tokenizer.ggml.model": "llama" if pieces else "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [] if pieces else [" ".join(pair) for pair in merges],
+        "tokenizer.ggml.scores": scores(found, merges, tokens, path) if pieces else [],
+        "tokenizer.ggml.add_bos_token": _adds_bos(found, settings, special, ids),
+        **{f"tokenizer.ggml.{_SPECIAL[name]}": number for name, number in special.items()},
+        **blank,
+        **({"tokenizer.chat_template": template} if template else {}),
+    }
+
+
+def _pre_tokenizer(found: Mapping[str, Any], path: Path) -> str:
+    model, normalizer = found.get("model") or {}, found.get("normalizer")
+    steps = _steps(found.get("pre_tokenizer"))
+    kinds = [step.get("type") for step in steps]
+    if model.get("type") != "BPE" or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
+        raise ArtifactError(
+            f"{path} is neither a byte-level BPE ({model.get('type')}, cut by {kinds}) nor one like SentencePiece's: "
+            "--no-tokenizer writes the weights only"
+        )
+    bytes_, split = steps[-1], steps[0] if len(steps) > 1 else None
+    regex = "" if split is None else str((split.get("pattern") or {}).get("Regex"))
+    name = _NAMES.get((regex, bool(model.get("ignore_merges"))))
+    whole = split is None or (split.get("behavior") == "Isolated" and not split.get("invert"))
+    plain = not bytes_.get("add_prefix_space") and bool(bytes_.get("use_regex", True)) == (split is None)
+    composed = normalizer is None or normalizer.get("type") == "NFC"  # llama.cpp leaves NFC to its caller
+    if name is None or not whole or not plain or not composed:
+        raise ArtifactError(
+            f"{path} splits texts in a way that llama.cpp has no name for (known: {', '.join(_NAMES.values())}): "
+            "--no-tokenizer writes the weights only"
+        )
+    return name
+
+
+def _steps(pre: Any) -> list[Mapping[str, Any]]:
+    if not isinstance(pre, dict):
+        return []
+    return list(pre["pretokenizers"]) if pre.get("type") == "Sequence" else [pre]
+
+
+def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
+    merges = [pair.split(" ") if isinstance(pair, str) else list(pair) for pair in found["model"].get("merges") or []]
+    if wrong := [pair for pair in merges if len(pair) != 2 or any(" " in token for token in pair)]:
+        raise ArtifactError(f"{path}: a merge must be two tokens without blanks, got {wrong[0]!r}")
+    if not merges:
+        raise ArtifactError(f"{path} has no merges, which llama.cpp requires: --no-tokenizer writes the weights only")
+    return [(pair[0], pair[1]) for pair in merges]
+
+
+def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
+    special = {}
+    for name in _SPECIAL:
+        token = settings.get(f"{name}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        number = config.get(f"{name}_token_id")
+        number = number[0] if isinstance(number, list) and number else number
+        if isinstance(text, str) and text in ids:
+            special[name] = ids[text]
+        elif isinstance(number, int):
+            special[name] = number
+    return special
+
+
+def _adds_bos(
+    found: Mapping[str, Any], settings: Mapping[str, Any], special: Mapping[str, int], ids: Mapping[str, int]
+) -> bool:
+    """True if texts begin with bos, by `add_bos_token` or else by the tokenizer's template."""
+    if "add_bos_token" in settings:
+        return bool(settings["add_bos_token"])
+    post = found.get("post_processor") or {}
+    steps = post.get("processors", [post])
+    singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing" and step.get("single")]
+    first = [single[0].get("SpecialToken", {}).get("id") for single in singles]
+    return any(isinstance(token, str) and token in ids and ids[token] == special.get("bos") for token in first)
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str:
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    found = settings.get("chat_template")
+    return found if isinstance(found, str) else ""
+
+
+# ---- A SentencePiece-like BPE (the tokenizer.json of Llama 2 and Mistral) in llama.cpp's form: pieces with scores.
+#
+# A tokenizer.json lists merges in order. SentencePiece has scores of pieces instead, and joins the two neighbours whose
+# piece has the highest score. Both give the same tokens if every way to cut a piece in two is a merge, and if the
+# merges of a piece follow each other in the list. Then the score of a piece is minus the position of its first merge.
+# Other tokenizers are refused.
+
+
+UNKNOWN, BYTE = 2, 6  # ggml's kinds of tokens
+_BLANK = "▁"
+_PREPEND = {"type": "Prepend", "prepend": _BLANK}
+_REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
+
+
+def is_sentencepiece(found: Mapping[str, Any]) -> bool:
+    """True if a tokenizer.json spells text without a piece as bytes, as SentencePiece does."""
+    model = found.get("model") or {}
+    return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+
+
+def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
+    """True if the tokenizer puts a blank before a text; an ArtifactError if it treats blanks unlike SentencePiece."""
+    normalizer, cut = found.get("normalizer"), found.get("pre_tokenizer")
+    if cut is None and normalizer == {"type": "Sequence", "normalizers": [_PREPEND, _REPLACE]}:
+        return True
+    if cut is None and normalizer in (_REPLACE, {"type": "Sequence", "normalizers": [_REPLACE]}):
+        return False
+    whole = isinstance(cut, dict) and cut.get("type") == "Metaspace" and cut.get("replacement") == _BLANK
+    if normalizer is None and whole and isinstance(cut, dict) and cut.get("split") is False:
+        return cut.get("prepend_scheme") in ("first", "always")
+    raise ArtifactError(
+        f"{path} treats blanks in another way than SentencePiece, which llama.cpp cannot follow: --no-tokenizer "
+        "writes the weights only"
+    )
+
+
+def special_kinds(found: Mapping[str, Any]) -> dict[str, int]:
+    """The kinds of the tokens for bytes and for unknown text, by their texts."""
+    kinds = {f"<0x{byte:02X}>": BYTE for byte in range(256)}
+    unknown = found["model"].get("unk_token")
+    return kinds if unknown is None else kinds | {str(unknown): UNKNOWN}
+
+
+def scores(
+    found: Mapping[str, Any], merges: Sequence[tuple[str, str]], tokens: Sequence[str], path: Path
+) -> list[float]:
+    """The score of each token: minus the position of the first merge that makes it; the lowest for all others.
+
+    Raises an ArtifactError if SentencePiece would join other neighbours than the `merges` do.
+    """
+    places: dict[str, list[int]] = {}
+    for place, (left, right) in enumerate(merges):
+        places.setdefault(left + right, []).append(place)
+    vocabulary, known = found["model"]["vocab"], set(merges)
+    skipped = {entry["content"] for entry in found.get("added_tokens") or []} | special_kinds(found).keys()
+    for piece in vocabulary:
+        cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))] if piece not in skipped else []
+        missing = [cut for cut in cuts if cut[0] in vocabulary and cut[1] in vocabulary and cut not in known]
+        own = places.get(piece, [])
+        if missing or (own and own[-1] - own[0] != len(own) - 1):
+            raise ArtifactError(
+                f"{path}: the merges of the piece {piece!r} are incomplete or not next to each other, so that its "
+                "tokens are not those of SentencePiece: --no-tokenizer writes the weights only"
+            )
+    return [-float(places[token][0]) if token in places else -float(len(merges)) for token in tokens]

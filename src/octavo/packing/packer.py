@@ -1,0 +1,400 @@
+"""From a model to a packed folder, one tensor at a time.
+
+The weights of the chosen linear layers are cast by their schemes (`octavo.checkpoint.scheme`). All other tensors
+are stored in BF16. The way of a model through the files:
+
+    open_source     hf/source.py               config.json, the modules on the meta device, the shapes of tensors
+    choose_layers   packing/options.py         the scheme of each linear layer, or the reason why it stays in BF16
+    PackJob         packing/packer.py          the config.json of the packed folder
+    write_model     hf/source.py               takes each tensor through
+      Source.get      hf/source.py               which reads it,
+      PackJob.change  packing/packer.py          which casts it, and
+      write_shards    checkpoint/files.py        which writes it
+    PackReport      packing/packer.py          the sizes, and the layers in BF16
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.files import Spec
+from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
+from octavo.checkpoint.layouts.layout import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
+from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme
+from octavo.hf.layer_map import groups
+from octavo.hf.source import Source, WrittenModel, open_source, write_model
+from octavo.nn.conversion_report import Leftover, find_coverage
+from octavo.numerics import TENSOR, Cast, QTensor
+from octavo.ops import quantize, quantize_scaled
+from octavo.packing.options import ChosenLayers, PackOptions, choose_layers
+from octavo.packing.scale_search import SearchedScale, cast_by, search_scale, search_shared_scale
+from octavo.util import Progress, no_progress
+
+
+@dataclass(frozen=True)
+class PackReport(WrittenModel):
+    """The packed folder that `pack` wrote.
+
+    Attributes:
+        packed: the scheme of each packed layer.
+        skipped: why each other linear layer stays in BF16.
+        bf16_bytes: the size of the packed layers' weights in BF16.
+        packed_bytes: the size of these weights and their scales in the files.
+        gains: the dB of SQNR that each weight gained by the rule mse.
+        ratios: layers that readers fuse ("q, k, v") and that keep their own scales -> the largest scale over the
+            smallest.
+        cached: the number of attention layers whose keys and values have scales.
+        lacks_tokenizer: whether the model takes text and the folder holds no tokenizer.
+        unpacked_expert_bytes: the size of the experts of a mixture that stay in BF16.
+        not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
+    """
+
+    packed: Mapping[str, str]
+    skipped: Mapping[str, str]
+    bf16_bytes: int
+    packed_bytes: int
+    gains: Mapping[str, float]
+    ratios: Mapping[str, float]
+    cached: int
+    lacks_tokenizer: bool
+    unpacked_expert_bytes: int
+    not_linear: Sequence[Leftover]
+
+    @property
+    def ratio(self) -> float:
+        return self.packed_bytes / self.bf16_bytes
+
+
+def pack(
+    source: str | Path,
+    out: str | Path,
+    options: PackOptions = PackOptions(),
+    *,
+    step: int | None = None,
+    progress: Progress = no_progress,
+    **fields: Any,
+) -> PackReport:
+    """Write a model as a packed folder, which appears whole or not at all. Memory: about one tensor.
+
+    Args:
+        source: the folder of a run of `octavo train`, or of a Hugging Face model.
+        out: the folder to make.
+        options: how the model is packed.
+        step: the checkpoint of a run. None takes the newest.
+        progress: called after each tensor (`octavo.util`).
+        fields: fields of `PackOptions` that replace those of `options`.
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
+        ValueError: options that are unknown or do not fit each other or the model, see `PackOptions` and
+            `octavo.packing.options.choose_layers`.
+        WriteError: the disk refused.
+
+    Example:
+        >>> pack("models/qwen", "packed/qwen", scheme="block")
+    """
+    source, out = Path(source), Path(out)
+    check_absent(out)
+    options = replace(options, **fields)
+    return pack_source(open_source(source, step), out, options, progress)
+
+
+def pack_source(
+    source: Source, out: Path, options: PackOptions, progress: Progress, remarks: Mapping[str, object] | None = None
+) -> PackReport:
+    """`pack` for a source that is open. `remarks` are further entries of octavo.json."""
+    layers = choose_layers(source, options)
+    job = PackJob(source, layers, options)
+    record = partial(job.record, {**source.folded(), **(remarks or {})})
+    config, original = job.config(), read_card(source.description)
+    card = partial(card_of, out.name, source.origin.name, config, original=original)
+    written = write_model(source, out, job.change, config, record, progress, "packing", job.kv_scales, card)
+    return PackReport(
+        **vars(written),
+        packed={name: scheme.name for name, scheme in {**layers.schemes, **layers.experts}.items()},
+        skipped=layers.skipped,
+        bf16_bytes=job.bf16_bytes,
+        packed_bytes=job.packed_bytes(written.specs),
+        gains=job.weights.gains,
+        ratios=job.weights.ratios,
+        cached=len(job.kv_scales) // 2,
+        lacks_tokenizer=source.meta_model.takes_text and not has_tokenizer(out),
+        unpacked_expert_bytes=job.unpacked_expert_bytes,
+        not_linear=job.not_linear,
+    )
+
+
+# ---- The packing of one model: from its tensors to those of the packed folder.
+
+
+class PackJob:
+    """The packing of one model: the new tensors, config.json and octavo.json. `packing` and `kv_scales` have the names
+    of the files."""
+
+    def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
+        self.source, self.schemes, self.static = source, layers.schemes, layers.static
+        self.experts = layers.experts
+        in_files = {source.meta_model.file_name(name): scheme for name, scheme in self.schemes.items()}
+        keys_and_values = {} if self.static is None else self.static.keys_and_values
+        self.packing = Packing(get_layout(options.layout), in_files | dict(self.experts), bool(keys_and_values))
+        self.kv_scales = self.packing.to_files(keys_and_values)
+        trained = {} if self.static is None else self.static.weights
+        self.weights = WeightScales(source, {**self.schemes, **self.experts}, options, trained)
+
+    @cached_property
+    def not_linear(self) -> list[Leftover]:
+        """The matrices that stay in BF16 because no linear layer holds them."""
+        files = self.source.meta_model.experts
+        stacks = {} if files is None else files.parts_of_stacks
+        packed = [name for name, parts in stacks.items() if all(_layer(part) in self.experts for part in parts)]
+        left = find_coverage(self.source.meta_model.model, [*self.schemes, *packed]).left
+        return [entry for entry in left if entry.kind != "linear layer"]
+
+    def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensors of the files that hold the model's tensor `name`, see `octavo.hf.source.Change`."""
+        module, _, leaf = name.rpartition(".")
+        in_files = self.source.meta_model.split_experts
+        if leaf == "weight" and module in self.schemes:
+            return self.packing.to_files(in_files(self._packed(module, self.schemes[module], tensor)))
+        stored: dict[str, Tensor] = {}
+        rounded = in_files({name: tensor.to(self.source.meta_model.dtypes[name])})
+        for part, t in rounded.items():
+            expert = _layer(part)
+            packed = expert in self.experts
+            stored |= self._packed(expert, self.experts[expert], t.contiguous()) if packed else {part: t}
+        return self.packing.to_files(stored)
+
+    def _packed(self, module: str, scheme: Scheme, w: Tensor) -> dict[str, Tensor]:
+        """The bytes and the scales in place of a weight."""
+        q = self.weights.quantize(module, w)
+        stored = {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
+        if self.static is not None and scheme.static:
+            stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(w.device)
+        return stored
+
+    @property
+    def bf16_bytes(self) -> int:
+        """The bytes of the packed weights in BF16."""
+        linears = 2 * sum(self.source.specs[f"{name}.weight"].numel for name in self.schemes)
+        return linears + self._expert_bytes(packed=True)
+
+    @property
+    def unpacked_expert_bytes(self) -> int:
+        """The bytes of the experts that stay in BF16."""
+        return self._expert_bytes(packed=False)
+
+    def _expert_bytes(self, *, packed: bool) -> int:
+        """The bytes in BF16 of the experts that are packed, or of those that are not."""
+        files, size = self.source.meta_model.experts, 0
+        for stack, parts in ({} if files is None else files.parts_of_stacks).items():
+            count = sum((_layer(part) in self.experts) == packed for part in parts)
+            size += 2 * self.source.specs[stack].numel // len(parts) * count  # the parts of a stack are of one size
+        return size
+
+    def config(self) -> dict[str, Any]:
+        meta_model = self.source.meta_model
+        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
+        linears = meta_model.linears()
+        if meta_model.experts is not None:
+            linears += meta_model.experts.unpacked(self.packing.layout, self.experts)
+        config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
+        config["quantization_config"] = quantization_config(self.packing, linears, self.source.description)
+        if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
+            config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        return config
+
+    def record(self, remarks: Mapping[str, object]) -> dict[str, object]:
+        """The entries of octavo.json (docs/format.md), `remarks` last."""
+        schemes = {
+            scheme.name: {
+                "weight": self.weights.cast(scheme).to_dict(),
+                "input": scheme.inputs and scheme.inputs.to_dict(),
+            }
+            for scheme in (*self.schemes.values(), *self.experts.values())
+        }
+        left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
+        return {
+            "layout": self.packing.layout.name,
+            "schemes": schemes,
+            "layers": {name: scheme.name for name, scheme in self.packing.schemes.items()},
+            "weight_scales": self.weights.record(),
+            "calibration": None if self.static is None else self.static.record,
+            **left,
+            **remarks,
+        }
+
+    def packed_bytes(self, specs: Mapping[str, Spec]) -> int:
+        """The bytes of the packed weights and their scales among the files' tensors `specs`."""
+        packed = {f"{name}.weight" for name in self.packing.schemes}
+        packed |= {self.packing.layout.rename(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
+        return sum(specs[name].nbytes for name in packed)
+
+
+def _layer(weight: str) -> str:
+    """The name of the layer whose weight is called `weight`."""
+    return weight.removesuffix(".weight")
+
+
+# ---- The scales of the weights of packed layers.
+#
+#     amax     amax/448 of each block, or the scale in the history of a run (delayed scaling)
+#     mse      the scale of least mean squared error near that (`octavo.packing.scale_search`)
+#
+# Layers that readers run as one GEMM (q, k and v; gate and up) need one scale if a scale is of a whole tensor: vLLM
+# takes the largest and casts the other weights again, which loses precision. So these layers share the largest scale
+# before they are cast. A run that was trained with a scale for each of these tensors keeps them, because sharing would
+# change its bytes, unless the option `share` is set.
+
+
+# Recipes that train with one scale for a weight, which packing keeps.
+_OWN_SCALES = ("tensorwise", "delayed")
+
+
+class WeightScales:
+    """Casts the weights of a source, one at a time.
+
+    `schemes` has the layers to pack by their names in the model, and experts by their names in the files. `own` has the
+    scales, float32 [1, 1], that weights had in training. `gains` is the dB of SQNR that each weight gained over the
+    rule amax, if the rule is mse.
+    """
+
+    def __init__(
+        self, source: Source, schemes: Mapping[str, Scheme], options: PackOptions, own: Mapping[str, Tensor]
+    ) -> None:
+        self.source, self.schemes, self.options = source, schemes, options
+        keeps = source.recipe in _OWN_SCALES and options.weights == "amax" and not options.pow2
+        self.own = own if keeps else {}
+        self._shares = not keeps if options.share is None else options.share
+        self.gains: dict[str, float] = {}
+        self._used: dict[str, float] = {}
+
+    def cast(self, scheme: Scheme) -> Cast:
+        rounds = self.options.pow2 and not scheme.weight.power_of_two
+        return replace(scheme.weight, scale="pow2") if rounds else scheme.weight
+
+    def quantize(self, module: str, w: Tensor) -> QTensor:
+        """Cast the weight `w` [N, K] of a layer. A weight on the meta device gives one there."""
+        cast = self.cast(self.schemes[module])
+        if w.is_meta:
+            return quantize(w, cast)
+        q = self._quantize(module, w, cast)
+        if cast.granularity == TENSOR:
+            self._used[module] = float(q.scale)
+        return q
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The largest scale over the smallest of layers that readers fuse and that keep their own scales, unless it is
+        1. It is known once the weights are cast."""
+        used = {", ".join(group): [self._used[name] for name in group] for group in self._groups()}
+        return {names: max(scales) / min(scales) for names, scales in used.items() if min(scales) != max(scales)}
+
+    def record(self) -> dict[str, object]:
+        """The entry "weight_scales" of octavo.json (docs/format.md)."""
+        record: dict[str, object] = {"rule": self.options.weights, "pow2": self.options.pow2}
+        if self.options.weights == "mse":
+            record["sqnr_gain_db"] = {name: db if math.isfinite(db) else None for name, db in self.gains.items()}
+        return record
+
+    @cached_property
+    def _shared(self) -> dict[str, Tensor]:
+        """The scales that layers share, by the name of each. Their weights are read to find them."""
+        if not self._shares:
+            return {}
+        return {name: scale for group in self._groups() for scale in [self._one_scale(group)] for name in group}
+
+    def _quantize(self, module: str, w: Tensor, cast: Cast) -> QTensor:
+        scale = self._shared.get(module, self.own.get(module))
+        if scale is not None:
+            return quantize_scaled(w, scale, cast)[0]
+        q = quantize(w, cast)
+        if self.options.weights == "amax":
+            return q
+        searched = search_scale(w, q.scale.float(), cast)
+        self._note([module], searched)
+        exact = cast_by(w, searched.scale, cast)
+        return replace(exact, scale=searched.scale.to(q.scale.dtype))
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        """The layers that readers fuse, if their scales are of whole tensors."""
+        wholes = [module for module, how in self.schemes.items() if how.weight.granularity == TENSOR]
+        return [group for group in groups(wholes) if len(group) > 1]
+
+    def _one_scale(self, group: tuple[str, ...]) -> Tensor:
+        cast = self.cast(self.schemes[group[0]])
+        if all(name in self.own for name in group):
+            return torch.stack([self.own[name] for name in group]).amax(0)
+        scale = torch.stack([quantize(self._weight(name), cast).scale for name in group]).amax(0)
+        if self.options.weights == "amax":
+            return scale
+        searched = search_shared_scale((self._weight(name) for name in group), scale, cast)
+        self._note(group, searched)
+        return searched.scale
+
+    def _weight(self, module: str) -> Tensor:
+        name = f"{module}.weight"
+        return self.source.get(name) if name in self.source.specs else self.source.get_from_file(name)  # of an expert
+
+    def _note(self, modules: Sequence[str], searched: SearchedScale) -> None:
+        for module, before, after in zip(modules, searched.before.tolist(), searched.after.tolist(), strict=True):
+            self.gains[module] = 0.0 if before == after else 10 * math.log10(before / after) if after else math.inf
+
+
+# ---- The model card of a packed folder, README.md: how it is packed, how to open it, and what is known of its quality.
+#
+# The card of the model itself stays, with its front matter, below what is said here. Two comments delimit this part,
+# so that a folder made of a packed one has it once.
+
+_BEGIN, _END = "<!-- written by octavo pack -->", "<!-- end -->"
+_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+
+
+def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[str, Any], original: str) -> str:
+    """The text of README.md of the folder `name`, packed from the model called `source`. `config` and `record` are its
+    config.json and octavo.json; `original` is the card of the source, or ""."""
+    counts = Counter(record["layers"].values())
+    schemes = ", ".join(f"{count} by `{scheme}`" for scheme, count in counts.items())
+    part = [
+        _BEGIN,
+        f"# {name}",
+        f"Packed in eight bits by Octavo from `{source}`: linear layers {schemes}, in the layout {record['layout']}.",
+        *_opening(name, str((config.get("architectures") or [""])[0]), record["layout"], list(counts)),
+        _quality(name, record.get("budget")),
+        _END,
+    ]
+    original = re.sub(f"{_BEGIN}.*?{_END}\n*", "", original, flags=re.DOTALL)
+    front = _FRONT_MATTER.match(original)
+    head = front[0] if front else "---\ntags: [octavo, quantized]\n---\n"
+    rest = original[len(head) :] if front else original
+    return "\n\n".join([head.rstrip(), *part, rest.strip()]).rstrip() + "\n"
+
+
+def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) -> list[str]:
+    """The ways to open the folder."""
+    writes = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    shell = [f'octavo generate {name} --prompt "Once"'] if writes else []
+    if writes and not any(scheme.startswith("group") for scheme in schemes):  # float32 groups are not for vLLM
+        shell.insert(0, f"vllm serve {name}")
+    python = [] if LAYOUTS[layout].readers else [
+        f"from transformers import {architecture}  # and pip install {LAYOUTS[layout].needs}\n",
+        f'model = {architecture}.from_pretrained("{name}", dtype="auto")\n',
+    ]  # fmt: skip
+    python += ["import octavo  # computes with the packed bytes\n", f'model = octavo.load("{name}")']
+    fenced = [("bash", shell)] if shell else []
+    return ["\n".join([f"```{kind}", *lines, "```"]) for kind, lines in [*fenced, ("python", python)]]
+
+
+def _quality(name: str, budget: Mapping[str, Any] | None) -> str:
+    if budget is None:
+        return f"`octavo verify {name} --against MODEL --data TEXT` measures what packing cost."
+    measured = ", ".join(f"{each['measure']} {each['measured']:.3g}" for each in budget["limits"])
+    return f"Against the model in BF16, on {budget['data']['prompts']} prompts: {measured}."

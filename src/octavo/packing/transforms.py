@@ -1,0 +1,306 @@
+"""From a model to one that computes the same and quantizes better: outliers are folded into the weights.
+
+Smoothing (SmoothQuant, Xiao et al., arXiv:2211.10438) moves the outliers of a tensor to the weights that read it. Each
+channel has a factor s; the module that writes the tensor (a norm, or the linear layer before) is divided by it:
+
+    norm(x) w^T = (norm(x) / s) (w s)^T
+
+Rotation (QuaRot, Ashkboos et al., arXiv:2404.00456; with learned matrices SpinQuant, arXiv:2405.16406) multiplies the
+whole residual stream by a random Hadamard matrix Q, which does not change the root mean square of a token, and each
+head of the values by a Hadamard matrix H of its size:
+
+    embedding Q | weights that read a norm with the weight g: w diag(g) Q | weights that write to the stream: Q^T w
+    values: H^T w_v, w_o H
+
+The result is a model like any other: it can be calibrated and packed, and nothing is left to do when it runs. A
+rotation does not pass the product before `down_proj`, so with a rotation only the input of `down_proj` is smoothed.
+Weights are read, changed and written one at a time.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.calibration.calibrator import Calibration, load_calibration
+from octavo.checkpoint.files import ArtifactError, is_finite
+from octavo.checkpoint.folder import check_absent
+from octavo.hf.layer_map import Map, Pair, check_rotation, read_map
+from octavo.hf.source import Source, WrittenModel, open_source, write_model
+from octavo.numerics import hadamard
+from octavo.util import Progress, no_progress
+
+# ---- The changes of one weight by folding, exact but for one rounding at the end.
+#
+#     y[T,N] = x[T,K] @ w[N,K]^T        x' = x A,  y' = y B        =>        w' = B^T w A^-T
+#
+# A and B are diagonal or orthogonal. So a weight changes along its inputs (every row alike), along its outputs (every
+# column alike, and a bias [N] as a column does), or both:
+#
+#     scaled      x' = x / s        times s along the inputs of the readers of x, 1 / s along the outputs of its writer
+#     rotated     x' = x S H        along both: times the random signs S, then Hadamard's H (`octavo.numerics.hadamard`)
+#
+# Steps run in float64, on a part of the weight at a time. Between inputs and outputs the weight is in float32.
+
+
+Step = Callable[[Tensor], Tensor]
+_PART = 2**20  # elements in float64 at once: 8 MB
+
+
+def scaled(factors: Tensor) -> Step:
+    """Multiply the last dimension by `factors` [n]."""
+    return lambda x: x * factors.to(x.dtype)
+
+
+def rotated(size: int, signs: Tensor | None = None) -> Step:
+    """Multiply each run of `size` along the last dimension by `signs` [size], if given, and by a Hadamard matrix.
+
+    Sylvester's matrix of order a * b is the Kronecker product of those of a and b. So a run viewed as X [a, b] becomes
+    H_a X H_b: two small GEMMs, ten times faster than a pass over the weight for each doubling.
+    """
+    order = block_of(size)
+    a = 2 ** (order.bit_length() // 2)
+    left, right = (hadamard(torch.eye(n, dtype=torch.float64)) for n in (a, order // a))
+
+    def step(x: Tensor) -> Tensor:
+        if signs is not None:
+            x = (x.unflatten(-1, (-1, size)) * signs.to(x.dtype)).flatten(-2)  # type: ignore[no-untyped-call]
+        turned = x.reshape(-1, order // a) @ right.to(x.dtype)
+        return (left.to(x.dtype) @ turned.view(-1, a, order // a)).view(x.shape)
+
+    return step
+
+
+def block_of(size: int) -> int:
+    """The order of the Hadamard blocks for `size`: the largest power of two that divides it."""
+    return size & -size
+
+
+def random_signs(n: int, seed: int) -> Tensor:
+    """Random signs, float32 [n], the same on every machine for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (n,), generator=generator).mul(2).sub(1).float()
+
+
+@dataclass(eq=False)
+class Change:
+    """The steps of one tensor: a weight [N, K], or a vector [N] (a bias, a norm's weight), which has only outputs."""
+
+    inputs: list[Step] = field(default_factory=list)
+    outputs: list[Step] = field(default_factory=list)
+
+    def apply(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The changed tensor, of the same shape, in `dtype`."""
+        if tensor.ndim == 1:
+            return _in_parts(tensor[None], self.outputs, dtype)[0]
+        between = torch.float32 if self.outputs else dtype
+        changed = _in_parts(tensor, self.inputs, between)
+        return _in_parts(changed.t(), self.outputs, dtype).t().contiguous() if self.outputs else changed
+
+
+def _in_parts(tensor: Tensor, steps: Sequence[Step], dtype: torch.dtype) -> Tensor:
+    """Apply `steps` along the last dimension of tensor[M, n], some rows at a time."""
+    out = torch.empty(tensor.shape, dtype=dtype)
+    rows = max(1, _PART // max(tensor.shape[1], 1))
+    for part, into in zip(torch.split(tensor, rows), torch.split(out, rows), strict=True):
+        wide = part.double()
+        for step in steps:
+            wide = step(wide)
+        into.copy_(wide)
+    return out
+
+
+def smoothing_factors(x_amax: Tensor, w_amax: Tensor, alpha: float) -> Tensor:
+    """SmoothQuant's s = x_amax^alpha / w_amax^(1 - alpha), float32 [n], each rounded to a power of two.
+
+    A power of two changes exponents and no mantissa, so the folded model is the same to the bit. `x_amax` is the amax
+    of each channel of the tensor, and `w_amax` of each column of the weights that read it, float32 [n]. `alpha`, 0 to
+    1, is the part of the outliers that moves to the weights. A channel that is 0 in either gets the factor 1.
+    """
+    log2 = alpha * x_amax.double().log2() - (1 - alpha) * w_amax.double().log2()
+    return torch.where((x_amax > 0) & (w_amax > 0), log2.round().exp2(), torch.ones_like(log2)).float()
+
+
+# ---- From a model to one that computes the same and quantizes better: outliers are folded into the weights.
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class FoldReport(WrittenModel):
+    """The model that `fold` wrote.
+
+    Attributes:
+        smoothed: the smallest and the largest factor of each pair, by the module that writes the tensor.
+        rotated: the orders of the Hadamard blocks of the residual stream and of the values' heads, or None.
+        untied: whether the head, which shared the embedding's weight, has its own now.
+        changed: the number of tensors that changed.
+    """
+
+    smoothed: Mapping[str, tuple[float, float]]
+    rotated: tuple[int, int] | None
+    untied: bool
+    changed: int
+
+
+def fold(
+    model: str | Path,
+    out: str | Path,
+    *,
+    smooth: str | Path | None = None,
+    alpha: float = 0.5,
+    rotate: bool = False,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    step: int | None = None,
+    progress: Progress = no_progress,
+) -> FoldReport:
+    """Write a model that computes the same, with outliers folded into its weights. Memory: about one tensor.
+
+    Args:
+        model: a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3; to smooth also OPT and BERT-like encoders), or a run
+            of `octavo train` of a Llama.
+        out: the Hugging Face folder to make. It appears whole or not at all.
+        smooth: the folder that `octavo calibrate` wrote for this model: move outliers of activations to weights.
+        alpha: how much of the outliers moves, 0 (none) to 1 (all).
+        rotate: rotate the residual stream and the values. Then only `down_proj`'s input is smoothed.
+        seed: of the rotation's signs.
+        dtype: of the new weights: bfloat16 or float32.
+        step: the checkpoint of a run. None takes the newest.
+        progress: called after each tensor (`octavo.util`).
+
+    Raises:
+        FileExistsError: `out` exists.
+        FileNotFoundError, ArtifactError: the model is not whole, holds inf or NaN, or has an architecture that cannot
+            be folded.
+        ValueError: neither `smooth` nor `rotate` is given, a setting is out of range, or the calibration is of another
+            model.
+        WriteError: the disk refused.
+    """
+    model, out = Path(model), Path(out)
+    check_absent(out)
+    if smooth is None and not rotate:
+        raise ValueError("fold needs --smooth with a calibration of the model, --rotate, or both")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be between 0 and 1, got {alpha}")
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    source = open_source(model, step)
+    job = FoldJob(source, read_map(source, rotate=rotate), DTYPES[dtype])
+    if smooth is not None:
+        job.smooth(Path(smooth), alpha, beside_rotation=rotate)
+    if rotate:
+        job.rotate(seed)
+    record = {"dtype": dtype, "folded": job.record_of}
+    written = write_model(source, out, job.change, job.config(dtype), lambda: record, progress, "folding")
+    return FoldReport(
+        **vars(written), smoothed=job.smoothed, rotated=job.rotated, untied=job.untied, changed=len(job.changes)
+    )
+
+
+class FoldJob:
+    """The steps that change each tensor of a model by its name, and `record_of`, the entry "folded" of octavo.json."""
+
+    def __init__(self, source: Source, places: Map, dtype: torch.dtype) -> None:
+        self.source, self.places, self.dtype = source, places, dtype
+        self.changes: dict[str, Change] = defaultdict(Change)  # by the tensor's name
+        self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
+        self.smoothed: dict[str, tuple[float, float]] = {}
+        self.rotated: tuple[int, int] | None = None
+
+    # --- Smoothing ---------------------------------------------------------------------------------------------------
+
+    def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
+        """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
+        calibration = load_calibration(folder, self.source.origin, self.source.description)
+        turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
+        for pair in self.places.pairs:
+            if pair.writer not in turned:
+                self._smooth_pair(pair, self._amax(pair, calibration, folder), alpha)
+        self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration.record}
+
+    def _amax(self, pair: Pair, calibration: Calibration, folder: Path) -> Tensor:
+        """The amax of each channel of the tensor that the readers of a pair read, float32 [K]."""
+        sites = {calibration.layers.get(reader) for reader in pair.readers}
+        site = sites.pop()
+        if site is None or sites:
+            raise ValueError(
+                f"{folder} must have one site for {', '.join(pair.readers)}: calibrate the model with this version"
+            )
+        return calibration.sites[site].channel_amax
+
+    def _smooth_pair(self, pair: Pair, x_amax: Tensor, alpha: float) -> None:
+        weights = [self.source.get(f"{reader}.weight").float().abs().amax(0) for reader in pair.readers]
+        w_amax = torch.stack(weights).amax(0)
+        channels = self.source.specs[f"{pair.writer}.weight"].shape[0]
+        head = pair.head or channels
+        heads = (channels // head, -1, head)  # heads of the writer, heads of the readers for each, channels
+        x_amax_of, w_amax_of = (amax.view(heads).amax(1).flatten() for amax in (x_amax, w_amax))
+        factors = smoothing_factors(x_amax_of, w_amax_of, alpha)
+        shared = len(x_amax) // channels
+        read = factors.view(-1, 1, head).expand(-1, shared, -1).flatten()
+        for reader in pair.readers:
+            self.changes[f"{reader}.weight"].inputs.append(scaled(read))
+        self._on_outputs(pair.writer, scaled(1 / factors))
+        self.smoothed[pair.writer] = (float(factors.min()), float(factors.max()))
+
+    def _on_outputs(self, module: str, step: Step) -> None:
+        """Add a step to the outputs of a module's weight, and of its bias if it has one."""
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if name in self.source.specs:
+                self.changes[name].outputs.append(step)
+
+    # --- Rotation ----------------------------------------------------------------------------------------------------
+
+    def rotate(self, seed: int) -> None:
+        """Absorb the weights of norms, and rotate the residual stream and the values."""
+        places = self.places
+        check_rotation(places, self.source.description / "config.json")
+        blocks = block_of(places.width), block_of(places.head_dim)
+        turn = rotated(places.width, random_signs(places.width, seed))
+        turn_head = rotated(places.head_dim)
+        for norm, readers in places.norms.items():
+            gain = self.source.get(f"{norm}.weight").double()
+            for reader in readers:
+                self.changes[f"{reader}.weight"].inputs += [scaled(gain), turn]
+            self._on_outputs(norm, torch.ones_like)
+        self.changes[f"{places.embedding}.weight"].inputs.append(turn)
+        for writer in places.writers:
+            self._on_outputs(writer, turn)
+        for values, output in places.heads:
+            self._on_outputs(values, turn_head)
+            self.changes[f"{output}.weight"].inputs.append(turn_head)
+        self.rotated = blocks
+        self.record_of["rotate"] = {"seed": seed, "stream_block": blocks[0], "head_block": blocks[1]}
+
+    @property
+    def untied(self) -> bool:
+        """True if the head, which shared the embedding's weight, gets its own."""
+        head = f"{self.places.head}.weight"
+        return head in self.changes and head not in self.source.specs
+
+    # --- What is written ---------------------------------------------------------------------------------------------
+
+    def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """The tensors of the new files that hold the tensor `name`, see `octavo.hf.source.Change`."""
+        embedding, head = (f"{module}.weight" for module in (self.places.embedding, self.places.head))
+        names = (name, head) if name == embedding and self.untied else (name,)
+        return {name: self._changed(name, tensor) for name in names}
+
+    def _changed(self, name: str, tensor: Tensor) -> Tensor:
+        dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+        if name not in self.changes or tensor.is_meta:
+            return tensor.to(dtype)
+        changed = self.changes[name].apply(tensor, dtype)
+        if not is_finite(changed):
+            raise ArtifactError(f"{self.source.origin}: {name} overflows {dtype} once it is folded: take float32")
+        return changed
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
+        return config | {"dtype": dtype} | ({"tie_word_embeddings": False} if self.untied else {})

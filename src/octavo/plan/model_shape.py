@@ -1,0 +1,356 @@
+"""The layers of a model, as far as its memory and time depend on them.
+
+An `Architecture` is a sequence of equal blocks between an embedding and a head. A block is an attention and linear
+layers. Layers with the same `group` read the same input, and run as one GEMM where they are fused:
+
+    qkv   the projections to queries, keys and values       o      the projection of the attention's output
+    up    the layers before the activation                  down   the layer after it
+    other layers, such as routers and low-rank projections, have groups of their own
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo import architectures
+from octavo.checkpoint.run import check_expert_counts
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Equal linear layers of K inputs and N outputs: a token runs through `active` of the `copies` (experts). With 0
+    active the layer runs once a sequence, not once a token."""
+
+    group: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    copies: int = 1
+    active: int = 1
+
+    @property
+    def weights(self) -> int:
+        return self.copies * self.inputs * self.outputs
+
+    @property
+    def parameters(self) -> int:
+        return self.weights + (self.copies * self.outputs if self.bias else 0)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The features of a token over all heads of an attention; key and value heads may be shared by query heads.
+    `cached` are those in the KV cache, where they are not the keys and values (DeepSeek's MLA)."""
+
+    heads: int
+    queries: int
+    keys: int
+    values: int
+    output: int
+    causal: bool = True
+    cached: int | None = None
+
+    @property
+    def cache_features(self) -> int:
+        return self.keys + self.values if self.cached is None else self.cached
+
+
+@dataclass(frozen=True)
+class Block:
+    """`count` equal blocks. `others` counts the parameters of norms and biases that are no linear layer."""
+
+    count: int
+    layers: tuple[Layer, ...]
+    attention: Attention
+    gated: bool
+    others: int
+
+    @property
+    def weights(self) -> int:
+        """Parameters of the linear layers' matrices in one block."""
+        return sum(layer.weights for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers) + self.others
+
+    def group(self, name: str) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.group == name)
+
+    @property
+    def groups(self) -> list[tuple[Layer, ...]]:
+        """The layers that read the same input, in order. Experts are apart from a shared MLP."""
+        kinds = dict.fromkeys((layer.group, layer.copies) for layer in self.layers)
+        return [tuple(each for each in self.layers if (each.group, each.copies) == kind) for kind in kinds]
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.copies > 1 for layer in self.layers)
+
+    @property
+    def activated(self) -> int:
+        """Features that the activation reads for a token: gate and up both."""
+        return sum(layer.outputs * layer.active for layer in self.group("up"))
+
+    @property
+    def hidden(self) -> int:
+        """Features inside the MLP that a token activates: the inputs of the layer after the activation."""
+        return sum(layer.inputs * layer.active for layer in self.group("down"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of this `kind` (model_type) and `width` of the residual stream. `context` is the longest sequence, or the
+    only one of an image model, whose `vocabulary` is 0. `head`, `embeddings` and `others` count the parameters outside
+    of the blocks; a head that is tied to the embedding has none. `fused`: Octavo quantizes inside its norms and
+    activations (`rowwise`)."""
+
+    name: str
+    kind: str
+    width: int
+    context: int
+    vocabulary: int
+    blocks: tuple[Block, ...]
+    head: int
+    embeddings: int
+    others: int
+    tied: bool = False
+    layer_norm: bool = False
+    fused: bool = False
+
+    @property
+    def rotary(self) -> bool:
+        """Whether positions turn the queries and keys; models with LayerNorm add them to the embedding."""
+        return not self.layer_norm
+
+    @property
+    def has_experts(self) -> bool:
+        return any(block.has_experts for block in self.blocks)
+
+    @property
+    def parameters(self) -> int:
+        return self.block_parameters + self.outside
+
+    @property
+    def block_parameters(self) -> int:
+        return sum(block.count * block.parameters for block in self.blocks)
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside the blocks."""
+        return self.head + self.embeddings + self.others
+
+    @property
+    def block_weights(self) -> int:
+        """Elements of the blocks' matrices: what a recipe quantizes."""
+        return sum(block.count * block.weights for block in self.blocks)
+
+    @property
+    def depth(self) -> int:
+        return sum(block.count for block in self.blocks)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of experts those that it runs through, and the head."""
+        inside = sum(
+            block.count * layer.inputs * layer.outputs * layer.active for block in self.blocks for layer in block.layers
+        )
+        return inside + self.width * self.vocabulary
+
+
+# ---- The architecture that a config.json describes, by its model_type; nothing is imported to find it.
+#
+# The fields are those of transformers. A DiT (arXiv:2212.09748) has those of diffusers.
+
+
+Fields = Mapping[str, Any]
+
+
+def describe_architecture(name: str, fields: Fields) -> Architecture:
+    """The architecture of a parsed config.json. A ValueError names a missing field, or a model_type that is near."""
+    fields = fields.get("text_config") or fields
+    kind = fields.get("model_type") or ("dit" if fields.get("_class_name") == "DiTTransformer2DModel" else None)
+    families = dict.fromkeys(_like_llama(), _llama) | FAMILIES
+    if kind not in families:
+        near = difflib.get_close_matches(str(kind), families, n=1, cutoff=0.75)
+        advice = f"the nearest is {near[0]}; " if near else ""
+        raise ValueError(
+            f"{name}: model_type must be one of {', '.join(families)}; got {kind!r}: {advice}write a config.json with "
+            "the sizes of the model and one of these types"
+        )
+    check_expert_counts(fields, name)
+    try:
+        return families[kind](name, fields)
+    except KeyError as error:
+        raise ValueError(f"{name}: the config.json of a {kind} must state {error}; got {', '.join(fields)}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{name}: the sizes in the config.json of a {kind} must be whole numbers of at least 1 ({error})"
+        ) from error
+
+
+def _like_llama() -> dict[str, architectures.Architecture]:
+    """The architectures whose layers are those of Llama, or a mixture's, by model_type."""
+    known = architectures.ARCHITECTURES.values()
+    return {each.model_type: each for each in known if each.block is not None and each.block.rms}
+
+
+def _llama(name: str, f: Fields) -> Architecture:
+    """Llama and its relatives: RMSNorm, grouped-query attention, SwiGLU, or experts of it."""
+    width, known = f["hidden_size"], _like_llama()[f["model_type"]]
+    attention, layers = _grouped_query(f, biased=known.qkv_bias and f.get("qkv_bias", True))
+    assert known.block is not None
+    heads_norms = len(known.block.head_norms) * layers[0].outputs // attention.heads
+    experts = f.get("num_local_experts") or f.get("num_experts") or 0
+    hidden = f.get("moe_intermediate_size", f["intermediate_size"]) if experts else f["intermediate_size"]
+    if experts:
+        used = f["num_experts_per_tok"]
+        layers += (Layer("router", width, experts), *_swiglu(width, hidden, copies=experts, active=used))
+        if shared := f.get("shared_expert_intermediate_size"):
+            layers += (Layer("router", width, 1), *_swiglu(width, shared))
+    else:
+        layers += _swiglu(width, hidden, bias=f.get("mlp_bias", False))
+    block = Block(f["num_hidden_layers"], layers, attention, gated=True, others=2 * width + heads_norms)
+    return _language_model(name, f, (block,), fused=known.fusable, others=width)
+
+
+def _grouped_query(f: Fields, *, biased: bool) -> tuple[Attention, tuple[Layer, ...]]:
+    width, heads = f["hidden_size"], f["num_attention_heads"]
+    head = f.get("head_dim") or width // heads
+    q, kv = heads * head, (f.get("num_key_value_heads") or heads) * head
+    bias = f.get("attention_bias", False) or biased
+    projections = (Layer("qkv", width, q, bias), Layer("qkv", width, kv, bias), Layer("qkv", width, kv, bias))
+    return Attention(heads, q, kv, kv, q), (*projections, Layer("o", q, width, f.get("attention_bias", False)))
+
+
+def _swiglu(width: int, hidden: int, *, bias: bool = False, copies: int = 1, active: int = 1) -> tuple[Layer, ...]:
+    up = Layer("up", width, hidden, bias, copies, active)
+    return up, up, Layer("down", hidden, width, bias, copies, active)
+
+
+def _language_model(name: str, f: Fields, blocks: tuple[Block, ...], *, fused: bool, others: int) -> Architecture:
+    width, vocabulary = f["hidden_size"], f["vocab_size"]
+    tied = bool(f.get("tie_word_embeddings", False))
+    embedding = vocabulary * width
+    return Architecture(
+        name, f["model_type"], width, f["max_position_embeddings"], vocabulary, blocks,
+        head=0 if tied else embedding, embeddings=embedding, others=others, tied=tied, fused=fused,
+    )  # fmt: skip
+
+
+def _deepseek(name: str, f: Fields) -> Architecture:
+    """DeepSeek-V3 (arXiv:2412.19437): multi-head latent attention; dense blocks, then blocks of experts."""
+    width, heads = f["hidden_size"], f["num_attention_heads"]
+    head = f["qk_nope_head_dim"] + f["qk_rope_head_dim"]
+    latent, q_rank = f["kv_lora_rank"], f["q_lora_rank"]
+    q, k, v = heads * head, heads * head, heads * f["v_head_dim"]
+    attention = Attention(heads, q, k, v, v, cached=latent + f["qk_rope_head_dim"])
+    projections = (
+        Layer("qkv", width, q_rank),
+        Layer("qkv", width, latent + f["qk_rope_head_dim"]),
+        Layer("q_b", q_rank, q),
+        Layer("kv_b", latent, heads * (f["qk_nope_head_dim"] + f["v_head_dim"])),
+        Layer("o", v, width),
+    )
+    norms = 2 * width + q_rank + latent
+    dense = Block(
+        f["first_k_dense_replace"], (*projections, *_swiglu(width, f["intermediate_size"])), attention, True, norms
+    )
+    experts, used, shared = f["n_routed_experts"], f["num_experts_per_tok"], f["n_shared_experts"]
+    hidden = f["moe_intermediate_size"]
+    mlp = (
+        Layer("router", width, experts),
+        *_swiglu(width, hidden, copies=experts, active=used),
+        *_swiglu(width, hidden * shared),
+    )
+    sparse = Block(f["num_hidden_layers"] - dense.count, (*projections, *mlp), attention, True, norms + experts)
+    return _language_model(name, f, (dense, sparse), fused=False, others=width)
+
+
+def _gpt2(name: str, f: Fields) -> Architecture:
+    width = f["n_embd"]
+    sizes = {
+        "hidden_size": width, "num_hidden_layers": f["n_layer"], "num_attention_heads": f["n_head"],
+        "ffn_dim": f.get("n_inner") or 4 * width, "max_position_embeddings": f["n_positions"],
+        "vocab_size": f["vocab_size"], "tie_word_embeddings": f.get("tie_word_embeddings", True), "model_type": "gpt2",
+    }  # fmt: skip
+    return _decoder_with_positions(name, sizes, f["n_positions"], bias=True)
+
+
+def _opt(name: str, f: Fields) -> Architecture:
+    """OPT's model, which Octavo's GPT-2 is saved as. Its table of positions has two rows that no position reads."""
+    f = {"tie_word_embeddings": True} | dict(f)
+    return _decoder_with_positions(name, f, f["max_position_embeddings"] + 2, bias=f.get("enable_bias", True))
+
+
+def _decoder_with_positions(name: str, f: Fields, positions: int, *, bias: bool) -> Architecture:
+    width, heads, hidden = f["hidden_size"], f["num_attention_heads"], f["ffn_dim"]
+    block = _encoder_block(f["num_hidden_layers"], width, heads, hidden, bias=bias, causal=True)
+    vocabulary, tied = f["vocab_size"], bool(f["tie_word_embeddings"])
+    return Architecture(
+        name, f["model_type"], width, f["max_position_embeddings"], vocabulary, (block,),
+        head=0 if tied else vocabulary * width, embeddings=(vocabulary + positions) * width, others=2 * width,
+        tied=tied, layer_norm=True, fused=True,
+    )  # fmt: skip
+
+
+def _encoder_block(count: int, width: int, heads: int, hidden: int, *, bias: bool, causal: bool) -> Block:
+    """Attention and a GELU MLP, each after a LayerNorm."""
+    projections = (Layer("qkv", width, width, bias),) * 3
+    layers = (*projections, Layer("o", width, width, bias), Layer("up", width, hidden, bias))
+    attention = Attention(heads, width, width, width, width, causal)
+    return Block(count, (*layers, Layer("down", hidden, width, bias)), attention, gated=False, others=4 * width)
+
+
+def _vit(name: str, f: Fields) -> Architecture:
+    width, patch, channels = f["hidden_size"], f.get("patch_size", 16), f.get("num_channels", 3)
+    patches = (f.get("image_size", 224) // patch) ** 2
+    block = _encoder_block(
+        f["num_hidden_layers"], width, f["num_attention_heads"], f["intermediate_size"], bias=True, causal=False
+    )
+    embeddings = width * (channels * patch**2 + 1) + width * (patches + 2)  # patches, positions, the class token
+    return Architecture(
+        name, "vit", width, patches + 1, 0, (block,), head=0, embeddings=embeddings, others=2 * width, layer_norm=True
+    )
+
+
+def _dit(name: str, f: Fields) -> Architecture:
+    """DiT with adaLN-Zero: a layer of each block computes six vectors for its norms, once an image."""
+    heads = f["num_attention_heads"]
+    width = f.get("hidden_size") or heads * f["attention_head_dim"]
+    patch, channels = f["patch_size"], f["in_channels"]
+    tokens = (f["sample_size"] // patch) ** 2
+    block = _encoder_block(
+        f.get("num_hidden_layers") or f["num_layers"], width, heads, int(f.get("mlp_ratio", 4) * width),
+        bias=True, causal=False,
+    )  # fmt: skip
+    modulation = Layer("modulation", width, 6 * width, bias=True, active=0)
+    block = Block(block.count, (*block.layers, modulation), block.attention, gated=False, others=0)
+    patches = width * (channels * patch**2 + 1)
+    time, classes = 256 * width + width + width * width + width, 1001 * width  # as the paper's ImageNet models
+    out = 2 * (width * width + width) + (width + 1) * patch**2 * 2 * channels
+    return Architecture(
+        name, "dit", width, tokens, 0, (block,), head=0, embeddings=patches + time + classes, others=out,
+        layer_norm=True,
+    )  # fmt: skip
+
+
+# Beside these, `octavo.architectures` has those like Llama.
+FAMILIES: dict[str, Callable[[str, Fields], Architecture]] = {
+    "deepseek_v3": _deepseek,
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "vit": _vit,
+    "dit": _dit,
+}
+
+
+def positive_sizes(architecture: Architecture) -> Architecture:
+    """`architecture`; a ValueError if a size is below one."""
+    sizes = [architecture.width, architecture.context, *(block.count for block in architecture.blocks)]
+    sizes += [size for block in architecture.blocks for layer in block.layers for size in (layer.inputs, layer.outputs)]
+    if min(sizes) < 1 or not all(math.isfinite(size) for size in sizes):
+        raise ValueError(f"{architecture.name}: every size of a model must be at least 1; got {min(sizes)}")
+    return architecture

@@ -1,0 +1,600 @@
+"""The tracer: one forward and backward pass on fake tensors, recorded operation by operation.
+
+Two views read its records: `octavo.nn.conversion_report` the FLOPs by parameter, and `octavo.inspection.dtype_report`
+the dtypes by operation.
+"""
+
+import logging
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from octavo.ops.grouped_gemm import ALIGNMENT
+
+# ---- The arithmetic of an operation: its kind, its FLOPs, the dtype that it computes in, and the dtype of its sums.
+
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+NAMES = {
+    torch.float64: "FP64",
+    torch.float32: "FP32",
+    torch.bfloat16: "BF16",
+    torch.float16: "FP16",
+    **dict.fromkeys(FP8, "FP8"),
+    torch.float8_e8m0fnu: "E8M0",
+}
+WIDTHS = ("FP64", "FP32", "BF16", "FP16", "FP8")  # the widest first
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "scaled_mm", "_scaled_mm", "_grouped_mm"}
+_PRODUCTS |= {"_scaled_grouped_mm", "_addmm_activation", "addbmm", "addr", "vdot", "grouped_mm", "grouped_mm_dw"}
+_SUMS = {
+    "sum", "mean", "var", "var_mean", "std", "std_mean", "prod", "logsumexp", "norm", "linalg_vector_norm",
+    "native_layer_norm", "native_group_norm", "_fused_rms_norm", "native_batch_norm", "cumsum", "cumprod", "softmax",
+    "_softmax", "_log_softmax", "nll_loss_forward", "nll_loss2d_forward", "norm_quantize", "norm_backward",
+    "activation_backward", "embedding_dense_backward", "_safe_softmax",
+}  # fmt: skip
+_COPIES = {"clone", "copy_", "cat", "stack", "embedding", "index", "index_select", "gather", "slice_backward"}
+_COPIES |= {"select_backward", "transpose", "constant_pad_nd", "index_put", "scatter", "roll", "repeat", "fill_"}
+_CASTS = {"_to_copy", "convert_element_type"}
+
+
+def kind_of(name: str, namespace: str) -> str:
+    """The kind of the operation `name`: product, convolution, attention, sum, cast, copy or elementwise."""
+    if name in _PRODUCTS:
+        return "product"
+    if "convolution" in name or name.startswith("conv"):
+        return "convolution"
+    if "attention" in name or name in ("_transformer_encoder_layer_fwd", "append_kv"):
+        return "attention"
+    if name in _CASTS or (namespace == "octavo" and "quantize" in name and "norm" not in name) or "_scales" in name:
+        return "cast"
+    if name.removesuffix("_backward_data").removesuffix("_backward") in _SUMS or name in _SUMS:
+        return "sum"
+    return "copy" if name in _COPIES else "elementwise"
+
+
+def floating(values: Any) -> list[Tensor]:
+    """The floating tensors among the arguments or results of an operation."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dtype in NAMES]
+
+
+def names_of(tensors: Sequence[Tensor]) -> tuple[str, ...]:
+    """The dtypes of tensors, each once, the widest first; formats of scales (E8M0) are left out."""
+    found = {NAMES[t.dtype] for t in tensors}
+    return tuple(name for name in WIDTHS if name in found)
+
+
+def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    """The dtype that an operation computes in: the operands' of a product, else the widest of inputs and outputs."""
+    if kind in ("product", "convolution", "attention") and inputs:
+        return inputs[-1]  # not that of the scales, or of the sums of attention's softmax
+    return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
+
+
+def sum_dtype(kind: str, computed: str) -> str:
+    """The dtype of the partial sums of an operation that adds up, "" for others.
+
+    Matrix products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that
+    it splits along K to the dtype of the result (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
+    The tensor cores of Hopper keep about 14 bits in an FP8 sum, which is added to an FP32 sum from time to time.
+    """
+    if kind in ("copy", "cast", "elementwise") or not computed:
+        return ""
+    return "FP64" if computed == "FP64" else "FP32"
+
+
+def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
+    """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
+    from torch.utils.flop_counter import flop_registry  # here: it imports much
+
+    if kind not in ("product", "convolution", "attention"):
+        return 0
+    formula = flop_registry.get(func.overloadpacket)
+    if formula is not None:
+        return int(formula(*args, **keywords, out_val=out))
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    if kind == "product":
+        if "octavo.grouped_mm_dw" in str(func):  # a [N, T], scales, b [K, T]; T in groups, with 16 columns more each
+            (n, columns), k = tensors[0].shape, tensors[2].shape[0]
+            return 2 * n * k * (columns - ALIGNMENT * int(out.shape[0]))
+        if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
+            return 2 * tensors[0].numel() * tensors[1].shape[-1]
+        results = floating(out)
+        return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
+    if any(name in str(func) for name in ("_for_cpu", "_fused_attention", "octavo.fp8_attention")):
+        return _attention_flops(tensors, backward="backward" in str(func))
+    return 0
+
+
+def _attention_flops(tensors: Sequence[Tensor], *, backward: bool) -> int:
+    """FLOPs of attention over whole rows of scores: two products; five in the backward pass, which repeats one."""
+    q, k, v = (t.shape for t in (tensors[1:4] if backward else tensors[:3]))  # [B, H, T, Q], [B, H, S, Q], [B, H, S, V]
+    scores = math.prod(q[:-1]) * k[-2]
+    return 2 * scores * ((3 * q[-1] + 2 * v[-1]) if backward else (q[-1] + v[-1]))
+
+
+# ---- Fake tensors in place of a model's parameters and inputs: shapes and dtypes without memory or arithmetic.
+
+
+class Fakes:
+    """Makes fake tensors of the CPU, from tensors of any device. The same tensor gives the same fake tensor."""
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode  # here: it imports sympy
+
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too: while it lives, its id is its own
+
+    def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Fake parameters and buffers by all their names, shared ones under each.
+
+        A ValueError if a parameter is sharded, or has no shape yet (a lazy module).
+        """
+        found: dict[str, Tensor] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(
+                    f"a trace takes a model that is not sharded, and {name} is a DTensor: give the model before "
+                    "fully_shard, on the meta device if it is large"
+                )
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(f"{name} has no shape yet: run the lazy module once before a trace")
+            found[name] = self.fake(parameter)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            found[name] = self.fake(buffer)
+        return found
+
+    def fake(self, value: Any) -> Any:
+        """`value` with a fake tensor for each tensor in it."""
+        return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def fake_meta(self, value: Any) -> Any:
+        """`value` with a fake tensor for each tensor of the meta device that is none, as an attribute of a module."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        def of(leaf: Any) -> Any:
+            plain = isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor)
+            return self._of(leaf) if plain else leaf
+
+        return tree_map(of, value)
+
+    def _of(self, tensor: Tensor) -> Tensor:
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if id(tensor) not in self._known:
+            meta = tensor.detach().to("meta")
+            fake: Tensor = FakeTensor(self.mode, meta, torch.device("cpu"))
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            elif tensor.requires_grad:
+                fake.requires_grad_()
+            self._known[id(tensor)] = tensor, fake
+        return self._known[id(tensor)][1]
+
+
+@contextmanager
+def clear_errors(model: nn.Module) -> Iterator[None]:
+    """Say in an error that it comes from a trace of `model`; PyTorch logs none of its own about fake tensors."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    logger, name = logging.getLogger("torch._subclasses.fake_tensor"), type(model).__name__
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"{name} cannot be traced: its code depends on the values of a tensor ({error}), and a trace has shapes "
+            "only. Give it inputs for which it looks at no values (no mask, fixed lengths), or trace a part of it"
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} fails in a trace with these inputs and dtypes: {error}") from error
+    finally:
+        logger.disabled = disabled
+
+
+# ---- The tracer: each operation with its module, dtypes, FLOPs and parameters.
+#
+# A dispatch mode sees every operation after autograd and autocast, so the tensors that it gets have the dtypes that the
+# operation runs in. Hooks know the module in the forward pass. In the backward pass the current autograd node does: its
+# sequence number is that of the operation of the forward pass whose gradient it computes.
+
+
+PHASES = ("forward", "recomputation", "backward")
+
+# Operations without arithmetic: they make tensors, or show the same numbers in another shape.
+_SHAPES = {"detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh", "empty_like", "empty", "new_empty"}
+_SHAPES |= {"empty_strided", "new_empty_strided", "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "full"}
+_SHAPES |= {"full_like", "arange", "scalar_tensor", "device", "fill_", "zero_"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation that ran in a forward or backward pass.
+
+    Args:
+        name: in PyTorch's dispatcher, such as "mm".
+        module: that called it, or, in the backward pass, that called the operation whose gradient it computes; "" is
+            the model itself and the loss.
+        phase: "forward", "recomputation" (of activation checkpointing) or "backward".
+        kind: "product", "convolution", "attention", "sum", "elementwise", "copy" or "cast".
+        inputs, outputs: the dtypes of the floating tensors, the widest first: "FP32", "BF16", "FP16", "FP8".
+        computes_in: the dtype of the operands of a product, else the widest of inputs and outputs.
+        adds_in: the dtype of the partial sums on a GPU; "" for an operation that adds nothing up.
+        flops: 2 for a multiplication and an addition; 0 unless a product, a convolution or attention.
+        reason: why it runs in this dtype.
+        parameters: the names of the parameters that it reads.
+        weight: the names of the parameters, stacked if there are several, that are an operand of the product.
+        rows: that `weight` is multiplied by; positions of the output in a convolution.
+    """
+
+    name: str
+    module: str
+    phase: str
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    computes_in: str
+    adds_in: str
+    flops: int
+    reason: str
+    parameters: tuple[str, ...] = ()
+    weight: tuple[str, ...] = ()
+    rows: int = 0
+
+
+class _Owner(NamedTuple):
+    """The module, the operation of the forward pass and the parameters that an autograd node belongs to."""
+
+    module: str = ""
+    operation: str = ""
+    parameters: tuple[str, ...] = ()
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records the `operations`, and the names of the modules that are `called`.
+
+    `tensors` are the fake parameters of `model`, by name. Views, casts and quantized bytes of one stand for it.
+    """
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], autocast: "GpuAutocast", fakes: Fakes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model, self._autocast, self._fakes = model, autocast, fakes
+        self.operations: list[Operation] = []
+        self.called: set[str] = set()
+        self._parameters: dict[int, tuple[str, ...]] = {id(tensors[n]): (n,) for n, _ in model.named_parameters()}
+        self._derived: list[Any] = []  # what stands for parameters: alive, so that no other tensor gets its id
+        self._stack: list[str] = []
+        self._owners: dict[int, _Owner] = {}  # by the sequence number of the autograd node
+
+    def __enter__(self) -> Self:
+        self._hooks = ExitStack()
+        for name, module in self._model.named_modules():
+            # Calls are counted by a stack: a hook that is always called takes the name off again, when recomputation
+            # stops early too.
+            self._hooks.enter_context(module.register_forward_pre_hook(self._entering(name), prepend=True))
+            self._hooks.enter_context(module.register_forward_hook(self._leaving, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.close()
+
+    def _entering(self, name: str) -> Any:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack.append(name)
+            self.called.add(name)
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, keywords = self._fakes.fake_meta((args, kwargs or {}))
+        grouped = func.overloadpacket.__name__ == "_grouped_mm"  # whose fake implementation takes BF16 alone
+        out = func(*(tree_map(_in_bf16, args) if grouped else args), **keywords)
+        if func.namespace != "prim":
+            self._record(func, args, keywords, out)
+        return out
+
+    def _record(self, func: Any, args: Any, keywords: Any, out: Any) -> None:
+        name, namespace = func.overloadpacket.__name__, func.namespace
+        kind, takes, gives = kind_of(name, namespace), floating((args, keywords)), floating(out)
+        read = [t for t in takes if id(t) in self._parameters]
+        parameters = tuple(dict.fromkeys(p for t in read for p in self._parameters[id(t)]))
+        owner, phase = self._place(name, parameters)
+        # A copy of parameters alone stands for them; a cast has scales among its inputs.
+        copied = func.is_view or (kind == "copy" and len(read) == len(takes) and name != "embedding")
+        if read and (copied or kind == "cast"):
+            self._derived.append(out)
+            self._parameters |= {id(leaf): parameters for leaf in tree_leaves(out)}
+        if func.is_view or name in _SHAPES or not (takes or gives):
+            return
+        inputs, outputs = names_of(takes), names_of(gives)
+        computed = compute_dtype(kind, inputs, outputs)
+        flops = flops_of(func, kind, args, keywords, out)
+        operand = self._operand(name, args) if flops else None
+        if phase == "backward":
+            reason = _backward_reason(kind, inputs, outputs, owner.operation)
+            parameters = parameters or owner.parameters
+        else:
+            wide, autocast = any(t.dtype == torch.float32 for t in read), self._autocast
+            reason = _forward_reason(kind, inputs, outputs, computed, autocast, reads_fp32=wide)
+        weight = () if operand is None else self._parameters[id(operand)]
+        rows = 0 if operand is None else flops // (2 * max(operand.numel(), 1))
+        adds = sum_dtype(kind, computed)
+        of_pass = name, owner.module, phase, kind, inputs, outputs
+        self.operations.append(Operation(*of_pass, computed, adds, flops, reason, parameters, weight, rows))
+
+    def _operand(self, name: str, args: Any) -> Tensor | None:
+        """The operand of a product that stands for parameters: the last one, as layers multiply x by w."""
+        operands = args[1:] if name.startswith(("add", "badd", "_addmm")) else args
+        operands = operands[1:2] if "conv" in name else operands[:2]
+        known = [t for t in operands if isinstance(t, Tensor) and id(t) in self._parameters]
+        return known[-1] if known else None
+
+    def _place(self, name: str, parameters: tuple[str, ...]) -> tuple[_Owner, str]:
+        """The owner and the phase of the operation `name`, which reads `parameters`.
+
+        The engine of autograd turns gradients off, and recomputation turns them on again, except in the forward of a
+        torch.autograd.Function, which a module calls.
+        """
+        node: Any = torch._C._current_autograd_node()
+        known = _Owner() if node is None else self._owners.get(node._sequence_nr(), _Owner())
+        if node is not None and not self._stack and not torch.is_grad_enabled():
+            # The node of a torch.autograd.Function stands for all that its forward runs.
+            is_function = isinstance(node, torch._C._FunctionBase)
+            return known._replace(operation=node.name()) if is_function else known, "backward"
+        module = self._stack[-1] if self._stack else _block_of(known.module)
+        decision = self._autocast.decision
+        owner = _Owner(module, name if decision is None else decision.operation, parameters)
+        # Autograd has made the node of this operation just before. One without a gradient has no node of its own.
+        self._owners.setdefault(torch.autograd._get_sequence_nr() - 1, owner)  # type: ignore[attr-defined]
+        return owner, "forward" if node is None else "recomputation"
+
+
+def _in_bf16(leaf: Any) -> Any:
+    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _block_of(module: str) -> str:
+    """The innermost repeated block that holds `module`: "layers.3" of "layers.3.attention.q"."""
+    found = re.match(r"(.*\.)?\d+(?=\.|$)", module)
+    return found[0] if found else module
+
+
+# ---- The operations that `torch.autocast` casts on a GPU, grouped by the dtype of their inputs.
+#
+# Autocast knows an operation by its name in the dispatcher ("softmax.int"), and casts floating tensors, float64
+# excepted:
+#
+#     LOWER    inputs to BF16 or FP16: matrix products, convolutions and attention
+#     FP32     inputs to FP32: powers, exponentials, norms and losses, whose sums and ranges 8 or 11 bits do not hold
+#     RESULT   nothing, but the result is computed in FP32: softmax and sums, which have an argument for it
+#     PROMOTE  all inputs to the widest dtype among them
+#
+# Operations in none of the lists run in the dtype of their inputs; PyTorch widens an input if two dtypes meet.
+#
+# Source: ATen/autocast_mode.h of PyTorch, and "CUDA Ops that can autocast" in the documentation of torch.amp.
+
+
+Policy = Literal["lower", "fp32", "result", "promote"]
+
+_LOWER = (
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
+    "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
+    "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+_FP32 = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
+    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist",
+    "pdist", "cdist", "renorm", "logsumexp", "norm.Scalar", "norm.ScalarOpt_dim",
+    "norm.names_ScalarOpt_dim", "upsample_nearest1d",
+    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
+    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
+    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+    # before torch 2.13
+    "softmax.Dimname", "log_softmax.Dimname", "prod.dim_Dimname", "sum.dim_DimnameList", "cumprod.dimname",
+    "cumsum.dimname",
+)  # fmt: skip
+_PROMOTE = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+)  # fmt: skip
+
+POLICIES: dict[str, Policy] = {
+    **dict.fromkeys(_LOWER, "lower"),
+    **dict.fromkeys(_FP32, "fp32"),
+    **dict.fromkeys(_RESULT, "result"),
+    **dict.fromkeys(_PROMOTE, "promote"),
+}
+
+
+# ---- Autocast as it is on a GPU, for fake tensors of the CPU.
+#
+# A trace runs on fake tensors. Where PyTorch has no CUDA, fake tensors of a GPU take no part in autograd, so the
+# tensors of a trace are the CPU's, and autocast has other lists for a CPU. During a trace the kernels below replace
+# those of autocast on the CPU. They cast by the lists of the GPU, and record the operation that they cast for, so that
+# a trace knows the reason of each dtype.
+#
+# Autocast casts a weight once and uses it again where a layer is called twice. These kernels cast it at each call.
+
+
+_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+class Decision(NamedTuple):
+    """The treatment by autocast of the operation that runs now."""
+
+    operation: str  # as the model calls it, such as "softmax"
+    policy: Policy
+    casting: bool  # the inputs are being cast, before the operation itself
+
+
+class GpuAutocast:
+    """Autocast of a GPU for tensors of the CPU. Products run in `dtype`, BF16 or FP16; None leaves autocast off."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self._decisions: list[Decision] = []
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision about the innermost operation that autocast handles; None where it handles none."""
+        return self._decisions[-1] if self._decisions else None
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Within the block, autocast on the CPU casts as on a GPU."""
+        library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            with warnings.catch_warnings():  # PyTorch warns that kernels are replaced, which is the purpose
+                warnings.simplefilter("ignore")
+                for name in _autocast_operations():
+                    library.impl(name, self._kernel(name), "AutocastCPU")
+            yield
+        finally:
+            library._destroy()
+
+    def enabled(self) -> torch.autocast:
+        """Autocast to the dtype, as a context."""
+        return torch.autocast("cpu", self.dtype or torch.bfloat16, enabled=self.dtype is not None)
+
+    def _kernel(self, name: str) -> Callable[..., Any]:
+        base, _, overload = name.partition(".")
+        operation: Any = getattr(getattr(torch.ops.aten, base), overload or "default")
+        # Versions of PyTorch differ in a few operations, so the kernels of this one decide.
+        policy = POLICIES.get(name) if _handles(name, "AutocastCUDA") else None
+        if policy is None and operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            # Only the CPU's autocast handles it: on a GPU, its parts are cast.
+            decompose: Callable[..., Any] = operation.decompose
+            return decompose
+
+        def run(*args: Any, **keywords: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEY):
+                if policy is None:
+                    return operation(*args, **keywords)
+                with self._deciding(Decision(base, policy, True)):
+                    args, keywords = self._cast(operation, policy, args, keywords)
+                with self._deciding(Decision(base, policy, False)):
+                    return operation(*args, **keywords)
+
+        return run
+
+    def _cast(self, operation: Any, policy: Policy, args: Any, keywords: Any) -> tuple[Any, dict[str, Any]]:
+        if policy == "result":
+            return _with_result_in_fp32(operation, args, keywords)
+        tensors = [t for t in tree_leaves((args, keywords)) if _is_cast(t)]
+        if policy == "lower":
+            to = torch.get_autocast_dtype("cpu")
+        elif policy == "fp32" or any(t.dtype == torch.float32 for t in tensors):
+            to = torch.float32
+        else:
+            return args, keywords
+        cast: Any = tree_map(lambda leaf: leaf.to(to) if _is_cast(leaf) else leaf, (args, keywords))
+        return cast[0], cast[1]
+
+    @contextmanager
+    def _deciding(self, decision: Decision) -> Iterator[None]:
+        self._decisions.append(decision)
+        try:
+            yield
+        finally:
+            self._decisions.pop()
+
+
+def _autocast_operations() -> list[str]:
+    """The names of the operations of this PyTorch that autocast handles, on a GPU or on the CPU."""
+    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    return [name for name in names if _handles(name, "AutocastCUDA") or _handles(name, "AutocastCPU")]
+
+
+def _handles(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+
+
+def _is_cast(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64
+
+
+def _with_result_in_fp32(operation: Any, args: Any, keywords: Any) -> tuple[Any, dict[str, Any]]:
+    """The arguments, with dtype=float32 where the call gives no dtype and its first tensor is floating."""
+    at = [argument.name for argument in operation._schema.arguments].index("dtype")
+    given = args[at] if at < len(args) else keywords.get("dtype")
+    if given is not None or not _is_cast(args[0]):
+        return args, keywords
+    if at < len(args):
+        return (*args[:at], torch.float32, *args[at + 1 :]), keywords
+    return args, {**keywords, "dtype": torch.float32}
+
+
+# ---- Why an operation runs in its dtype, in a sentence.
+
+
+def _forward_reason(
+    kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, autocast: GpuAutocast, *, reads_fp32: bool
+) -> str:
+    """The reason in a forward pass. `reads_fp32`: a parameter in FP32 is among the inputs."""
+    if "FP8" in (*inputs, *outputs):
+        return _by_recipe(kind)
+    if autocast.decision is not None:
+        return _by_autocast(kind, inputs, outputs, computed, autocast.decision)
+    if kind == "cast":
+        return "the model casts it"
+    where = "no autocast" if autocast.dtype is None else "autocast leaves it alone"
+    if len(inputs) > 1:
+        return f"{where}: the widest dtype of the inputs, {'a parameter in FP32' if reads_fp32 else inputs[0]}"
+    return f"{where}: the dtype of the inputs{', a parameter in FP32 among them' if reads_fp32 else ''}"
+
+
+def _by_recipe(kind: str) -> str:
+    moves = {"cast": "the recipe casts it to FP8", "copy": "the recipe moves FP8 bytes"}
+    return moves.get(kind, "the recipe: operands in FP8")
+
+
+def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, decision: Decision) -> str:
+    name = decision.operation
+    if decision.casting or (kind == "cast" and inputs != outputs):
+        return f"autocast casts an input of {name}"
+    if decision.policy == "lower" and computed == "FP32":
+        return f"part of {name} as a CPU computes it; a GPU has one kernel"
+    if decision.policy == "lower":
+        return f"autocast runs {name} in {computed}"
+    if decision.policy == "promote":
+        return f"autocast runs {name} in the widest dtype of its inputs"
+    if computed != "FP32":
+        return f"{name} is called with a dtype, which autocast leaves"
+    return f"autocast runs {name} in FP32"
+
+
+def _backward_reason(kind: str, inputs: Sequence[str], outputs: Sequence[str], forward: str) -> str:
+    """The reason in a backward pass, in which autocast is off: gradients have the dtypes of the forward pass.
+
+    `forward` is the operation whose gradient it computes; "" if several ones, or none, are known.
+    """
+    if "FP8" in (*inputs, *outputs):
+        return _by_recipe(kind)
+    if kind == "cast" and inputs and outputs and inputs != outputs:
+        return f"gradient of a cast to {inputs[0]}"
+    return f"gradient of {forward}, in the dtype that it ran in" if forward else "adds up gradients, in their dtype"

@@ -1,0 +1,465 @@
+"""Checkpoints: the state from which a run continues bit for bit, as safetensors and JSON files.
+
+The files have whole tensors, however many ranks wrote them, and any number of ranks
+loads them: each rank reads its parts. The data needs no state: batch i depends only on i and the seed
+(`octavo.train.corpus`).
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from octavo.checkpoint.dcp_writer import SafetensorsWriter
+from octavo.checkpoint.files import (
+    THREADS,
+    ArtifactError,
+    ShardReader,
+    check_match,
+    is_finite,
+    model_tensors,
+    read_json,
+)
+from octavo.checkpoint.folder import WriteError, remove_folder, write_error
+from octavo.checkpoint.run import RunFolder
+from octavo.scales import load_scale_state, scale_state
+from octavo.train.optimizer import optimizer_state
+from octavo.train.processes import rank, same_outcome, world_size
+from octavo.util import check_kinds
+from octavo.version import __version__
+
+_DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": dict}  # train.json
+
+
+@dataclass
+class TrainState:
+    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done.
+
+    The parameters of `model` may be sharded (DTensor: FSDP2, tensor parallel); the optimizer's state then is, too.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    fingerprint: str
+    step: int = 0
+    skipped_steps: int = 0
+
+
+def checkpoint_tensors(state: TrainState) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, as FILE/NAME -> tensor. Each rank has the random states of its own."""
+    files = {
+        "model": model_tensors(state.model),
+        "optimizer": optimizer_state(state.model, state.optimizer),
+        "state": random_state(state.device) | scale_state(state.model),
+    }
+    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def describe_checkpoint(state: TrainState) -> str:
+    """The text of train.json."""
+    described = {
+        "step": state.step,
+        "skipped_steps": state.skipped_steps,
+        "fingerprint": state.fingerprint,
+        "scaler": state.scaler.state_dict(),
+    }
+    return json.dumps(described, indent=2) + "\n"
+
+
+def check_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> None:
+    """Raise an ArtifactError if a checkpoint is truncated, of another model (on any device), or of other data."""
+    if _read_description(folder)["fingerprint"] != fingerprint:
+        raise ArtifactError(
+            f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
+        )
+    _check_weights(folder, _open(folder, "model"), model)
+    for stem in ("optimizer", "state"):
+        _open(folder, stem)
+
+
+def load_checkpoint(folder: Path, state: TrainState) -> None:
+    """Restore `state` from a checkpoint, on every rank. All is checked before anything is changed, but for the numbers,
+    which are checked as they are read.
+    """
+    with same_outcome():
+        opened = _Opened(folder, state)
+        model = _ModelFiles(folder, state.model)
+        check_random_state(model.saved, str(folder / "state.safetensors"))
+    with same_outcome():
+        model.load()
+        _read_into(opened.moments, opened.optimizer)
+    opened.restore_counts(state)
+    if opened.described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
+        state.scaler.load_state_dict(opened.described["scaler"])
+    restore_random_state(model.saved, state.device, state.step)
+
+
+def load_into_other_recipe(folder: Path, state: TrainState) -> None:
+    """Restore weights, moments and step of `state` from a checkpoint of a run with any recipe, on every rank.
+
+    A scale history is restored where both recipes have it; the first step of another scales dynamically. The random
+    state stays.
+    """
+    with same_outcome():
+        opened = _Opened(folder, state)
+        weights, saved = _open(folder, "model"), _open(folder, "state").get_all("cpu")
+    with same_outcome():
+        _read_into(model_tensors(state.model), weights)
+        _read_into(opened.moments, opened.optimizer)
+    histories = scale_state(state.model)
+    known = {name: saved.get(name, tensor) for name, tensor in histories.items()}
+    same = all(known[name].shape == tensor.shape for name, tensor in histories.items())
+    load_scale_state(state.model, known if same else histories)
+    opened.restore_counts(state)
+
+
+class _Opened:
+    """A checkpoint that fits the model, the data and the optimizer of a state."""
+
+    def __init__(self, folder: Path, state: TrainState) -> None:
+        check_checkpoint(folder, state.model, state.fingerprint)
+        self.described, self.optimizer = _read_description(folder), _open(folder, "optimizer")
+        self.moments = optimizer_state(state.model, state.optimizer)
+        where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
+        _check_fit(self.optimizer, self.moments, where)
+
+    def restore_counts(self, state: TrainState) -> None:
+        state.step, state.skipped_steps = self.described["step"], self.described["skipped_steps"]
+
+
+@torch.no_grad()
+def disturb_weights(model: nn.Module, share: float, seed: int) -> None:
+    """Multiply each weight by 1 + `share` * a normal number, the same ones on any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        part, offsets = _held(p)
+        places = tuple(slice(first, first + count) for first, count in zip(offsets, part.shape, strict=True))
+        part.mul_(1 + share * torch.randn(p.shape, generator=generator)[places].to(part.device))
+
+
+def load_model(folder: Path, model: nn.Module) -> None:
+    """Restore the weights and the scale histories of a converted model from a checkpoint, without an optimizer."""
+    _ModelFiles(folder, model).load()
+
+
+def has_finite_weights(folder: Path) -> bool:
+    """True if every weight of a checkpoint is finite; False if one is not, or the checkpoint cannot be read."""
+    try:
+        reader = _open(folder, "model")
+    except ArtifactError:
+        return False
+    return all(bool(is_finite(reader.get(name))) for name, spec in reader.specs.items() if spec.dtype.is_floating_point)
+
+
+class _ModelFiles:
+    """The weights and the scale histories of a checkpoint, which fit the model; `saved` has the random states too."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        self.model, self.weights = model, _open(folder, "model")
+        self.saved = _open(folder, "state").get_all("cpu")
+        self.scales = {name: tensor for name, tensor in self.saved.items() if not name.startswith(PREFIX)}
+        _check_weights(folder, self.weights, model)
+        check_match(self.scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
+
+    def load(self) -> None:
+        _read_into(model_tensors(self.model), self.weights)
+        load_scale_state(self.model, self.scales)
+
+
+def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
+    """Fill `tensors` in place. Each rank reads the part of a DTensor that it holds.
+
+    Raises an ArtifactError if one holds inf or NaN.
+    """
+
+    @torch.no_grad()
+    def fill(name: str) -> None:
+        tensor, offsets = _held(tensors[name])
+        if tensor.numel():  # a parameter with fewer rows than there are ranks
+            part = reader.get_part(name, offsets, tensor.shape)
+            if part.is_floating_point() and not is_finite(part):
+                raise ArtifactError(
+                    f"{reader.folder}: {name} holds inf or NaN: the run had diverged by then. Take an earlier "
+                    "checkpoint (--step); to resume from it, move this folder out of the run"
+                )
+            tensor.copy_(part)
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(fill, tensors))
+
+
+def _held(tensor: Tensor) -> tuple[Tensor, torch.Size]:
+    """The part of a tensor that this rank holds, and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, torch.Size([0] * tensor.ndim)
+    [chunk] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tensor.to_local(), chunk.offsets
+
+
+def _open(folder: Path, stem: str) -> ShardReader:
+    try:
+        return ShardReader(folder, stem)
+    except (FileNotFoundError, ArtifactError) as error:
+        raise _not_whole(folder, error) from error
+
+
+def _not_whole(folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"the checkpoint {folder} is not whole: {error}. Move that folder out of the run to resume from the one before "
+        "it"
+    )
+
+
+def _check_weights(folder: Path, weights: ShardReader, model: nn.Module) -> None:
+    _check_fit(weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
+
+
+def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
+    check_match({name: spec.meta() for name, spec in reader.specs.items()}, required, where)
+
+
+def _read_description(folder: Path) -> Mapping[str, Any]:
+    path = folder / "train.json"
+    try:
+        described = read_json(path)
+        check_kinds(described, _DESCRIBED, f"{path}: ", ArtifactError)
+    except (FileNotFoundError, ArtifactError) as error:
+        raise _not_whole(folder, error) from error
+    if folder.name != (named := RunFolder(folder.parent).checkpoint(described["step"]).name):
+        raise ArtifactError(
+            f"{path} says that it is of step {described['step']}, whose folder is {named}: one of the two was changed, "
+            "so give the folder its name, or move it out of the run"
+        )
+    return described
+
+
+# ---- A copy of the state of a run in the memory of the CPU, for writing it while the run goes on.
+
+
+class HostCopy:
+    """A copy of tensors by name; of a DTensor, of the part that this rank holds.
+
+    The memory is as large as the tensors, and stays for the next copy. For tensors on a GPU it is pinned, so that they
+    are copied as fast as the bus allows.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+        self._pinned: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors`, and wait until they are copied. Names, shapes and dtypes must be those of the first call."""
+        for name, tensor in tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name not in self._copies:
+                self._copies[name] = self._empty_for(local)
+            self._copies[name].copy_(local, non_blocking=True)
+        if self._pinned:
+            torch.cuda.synchronize()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._copies[name]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for copy in self._pinned:
+            torch.cuda.check_error(_cuda().cudaHostUnregister(copy.data_ptr()))
+        self._pinned, self._copies = [], {}
+
+    def _empty_for(self, local: Tensor) -> Tensor:
+        copy = torch.empty(local.shape, dtype=local.dtype)
+        if local.is_cuda and copy.numel():
+            # torch.empty(pin_memory=True) takes the next power of two of bytes, up to twice as many
+            torch.cuda.check_error(_cuda().cudaHostRegister(copy.data_ptr(), copy.nbytes, 0))
+            self._pinned.append(copy)
+        return copy
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# ---- Writing the checkpoints of a run while it trains on.
+
+
+_PATIENCE = timedelta(hours=1)  # of the ranks that have written for the slowest
+_PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has failed: another rank may be lost
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all; `keep` of them stay.
+
+    `save` copies the state to memory of the CPU (pinned, where it comes from a GPU) and returns; the copy, as large as
+    the state, stays for the next one. As a context manager it waits for the last checkpoint. Every rank of the run
+    must make it, and call `save` at the same steps. Raises a WriteError, on all ranks, if one of them cannot write in
+    the folder of the run.
+    """
+
+    def __init__(self, run: RunFolder, keep: int) -> None:
+        self.run, self.keep = run, keep
+        # A group of its own: its messages must not meet those of the thread that trains.
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
+        self._copy = HostCopy()
+        self._pending: _Background | None = None
+        with same_outcome():  # each rank writes a part of a checkpoint: learn now, and not after many steps
+            try:
+                run.path.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=run.path).close()
+            except OSError as error:
+                raise write_error(run.path, error) from error
+        if rank() == 0:
+            for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
+                shutil.rmtree(leftover)
+
+    def save(self, state: TrainState) -> None:
+        """Begin to write the checkpoint of `state.step`, after the one before it is done."""
+        self.wait()
+        tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
+        self._copy.update(tensors)
+        target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
+        self._pending = _Background(lambda: self._write(target, tensors, description))
+
+    @property
+    def failed(self) -> bool:
+        """True if the last checkpoint could not be written: `wait` then raises its error."""
+        return self._pending is not None and self._pending.error is not None
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written. Raises the WriteError of `save`."""
+        if self._pending is not None:
+            self._pending.join()
+            pending, self._pending = self._pending, None
+            if pending.error is not None:
+                raise pending.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                self.wait()
+            elif self._pending is not None and isinstance(error, Exception):  # a second signal stops at once
+                self._pending.join(_PATIENCE_AFTER_ERROR)
+        finally:
+            if self._pending is None or not self._pending.is_alive():
+                self._copy.close()
+
+    def _write(self, target: Path, tensors: dict[str, Tensor], description: str) -> None:
+        ours, planner = {"octavo_version": __version__}, _CopyPlanner(self._copy)
+        metadata = {"model": {"format": "pt", **ours}, "optimizer": ours, "state": ours}
+        try:
+            with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
+                if self._group is None:
+                    _save_alone(tensors, planner, writer)
+                else:
+                    save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+        except CheckpointException as error:
+            raise _readable(error, target) from error
+        if rank() == 0:
+            for old in self.run.checkpoints()[: -self.keep]:
+                remove_folder(old)
+
+
+class _Background(threading.Thread):
+    """A call in a thread, which does not keep the process alive: a lost rank would never answer it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__(name="checkpoint", daemon=True)
+        self._call = call
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self.error = error
+
+
+class _CopyPlanner(DefaultSavePlanner):
+    """Plans by the shapes and the placements of the tensors of the run, and writes a copy of them."""
+
+    def __init__(self, copy: HostCopy) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._copy = copy
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copy[index.fqn]
+
+
+def _save_alone(tensors: dict[str, Tensor], planner: DefaultSavePlanner, writer: SafetensorsWriter) -> None:
+    """The steps of `torch.distributed.checkpoint.save` in a single process, where it warns that there are no others."""
+    planner.set_up_planner(tensors, None, True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    [plan] = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    writer.finish(metadata, [results])
+
+
+def _readable(error: CheckpointException, target: Path) -> Exception:
+    """The first failure of a rank, as the writer of a single process raises it."""
+    cause = next(iter(error.failures.values()))[0]
+    if isinstance(cause, WriteError):
+        return cause
+    if isinstance(cause, OSError):
+        return write_error(target, cause)
+    return RuntimeError(f"could not write {target}: {type(cause).__name__}: {cause}")
+
+
+# ---- The states of torch's random generators on every rank, as tensors in a checkpoint.
+
+
+PREFIX = "random."  # of the names; rank 0 has random.cpu and random.cuda, rank 1 random.cpu.1 and random.cuda.1
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The states of this rank: of the CPU's generator, and of the GPU's if `device` is one."""
+    state = {_name("cpu"): torch.get_rng_state()}
+    if device.type == "cuda":
+        state[_name("cuda")] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
+    """Raise an ArtifactError, which begins with `where`, unless `saved` has the state of a CPU."""
+    found = {name: state for name, state in saved.items() if name == "random.cpu"}
+    check_match(found, {"random.cpu": torch.get_rng_state()}, f"{where} has no random state of this machine")
+
+
+def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:
+    """Set the generators of this rank. A run that was trained on a CPU has no state for a GPU; it may continue there.
+
+    If the run continues with another number of ranks, each seeds its generators anew, from its seed and the step.
+    """
+    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():
+        digest = hashlib.sha256(f"{torch.initial_seed()} {step}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7]))
+        return
+    torch.set_rng_state(saved[_name("cpu")])
+    if device.type == "cuda" and _name("cuda") in saved:
+        torch.cuda.set_rng_state(saved[_name("cuda")], device)
+
+
+def _name(kind: str) -> str:
+    return f"{PREFIX}{kind}" + (f".{rank()}" if rank() else "")

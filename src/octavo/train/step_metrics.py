@@ -1,0 +1,512 @@
+"""The records of a run: metrics.jsonl, boards on request, and one line per logged step on the terminal.
+
+A line of metrics.jsonl is an object with `step`, the optimizer steps done, and:
+
+    at the start and each resume   data: the text read and skipped (`octavo.data.ReadReport.to_dict`), precision
+                                   (`precision_of`), dtypes (`observed_dtypes`), and started (`start_of`)
+    every log_every steps          loss, learning_rate, gradient_norm, tokens (trained on so far), seconds (of training,
+                                   since the log record before), tokens_per_second, peak_memory (bytes),
+                                   largest_weight (the largest magnitude); of fp16 also loss_scale, skipped_steps; of
+                                   several processes tokens_per_second_per_gpu; of a GPU whose peak is known mfu
+                                   (`octavo.train.trainer`). The loss is the mean over all ranks, and the memory
+                                   that of the rank with the highest peak.
+    every evaluate_every steps     evaluation_loss, sample (a text)
+    with findings                  warnings (the number of findings by rule), promoted (the new precision by layer),
+                                   rolled_back_from (the step from which the run went back to this one)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any, Protocol, Self, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from octavo.checkpoint.folder import write_error
+from octavo.checkpoint.run import RunFolder
+from octavo.nn.conversion import computed_stacks
+from octavo.nn.conversion_report import find_coverage
+from octavo.nn.delayed import histories
+from octavo.nn.linear import RecipeLayer
+from octavo.nn.weight_cache import local_part
+from octavo.ops.dispatch import gemm_backends
+from octavo.train.config import Config
+from octavo.train.loss import AUTOCAST
+from octavo.train.processes import rank, world_size
+from octavo.train.run_records import read_record
+from octavo.train.saving import TrainState
+from octavo.util import import_extra
+from octavo.version import __version__
+from octavo.watching import Sample, Watch, watch
+from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
+
+
+class Metrics:
+    """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice."""
+
+    def __init__(
+        self, path: Path, *, resumed_at: int, open_boards: Callable[[int], Sequence[Board]] = lambda step: ()
+    ) -> None:
+        self._path, self._open_boards = path, open_boards
+        path.touch()
+        self._open(resumed_at)
+
+    def _open(self, step: int) -> None:
+        self.boards = self._open_boards(step)
+        os.truncate(self._path, _length_until(self._path, step))
+        self._file = self._path.open("a")
+
+    def go_back(self, step: int) -> None:
+        """Drop the records of the steps after `step`, from which the run continues."""
+        self._close()
+        self._open(step)
+
+    def write(self, step: int, **record: Any) -> None:
+        """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
+        record = {name: None if _no_number(value) else value for name, value in record.items()}
+        try:
+            self._file.write(json.dumps({"step": step, **record}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise write_error(Path(self._file.name), error) from error
+        self.draw(step, record)
+
+    def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Draw the numbers among the values on the boards."""
+        drawn = {name: value for name, value in numbers.items() if isinstance(value, int | float)}
+        for board in self.boards:
+            board.numbers(step, drawn)
+
+    def draw_histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        """Draw counts [n] between edges [n + 1] on the boards."""
+        for board in self.boards:
+            board.histogram(step, name, edges, counts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._file.close()
+        for board in self.boards:
+            board.close()
+
+
+class _NoMetrics(Metrics):
+    """The records of a rank that writes none."""
+
+    def __init__(self) -> None:
+        self.boards = ()
+
+    def write(self, step: int, **record: Any) -> None: ...
+
+    def go_back(self, step: int) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_metrics(config: Config, path: Path, resumed_at: int) -> Metrics:
+    """The records of a run, which rank 0 writes, and the boards that its settings name."""
+
+    def open_boards(step: int) -> list[Board]:
+        boards: list[Board] = [TensorBoard(path.parent, step)] if config.tensorboard else []
+        return boards + ([WeightsAndBiases(path.parent, config.to_dict())] if config.wandb else [])
+
+    return Metrics(path, resumed_at=resumed_at, open_boards=open_boards) if rank() == 0 else _NoMetrics()
+
+
+def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
+    """One line: step, loss, learning rate, gradient norm, tokens a second (also of a GPU, with its MFU), time left.
+
+    On a terminal the live line has them.
+    """
+    if isinstance(console, LiveConsole):
+        console.show("training", step, steps, f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
+        return
+    each = f" ({record['tokens_per_second_per_gpu']:,.0f} a GPU)" if "tokens_per_second_per_gpu" in record else ""
+    share = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
+    scale = f"  loss scale {record['loss_scale']:g}" if "loss_scale" in record else ""
+    console.print(
+        f"step {step:>{len(str(steps))}}/{steps}  loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  "
+        f"grad norm {record['gradient_norm']:.2f}  {record['tokens_per_second']:,.0f} tokens/s{each}{share}{scale}  "
+        f"ETA {timedelta(seconds=round(seconds_left))}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _length_until(path: Path, step: int) -> int:
+    """The bytes of the records up to `step`; a last line that a kill cut short does not count.
+
+    Raises an ArtifactError if a whole line holds no record: what follows it would be lost.
+    """
+    length = 0
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n") or read_record(line, f"{path}, line {number}")["step"] > step:
+            break
+        length += len(line)
+    return length
+
+
+def _no_number(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+# ---- TensorBoard and Weights & Biases: the numbers of a run, and histograms of its samples, besides metrics.jsonl.
+
+
+class Board(Protocol):
+    """A place where numbers and histograms are drawn by step."""
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Draw numbers by name."""
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        """Draw counts [n] between edges [n + 1]."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the folder `tensorboard` of a run, without those of the steps after `step`."""
+
+    def __init__(self, run: Path, step: int) -> None:
+        self._writer = event_writer()(run / "tensorboard", purge_step=step + 1 if step else None)
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        middles = (np.array(edges[:-1]) + np.array(edges[1:])) / 2
+        total, mean = sum(counts), float(np.dot(middles, counts))
+        square = float(np.dot(middles**2, counts))
+        limits, values = list(edges[1:]), list(counts)
+        self._writer.add_histogram_raw(name, edges[0], edges[-1], total, mean, square, limits, values, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases. The environment decides where it goes: WANDB_MODE, WANDB_PROJECT and others."""
+
+    def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
+        self._wandb = wandb()
+        identity = run / "wandb" / "octavo-id"
+        if not identity.is_file():
+            identity.parent.mkdir(exist_ok=True)
+            identity.write_text(uuid.uuid4().hex[:8])
+        self._run = self._wandb.init(
+            id=identity.read_text().strip(), resume="allow", name=run.name, dir=str(run), config=dict(settings)
+        )
+        # Its own steps cannot go back, as those of a run can.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **numbers})
+
+    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
+        drawn = self._wandb.Histogram(np_histogram=(np.array(counts), np.array(edges)))
+        self._run.log({"step": step, name: drawn})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def event_writer() -> Any:
+    """TensorBoard's SummaryWriter; an ImportError names the extra that has it."""
+    return import_extra("torch.utils.tensorboard", "tensorboard", "--tensorboard needs tensorboard").SummaryWriter
+
+
+def wandb() -> Any:
+    """The package wandb; an ImportError names the extra that has it."""
+    return import_extra("wandb", "wandb", "--wandb needs wandb")
+
+
+# ---- The console of a training run. The run continues when its output can no longer be written.
+
+
+_LONG = 1000  # tokens of a sample that takes long enough to show its progress
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # by a terminal, in the name of a file or the text of a model
+
+
+@contextmanager
+def live_console() -> Iterator[Console]:
+    """The console of a run, with the live line on a terminal."""
+    console = training_console()
+    if not console.is_terminal:
+        yield console
+        return
+    live = LiveConsole(console.file)
+    with live.bar:
+        yield live
+
+
+def training_console() -> Console:
+    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
+
+    Standard output may be a pipe whose reader ended (`octavo train | head`), a terminal that was closed, or a file on
+    a full disk. None of these ends a run: its numbers are in metrics.jsonl.
+    """
+    if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
+        return Console(quiet=True)
+    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print plain text: no markup, no colour, and nothing that a terminal would obey; wrapped on a terminal alone."""
+    whole = not console.is_terminal
+    console.print(_OBEYED.sub("\N{REPLACEMENT CHARACTER}", text), markup=False, highlight=False, soft_wrap=whole)
+
+
+class LiveConsole(Console):
+    """A terminal with a live line below its other lines: what runs, how far, the last figures and the time left."""
+
+    def __init__(self, file: IO[str]) -> None:
+        super().__init__(file=file)
+        doing, said = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
+        columns = (doing, BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self, transient=True)
+        self.task = self.bar.add_task("starting", total=None, said="")
+
+    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
+        """Write the live line again; `said` are the figures, None for those of before."""
+        said = self.bar.tasks[0].fields["said"] if said is None else said
+        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
+
+
+def show_step(console: Console, step: int, steps: int) -> None:
+    """The step on the live line; the figures are those of the last log line."""
+    if isinstance(console, LiveConsole):
+        console.show("training", step, steps)
+
+
+def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
+    """The text of `count` tokens, with its progress: on the live line, or in a line for each tenth of a long text."""
+    text = ""
+    for done, piece in enumerate(pieces, 1):
+        text += piece
+        if isinstance(console, LiveConsole):
+            console.show("sampling", done, count)
+        elif count >= _LONG and done % (count // 10) == 0:
+            print_line(console, f"sampled {done:,} of {count:,} tokens")
+    return text
+
+
+class LastingStream:
+    """A text stream whose `write` and `flush` never raise an OSError: after the first one they do nothing."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, action: Any) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._gone = True
+            _discard(self._stream)
+            _notify(f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers")
+
+
+def _discard(stream: IO[str]) -> None:
+    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+    except (OSError, ValueError):
+        return  # a stream without a file descriptor
+
+
+def _notify(message: str) -> None:
+    if sys.stderr is None:
+        return
+    try:
+        print(message, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+# ---- Measurements of a mixed-precision run: the precision of each layer, all dtypes, and the range of the weights.
+
+
+def start_of(device: torch.device) -> dict[str, str]:
+    """The command, the machine and the versions that a run was started with, for its report."""
+    name = Path(sys.argv[0]).name
+    versions = {"octavo": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"
+    return {
+        "command": shlex.join(["octavo" if name == "__main__.py" else name, *sys.argv[1:]]),
+        "machine": chip if world_size() == 1 else f"{world_size()} x {chip}",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+    }
+
+
+def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
+    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values.
+
+    `recipes`: for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16":
+    unquantized, in the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read.
+    `high_precision`: the shares of the other parameters by name (repeated layers are one entry, their index written *),
+    of `embeddings`, and of `other` (norms, biases and other vectors).
+    """
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
+    recipes: dict[str, dict[str, Any]] = {}
+    for name, layer in layers.items():
+        entry = recipes.setdefault(layer.recipe.name, _backends(layer, device) | {"layers": []})
+        entry["layers"].append(name)
+    computed = [name for name, layer in layers.items() if layer.recipe.quantized]
+    coverage = find_coverage(model, [*computed, *computed_stacks(model)])
+    rest = {left.name: left.share for left in coverage.left}
+    high = rest | {"embeddings": coverage.embeddings, "other": coverage.other}
+    return {
+        "recipes": recipes,
+        "fp8_share": round(coverage.computed, 6),
+        "high_precision": {name: round(share, 6) for name, share in high.items()},
+    }
+
+
+def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
+    found = {gemm: backend.name for gemm, backend in gemm_backends(layer.recipe, device).items()}
+    return {gemm: "emulated" if name == "none" and layer.recipe.emulate else name for gemm, name in found.items()}
+
+
+def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
+    """The dtype of every leaf module's output during `forward()`, and of its loss.
+
+    Repeated layers are one entry, their index written *. If they differ, the entry names each dtype.
+    """
+    seen: dict[str, set[str]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                seen.setdefault(key, set()).add(str(output.dtype).removeprefix("torch."))
+
+        return hook
+
+    leaves = [(name, m) for name, m in model.named_modules() if name and next(m.parameters(False), None) is not None]
+    with ExitStack() as hooks:
+        for name, module in leaves:
+            hooks.enter_context(module.register_forward_hook(note(name)))
+        loss = forward()
+    found = {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()}
+    return found | {"loss": str(loss.dtype).removeprefix("torch.")}
+
+
+@torch.no_grad()
+def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """(smallest, largest) element of every parameter, read from the device in one transfer.
+
+    Parameters may be sharded (DTensor: FSDP2, tensor parallel): every rank returns the extremes of the whole, and every
+    rank must call this.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    parameters: list[Any] = list(model.parameters())
+    extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
+    meshes = dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group)
+    return {name: (low, -negated) for name, (low, negated) in zip(names, extremes.tolist(), strict=True)}
+
+
+def scales_of(model: nn.Module) -> dict[str, float]:
+    """The scale of every history of the recipe `delayed` that has one, by name, such as LAYER.histories.x."""
+    known = {name: history.scale for name, history in histories(model) if history.ready}
+    values = torch.cat([scale.view(1) for scale in known.values()]).tolist() if known else []
+    return dict(zip(known, values, strict=True))
+
+
+def _extremes(p: Any) -> Tensor:
+    """(smallest, -largest) of a parameter, or of the part that lies on this rank: [2] FP32."""
+    local = local_part(p)
+    if local.numel() == 0:  # a parameter with fewer rows than there are ranks
+        return torch.full((2,), torch.inf, device=local.device)
+    low, high = local.aminmax()
+    return torch.stack([low, -high]).float()
+
+
+# ---- The watch of a run of the trainer: `octavo.watch` by the table `[watch]`, drawn on the run's boards.
+
+
+OF_OPERANDS = ("amax", "sqnr", "saturated", "flushed")
+OF_LAYERS = ("gradient_norm", "update_ratio", "alignment")
+
+
+@contextmanager
+def watched(config: Config, state: TrainState, run: RunFolder, metrics: Metrics) -> Iterator[Watch | None]:
+    """Watch the model of a run while it trains; None where `watch.interval` is 0."""
+    if not config.watch.interval:
+        yield None
+        return
+    with watch(
+        state.model,
+        folder=run.path,
+        interval=config.watch.interval,
+        rows=config.watch.rows,
+        dtype=AUTOCAST.get(config.precision, torch.float32),
+        resumed_at=state.step,
+    ) as found:
+        if metrics.boards:
+            found.listeners.append(lambda sample: draw_sample(metrics, found, sample))
+        yield found
+
+
+def draw_sample(metrics: Metrics, watch: Watch, sample: Sample) -> None:
+    """Draw some numbers of each layer, and the histogram of log2 |x| of each operand and gradient."""
+    numbers: dict[str, float] = {}
+    for record in sample.operands:
+        name = f"watch/{watch.layers[record['layer']].name}/{OPERANDS[record['operand']]}"
+        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_OPERANDS}
+        _draw_binades(metrics, sample.step, name, float(record["amax"]), record["binades"])
+    for record in sample.layer_records:
+        name = f"watch/{watch.layers[record['layer']].name}"
+        numbers |= {f"{name}/{field}": float(record[field]) for field in OF_LAYERS}
+        _draw_binades(
+            metrics, sample.step, f"{name}/gradient", float(record["gradient_amax"]), record["gradient_binades"]
+        )
+    metrics.draw(sample.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
+
+
+def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: Records) -> None:
+    if math.isfinite(amax) and amax > 0:
+        top = math.frexp(amax)[1]  # the first binade ends at 2^top
+        edges = [float(top - BINADES + k) for k in range(BINADES + 1)]
+        shares = [count / FULL_SHARE for count in reversed(binades.tolist())]
+        metrics.draw_histogram(step, f"{name}/log2", edges, shares)

@@ -1,0 +1,554 @@
+"""Supervision of a run: faults in its losses, its gradients and its watched layers, and what the run does about each.
+
+    say     a line on the terminal, counts in metrics.jsonl, an event of the watch             always
+    stop    save a checkpoint and end; end at once where a number is not finite                on_warning = "stop"
+    save    give the layer more precision, or return to an earlier checkpoint                  "promote", "rollback"
+
+Every `CHECK_EVERY` steps, and wherever the loop reads the loss, the losses and gradient norms of the steps since then
+come from the device in one transfer. All ranks then decide alike: rank 0 judges by the rules of
+`octavo.watching.rules`, and tells the others. actions.json of a run keeps what was changed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from octavo.checkpoint.files import ArtifactError, read_json, replace_file
+from octavo.checkpoint.folder import remove_folder, write_error
+from octavo.checkpoint.run import RunFolder
+from octavo.models import BUILT_IN_MODELS
+from octavo.nn import FusedMLP
+from octavo.nn.conversion import converted_experts, find_experts
+from octavo.nn.delayed import histories
+from octavo.nn.experts import Experts
+from octavo.nn.linear import RecipeLayer
+from octavo.nn.selection import e5m2_gradients, promote
+from octavo.nn.weight_cache import local_part
+from octavo.scales import cast_once
+from octavo.train.config import Config
+from octavo.train.loss import own_random
+from octavo.train.model import allow_compilations, eager
+from octavo.train.optimizer import RecentSteps, StepNumbers, learning_rate
+from octavo.train.processes import gather, rank, whole
+from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
+from octavo.train.step_metrics import Metrics, precision_of, print_line
+from octavo.util import build, plural
+from octavo.watching import Watch
+from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate
+from octavo.watching.storage import OPERANDS, Event
+from octavo.watching.watched_layers import first_matrix
+
+CHECK_EVERY = 10  # steps
+_SHOWN = 5  # warnings of a check that are printed
+
+# The precision that a layer gets, by the rule and the operand that it found a fault in; "bf16" where the table has
+# none. The range of e5m2 is enough for gradients that e4m3 is too narrow for.
+REMEDIES = {("underflow", "dy"): "e5m2", ("saturation_spike", "dy"): "e5m2"}
+_WORDS = {"bf16": "runs in BF16", "e5m2": "has gradients in e5m2"}
+_ACTIONS = {"bf16": "promote", "e5m2": "e5m2"}  # of an event
+
+
+class TrainingError(RuntimeError):
+    """The loss or the gradient of the run is no longer finite, or a warning was to stop it."""
+
+
+@dataclass(eq=False)
+class Supervisor:
+    """Judges a run as it goes, and acts as its settings say. Every rank must call each function.
+
+    As a context manager it casts each weight once a step, by the recipes that the layers have. `passes` computes the
+    step after so many others.
+    """
+
+    config: Config
+    state: TrainState
+    run: RunFolder
+    actions: Actions
+    recent: RecentSteps
+    metrics: Metrics
+    console: Console
+    watch: Watch | None
+    checkpoints: CheckpointWriter
+    passes: Callable[[int], object]
+
+    def __post_init__(self) -> None:
+        self._losses, self._stalls = LossRule(), StallRule(self.state.step)
+        self._samples = None if self.watch is None else SampleRules(self.watch.layers)
+        self._weights = _root_mean_square(self.state)
+        self._fp16 = self.config.precision == "fp16"
+        self._counts = Counter[str]()
+        self._cause: Event | None = None
+        self._casts = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._cast_anew()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._casts.close()
+
+    def _cast_anew(self) -> None:
+        self._casts.close()
+        self._casts.enter_context(cast_once(self.state.model))
+
+    def check(self) -> bool:
+        """Judge the steps and samples since the last check. True if the run went back to an earlier step."""
+        steps = self.recent.read()
+        bad = next((numbers for numbers in steps if not (numbers.finite or self._is_skipped(numbers))), None)
+        if bad is not None:
+            self._repeat(bad)
+            return True
+        spikes = [event for numbers in steps if (event := self._losses.check(numbers.step, numbers.loss))]
+        found: list[Event] = gather([*spikes, *self._judge_progress(steps), *self._judge_samples()])[0]
+        rolls_back = self.config.watch.on_spike == "rollback"
+        spike = next((event for event in found if rolls_back and event.rule == "loss_spike"), None)
+        if spike is not None:
+            found.remove(spike)
+        self._react(found)
+        return spike is not None and self._roll_back(spike)
+
+    # ---- Judging.
+
+    def _is_skipped(self, numbers: StepNumbers) -> bool:
+        """True if the loss scaler of FP16 has skipped the step, as it does when it looks for the largest scale."""
+        return self._fp16 and math.isfinite(numbers.loss)
+
+    def _judge_samples(self) -> list[Event]:
+        if self.watch is None or self._samples is None:
+            return []
+        self._samples.layers = list(self.watch.layers)
+        return [event for sample in self.watch.take() for event in self._samples.check(*sample)]
+
+    def _judge_progress(self, steps: list[StepNumbers]) -> Iterator[Event]:
+        """The learning rate, until it was found too high once; and the losses while it is near its peak.
+
+        A model that was trained before learns less in a step than the noise of the loss.
+        """
+        for step, loss, _ in steps:
+            rate = learning_rate(step - 1, self.config)
+            if self._cause is None and (event := judge_rate(step, rate, self._weights)):
+                self._cause = event
+                yield event
+            near = self.config.model in BUILT_IN_MODELS and 2 * rate >= self.config.learning_rate
+            if near and (event := self._stalls.check(step, loss)):
+                yield replace(event, message=f"{event.message}. Causes, the likeliest first: {self._causes()}")
+
+    def _causes(self) -> str:
+        """Possible causes of a loss that stopped falling, by the warnings of the run so far."""
+        casts = [f"{plural(count, 'warning')} of {rule}" for rule, count in self._counts.most_common(1)]
+        if self._cause:
+            ranked = [f"the learning rate, too high since step {self._cause.step}", *casts]
+        else:
+            ranked = [*casts, f"a learning rate, {self.config.learning_rate:.2g}, that is too high or too low"]
+        return "; ".join([*ranked, "data with no more to learn"])
+
+    # ---- Reacting.
+
+    def _react(self, events: list[Event]) -> None:
+        """Report events, and promote their layers or stop the run if the settings say so."""
+        if not events:
+            return
+        self._counts.update(event.rule for event in events if event.layer is not None)
+        self._say(self.state.step, events, self._promote(events), self._cause)
+        if self.config.watch.on_warning == "stop":
+            self.checkpoints.save(self.state)
+            self.checkpoints.wait()
+            raise TrainingError(
+                f"step {self.state.step}: stopped by {events[0].describe()}. watch.on_warning is stop; continue with "
+                f"--resume {self.run.path} --watch.on-warning log"
+            )
+
+    def _promote(self, events: Iterable[Event]) -> dict[Event, Promotion]:
+        """Give more precision to the layers that events name, if the settings say so: the promotion of each event.
+
+        A layer that is in BF16 already stays as it is, and so does a module that is no converted layer. A layer is
+        promoted once, however many events it has.
+        """
+        if self.config.watch.on_warning != "promote":
+            return {}
+        layers, done, changed = recipe_layers(self.state.model), {}, set()
+        for event in events:
+            name = _name_of(self.state.model, event, layers)
+            if name is None or name in changed or not layers[name].recipe.quantized:
+                continue
+            to = REMEDIES.get((event.rule, event.operand or ""), "bf16")
+            if to == "e5m2" and e5m2_gradients(layers[name]) is None:
+                to = "bf16"
+            done[event] = Promotion(self.state.step, name, to, event.rule)
+            changed.add(name)
+        if done:
+            for promotion in done.values():
+                promote(layers[promotion.layer], promotion.to)
+            allow_compilations(len(done))
+            self._cast_anew()
+            self.actions.promotions.extend(done.values())
+            self.actions.write(self.run)
+        return done
+
+    def _repeat(self, bad: StepNumbers) -> None:
+        """Promote the layer with the first number that is not finite, and return to the step before it."""
+        self.state.step = bad.step - 1  # the weights have not changed since
+        place = find_nonfinite(self.state.model, self.state.device, lambda: self.passes(self.state.step))
+        event = _event_of(bad, place)
+        done = {} if self._fp16 else self._promote([event])
+        self._say(bad.step, [event], done)
+        if not done:
+            # the step that ends the run is logged, so that its last loss is not taken for its result
+            self.metrics.write(bad.step, loss=bad.loss, gradient_norm=bad.norm)
+            raise TrainingError(self._hopeless(bad, place))
+
+    def _hopeless(self, bad: StepNumbers, place: Place | None) -> str:
+        self.checkpoints.wait()
+        suspect = place is not None and place.tensor == "w"  # a saturating cast hides an infinite weight for some steps
+        saved = (path for path in reversed(self.run.checkpoints()) if not suspect or has_finite_weights(path))
+        good = next(saved, None)
+        return (
+            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. "
+            f"{self._advice(place)}; "
+            + (f"the last good checkpoint is {good}" if good else "no good checkpoint was saved")
+        )
+
+    def _advice(self, place: Place | None) -> str:
+        general = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
+        if self.config.watch.on_warning != "promote":
+            return f"{general}, or set watch.on_warning to promote"
+        if place is None:
+            return general
+        is_converted = place.layer in recipe_layers(self.state.model)
+        why = "runs in BF16 by now" if is_converted else "is not converted: it never ran in FP8"
+        return (
+            f"{place.layer} {why}, so there is nothing to promote. Lower learning_rate or clip, or look at the data of "
+            f"this step; --resume {self.run.path} goes on from the last checkpoint"
+        )
+
+    def _roll_back(self, spike: Event) -> bool:
+        """Return to a checkpoint from before the spike, if there is one and the limit is not reached."""
+        limit = self.config.watch.rollbacks
+        spent = len(self.actions.rollbacks) >= limit
+        rollback = None if spent else self._return_to(spike.step - NEW)
+        if rollback is None:
+            why = f"watch.rollbacks is {limit}" if spent else "no checkpoint is older"
+            self._react([replace(spike, message=f"{spike.message}; not rolled back: {why}")])
+            return False
+        self._losses.restart()
+        self._stalls = StallRule(self.state.step)
+        self.metrics.go_back(rollback.to)  # drops the metrics of later steps
+        if self.watch is not None:
+            self.watch.undo_events(rollback.to)
+        self._write(replace(spike, action="rollback"))
+        self._print(spike, f"; back to the checkpoint of step {rollback.to}, with the batches after these")
+        self.metrics.write(rollback.to, warnings={spike.rule: 1}, rolled_back_from=rollback.step)
+        return True
+
+    def _return_to(self, before: int) -> Rollback | None:
+        """Return to the newest checkpoint of a step up to `before`, and go on with the batches after those so far.
+
+        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint.
+        """
+        self.checkpoints.wait()
+        steps = gather([step for step in map(self.run.step_of, self.run.checkpoints()) if step <= before])[0]
+        if not steps:
+            return None
+        state, target = self.state, max(steps)
+        rollback = Rollback(state.step, target, self.actions.batch(state.step))
+        load_checkpoint(self.run.checkpoint(target), state)
+        state.optimizer.zero_grad()
+        self._cast_anew()
+        self.actions.rollbacks.append(rollback)
+        self.actions.write(self.run)
+        if rank() == 0:
+            for newer in self.run.checkpoints():
+                if self.run.step_of(newer) > target:
+                    remove_folder(newer)
+        return rollback
+
+    # ---- Saying: on the terminal, in metrics.jsonl and, where the run is watched, as events.
+
+    def _say(
+        self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion], cause: Event | None = None
+    ) -> None:
+        """Report events, with the promotion of each that had one. A `cause` explains the warnings of layers, which are
+        then counted on the terminal in one line.
+        """
+        for event in events:
+            self._write(replace(event, action=_ACTIONS[done[event].to]) if event in done else event)
+        first = [event for event in events if cause is None or event.layer is None][:_SHOWN]
+        for event in first:
+            self._print(event, _words(done.get(event)))
+        rest = [event for event in events if event not in first]
+        if rest:
+            rules = ", ".join(f"{count} {rule}" for rule, count in Counter(event.rule for event in rest).items())
+            why = f"; {cause.rule} of step {cause.step} explains them" if cause else ""
+            said = f"warning: {len(rest)} more of step {step} ({rules}), in {self.run.path / 'watch'}{why}"
+            print_line(self.console, said)
+        for event in rest:
+            if event in done:
+                print_line(self.console, f"warning: step {event.step}{_words(done[event])}")
+        found = Counter(event.rule for event in events)
+        record: dict[str, Any] = {"warnings": dict(found)}
+        if done:
+            record["promoted"] = {promotion.layer: promotion.to for promotion in done.values()}
+            record["precision"] = precision_of(self.state.model, self.state.device)
+            if self.watch is not None:
+                self.watch.refresh()
+        self.metrics.write(step, **record)
+        self.metrics.draw(step, {f"warnings/{rule}": count for rule, count in found.items()})
+
+    def _write(self, event: Event) -> None:
+        if self.watch is not None:
+            self.watch.write_event(event)
+
+    def _print(self, event: Event, action: str) -> None:
+        said = f"warning: step {event.step}: {event.describe()}{action} (docs/warnings.md#{event.rule})"
+        print_line(self.console, said)
+
+
+def _words(promotion: Promotion | None) -> str:
+    return "" if promotion is None else f"; {promotion.layer} {_WORDS[promotion.to]} from now on"
+
+
+def _root_mean_square(state: TrainState) -> float:
+    """The root mean square of all matrices that are trained."""
+    matrices = [p.detach() for group in state.optimizer.param_groups for p in group["params"] if p.ndim > 1]
+    squares = sum(float(whole(p.float().square().sum())) for p in matrices)
+    return math.sqrt(squares / max(sum(p.numel() for p in matrices), 1))
+
+
+def _event_of(bad: StepNumbers, place: Place | None) -> Event:
+    operand = place.tensor if place is not None and place.tensor in (*OPERANDS, "y") else None
+    layer, expert = (None, None) if place is None else (place.layer, place.expert)
+    message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
+    return Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
+
+
+def _found(place: Place | None) -> str:
+    if place is None:
+        return "every number is finite when the layers of the step run one by one"
+    return f"the first number that is not finite is in {place}"
+
+
+def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str | None:
+    """The converted layer that a remedy changes; None if there is none. A stack of experts' matrices gives its module.
+
+    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of down.
+    """
+    name = event.layer or ""
+    layer: nn.Module | None = layers.get(name, layers.get(name.rpartition(".")[0]))
+    if event.rule == "swiglu_alignment":
+        mlps = [module for module in model.modules() if isinstance(module, FusedMLP)]
+        layer = next((mlp.outer for mlp in mlps if any(inner is layer for inner in mlp.inner)), layer)
+    return next((name for name, each in layers.items() if each is layer), None)
+
+
+# ---- What supervision has changed in a run, in RUN/actions.json: promoted layers, and returns to a checkpoint.
+#
+# The file stands beside the checkpoints, not in them: a run that is resumed from any of them keeps its promoted layers,
+# and does not read the batches again that it has skipped.
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """From `step` on, a layer runs in BF16 ("bf16"), or with gradients in e5m2 ("e5m2"), because of a rule."""
+
+    step: int
+    layer: str
+    to: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """At `step` the run went back to the checkpoint of step `to`; the batches of the next steps begin at `batch`.
+
+    Batches are counted in steps: that of a run without rollbacks is the number of steps done.
+    """
+
+    step: int
+    to: int
+    batch: int
+
+
+@dataclass
+class Actions:
+    """The actions so far, oldest first."""
+
+    promotions: list[Promotion] = field(default_factory=list)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, run: RunFolder) -> Actions:
+        """Those of a run; none if it has no such file. An ArtifactError if it is damaged."""
+        if not run.actions.is_file():
+            return cls()
+        found = read_json(run.actions)
+        try:
+            return cls(
+                [build(Promotion, each) for each in found["promotions"]],
+                [build(Rollback, each) for each in found["rollbacks"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{run.actions} is damaged: {type(error).__name__} {error}") from error
+
+    def write(self, run: RunFolder) -> None:
+        """Replace the file of the run, on rank 0."""
+        if rank():
+            return
+        try:
+            replace_file(run.actions, json.dumps(asdict(self), indent=2) + "\n")
+        except OSError as error:
+            raise write_error(run.path, error) from error
+
+    def batch(self, step: int) -> int:
+        """The batch, counted in steps, of the step after `step` others."""
+        for rollback in reversed(self.rollbacks):
+            if rollback.to <= step:
+                return rollback.batch + step - rollback.to
+        return step
+
+    def apply(self, model: nn.Module, step: int | None = None) -> None:
+        """Promote the layers of a model as the run did, up to `step` (None: all); an ArtifactError if one lacks."""
+        layers = recipe_layers(model)
+        for promotion in self.promotions:
+            if step is None or promotion.step <= step:
+                if promotion.layer not in layers:
+                    raise ArtifactError(
+                        f"actions.json of the run has promoted {promotion.layer}, which is no converted layer of this "
+                        "model: keep the settings recipe and skip that the run had"
+                    )
+                promote(layers[promotion.layer], promotion.to)
+
+
+def recipe_layers(model: nn.Module) -> Mapping[str, Any]:
+    """The converted layers of a model by name, and its converted modules of experts."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, RecipeLayer)}
+    return layers | converted_experts(model)
+
+
+# ---- The first number of a step that is inf or NaN: the layer, and the tensor of the layer, that had it.
+#
+# The step is run again, layer by layer. Hooks look at what each layer reads and writes: x and y in the forward pass, dy
+# and dx in the backward pass. A layer with hooks is not fused with others, and compiled blocks run in eager mode, so
+# the layer is found also where the training step has no tensor of its own for it. The numbers may differ a little from
+# those of the fused pass.
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """The tensor of a layer that has the first number that is not finite."""
+
+    order: int  # of the tensors of a step, as they are computed
+    layer: str
+    tensor: str  # w (any of the parameters), x, y, dy, dx or dw
+    expert: int | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {'' if self.expert is None else f'expert {self.expert} of '}{self.layer}"
+
+
+def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
+    """The first place, over all ranks, in the step that `run` computes; None if the step is finite.
+
+    Every rank must call this. Weights, scale histories and the random state of the run are afterwards as
+    they were; the gradients are None.
+    """
+    search, experts = _Search(), find_experts(model)
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        search.look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
+    with eager(), own_random(device), _pending_amax_restored(model), search.hooks(model):
+        model.zero_grad()
+        run()
+    for name, parameter in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        search.look(owner, "dw", parameter.grad, _first_bad_matrix if owner in experts else None)
+    model.zero_grad()
+    places = [place for place in gather(search.found) if place is not None]
+    return min(places, default=None)
+
+
+class _Search:
+    """`found` is the first place so far, of this rank."""
+
+    def __init__(self) -> None:
+        self.found: Place | None = None
+        self._order = 0
+
+    def look(self, layer: str, tensor: str, value: Any, find_expert: Callable[[Any], int] | None = None) -> None:
+        """Look at a tensor, or at this rank's part of a DTensor. `find_expert` gives the expert that is not finite."""
+        self._order += 1
+        local = local_part(value)
+        if self.found is not None or not isinstance(local, Tensor) or not local.is_floating_point():
+            return
+        if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
+            self.found = Place(self._order, layer, tensor, find_expert(value) if find_expert else None)
+
+    @contextmanager
+    def hooks(self, model: nn.Module) -> Iterator[None]:
+        """Look at the tensors of all modules that compute themselves, while the block lasts."""
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    hooks.enter_context(module.register_forward_pre_hook(self._before(name)))
+                    hooks.enter_context(module.register_forward_hook(self._after(name)))
+            yield
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            for x in args:
+                self.look(name, "x", x)
+            # A view for each layer, so that its dx is not the sum over all layers that read x.
+            return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, y: Any) -> None:
+            of_experts = isinstance(module, Experts) and len(args) > 1
+            self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
+            self._watched(name, "dy", y)
+
+        return hook
+
+    def _watched(self, name: str, tensor: str, value: Any) -> Any:
+        """`value`, whose gradient is looked at when it is computed."""
+        if _differentiable(value):
+            value.register_hook(lambda gradient: self.look(name, tensor, gradient))
+        return value
+
+
+def _first_bad_matrix(stack: Any) -> int:
+    """The number of the first matrix of a stack [E, N, K] that is not finite."""
+    return first_matrix(stack) + int(local_part(stack).detach().isfinite().flatten(1).all(1).logical_not().nonzero()[0])
+
+
+def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:
+    """The expert, by `index` [T, top_k], of most tokens with a bad y [T, K]; of several, that with fewest others."""
+    bad = y.detach().isfinite().all(1).logical_not()
+    total = index.flatten().bincount()
+    found = index[bad].flatten().bincount(minlength=len(total))
+    return int((found + 0.5 * found / total.clamp(min=1)).argmax())
+
+
+def _differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+@contextmanager
+def _pending_amax_restored(model: nn.Module) -> Iterator[None]:
+    found = [(history, history.pending.clone()) for _, history in histories(model)]
+    try:
+        yield
+    finally:
+        for history, pending in found:
+            history.pending.copy_(pending)

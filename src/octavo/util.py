@@ -1,0 +1,244 @@
+"""Helpers of every package: words of messages, files of the user, extras, devices and progress."""
+
+import importlib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+# ---- Words of messages.
+
+
+def plural(count: int, noun: str) -> str:
+    """`count` with its noun in the right number.
+
+    Example:
+        >>> plural(1, "linear layer"), plural(2, "linear layer")
+        ('1 linear layer', '2 linear layers')
+    """
+    return f"{count} {noun if count == 1 else noun + 's'}"
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and the number of the others.
+
+    Example:
+        >>> some_of(["q", "k", "v", "o"])
+        'q, k, v and 1 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+# ---- Reading files of the user: whatever a file makes its parser raise becomes one error, which names the file.
+
+
+_LONGEST = 300  # characters of another program's error
+_KINDS = {int: "a whole number", float: "a number", str: "a string", dict: "an object", NoneType: "null"}
+T = TypeVar("T")
+
+
+@contextmanager
+def reading(where: str | PathLike[str], required: str, error: type[ValueError] = ValueError) -> Iterator[None]:
+    """Turn what the block raises into an `error` which says that `where` is not `required`.
+
+    An error that names `where` is raised as it is, and so is a package or memory that is missing.
+
+    Example:
+
+        with reading(path, "a tokenizer that the package tokenizers opens"):
+            tokenizer = Tokenizer.from_file(str(path))
+    """
+    try:
+        yield
+    except BaseException as fault:
+        named = re.search(rf"(?<!\w){re.escape(str(where))}(?!\w)", str(fault))
+        if not of_input(fault) or isinstance(fault, ImportError | MemoryError) or named:
+            raise
+        raise error(f"{where} is not {required} ({_reason(fault)})") from fault
+
+
+def of_input(fault: BaseException) -> bool:
+    """True if the input can have raised this: what pyo3 raises where Rust panics is no Exception."""
+    return isinstance(fault, Exception) or type(fault).__name__ == "PanicException"
+
+
+def _reason(fault: BaseException) -> str:
+    """One line of bounded length."""
+    if isinstance(fault, RecursionError):
+        return "it is nested too deeply"
+    text = " ".join(str(getattr(fault, "strerror", None) or fault).split())[:_LONGEST]
+    return text if isinstance(fault, ValueError | OSError) else f"{type(fault).__name__}: {text}".removesuffix(": ")
+
+
+def parse_object(
+    text: str | bytes, where: str, error: type[ValueError] = ValueError, *, toml: bool = False
+) -> dict[str, Any]:
+    """The object that a text in JSON or TOML holds; bytes may begin with the byte order mark of Windows' editors.
+
+    Raises an `error`, which begins with `where`, if the text holds none.
+    """
+    with reading(where, f"valid {'TOML' if toml else 'JSON'}", error):
+        if toml:
+            return tomllib.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
+        found = json.loads(text)
+    if not isinstance(found, dict):
+        raise error(f"{where} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
+def build(cls: type[T], fields: Mapping[str, Any]) -> T:
+    """The dataclass of a JSON object. A TypeError if a field is missing or unknown; the ValueError of `check_kinds`."""
+    made = cls(**fields)
+    check_kinds(vars(made), get_type_hints(cls))
+    return made
+
+
+def check_kinds(
+    found: Mapping[str, Any], kinds: Mapping[str, Any], where: str = "", error: type[ValueError] = ValueError
+) -> None:
+    """Raise an `error`, which begins with `where`, unless each of `kinds` has a value of its kind in `found`.
+
+    A kind is a type, `dict[str, KIND]` or `KIND | None`. An int is a float too, and a bool is neither.
+    """
+    for key, kind in kinds.items():
+        if not _fits(found.get(key), kind):
+            any_of = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
+            shown = " or ".join(_KINDS.get(each, str(each)) for each in any_of)
+            raise error(f"{where}{key} must be {shown}, got {found.get(key)!r}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin = get_origin(kind)
+    if isinstance(kind, UnionType):
+        return any(_fits(value, each) for each in get_args(kind))
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, get_args(kind)[1]) for each in value.values())
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float) if kind is float else isinstance(value, origin or kind)
+
+
+# ---- Packages that only some commands need. Octavo names each in an extra of its own (`pyproject.toml`).
+
+
+def import_extra(module: str, extra: str, purpose: str) -> Any:
+    """Import `module`, which the extra `extra` of Octavo installs.
+
+    Args:
+        module: such as "transformers".
+        extra: such as "hf".
+        purpose: what needs the module, for the message: a clause, such as "text is read through transformers".
+
+    Raises:
+        ImportError: it cannot be imported; the message says how to install it. Octavo is installed from its
+            source folder, so the hint is one that works there.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f'{purpose}, and {module} cannot be imported ({error}): run pip install ".[{extra}]" in the source folder '
+            "of Octavo"
+        ) from error
+
+
+def open_local(auto: Any, folder: str | Path, **settings: Any) -> Any:
+    """`auto.from_pretrained` on a local folder: nothing is downloaded, and no code of the folder is run.
+
+    Args:
+        auto: a class of transformers, such as `AutoTokenizer`.
+        folder: a model folder.
+        settings: further arguments of `from_pretrained`; of a model, `config=open_config(folder)` among them.
+
+    Raises:
+        ValueError: the class cannot read the folder, or needs the Python code that its `auto_map` names.
+    """
+    try:
+        with reading(folder, f"a folder that transformers' {auto.__name__} opens"):
+            return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder} needs Python code of its own (auto_map in its config.json or tokenizer_config.json), and octavo "
+            "runs no code of a model folder. Use a model that transformers implements itself"
+        ) from error
+
+
+def open_config(folder: str | Path) -> Any:
+    """The configuration of a local model folder, as transformers reads it. It chooses no code: the name of an attention
+    can be a repository of the hub, whose kernels transformers would fetch. Raises the errors of `open_local`."""
+    transformers = import_extra("transformers", "hf", f"{folder} is a Hugging Face folder, which transformers opens")
+    described = open_local(transformers.AutoConfig, folder)
+    described._attn_implementation = described._experts_implementation = None  # in its parts too
+    return described
+
+
+def hub_hint(folder: str | Path) -> str:
+    """The command that downloads a model if a missing `folder` has a name as on Hugging Face's hub, ORG/NAME; or ""."""
+    org, _, name = str(folder).partition("/")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(folder)) or Path(org).exists():
+        return ""
+    return f". For a model of Hugging Face's hub: hf download {folder} --local-dir models/{name}"
+
+
+def installed(package: str) -> str:
+    """The version of a package; "" where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+# ---- Choosing the device of a command or a function.
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """The device that `device` names. The function checks that PyTorch can use it.
+
+    Args:
+        device: "auto" (the GPU where there is one, else the CPU), "cpu", "cuda", "cuda:N", any other name that PyTorch
+            knows, or a torch.device.
+
+    Raises:
+        ValueError: no device has this name, or it is a GPU that PyTorch does not see here.
+
+    Example:
+        >>> choose_device("cpu")
+        device(type='cpu')
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
+    if chosen.type != "cuda":
+        return chosen
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not seen:
+        raise ValueError(f"device {device} was asked for, but this torch ({torch.__version__}) sees no GPU: use cpu")
+    if chosen.index is not None and chosen.index >= seen:
+        last = f"cuda:{seen - 1}"
+        raise ValueError(f"device {device} was asked for, but the GPUs that torch sees end with {last}: use {last}")
+    return chosen
+
+
+# ---- The function by which long work reports its progress.
+
+
+Progress = Callable[[int, int, str], None]
+"""progress(done, total, doing): `done` of `total` pieces are done of the work that `doing` names, such as "packing"."""
+
+
+def no_progress(done: int, total: int, doing: str) -> None:
+    """Report to nobody."""

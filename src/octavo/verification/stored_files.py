@@ -1,0 +1,267 @@
+"""The files of a packed folder, read with the safetensors library and with no code of Octavo that packs.
+
+An error in a file is added to `CheckpointFiles.findings`; it raises no exception, so that damaged folders can be
+described.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An error in the folder, a reader that disagrees with it, or a budget that it exceeds. `kind` is file, pickle,
+    config, tensor, scale, weights, reader or budget; `where` names a tensor, module, file, reader or measure; `message`
+    says what was required, and what was found."""
+
+    kind: str
+    where: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}"
+
+
+@dataclass
+class CheckpointFiles:
+    """The tensors of a folder, and the errors in its files.
+
+    `config` and `record` are config.json and octavo.json, or {}. `dtypes` are as safetensors spells them (F8_E4M3,
+    BF16, ...). `remarks` are unusual things that only some readers reject. `by_octavo` are the tensors in files that
+    Octavo wrote, as their headers say. `folded`: something was folded into the weights, which then differ from MODEL's.
+    """
+
+    folder: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    folded: bool = False
+    record: dict[str, Any] = field(default_factory=dict)
+    by_octavo: set[str] = field(default_factory=set)
+    _paths: dict[str, Path] = field(default_factory=dict)
+
+    def get(self, name: str) -> Tensor:
+        """Read one tensor to the CPU, in its stored dtype."""
+        with safe_open(self._paths[name], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def recorded(self, key: str) -> dict[str, Any]:
+        """The object `key` of octavo.json; {} if there is none."""
+        found = self.record.get(key)
+        return found if isinstance(found, dict) else {}
+
+    def add_finding(self, kind: str, where: str, message: str) -> None:
+        self.findings.append(Finding(kind, where, message))
+
+    @property
+    def settings(self) -> Any:
+        """The quantization_config of config.json, of whatever type it is; None if there is none."""
+        return self.config.get("quantization_config")
+
+    def nbytes(self, name: str) -> int:
+        """The bytes that a tensor takes in its file."""
+        return math.prod(self.shapes[name]) * _WIDTHS.get(self.dtypes[name], 1)
+
+
+def read_files(folder: Path) -> CheckpointFiles:
+    """Read the settings and the headers of the safetensors files of `folder`. A pickle is a finding, and not opened."""
+    files = CheckpointFiles(folder)
+    files.config = _read_json(files, "config.json", required=True)
+    if files.config:
+        _find_settings(files)
+    files.record = _read_json(files, "octavo.json")
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in PICKLES):
+        name = str(path.relative_to(folder))
+        files.add_finding("pickle", name, "is a pickle, which can run code, and was not opened: move it elsewhere")
+    for name, tensors in _tensor_files(files).items():
+        _read_header(files, name, tensors)
+    return files
+
+
+def _find_settings(files: CheckpointFiles) -> None:
+    """Put the settings of older writers, which are in other places, into `quantization_config`."""
+    older = files.config.get("compression_config")
+    if files.settings is None and isinstance(older, dict):
+        files.config["quantization_config"] = {"quant_method": "compressed-tensors"} | older
+        files.remarks.append("config.json has compression_config, the older name of quantization_config")
+    settings = files.settings
+    if settings is None:
+        settings = _read_json(files, "hf_quant_config.json")
+    modelopt = settings.get("quantization") if isinstance(settings, dict) else None
+    if isinstance(modelopt, dict):
+        files.config["quantization_config"] = {"quant_method": "modelopt"} | modelopt
+
+
+def _read_json(files: CheckpointFiles, name: str, required: bool = False) -> dict[str, Any]:
+    path = files.folder / name
+    if not path.is_file():
+        if required:
+            files.add_finding("file", name, "is missing")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        files.add_finding("file", name, f"is not valid JSON ({error})")
+        return {}
+    if not isinstance(content, dict):
+        files.add_finding("file", name, f"must hold a JSON object, it holds {type(content).__name__}")
+        return {}
+    return content
+
+
+def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
+    """The safetensors files, each with the tensors that the index lists for it; None if there is no index."""
+    if (files.folder / _SINGLE).is_file():
+        return {_SINGLE: None}
+    if not (files.folder / _INDEX).is_file():
+        files.add_finding("file", _SINGLE, f"is missing, and so is {_INDEX}: the folder has no tensors")
+        return {}
+    weight_map = _read_json(files, _INDEX).get("weight_map")
+    if (
+        not isinstance(weight_map, Mapping)
+        or not weight_map
+        or not all(isinstance(v, str) for v in weight_map.values())
+    ):
+        files.add_finding("file", _INDEX, "must map the name of each tensor to a file in weight_map")
+        return {}
+    listed: dict[str, set[str]] = {}
+    for tensor, name in weight_map.items():
+        listed.setdefault(name, set()).add(tensor)
+    for name in sorted(listed):
+        if "/" in name or "\\" in name or name in ("", ".", "..") or Path(name).is_absolute():
+            files.add_finding("file", _INDEX, f"names the file {name!r}, which is outside of the folder: not opened")
+            del listed[name]
+        elif not name.endswith(".safetensors"):
+            files.add_finding("file", _INDEX, f"names the file {name!r}, which is not a safetensors file: not opened")
+            del listed[name]
+    return dict(sorted(listed.items()))
+
+
+def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> None:
+    path = files.folder / name
+    if not path.is_file():
+        files.add_finding("file", name, f"is missing, and {_INDEX} names it")
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            by_octavo = "octavo_version" in (file.metadata() or {})
+            slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118, it is no mapping
+            headers = {tensor: (part.get_dtype(), tuple(part.get_shape())) for tensor, part in slices.items()}
+    except (SafetensorError, OSError, ValueError) as error:
+        files.add_finding("file", name, f"is truncated or not a safetensors file ({error})")
+        return
+    for tensor, (dtype, shape) in headers.items():
+        if tensor in files._paths:
+            files.add_finding("tensor", tensor, f"is in two files, {files._paths[tensor].name} and {name}")
+        files._paths[tensor], files.dtypes[tensor], files.shapes[tensor] = path, dtype, shape
+        files.by_octavo |= {tensor} if by_octavo else set()
+    if listed is not None:
+        for tensor in sorted(listed - headers.keys()):
+            files.add_finding("tensor", tensor, f"is missing in {name}, where {_INDEX} places it")
+        for tensor in sorted(headers.keys() - listed):
+            files.add_finding("tensor", tensor, f"is in {name}, and {_INDEX} does not list it: readers would miss it")
+
+
+# ---- What a packed folder says about its model and its tokens, against what MODEL says.
+#
+# Packing changes no number of config.json, no id of a token and no setting of generation. Other programs write these
+# files again, with the defaults of transformers filled in, so values are compared and not bytes.
+
+
+# Packing may change these, and untie a head, or they say who wrote a file.
+_LEGAL = (
+    "quantization_config", "compression_config", "dtype", "torch_dtype", "transformers_version", "auto_map",
+    "name_or_path", "_name_or_path", "use_cache", "tie_word_embeddings", "_from_model_config", "image_processor_type",
+    "feature_extractor_type", "processor_class",
+)  # fmt: skip
+_SETTINGS = ("generation_config.json", "preprocessor_config.json")
+_TOKENS = (
+    "tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+
+
+def check_description(
+    files: CheckpointFiles, config: Mapping[str, Any], model_config: Mapping[str, Any], model: Path
+) -> None:
+    """Add what differs from MODEL, in the folder `model`, to `files.findings`. `config` and `model_config` are the
+    config.json of both as transformers completes them."""
+    # Some programs keep the ids of special tokens in generation_config.json alone.
+    moved = {key for key in model_config if key.endswith("_token_id") and key not in files.config}
+    if config.get("tie_word_embeddings") and not model_config.get("tie_word_embeddings"):
+        files.add_finding("config", "config.json", "tie_word_embeddings is True, and MODEL has a head of its own")
+    for key, ours, theirs in _differences(config, {k: v for k, v in model_config.items() if k not in moved}):
+        message = f"{key} is {ours!r}, MODEL has {theirs!r}: the folder computes another function"
+        files.add_finding("config", "config.json", message)
+    for name in (*_SETTINGS, *_TOKENS):
+        here, there = files.folder / name, model / name
+        if not here.is_file() and there.is_file():
+            files.remarks.append(f"MODEL has {name}, and the folder lacks it")
+        elif here.is_file() and there.is_file() and here.read_bytes() != there.read_bytes():
+            _compare(files, name, _content(here), _content(there))
+
+
+def _compare(files: CheckpointFiles, name: str, ours: Any, theirs: Any) -> None:
+    """Add a finding if the contents of the file `name` differ; None cannot be read."""
+    if ours is None or theirs is None:
+        files.add_finding("file", name, "differs from MODEL's, and one of them cannot be read")
+    elif name in _SETTINGS:
+        for key, here, there in _differences(ours, theirs):
+            files.add_finding("config", name, f"{key} is {here!r}, MODEL has {there!r}")
+    elif isinstance(ours, dict) and isinstance(theirs, dict):
+        wrong = [key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key)]
+        if wrong:
+            message = f"{len(wrong)} entries are not MODEL's, such as {wrong[0]!r}: the same text becomes other tokens"
+            files.add_finding("config", name, message)
+    elif ours != theirs:
+        files.add_finding("config", name, "is not MODEL's: the same text becomes other tokens")
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """The keys that both have with other values, as (key, ours, theirs)."""
+    for key, value in ours.items():
+        other = theirs.get(key, value)
+        if key in _LEGAL:
+            continue
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _differences(value, other, f"{path}{key}.")
+        elif value != other:
+            yield f"{path}{key}", value, other
+
+
+def _content(path: Path) -> Any:
+    """The content of a file: a JSON object (of tokenizer.json the ids of tokens, and its merges), the lines of a text
+    without comments, or else its bytes. None if it cannot be read."""
+    content = path.read_bytes()
+    try:
+        if path.suffix == ".json":
+            found = json.loads(content)
+            return _tokens(found) if path.name == "tokenizer.json" else found if isinstance(found, dict) else None
+        return [line for line in content.decode().splitlines() if line[:1] != "#"] if path.suffix == ".txt" else content
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _tokens(found: Any) -> dict[Any, Any]:
+    """The id of each token in a tokenizer.json, and its merges by their rank."""
+    vocabulary: Any = found["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of pairs (token, score)
+        vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
+    added = {token["content"]: token["id"] for token in found.get("added_tokens") or ()}
+    merges = found["model"].get("merges") or ()
+    ranks = {("merge", i): merge if isinstance(merge, str) else " ".join(merge) for i, merge in enumerate(merges)}
+    return {**vocabulary, **added, **ranks}

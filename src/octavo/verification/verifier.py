@@ -1,0 +1,473 @@
+"""Check a packed folder, and measure what packing cost.
+
+The steps, in this order, each with its modules. No model runs on bytes that are wrong.
+
+    stored_files, layer_spec, checks    the files, the settings and the tensors by themselves, then against those of the
+                                        model that was packed, MODEL
+    here                                the scales of inputs, keys and values against those that a calibration gives
+    readers, streamed_model             every reader installed here against a reference that is built from the bytes
+    here                                on prompts, the error of each layer and of the model, beside INT8's
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from octavo.calibration.calibrator import Calibration, load_calibration
+from octavo.calibration.site_statistics import Statistics
+from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.folder import has_tokenizer
+from octavo.checkpoint.run import RunFolder, refuse_run
+from octavo.checkpoint.scheme import reciprocal_warning, suspected
+from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, Quality, check_budgets, energies, sqnr
+from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
+from octavo.hf.inputs import is_language_model, predicts_tokens, random_inputs
+from octavo.hf.meta_model import MetaModel, transformers_meta_model
+from octavo.util import Progress, choose_device, no_progress
+from octavo.verification.checks import check_folder, check_weights
+from octavo.verification.findings import LayerReport, Report, measure_sizes, over_budget
+from octavo.verification.layer_spec import (
+    LayerSpec,
+    PackedLayers,
+    RoundInput,
+    cache_names,
+    cache_scales,
+    leave_input,
+    nearest,
+    round_input,
+    round_input_by_compressed_tensors,
+    rounding_cache,
+    scale_values,
+    widen,
+)
+from octavo.verification.readers import Probe, try_readers
+from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
+from octavo.verification.streamed_model import BaselineModel, LinearFn, StreamedModel, required_by, settings_of
+
+
+def verify(
+    packed: str | Path,
+    against: str | Path | None = None,
+    data: Sequence[str] = (),
+    *,
+    calibration: str | Path | None = None,
+    budgets: Sequence[Budget] = (),
+    prompts: PromptOptions = PromptOptions(),
+    device: str = "cpu",
+    folded: bool = False,
+    progress: Progress = no_progress,
+    on_read: OnRead | None = None,
+) -> Report:
+    """Check a packed folder against its model and its readers, and measure what packing cost.
+
+    Args:
+        packed: the folder. Its errors become findings of the report.
+        against: the model that it was packed from (MODEL), a Hugging Face folder or a run of `octavo train`. Of a run,
+            the checkpoint is read that octavo.json names, or the newest if the run has removed that one. Without it the
+            folder is judged by itself: its settings, its checksums and its readers.
+        data: sources of text, see `octavo.data.read_text`. Without it the quality is not measured.
+        calibration: the folder of `octavo calibrate` of MODEL that gave the scales of inputs, keys and values.
+        budgets: limits on the quality; an exceeded one is a finding.
+        prompts: which prompts are taken from `data`.
+        device: for the reference and for Octavo's runtime. transformers runs on the CPU.
+        folded: smoothing or a rotation was folded into the weights, which are then not compared with MODEL's.
+            octavo.json states it too.
+        progress: see `octavo.util`.
+        on_read: called with the report of the text, before anything runs.
+
+    Raises:
+        FileNotFoundError, ArtifactError, ImportError: there is no packed folder, or MODEL cannot be read.
+        DataError: the text cannot be read, or makes no prompts.
+        ValueError: the device is not there, a budget lacks text or is not for this kind of model, or something is to be
+            compared with MODEL, which is not given.
+    """
+    packed = Path(packed)
+    if not packed.is_dir():
+        raise FileNotFoundError(f"there is no folder {packed}: give a packed folder")
+    refuse_run(packed)
+    device = str(choose_device(device))
+    if budgets and not data:
+        raise ValueError("a budget is measured on text: give --data")
+    if against is None and (data or calibration is not None):
+        raise ValueError(
+            "--data and --calibration compare the folder with the model that it was packed from: give --against"
+        )
+    report = Report(packed, None if against is None else Path(against))
+    verification = Verification(read_files(packed), device, progress, report)
+    if report.against is not None:
+        baseline = BaselineModel(report.against, _packed_step(packed, report.against))
+        check_budgets(budgets, language_model=baseline.logits)
+        if data:
+            read_prompts = open_prompts(data, baseline.folder, prompts, baseline.meta_model, on_read)
+            report.data, verification.batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
+        verification.compare_with(baseline, folded, calibration)
+    verification.check_bytes()
+    if report.findings:
+        report.not_run = "nothing was run on this folder, since its bytes are wrong"
+        return report
+    verification.try_readers()
+    if verification.batches:
+        verification.measure_quality(budgets)
+    report.sizes = measure_sizes(verification.files, verification.layers)
+    return report
+
+
+@dataclass
+class Verification:
+    """The steps of `verify`, which add their results to `report`."""
+
+    files: CheckpointFiles
+    device: str
+    progress: Progress
+    report: Report
+    baseline: BaselineModel | None = None
+    calibration: Calibration | None = None
+    batches: list[Tensor] = field(default_factory=list)
+    layers: dict[str, LayerSpec] = field(default_factory=dict)
+    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def compare_with(self, baseline: BaselineModel, folded: bool, calibration: str | Path | None) -> None:
+        """Let MODEL, and a calibration of it, be what the folder is compared with."""
+        self.baseline, record = baseline, self.files.record.get("folded")
+        self.files.folded = folded or (bool(record) and record != baseline.folded)
+        if calibration is not None:
+            self.calibration = load_calibration(calibration, *baseline.calibrated)
+
+    def check_bytes(self) -> None:
+        """The files, the settings and the tensors, by themselves and against MODEL."""
+        files, report = self.files, self.report
+        report.architecture = ", ".join(map(str, files.config.get("architectures") or ()))
+        report.findings, report.remarks = files.findings, files.remarks
+        self.layers = self._check_structure()
+        if files.findings:
+            return
+        if not self.layers:
+            files.add_finding("config", "config.json", "no layer is packed")
+        self._check_schemes()
+        ratios: dict[str, float] = {}
+        if self.baseline is not None:
+            settings = settings_of(self._meta_model())
+            check_description(files, settings, self.baseline.settings, self.baseline.folder)
+        if self.baseline is None or files.folded:
+            _check_plausible(files, self.layers)
+        else:
+            get, rounded = self.baseline.get_as_packed, self._cast_by_pack()
+            ratios = check_weights(files, self.layers, self.baseline.shapes, get, rounded, self.progress)
+        if files.folded:
+            report.remarks.append(
+                "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
+                "folder that octavo pack --smooth or --rotate wrote"
+            )
+        if scales := scale_names(files, self.layers):
+            if self.calibration is not None:
+                check_scales(files, scales, self.calibration)
+            else:
+                files.remarks.append(
+                    f"{next(iter(scales))} ({len(scales)} stored scales) was not judged: give --calibration"
+                )
+        for name, spec in self.layers.items():
+            report.layers.append(LayerReport(name, str(spec), files.shapes[f"{name}.weight"], ratios.get(name)))
+
+    def _check_schemes(self) -> None:
+        """Add a remark where config.json gives layers another scheme than they were packed by."""
+        packed = self._cast_by_pack()
+        others = [name for name, spec in self.layers.items() if packed.get(name, str(spec)) != str(spec)]
+        if others:
+            self.files.remarks.append(
+                f"{others[0]} ({len(others)} such layers) was packed by {packed[others[0]]}, and config.json says "
+                f"{self.layers[others[0]]}: a legal scheme, by which inputs are cast in another way"
+            )
+
+    def _cast_by_pack(self) -> dict[str, str]:
+        """The layers that octavo pack cast, in files that no other program has written since, with their schemes."""
+        layers = self.files.recorded("layers")
+        return {name: str(scheme) for name, scheme in layers.items() if f"{name}.weight" in self.files.by_octavo}
+
+    def _check_structure(self) -> dict[str, LayerSpec]:
+        files = self.files
+        if not files.config or not files.shapes:
+            return {}
+        try:
+            required = required_by(self._meta_model())
+        except ImportError:
+            raise
+        except Exception as error:  # a damaged config.json may raise anything
+            message = f"transformers cannot build the model ({type(error).__name__}: {error})"
+            files.add_finding("config", "config.json", message)
+            return {}
+        return check_folder(files, required, self.progress)
+
+    def try_readers(self) -> None:
+        """Open the folder with every reader installed here."""
+        meta_model = self._meta_model()
+        if meta_model.takes_text and not has_tokenizer(self.files.folder):
+            self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
+        self.progress(0, 4, "opening with every reader")
+        self.kv_scales = cache_scales(self.files)
+        given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
+
+        def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
+            return self._packed_model(rounding, dtype)(given).cpu()
+
+        probe = Probe(
+            self.files.folder,
+            self.layers,
+            self.files.settings,
+            causal=is_language_model(meta_model.model),
+            logits=predicts_tokens(meta_model.model),
+            cache=bool(self.kv_scales),
+            mixture=meta_model.experts is not None,
+            inputs=given,
+            reference=run(round_input),
+            emulated=run(round_input_by_compressed_tensors),
+            unrounded=run(leave_input),
+            bf16=run(round_input, torch.bfloat16),
+        )
+        for done, reader in enumerate(try_readers(probe, self.device), start=1):
+            self.progress(done, 4, "opening with every reader")
+            self.report.readers.append(reader)
+            if reader.is_wrong:
+                self.report.findings.append(Finding("reader", reader.name, reader.describe_error()))
+
+    def measure_quality(self, budgets: Sequence[Budget]) -> None:
+        """Measure the quality on the prompts, and compare it with the budgets."""
+        if self.kv_scales:
+            self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
+        assert self.baseline is not None  # `verify` takes prompts with MODEL alone
+        packed = PackedLayers(self.files, self.layers, self.device)
+        quality, int8, sums = measure_quality(self.baseline, packed, self._packed_model(), self.batches, self.progress)
+        self.report.quality, self.report.int8 = quality, int8
+        layers = self.report.layers
+        self.report.layers = [sums[each.name].added_to(each) if each.name in sums else each for each in layers]
+        self.report.findings += over_budget(quality, budgets)
+
+    def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
+        """The reference. Keys and values are rounded unless inputs are left as they are."""
+        meta_model, stored = self._meta_model(), self.files.shapes
+        experts = [] if meta_model.experts is None else meta_model.experts.experts
+        unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
+        layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
+        rounds_cache = self.kv_scales and rounding is not leave_input
+        make_cache = partial(rounding_cache, self.kv_scales) if rounds_cache else None
+        return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
+
+    def _meta_model(self) -> MetaModel:
+        return transformers_meta_model(self.files.config, self.files.folder)
+
+
+def _packed_step(packed: Path, against: Path) -> int | None:
+    """The step of the checkpoint of the run `against` that octavo.json names as the source; None if there is none."""
+    run = RunFolder(against)
+    if not run.has_model:
+        return None
+    try:
+        source = read_json(packed / "octavo.json").get("source")
+    except (FileNotFoundError, ArtifactError):  # a folder of another program, or damaged: `check_folder` judges it
+        return None
+    return next((run.step_of(path) for path in run.checkpoints() if path.name == source), None)
+
+
+def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
+    """Check weights that are not compared with MODEL's for scales that look reciprocal."""
+
+    def scales_and_weight(name: str, spec: LayerSpec) -> tuple[str, Tensor, Callable[[], Tensor]]:
+        data, scale = files.get(f"{name}.weight"), files.get(f"{name}.{spec.scale}")
+        return name, scale_values(scale, spec), partial(widen, data, scale, spec)
+
+    suspects = suspected(scales_and_weight(name, spec) for name, spec in layers.items() if not spec.integers)
+    if suspects:
+        scale = f"{suspects[0]}.{layers[suspects[0]].scale}"
+        files.add_finding("scale", scale, reciprocal_warning(suspects, len(layers)))
+
+
+# ---- The scales that a folder stores for inputs, keys and values, against those that a calibration gives.
+#
+#     amax          s = amax / 448
+#     percentile    s = p / 448, where 99.99 % of the elements have a magnitude of at most p
+#     mse           s = amax / 448 * 2^(-i/8), i = 0..40, of the least squared error
+#
+# The statistics of the calibration are exact counts (docs/format.md), and the rules are computed here a second time.
+
+
+_E4M3 = LayerSpec.per_tensor("static")
+_PERCENT = 99.99
+_SAME = 1e-4  # relative: the rounding of the rules, far below the steps of a scale that is wrong
+_FACTOR = 4.0  # between calibrations on other text, by other rules
+
+
+def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, str]:
+    """The names of the stored scales, with the names of what they scale in a calibration."""
+    inputs = {f"{name}.{spec.input_scale}": name for name, spec in layers.items() if spec.inputs == "static"}
+    pairs = cache_names(files)
+    cached = {name: f"{of}.{kind}" for of, pair in pairs.items() for name, kind in zip(pair, "kv", strict=True)}
+    return inputs | cached
+
+
+def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: Calibration) -> None:
+    """Add the stored scales `names` (of `scale_names`) that do not follow from the calibration of MODEL to
+    `files.findings`. Where octavo.json names no rule, only those that are off by more than a factor of 4 count, as
+    remarks."""
+    record = files.recorded("calibration")
+    if record.get("model_hash", calibration.model_hash) != calibration.model_hash:
+        message = "the scales of inputs, keys and values come from a calibration of another model"
+        files.add_finding("scale", "octavo.json", message)
+    unknown = []
+    for name, of in names.items():
+        if of not in calibration.sites and of not in calibration.layers:
+            files.add_finding("scale", name, f"the calibration has no statistics of {of}: calibrate the model again")
+            continue
+        of_input = of in calibration.layers
+        rule = str(record.get("rule") if of_input else record.get("calibration_rule", record.get("rule")))
+        stored = float(files.get(name).float().reshape(-1)[0])
+        expected = _expected(calibration, of, rule if rule in _RULES else "amax")
+        if rule not in _RULES and not 1 / _FACTOR < stored / expected[0] < _FACTOR:
+            unknown.append(f"{name} is {stored:.4g}, and the calibration's largest value / 448 is {expected[0]:.4g}")
+        if rule in _RULES and not _is_one_of(expected, stored):
+            hint = ""
+            if of in calibration.sites and _is_one_of(_expected(calibration, _pair(of), rule), stored):
+                hint = f", and this one to {_pair(of)}: keys and values are swapped"
+            message = f"is {stored:.4g}, and by the rule {rule} the calibration gives {expected[0]:.4g}{hint}"
+            files.add_finding("scale", name, message)
+    if unknown:
+        files.remarks.append(f"{unknown[0]} ({len(unknown)} such scales)")
+
+
+def _is_one_of(expected: list[float], stored: float) -> bool:
+    return any(abs(stored / scale - 1) < _SAME for scale in expected)
+
+
+def _pair(of: str) -> str:
+    """The values of an attention for its keys, and the keys for its values."""
+    return f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"
+
+
+def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
+    """The scales that the rule may give, usually one. An expert that saw no token has the largest of the others of its
+    block."""
+    site = calibration.layers.get(of, of)
+    seen = [calibration.sites[site]]
+    if not seen[0].tokens:
+        kind = re.sub(r"\.\d+(\.[^.]+\.input)$", r"\1", site)
+        others = calibration.sites.items()
+        seen = [s for name, s in others if s.tokens and re.sub(r"\.\d+(\.[^.]+\.input)$", r"\1", name) == kind]
+    return max((_RULES[rule](each) for each in seen), key=lambda scales: scales[0])
+
+
+def _by_amax(seen: Statistics) -> list[float]:
+    return [max(float(seen.channel_amax.max()) / 448, 2.0**-126)]
+
+
+def _by_percentile(seen: Statistics) -> list[float]:
+    magnitudes, counts = _histogram(seen)
+    ends = counts.cumsum(0)
+    rank = _PERCENT / 100 * (float(ends[-1]) - 1)
+    low, high = (float(magnitudes[int((ends <= at).sum())]) for at in (rank // 1, -(-rank // 1)))
+    return [max((low + (high - low) * (rank % 1)) / 448, 2.0**-126)]
+
+
+def _by_error(seen: Statistics) -> list[float]:
+    """The scales of least squared error. Halving a scale leaves the error of an e4m3 number as it is, so there may be
+    several."""
+    x, counts = _histogram(seen)
+    grid = torch.tensor([max(_by_amax(seen)[0] * 2 ** (-i / 8), 2.0**-126) for i in range(41)])
+    errors = torch.stack([(counts * (x - nearest(x / s, _E4M3) * s).double().square()).sum() for s in grid])
+    least: list[float] = grid[errors <= errors.min() * (1 + 1e-6)].tolist()
+    return least
+
+
+def _histogram(seen: Statistics) -> tuple[Tensor, Tensor]:
+    """The magnitudes that were seen, ascending, float32, and how often, float64."""
+    bits = seen.histogram.nonzero().flatten()
+    return bits.to(torch.int16).view(torch.bfloat16).float(), seen.histogram[bits].double()
+
+
+_RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse": _by_error}
+
+
+# ---- The cost of packing on prompts: the error of each layer and of the model, beside those of INT8.
+#
+# Three models run in float32, so that only the rounding of packing differs: MODEL with its weights rounded to BF16, the
+# packed folder, and MODEL with the packed layers in INT8 instead.
+
+
+@dataclass
+class LayerSums:
+    """The sums over prompts that the errors of one packed layer are computed from."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    elements: int = 0
+    clipped: int = 0
+    amax: float = 0.0
+    range: float | None = None
+
+    def added_to(self, layer: LayerReport) -> LayerReport:
+        """The report with the SQNR of the layer's output against the BF16 layer's for the same inputs, in dB. A stored
+        scale of inputs adds the share of elements beyond its range, and that range over the largest input."""
+        output = sqnr(self.signal, self.noise)
+        if self.range is None:
+            return replace(layer, output_sqnr=output)
+        headroom = self.range / self.amax if self.amax else None
+        return replace(layer, output_sqnr=output, clip_rate=self.clipped / max(self.elements, 1), headroom=headroom)
+
+
+@dataclass
+class WatchedLayers:
+    """The linear layers of MODEL, y = x @ w^T; each packed layer is given the same input, and its error is summed."""
+
+    baseline: BaselineModel
+    packed: PackedLayers
+    sums: dict[str, LayerSums] = field(default_factory=dict)
+
+    def __call__(self, name: str, x: Tensor) -> Tensor:
+        weight = self.baseline.get_served(f"{name}.weight").to(self.packed.device)
+        y = linear(x.float(), weight.float())  # [T,K] @ [N,K]^T
+        if name in self.packed.specs and not self.packed.files.folded:  # folded weights expect other inputs
+            sums = self.sums.setdefault(name, LayerSums())
+            signal, noise = energies(y, self.packed(name, x))
+            sums.signal, sums.noise = sums.signal + signal, sums.noise + noise
+            sums.elements += x.numel()
+            sums.amax = max(sums.amax, float(x.abs().max()))
+            if (scale := self.packed.input_scale(name)) is not None:
+                sums.range = float(scale) * self.packed.specs[name].largest
+                sums.clipped += int((x.abs() > sums.range).sum())
+        return y
+
+
+def measure_quality(
+    baseline: BaselineModel, layers: PackedLayers, packed: StreamedModel, batches: list[Tensor], progress: Progress
+) -> tuple[Quality, Quality, dict[str, LayerSums]]:
+    """Run MODEL, the packed model and INT8 on prompts, a batch int64 [B, T] at a time. Return the quality of the packed
+    model, that of INT8, and the sums of each packed layer."""
+    watched, int8 = WatchedLayers(baseline, layers), _int8_layers(baseline, layers)
+    reference = baseline.streamed(watched, layers.device)
+    packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
+    for done, ids in enumerate(batches):
+        progress(done, len(batches), "running prompts")
+        reference.compute = watched
+        expected = reference(ids)
+        packed_sums.add(ids, expected, packed(ids))
+        reference.compute = int8
+        int8_sums.add(ids, expected, reference(ids))
+    return packed_sums.quality(), int8_sums.quality(), watched.sums
+
+
+def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
+    """The linear layers of MODEL, with INT8 for those that are packed: a scale for each row of the weight and for each
+    token."""
+    spec = LayerSpec.per_channel("token", integers=True)
+
+    def compute(name: str, x: Tensor) -> Tensor:
+        weight = baseline.get_served(f"{name}.weight").to(packed.device)
+        if name not in packed.specs:
+            return linear(x.float(), weight.float())
+        return linear(round_input(x, spec), round_input(weight, spec))  # [T,K] @ [N,K]^T
+
+    return compute

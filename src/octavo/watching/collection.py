@@ -1,0 +1,440 @@
+"""Watching a model while it trains: `octavo.watch`.
+
+    step n is sampled:   forward and backward add statistics to buffers on the device (`octavo.observation.operands`)
+                         the optimizer's step is surrounded by reading gradients, weights and their change
+                         Watch.step(): ranks are combined, the buffers are copied to the host without waiting
+    during step n + 1:   a thread waits for the copy, computes the records and appends them to the files
+
+The step is the number of optimizer steps that are done when it ends. The first step after the watch began, and each
+multiple of the interval, has a full sample, which the files hold. The first step and each multiple of `CHECK_INTERVAL`
+has a brief one, for the rules (`octavo.watching.rules`). Only modules in training mode are recorded.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from octavo.checkpoint.folder import WriteError
+from octavo.nn.module_tools import check_module
+from octavo.nn.observer import ExpertObserver
+from octavo.observation.operand_statistics import (
+    BRIEF_MAXIMA,
+    BRIEF_WIDTH,
+    MAXIMA,
+    WIDTH,
+    BriefStore,
+    clear,
+    clear_statistics,
+)
+from octavo.observation.operands import Sampling
+from octavo.watching.records import (
+    LAYER_MAXIMA,
+    Table,
+    Transfer,
+    alignment_records,
+    combined,
+    layer_records,
+    operand_records,
+)
+from octavo.watching.storage import EXPERTS, LIMIT, OPERANDS, RECOMPUTED, Event, Records, WatchedLayer, WatchWriter
+from octavo.watching.watched_layers import (
+    Layers,
+    WeightStatistics,
+    brief_expert_records,
+    brief_tables,
+    expert_alignments,
+    expert_records,
+    expert_sums,
+    first_numbers,
+    gate_and_up,
+)
+
+CHECK_INTERVAL = 10  # steps between brief samples
+_KEPT = 16  # samples that `take` can return
+
+
+def watch(
+    model: nn.Module,
+    *,
+    folder: str | Path | None = None,
+    interval: int = 100,
+    rows: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    limit: int = LIMIT,
+    resumed_at: int = 0,
+) -> Watch:
+    """Record how the linear layers of a converted model compute, in every `interval`-th training step.
+
+    Call it after `octavo.convert` and before the first step, so that compiled code is compiled once. Call `step` after
+    each step of the optimizer. The numbers of the training do not change. Where the process is one of several
+    (torch.distributed), all ranks must call it, and the records are those of all ranks; rank 0 writes them.
+
+    Args:
+        model: on its device.
+        folder: of the run, made if there is none; the records are in its folder `watch` (`octavo.watching.storage`).
+            None writes no files.
+        interval: the steps between full samples, which the files hold. Every tenth step has a brief one, of the numbers
+            that rules judge: see `Watch.take`.
+        rows: of each operand that are read in a sampled step.
+        dtype: of the GEMMs that are not quantized: that of autocast.
+        limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
+            interval doubles.
+        resumed_at: the steps done when the watch begins, of a run that goes on. Records of later steps are dropped.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: the model has no linear layer, is watched already, or `interval` or `rows` is less than 1.
+        FileExistsError: the folder has the records of another watch, and `resumed_at` is 0.
+        ArtifactError: the records in the folder of a resumed run are damaged, or of other layers.
+        WriteError: the folder cannot be written.
+
+    Example:
+        >>> with octavo.watch(model, folder="runs/a") as watch:
+        ...     for x, y in batches:
+        ...         loss(model(x), y).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         watch.step()
+    """
+    check_module(model, "watch")
+    return Watch(model, folder, interval, rows, dtype, limit, resumed_at)
+
+
+class Watch:
+    """A model that is being watched: see `watch`.
+
+    Attributes:
+        layers: as they ran in the last sample, by the number that records have for them.
+        interval: the steps between full samples now.
+        check_interval: the steps between brief samples.
+        done: the steps of the optimizer that are done.
+        listeners: called with each full sample, a step after it was taken, in the thread of the training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: str | Path | None,
+        interval: int,
+        rows: int,
+        dtype: torch.dtype,
+        limit: int,
+        resumed_at: int,
+    ) -> None:
+        if interval < 1 or rows < 1:
+            raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
+        self._layers = Layers(model)
+        if not self._layers.modules:
+            raise ValueError("the model has no linear layer to watch")
+        self._dtype, self.check_interval, self.done = dtype, CHECK_INTERVAL, resumed_at
+        self._seen: list[set[str]] = [set() for _ in self._layers.modules]
+        self.layers: Sequence[WatchedLayer] = self._layers.describe(dtype, self._seen)
+        self._writer: WatchWriter | None = None
+        if folder is not None and _rank() == 0:
+            self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
+            interval = self._writer.interval
+        self._measurement = Measurement(model, self._layers, rows)
+        self.interval = self._measurement.largest_of_ranks(interval)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
+        self.listeners: list[Callable[[Sample], None]] = []
+        self._pending: Future[tuple[list[Sample], int]] | None = None
+        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._new: deque[Sample] = deque(maxlen=_KEPT)
+        self._closed = False
+        self._measurement.begin(full=True, brief=True)
+
+    def step(self) -> None:
+        """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
+        if self._closed:
+            raise ValueError("the watch is closed: call step inside its with block, or make another watch")
+        self.done += 1
+        self._receive()
+        if self.sampled:
+            interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
+            self._pending = self._thread.submit(self._finish, self._measurement.end(self.done, interval))
+        self._begin()
+
+    @property
+    def sampled(self) -> bool:
+        """True if the step that comes next, or that runs now, has a sample of either kind."""
+        return self._measurement.full or self._measurement.brief
+
+    def read_gradients(self) -> None:
+        """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
+        self._measurement.read_gradients()
+
+    def take(self) -> list[tuple[Records, Records]]:
+        """The records of operands and layers of each brief sample since the last call, up to 16.
+
+        The experts of a stack are numbered after all layers (`octavo.watching.rules.SampleRules`).
+        """
+        self._receive()
+        taken = [(sample.operands, sample.layer_records) for sample in self._new]
+        self._new.clear()
+        return taken
+
+    def latest(self) -> Sample | None:
+        """The last full sample; None before the first sampled step has ended."""
+        self._receive()
+        return self._samples[-1] if self._samples else None
+
+    def refresh(self) -> None:
+        """Describe the layers anew, of which some have another recipe now."""
+        self._receive()
+        self._describe(force=True)
+
+    def write_event(self, event: Event) -> None:
+        """Append an event to the files of the run."""
+        if self._writer is not None:
+            self._writer.write_event(event)
+
+    def undo_events(self, step: int) -> None:
+        """Mark the events of the steps after `step` as undone: the run goes back to it."""
+        if self._writer is not None:
+            self._writer.undo_events_after(step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the records of the steps after `step`, to which the run went back. The next step is the one after it."""
+        self._receive()
+        for samples in (self._samples, self._new):
+            while samples and samples[-1].step > step:
+                samples.pop()
+        if self._writer is not None:
+            self._writer.drop_after(step)
+        self.done = step
+        self._begin()
+
+    def close(self) -> None:
+        """Write what is pending, and leave the model as it was before."""
+        self._closed = True
+        self._measurement.close()
+        try:
+            self._receive()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        """Decide whether the next step is sampled."""
+        number = self.done + 1
+        self._measurement.begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
+
+    def _finish(self, finish: Callable[[], tuple[list[Sample], int]]) -> tuple[list[Sample], int]:
+        """In the thread: the samples, of which the full one is written, and the largest interval of the ranks."""
+        samples, interval = finish()
+        for sample in samples:
+            if self._writer is not None and not sample.brief:
+                self._writer.write(sample.operands, sample.layer_records, sample.experts)
+        return samples, interval
+
+    def _receive(self) -> None:
+        """Wait for the thread, and take the sample that it has finished."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            samples, interval = pending.result()
+        except WriteError as error:
+            self._writer = None
+            warnings.warn(f"the run is no longer watched: {error}", RuntimeWarning, stacklevel=2)
+            return
+        self.interval = max(interval, self.interval)
+        self._new += [sample for sample in samples if sample.brief]
+        for sample in samples:
+            if not sample.brief:
+                self._receive_full(sample)
+
+    def _receive_full(self, sample: Sample) -> None:
+        if self._layers.places and not len(sample.operands) and not self._samples:
+            warnings.warn(
+                "the watch has recorded no operand in its first sample: the converted layers were not called in "
+                "training mode, or ran in a CUDA graph, which cannot be sampled",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._samples.append(sample)
+        self._note_what_ran(sample)
+        for listener in self.listeners:
+            listener(sample)
+
+    def _note_what_ran(self, sample: Sample) -> None:
+        for record in sample.operands:
+            seen = {OPERANDS[record["operand"]]} | ({"recomputed"} if record["flags"] & RECOMPUTED else set())
+            self._seen[record["layer"]] |= seen
+        self._describe()
+
+    def _describe(self, *, force: bool = False) -> None:
+        layers = self._layers.describe(self._dtype, self._seen)
+        if force or layers != self.layers:
+            self.layers = layers
+            if self._writer is not None:
+                self._writer.write_layers(layers)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+# ---- The measurement of a training step: from the buffers of the layers to the records of a sample.
+#
+# A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the
+# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
+
+    Those of a brief sample are NaN where it has no number: `octavo.watching.records.operand_records`. It has
+    records of single experts, numbered after the layers, and none of the stacks of their matrices.
+    """
+
+    step: int
+    operands: Records
+    layer_records: Records
+    experts: Records = field(default_factory=partial(np.empty, 0, EXPERTS))
+    brief: bool = False
+
+
+class Measurement:
+    """Measures the steps of a model, one at a time. A ValueError if the model is watched already.
+
+    `full` and `brief` are the samples that the step has. A full one reads `rows` of each operand.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, rows: int) -> None:
+        self._layers, self._rows, self._device = layers, rows, _device_of(model)
+        self.full = self.brief = False
+        layers.attach(self._device)
+        self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
+        self._firsts = first_numbers(len(layers.modules), layers.stacks)
+        self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
+        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.is_gate_and_up]
+        self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
+        self._store = BriefStore(layers.stats)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def largest_of_ranks(self, number: int) -> int:
+        """The largest of the numbers that the ranks have. Waits for it."""
+        tables = [(torch.empty(0, 0, dtype=torch.float64, device=self._device), 0)]
+        return Transfer(tables, number).wait()[1]
+
+    def begin(self, *, full: bool, brief: bool) -> None:
+        """Decide about the step that comes next."""
+        self.full, self.brief = full, brief
+        if (full or brief) and self._cleared:
+            torch._foreach_copy_(self._layers.stats, self._cleared)
+        for _, observer in self._layers.experts:
+            if full:
+                torch._foreach_zero_(list(observer.sums.values()))
+            for table in observer.brief.values() if brief else ():
+                clear(table)
+        self._weights.clear()
+        self._store.clear()
+        Sampling.request(self, self._rows if full else 0, brief=brief)
+
+    def read_gradients(self) -> None:
+        """Read the gradients of the weights, if the step has a full sample."""
+        if self.full:
+            self._weights.read_gradients()
+
+    @torch.no_grad()
+    def end(self, step: int, interval: int) -> Callable[[], tuple[list[Sample], int]]:
+        """Combine the statistics of all ranks, and begin to copy them to the host.
+
+        The result waits for the copy, and gives the samples of `step` and the largest `interval` of the ranks.
+        """
+        nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
+        stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
+        observers = [observer for _, observer in self._layers.experts]
+        kinds: list[tuple[Callable[..., Sample], list[Table]]] = []
+        if self.full:
+            kinds.append((self._full, self._full_tables(stats[:, :WIDTH], observers)))
+        if self.brief:
+            kinds.append((self._brief, self._brief_tables(stats[:, WIDTH:], observers)))
+        transfer = Transfer([table for _, tables in kinds for table in tables], interval)
+
+        def finish() -> tuple[list[Sample], int]:
+            found, largest = transfer.wait()
+            arrays = iter(found)
+            return [make(step, *islice(arrays, len(tables))) for make, tables in kinds], largest
+
+        return finish
+
+    def close(self) -> None:
+        """Leave the model as it was before."""
+        Sampling.request(self, 0)
+        self._store.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._layers.detach()
+
+    def _full_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
+        sums = expert_sums(observers, self._device)
+        return [(stats, len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
+
+    def _brief_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
+        stacks = [stack for _, stack in self._gate_and_up]
+        alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
+        of_experts = brief_tables(observers, self._device)
+        return [(self._store.add_to(stats), len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
+
+    def _operands(self, step: int, stats: Any, maxima: int) -> Records:
+        layers, operands, places = self._layers.operands()
+        return operand_records(step, layers, operands, combined(stats, places, maxima))
+
+    def _full(self, step: int, operand_stats: Any, layer_stats: Any, sums: Any) -> Sample:
+        of_layers = layer_records(step, self._layers.sizes(), layer_stats)
+        experts = expert_records(step, self._recorded, sums)
+        return Sample(step, self._operands(step, operand_stats, len(MAXIMA)), of_layers, experts)
+
+    def _brief(self, step: int, operand_stats: Any, alignments: Any, of_experts: Any) -> Sample:
+        firsts = [(self._firsts[layer], count) for layer, count in self._recorded]
+        experts = brief_expert_records(step, firsts, of_experts)
+        operands = np.concatenate([self._operands(step, operand_stats, len(BRIEF_MAXIMA)), experts])
+        numbers = [(self._firsts[layer] + e,) for layer, stack in self._gate_and_up for e in range(stack.count)]
+        aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
+        return Sample(step, operands, aligned, brief=True)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if self.full:
+            self._weights.before_update(_parameters(optimizer))
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        if self.full:
+            self._weights.after_update(_parameters(optimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """That of the first parameter; of weights that are kept on the host, and computed with on a GPU, the GPU."""
+    parameter = next(model.parameters())
+    if hasattr(parameter, "device_mesh"):
+        kind = parameter.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return parameter.device

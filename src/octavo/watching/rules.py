@@ -1,0 +1,431 @@
+"""The rules over samples. Each compares a number of an operand, or of a layer, with a limit.
+
+A rule whose number is above its limit has found a fault. Where a number is missing (NaN), it has found none.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.numerics.formats import FP8_FORMATS
+from octavo.watching.storage import FULL_SHARE, OPERANDS, UNQUANTIZED, Event, Records, WatchedLayer
+
+# ---- A sample as arrays with one number for each operand of each layer, and what the rules remember of earlier
+# samples.
+
+
+Grid = npt.NDArray[np.float64]  # [layers, 3]: one number for each operand x, w, dy of each layer
+Mask = npt.NDArray[np.bool_]
+
+RECENT = 16  # samples that a history has
+_ALMOST_ALL = 0.999
+
+
+@dataclass(frozen=True)
+class SampleGrids:
+    """The records of one sampled step, each field as a grid of the operands of all layers."""
+
+    operands: Records
+    layer_records: Records
+    layers: Sequence[WatchedLayer]  # by the number that records have for them
+
+    def __getitem__(self, name: str) -> Grid:
+        """A field of the operands' records; NaN where there is no record."""
+        return self._grid(self.operands[name])
+
+    @property
+    def quantized(self) -> Mask:
+        """The operands that a GEMM read in eight bits."""
+        found: Mask = self._grid(self.operands["flags"] & UNQUANTIZED) == 0
+        return found
+
+    @property
+    def nonzero(self) -> Grid:
+        """The share of elements that are not zero."""
+        return self._grid(self.operands["binades"].sum(axis=1) / FULL_SHARE)
+
+    @property
+    def all_zero(self) -> Mask:
+        """The operands that are all zero before they are quantized."""
+        found: Mask = (self["amax"] == 0) & self.quantized
+        return found
+
+    @property
+    def all_flushed(self) -> Mask:
+        """The operands whose elements other than zero nearly all become zero in eight bits."""
+        flushed = self["flushed"]
+        found: Mask = (flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero)
+        return found & self.quantized
+
+    @property
+    def binades(self) -> Grid:
+        """The binades of the operands' formats, from the smallest subnormal number to the largest: 17.8 of e4m3."""
+        names = [[layer.formats.get(operand, "") for operand in OPERANDS] for layer in self.layers]
+        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
+        return np.array([[known.get(name, np.nan) for name in row] for row in names])
+
+    def of_layers(self, name: str) -> Grid:
+        """A field of the layers' records, [layers, 1]; NaN where there is no record."""
+        found = np.full((len(self.layers), 1), np.nan)
+        found[self.layer_records["layer"], 0] = self.layer_records[name]
+        return found
+
+    def _grid(self, values: npt.NDArray[Any]) -> Grid:
+        found = np.full((len(self.layers), len(OPERANDS)), np.nan)
+        found[self.operands["layer"], self.operands["operand"]] = values
+        return found
+
+
+@dataclass
+class History:
+    """The numbers of earlier samples that rules compare with. A resumed run begins a new history."""
+
+    layers: int
+    samples: int = 0
+
+    def __post_init__(self) -> None:
+        shape = (self.layers, len(OPERANDS))
+        # [RECENT, layers, 3], of the last samples in any order; NaN where there was none
+        self.amax, self.kurtosis = np.full((RECENT, *shape), np.nan), np.full((RECENT, *shape), np.nan)
+        # [layers, 3], the number of samples in a row, up to the last, in which an operand was all zero
+        self.zeros: Grid = np.zeros(shape)
+
+    @property
+    def known(self) -> Grid:
+        """[layers, 3], the number of the last samples in which the amax was a number."""
+        found: Grid = np.isfinite(self.amax).sum(0).astype(np.float64)
+        return found
+
+    def add(self, sample: SampleGrids) -> None:
+        """Take a sample into the history."""
+        for name, recent in (("amax", self.amax), ("kurtosis", self.kurtosis)):
+            recent[self.samples % RECENT] = np.where(np.isfinite(sample[name]), sample[name], np.nan)
+        self.zeros = np.where(sample.all_zero, self.zeros + 1, 0)
+        self.samples += 1
+
+
+# ---- The rules over samples.
+
+
+FIRST = 4  # samples before which nothing is compared: a run changes fast while its learning rate rises
+JUMP, GRADIENT_JUMP = 8.0, 64.0  # times the largest amax of the last samples
+SATURATED = 0.05  # share of elements
+CLIPPED = 0.5  # binades by which amax is above what its scale expects, where saturation is a fault
+FLUSHED = 0.2  # share of the elements that are not zero
+SHIFTED = 0.5  # share of the bytes that are not zero
+ALIGNED = 0.7  # mean |cosine|
+GROWTH = 8.0  # times the largest kurtosis of the last samples
+LEAST_KURTOSIS = 10.0  # a smaller one counts as this much
+TOO_SMALL = 3.0  # binades by which amax may be above what a scale expects
+TOO_LARGE = 0.5  # of the format's binades, by which it may be below
+ZERO_SAMPLES = 2  # in a row
+
+
+_Number = Callable[[SampleGrids, History], Grid]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule over a sample, under the name that events have. Its message is `words`, a template.
+
+    `number` gives the numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history
+    before it; NaN where the rule does not apply. One above `limit` is a fault.
+    """
+
+    name: str
+    limit: float
+    number: _Number
+    words: str  # with value, limit, operand and format
+
+
+RULES: list[Rule] = []  # in the order in which a sample is judged
+
+
+def _rule(name: str, limit: float, words: str) -> Callable[[_Number], _Number]:
+    def add(number: _Number) -> _Number:
+        RULES.append(Rule(name, limit, number, words))
+        return number
+
+    return add
+
+
+@_rule("non_finite", 0.0, "{value:.2%} of {operand} is inf or NaN")
+def nonfinite(sample: SampleGrids, history: History) -> Grid:
+    """The share of elements that are inf or NaN."""
+    return sample["nonfinite"]
+
+
+@_rule("non_finite", 0.0, "{value:.2%} of the weight's gradient is inf or NaN")
+def nonfinite_gradient(sample: SampleGrids, history: History) -> Grid:
+    """The share of elements of the weight's gradient that are inf or NaN."""
+    return sample.of_layers("gradient_nonfinite")
+
+
+@_rule("amax_jump", JUMP, "the amax of {operand} is {value:.3g} times the largest before")
+def amax_jump(sample: SampleGrids, history: History) -> Grid:
+    """amax of x and w by the largest of the last samples."""
+    return _of_operands(_jump(sample, history), "x", "w")
+
+
+@_rule("amax_jump", GRADIENT_JUMP, "the amax of {operand} is {value:.3g} times the largest before")
+def gradient_jump(sample: SampleGrids, history: History) -> Grid:
+    """amax of dy by the largest of the last samples. A hard batch has gradients several times as large."""
+    return _of_operands(_jump(sample, history), "dy")
+
+
+@_rule("saturation_spike", SATURATED, "{value:.2%} of {operand} saturates in {format}")
+def saturated(sample: SampleGrids, history: History) -> Grid:
+    """The share of elements that saturate, where the largest become smaller by a third at least."""
+    share = np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan)
+    return _later(history, _of_quantized(sample, share))
+
+
+@_rule("underflow", FLUSHED, "{value:.1%} of {operand} underflows to zero in {format}")
+def flushed(sample: SampleGrids, history: History) -> Grid:
+    """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
+    share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
+    return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
+
+
+@_rule("underflow", SHIFTED, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x")
+def shifted(sample: SampleGrids, history: History) -> Grid:
+    """The share of the bytes of dy other than zero that become zero where the scale of x is folded into them."""
+    return _of_quantized(sample, sample["shift_lost"])
+
+
+@_rule("swiglu_alignment", ALIGNED, "the rows of gate and up are aligned: mean |cosine| {value:.2f}")
+def alignment(sample: SampleGrids, history: History) -> Grid:
+    """The mean |cosine| of matching rows of a SwiGLU's gate and up weights."""
+    return sample.of_layers("alignment")
+
+
+@_rule("kurtosis_growth", GROWTH, "the kurtosis of {operand} is {value:.3g} times the largest before")
+def kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
+    """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
+    growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
+    return _of_operands(_later(history, _of_quantized(sample, growth)), "x", "w")
+
+
+@_rule("scale_gap", TOO_SMALL, "the amax of {operand} is {value:.1f} binades above its scale's range")
+def scale_too_small(sample: SampleGrids, history: History) -> Grid:
+    """The binades by which amax is above what a scale expects that was fixed before."""
+    return _of_quantized(sample, -sample["gap"])
+
+
+@_rule("scale_gap", TOO_LARGE, "the amax of {operand} leaves {value:.0%} of the binades of {format} unused")
+def scale_too_large(sample: SampleGrids, history: History) -> Grid:
+    """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
+    known = ~sample.all_flushed & ~sample.all_zero
+    return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
+
+
+@_rule("dead_scale", 0.0, "all of {operand} becomes zero in {format}")
+def all_flushed(sample: SampleGrids, history: History) -> Grid:
+    """1 where nearly all elements other than zero become zero."""
+    return _of_quantized(sample, sample.all_flushed.astype(np.float64))
+
+
+@_rule("dead_scale", ZERO_SAMPLES - 1, "all of {operand} is zero")
+def zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
+    """The number of samples in a row, this one included, in which the operand was all zero.
+
+    One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
+    the operand is zero in all layers.
+    """
+    zero, unknown = sample.all_zero, np.isnan(sample["amax"])
+    became = (history.known >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~(zero | unknown).all(axis=0)
+    return np.where(zero, history.zeros + 1 + became, 0)
+
+
+@_rule("dead_scale", 0.0, "the scale of {operand} is zero or not finite")
+def no_scale(sample: SampleGrids, history: History) -> Grid:
+    """1 where a finite operand has a scale that is zero or not finite."""
+    scale = sample["scale"]
+    bad = np.isfinite(sample["amax"]) & ((scale <= 0) | ~np.isfinite(scale))
+    return _of_quantized(sample, bad.astype(np.float64))
+
+
+def _jump(sample: SampleGrids, history: History) -> Grid:
+    largest = np.fmax.reduce(history.amax)
+    return _later(history, _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan)))
+
+
+def _later(history: History, numbers: Grid) -> Grid:
+    """The numbers of what was in so many samples before. An expert without tokens is in none."""
+    return np.where(history.known >= FIRST, numbers, np.nan)
+
+
+def _of_operands(numbers: Grid, *operands: str) -> Grid:
+    """The numbers of these operands."""
+    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
+
+
+def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
+    return np.where(sample.quantized, numbers, np.nan)
+
+
+# ---- The rules over all samples of a run, in their order.
+
+
+class SampleRules:
+    """Judges the samples of a run by all rules, and reports a fault when it begins, and again when it returns.
+
+    Args:
+        layers: of the model, by the number that records have for them. The experts of a stack are numbered after all
+            layers, in the order of the stacks. An event names the worst of the experts that have a fault.
+
+    Example:
+        >>> watched = read_watch(run)  # doctest: +SKIP
+        >>> rules = SampleRules(watched.layers)
+        >>> for step in np.unique(watched.operands["step"]):
+        ...     of_step = (records[records["step"] == step] for records in (watched.operands, watched.layer_records))
+        ...     events = rules.check(*of_step)
+    """
+
+    def __init__(self, layers: Sequence[WatchedLayer]) -> None:
+        self.layers = list(layers)  # may be replaced where a layer has changed its formats
+        self._history = History(len(layers) + sum(layer.experts for layer in layers))
+        self._faults: dict[Rule, Mask] = {}  # of the sample before
+
+    def check(self, operands: Records, layer_records: Records) -> list[Event]:
+        """The faults that the records of one step (`octavo.watching.storage`) have, and the sample before had not."""
+        experts = [layer for layer in self.layers for _ in range(layer.experts)]
+        sample = SampleGrids(operands, layer_records, [*self.layers, *experts])
+        events = [event for rule in RULES for event in self._judge(rule, sample)]
+        self._history.add(sample)
+        return events
+
+    def _judge(self, rule: Rule, sample: SampleGrids) -> Iterator[Event]:
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are numbers that were found
+            values, experts = self._of_layers(rule.number(sample, self._history))
+            faults: Mask = values > rule.limit
+        new = faults & ~self._faults.get(rule, np.zeros_like(faults))
+        self._faults[rule] = faults
+        for number, column in np.argwhere(new).tolist():
+            operand, value = OPERANDS[column] if values.shape[1] > 1 else None, float(values[number, column])
+            layer, expert = self.layers[number], int(experts[number, column])
+            event = self._event(rule, _step(sample), layer, operand, value)
+            of_expert = replace(event, message=f"expert {expert}: {event.message}", expert=expert)
+            yield event if expert < 0 else of_expert
+
+    def _of_layers(self, values: Grid) -> tuple[Grid, Grid]:
+        """The numbers of the layers, of a stack that of the worst of its experts; and that expert, -1 for none."""
+        end = len(self.layers)
+        found, experts = values[:end].copy(), np.full_like(values[:end], -1)
+        for i, layer in enumerate(self.layers):
+            if layer.experts:
+                begin, end = end, end + layer.experts
+                worst = np.where(np.isnan(values[begin:end]), -np.inf, values[begin:end]).argmax(0)
+                value = values[begin + worst, np.arange(values.shape[1])]
+                known = ~np.isnan(value)
+                found[i], experts[i] = np.where(known, value, found[i]), np.where(known, worst, -1)
+        return found, experts
+
+    def _event(self, rule: Rule, step: int, layer: WatchedLayer, operand: str | None, value: float) -> Event:
+        fmt = "" if operand is None else layer.formats.get(operand, "eight bits")
+        message = rule.words.format(value=value, limit=rule.limit, operand=operand, format=fmt)
+        return Event(step, rule.name, layer.name, operand, value, rule.limit, message)
+
+
+def _step(sample: SampleGrids) -> int:
+    records = sample.operands if len(sample.operands) else sample.layer_records
+    return int(records["step"][0])
+
+
+# ---- The rules over the losses of a run, a spike and a stall, and over its learning rate.
+
+
+NEW = 3  # steps whose median loss is judged: one hard batch is no spike
+BEFORE = 64  # steps before them that it is compared with
+FEWEST = 16  # of which there must be so many
+DEVIATIONS = 8.0
+LEAST = 0.5  # nats above the median that are no spike, however even the losses were
+STEADY = 128  # steps before which no stall is looked for
+LONGER, LOOKS = 1.1, 2  # times the steps of the last look; looks in a row without a fall
+RATE = 1.0  # times the RMS of the weights
+
+
+class LossRule:
+    """Finds a loss spike: the median of the last three losses is far above that of those before.
+
+    The limit is the median + 8 standard deviations, at least 0.5. The deviation is 1.4826 times the median absolute
+    deviation, which a few losses far off do not change. While a spike lasts, its losses do not count as those before.
+    """
+
+    def __init__(self) -> None:
+        self._before: deque[float] = deque(maxlen=BEFORE)
+        self._new: deque[float] = deque(maxlen=NEW)
+        self._fault = False
+
+    def check(self, step: int, loss: float) -> Event | None:
+        """Take the loss of a step; the event if a spike begins with it. A loss that is not finite does not count."""
+        if not math.isfinite(loss):
+            return None
+        if len(self._new) == NEW and not self._fault:
+            self._before.append(self._new[0])
+        self._new.append(loss)
+        if len(self._before) < FEWEST or len(self._new) < NEW:
+            return None
+        value, limit = float(np.median(self._new)), self._limit()
+        began = value > limit and not self._fault
+        self._fault = value > limit
+        message = f"the loss of the last steps is {value:.4g}: the steps before allow {limit:.4g}"
+        return Event(step, "loss_spike", None, None, value, limit, message) if began else None
+
+    def restart(self) -> None:
+        """Forget the spike: the run went back to a step before it."""
+        self._new.clear()
+        self._fault = False
+
+    def _limit(self) -> float:
+        losses = np.array(self._before)
+        median = float(np.median(losses))
+        deviation = 1.4826 * float(np.median(np.abs(losses - median)))
+        return median + max(DEVIATIONS * deviation, LEAST)
+
+
+class StallRule:
+    """Finds a loss that stopped falling: its mean over the last third of the steps is not below that of the third
+    before, at two looks in a row, each at a tenth more steps than the last.
+
+    Args:
+        first: a step; the rule waits for so many steps, and for 128 at least. A run that goes on has a loss that falls
+            as slowly as its steps are many.
+    """
+
+    def __init__(self, first: int = 0) -> None:
+        self._losses = array("d")
+        self._next, self._looks = max(first, STEADY), 0
+
+    def check(self, step: int, loss: float) -> Event | None:
+        """Take the loss of a step; the event if it is the second look at which the loss has not fallen."""
+        if not math.isfinite(loss):
+            return None
+        self._losses.append(loss)
+        count = len(self._losses)
+        if count < self._next:
+            return None
+        self._next = math.ceil(LONGER * count)
+        before, last = (float(np.mean(self._losses[count * part // 3 : count * (part + 1) // 3])) for part in (1, 2))
+        self._looks = self._looks + 1 if last >= before else 0
+        message = f"the loss stopped falling: its mean over {count // 3} steps is {last:.4g}, and was {before:.4g}"
+        return Event(step, "loss_stall", None, None, last, before, message) if self._looks == LOOKS else None
+
+
+def judge_rate(step: int, rate: float, weights: float) -> Event | None:
+    """The event of a learning rate as large as `weights`, the RMS of the matrices when the run began.
+
+    AdamW moves each weight by up to about the rate (Kingma and Ba, arXiv:1412.6980, section 2.1).
+    """
+    if weights == 0 or rate < RATE * weights:
+        return None
+    message = f"the learning rate {rate:.2g} is {rate / weights:.2g} times the weights' RMS, {weights:.2g}: lower it"
+    return Event(step, "rate_too_high", None, None, rate / weights, RATE, message)

@@ -1,0 +1,205 @@
+"""bench/gpu/loss, the model small and on the CPU: branches, their files, the processes and the result."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from safetensors.torch import load_file
+
+from bench.gpu.loss import __main__ as command
+from bench.gpu.loss import result, text, training
+from bench.gpu.loss.model import MODES, SIZES, make_model
+from bench.report import loss
+from bench.report.filler import HELPERS, Fields, fill
+from octavo.train.optimizer import learning_rate
+
+pytestmark = pytest.mark.slow
+
+CONFIG = SIZES["tiny"].change(warmup=1)  # as `settings_of` has it
+CPU = torch.device("cpu")
+TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
+PLAN = "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen bf16,rowwise:7"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole study, of this repository's tests as text, by `all`."""
+    folder = tmp_path_factory.mktemp("loss")
+    command.settings_of(folder, "tiny", None)
+    text.prepare(folder, CONFIG, [str(Path(__file__).parent)])
+    with pytest.raises(SystemExit) as ended:
+        command.main(["all", str(folder), "--processes", "2", "--plan", PLAN])
+    assert ended.value.code == 0, "".join(path.read_text() for path in (folder / "logs").iterdir())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return result.merge(folder, CONFIG)
+
+
+# --- Text ------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_which_half_the_lines_came_before_is_left_out() -> None:
+    lines = [f"line {i} that is long enough to count" for i in range(8)]
+    whole, half, less = (f"{chr(10).join(part)}\n" for part in (lines[:4], lines[2:6], [*lines[3:4], *lines[6:8]]))
+    assert list(text.without_copies([whole, whole.upper(), whole, half, less])) == [whole, whole.upper(), less]
+
+
+def test_no_order_reads_a_sequence_twice_and_all_begin_as_the_trunk() -> None:
+    trunk, one, two = (text.reading_order(100, 6, 8, order) for order in (None, 7, 8))
+    for rows in (trunk, one, two):
+        assert sorted(rows.tolist()) == list(range(100))
+        assert torch.equal(rows[:48], trunk[:48])
+    assert not torch.equal(one[48:], two[48:])
+
+
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"4000 steps without a repetition take [\d,]+ tokens; the text has"):
+        text.prepare(tmp_path, CONFIG.change(steps=4000), [__file__])
+
+
+# --- Training --------------------------------------------------------------------------------------------------
+
+
+def test_every_mode_takes_the_weights_of_the_trunk() -> None:
+    names = {mode: [name for name, _ in make_model(mode, CONFIG, CPU)[0].named_parameters()] for mode in MODES}
+    assert all(each == names["bf16"] for each in names.values())
+
+
+def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(folder: Path) -> None:
+    """The state of a branch is whole: the steps after it are bit for bit those of a run without a stop."""
+    training_text = text.read_tokens(folder, "training", CONFIG.context, CPU)
+    first, last = training.branch_step(CONFIG), training.branch_step(CONFIG) + 2
+    order = text.reading_order(len(training_text), first, CONFIG.batch, None)
+    straight = training.Learner("bf16", CONFIG, CPU)
+    losses = list(training.steps(straight, training_text, order, 0, last))
+    branch = training.Learner("bf16", CONFIG, CPU)
+    branch.restart(load_file(folder / "trunk.safetensors"))
+    assert list(training.steps(branch, training_text, order, first, last)) == losses[first:]
+    assert training.rounded(losses[:first]) == json.loads((folder / "trunk.json").read_text())["losses"]
+
+
+def test_the_learning_rate_of_a_branch_ends_at_zero() -> None:
+    config = CONFIG.change(steps=100, decay_steps=100)
+    rates = [learning_rate(step, config) for step in (40, 70, 99)]
+    assert rates == pytest.approx([2e-3, 1e-3, 2e-3 / 60])
+
+
+def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
+    files = {path: path.stat().st_mtime_ns for path in folder.glob("*.*")}
+    for words in PLAN.split("; "):
+        name, _, runs = words.partition(" ")
+        command.main([name, str(folder), *([runs] if runs else [])])
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*.*")} == files
+
+
+def test_other_steps_than_the_folder_was_begun_with_are_refused(folder: Path) -> None:
+    with pytest.raises(SystemExit, match="was begun with 20 steps"):
+        command.main(["trunk", str(folder), "--steps", "30"])
+
+
+def test_a_trunk_that_fails_ends_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.settings_of(tmp_path, "tiny", None)
+    (tmp_path / "tokens.npz").write_bytes(b"not numpy's")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["all", str(tmp_path), "--plan", "trunk; branch bf16:7"])
+    assert ended.value.code  # the trunk, and what waited for it
+    assert "trunk failed with code 1" in capsys.readouterr().out
+
+
+# --- The result ------------------------------------------------------------------------------------------------
+
+
+def test_the_gaps_are_computed_from_the_files(folder: Path, found: dict[str, Any]) -> None:
+    def loss(mode: str, order: int, form: str) -> float:
+        run = json.loads((folder / f"branch-{mode}-{order}.json").read_text())
+        return statistics.fmean(statistics.fmean(each[form]) for each in run["evaluations"])
+
+    for form in ("bf16", "fp8"):
+        gaps = [loss("rowwise", order, form) / loss("bf16", order, "bf16") - 1 for order in (7, 8)]
+        row = found["modes"]["rowwise"][form]
+        assert row["by_order"] == pytest.approx(gaps, abs=1e-12)
+        half = scipy.stats.t.interval(0.95, 1, 0, scipy.stats.sem(gaps))[1]
+        assert row["half"] == pytest.approx(half, rel=1e-6)
+        assert row["steps"] == pytest.approx(row["gap"] / found["slope"])
+    assert found["modes"]["twin"]["bf16"]["half"] is None  # of one order
+    assert found["modes"]["bf16"]["fp8"]["by_order"] == pytest.approx(
+        [loss("bf16", order, "fp8") / loss("bf16", order, "bf16") - 1 for order in (7, 8)], abs=1e-12
+    )
+
+
+def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    branch = json.loads((folder / "branch-bf16-7.json").read_text())["evaluations"][-1]
+    frozen = {mode: json.loads((folder / f"frozen-{mode}.json").read_text())["losses"] for mode in ("bf16", "rowwise")}
+    assert frozen["bf16"]["final-7"] == branch["bf16"]
+    assert frozen["rowwise"]["final-7"] == branch["fp8"]
+    assert found["frozen"]["bf16"]["trunk"]["gap"] == 0 != found["frozen"]["rowwise"]["trunk"]["gap"]
+
+
+def test_a_gap_of_a_doubling_is_worth_twice_the_tokens() -> None:
+    """Losses 3.0 by BF16 and 3.3 by the other mode, where half of the length adds 0.3 nats: 10 % is one doubling."""
+
+    def run(loss: float) -> dict[str, Any]:
+        return {"evaluations": [{"step": 9, "bf16": [loss, loss]}, {"step": 10, "bf16": [loss, loss]}]}
+
+    gap = result.gap([(run(3.3), run(3.0))], "bf16", "bf16", {"slope": 0.01, "per_doubling": 0.3, "loss": 3.0}, CONFIG)
+    assert gap["gap"] == pytest.approx(0.1)
+    assert gap["tokens"] == pytest.approx(1.0)
+    assert gap["steps"] == pytest.approx(10)
+    assert math.isclose(gap["text_half"], 0, abs_tol=1e-12)
+
+
+def test_the_summary_has_a_line_for_each_mode(found: dict[str, Any]) -> None:
+    lines = result.summary(found).splitlines()
+    assert all(any(line.startswith(mode) for line in lines) for mode in found["modes"])
+
+
+def test_runs_without_bf16_have_nothing_to_be_compared_with(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must have a branch of bf16"):
+        result.merge(tmp_path, CONFIG)
+
+
+# --- The page --------------------------------------------------------------------------------------------------
+
+
+def test_every_figure_of_the_page_is_recomputed_from_the_runs(folder: Path, found: dict[str, Any]) -> None:
+    """The page of this small study, and each of its cells from the files of the runs."""
+    results = {"cpu_loss_tiny": json.loads(json.dumps(found), object_hook=Fields)}
+    page = fill(TEMPLATE.read_text(), {**vars(loss), **HELPERS, **results, "results": results})
+    runs = {path.stem: json.loads(path.read_text()) for path in folder.glob("branch-*.json")}
+
+    def loss_of(mode: str, order: int, form: str) -> float:
+        return statistics.fmean(statistics.fmean(each[form]) for each in runs[f"branch-{mode}-{order}"]["evaluations"])
+
+    for mode, name, orders in (("rowwise", "`rowwise`", (7, 8)), ("twin", loss.NAMES["twin"], (7,))):
+        line = next(line for line in page.splitlines() if f"| {name} | {len(orders)} |" in line)
+        for form, cell in zip(("bf16", "fp8"), line.split(" | ")[3:5], strict=True):
+            gaps = [loss_of(mode, order, form) / loss_of("bf16", order, "bf16") - 1 for order in orders]
+            half = (
+                f"± {scipy.stats.t.interval(0.95, 1, 0, scipy.stats.sem(gaps))[1]:.3%}" if gaps[1:] else "(one order)"
+            )
+            assert cell == f"{statistics.fmean(gaps):+.3%} {half}"
+    base = statistics.fmean(loss_of("bf16", order, "bf16") for order in (7, 8))
+    assert f"| {base:.4f} |" in page
+    assert "not decided" in page  # a CPU decides nothing for models of useful size
+
+
+def test_a_study_on_a_gpu_is_the_first_sentence_of_the_page(found: dict[str, Any]) -> None:
+    on_gpu = found | {"machine": found["machine"] | {"gpu": "NVIDIA H200"}}
+    results = {
+        name: json.loads(json.dumps(each), object_hook=Fields)
+        for name, each in {"cpu_loss_a": found, "gpu_loss_b": on_gpu}.items()
+    }
+    assert loss.studies(results)[0].name == "gpu_loss_b"
+    assert loss.decided(results).startswith("Over the last 40% of a run of")
+    assert "NVIDIA H200" in loss.decided(results)
+    assert loss.decided({"cpu_loss_a": results["cpu_loss_a"]}) == ""

@@ -1,0 +1,159 @@
+"""The benchmarks of several GPUs: tiny models on two processes without a GPU."""
+
+import json
+import math
+import statistics
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+from bench.gpu import fsdp
+from bench.gpu.communication import kind_of, split, union, without_first
+from bench.gpu.modes import BASE
+from bench.gpu.parallel_blocks import SplitStack
+from bench.gpu.sharded import MODES, OURS, WIDE, gradient_problem
+from octavo.models.llama import LlamaConfig, rope_tables
+
+TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)
+TOKENS = 16
+BLOCK = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96 + 2 * 64  # parameters
+EAGER = "bf16, eager"
+
+
+def measure(rank: int, folder: str) -> list[dict[str, Any]]:
+    """The rows of a run with a mode that fails, then times over two links."""
+    from bench import record
+    from bench.gpu import network, ranks
+
+    warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
+    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
+    MODES.update({name: replace(mode, compiled=False) for name, mode in MODES.items()})
+    MODES["broken"] = replace(MODES[EAGER], convert=fail)
+    device, deadline = ranks.start(), ranks.Deadline(math.inf)
+    bench = fsdp.Bench(TINY, TOKENS, 3, device)
+    fsdp.run([BASE, EAGER, "broken", WIDE, OURS], bench, deadline)
+    fsdp.attempt(bench, EAGER, ranks.Deadline(-1.0))
+    network.run([BASE, WIDE], TINY, TOKENS, [1, 2], 2, device, deadline)
+    return bench.rows
+
+
+def fail(model: Any) -> None:
+    raise ValueError("no such recipe")
+
+
+@pytest.mark.slow
+def test_modes_are_measured_and_written(tmp_path: Path) -> None:
+    earlier = {"machine": {"commit": "abc"}, "modes": [{"mode": BASE, "median": 1.0}, {"mode": "other", "median": 2.0}]}
+    (tmp_path / "gpu_fsdp_2_layers_2_gpus.json").write_text(json.dumps(earlier))
+    rows, others = run_ranks(2, measure, str(tmp_path))
+    assert [row["mode"] for row in rows] == [BASE, EAGER, "broken", WIDE, OURS]  # none after the deadline
+    base, eager, broken, wide, ours = rows
+    assert broken["error"] == "ValueError: no such recipe"
+    assert eager["gradient_error"] == 0  # compiled neither
+    assert 0.02 < wide["gradient_error"] < 0.5
+    assert 0.02 < ours["gradient_error"] < 0.5
+    for row, other in zip(rows, others, strict=True):
+        assert row.get("rounds") == other.get("rounds")  # of the slowest rank
+    # forward and backward gather half of the blocks in BF16; the root stays gathered; gradients are reduced in FP32
+    root = 2 * 64 * 64 + 64
+    assert base["gathered_bytes"] == (2 * 2 * BLOCK + root) // 2 * 2
+    assert wide["gathered_bytes"] == base["gathered_bytes"]
+    rows_of_weights = 2 * 64 + 2 * 32 + 2 * 96 + 64  # a float each beside the bytes; the norms in BF16
+    assert ours["gathered_bytes"] == (2 * 2 * (BLOCK - 128 + 4 * rows_of_weights + 2 * 128) + 2 * root) // 2
+    assert base["reduced_bytes"] == (2 * BLOCK + root) // 2 * 4
+    assert ours["reduced_bytes"] == wide["reduced_bytes"] == base["reduced_bytes"] // 2  # Octavo sends BF16 gradients
+    assert eager["tokens_per_second"] == pytest.approx(TOKENS * 1e3 / statistics.median(eager["rounds"][EAGER]))
+    turns = [b / a for a, b in zip(eager["rounds"][EAGER], eager["rounds"][BASE], strict=True)]
+    assert eager["ratio"] == statistics.median(turns)
+
+    written = json.loads((tmp_path / "gpu_fsdp_2_layers_2_gpus.json").read_text())
+    assert written["modes"] == [*rows, {"machine": {"commit": "abc"}, "mode": "other", "median": 2.0}]
+    assert written["setting"]["world"] == 2
+    assert written["bytes_per_second"] > 0
+    network = json.loads((tmp_path / "gpu_network_direct.json").read_text())
+    assert [link["channels"] for link in network["links"]] == [2, 1]
+    assert all(len(times) == 2 for link in network["links"] for times in link["rounds"].values())
+
+
+def test_gradients_that_are_wrong_or_not_of_fp8_are_named() -> None:
+    assert not gradient_problem(EAGER, 0.01)
+    assert not gradient_problem(WIDE, 0.1)
+    for name, error in ((EAGER, 0.1), (WIDE, 0.001), (WIDE, 1.0), (WIDE, math.nan)):
+        assert "must be off by" in gradient_problem(name, error)
+
+
+def test_kernels_are_split_and_exposed_communication_is_what_nothing_hides() -> None:
+    kernels = [
+        ("nvjet_gemm", 0.0, 4.0),
+        ("ncclDevKernel_AllGather_RING_LL", 2.0, 6.0),  # 4 to 6 alone
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 5.0, 7.0),  # 6 to 7 alone
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 6.0, 7.0),
+        ("flash_fwd", 9.0, 10.0),  # after 2 of nothing
+        ("triton_red_fused", 10.0, 10.5),
+    ]
+    expected = {"all-gather": 4.0, "reduce-scatter": 2.0, "all-to-all": 1.0, "gemm": 4.0, "attention": 1.0, "rest": 0.5}
+    found = split(kernels)
+    assert found == {**expected, "other communication": 0.0, "exposed": 3.0, "idle": 2.0}
+    assert split([])["idle"] == 0
+    assert union([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0)]) == [(0.0, 3.0)]
+    assert kind_of("nccldevkernel_allreduce_sum_f32") == "other communication"
+
+
+def test_the_first_profiled_step_is_left_out() -> None:
+    launched = [("gather", 0.0, 90.0), ("gemm", 91.0, 92.0), ("gemm", 101.0, 102.0), ("gather", 100.0, 101.0)]
+    assert without_first(launched, 2) == [("gather", 100.0, 101.0), ("gemm", 101.0, 102.0)]
+
+
+# --- Tensor parallelism ----------------------------------------------------------------------------------------
+
+BLOCKS = replace(TINY, heads=4, kv_heads=2)
+
+
+def measure_blocks(rank: int, folder: str) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from bench import record
+    from bench.gpu import ranks, tensor_parallel
+
+    record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
+    mesh = init_device_mesh("cpu", (2,))
+    tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail_to_split)
+    names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
+    deadline = ranks.Deadline(math.inf)
+    tensor_parallel.Bench(BLOCKS, 16, mesh, 2, deadline, compiled=False).run(names)
+    runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], BLOCKS, 16, mesh, compiled=False)
+    return [t.tolist() for t in runner.step()]
+
+
+def fail_to_split(model: nn.Module, mesh: Any) -> None:
+    raise ValueError("no such plan")
+
+
+@pytest.mark.slow
+def test_blocks_in_bf16_equal_one_process(tmp_path: Path) -> None:
+    results = run_ranks(2, measure_blocks, str(tmp_path))
+    rows = json.loads((tmp_path / "gpu_tensor_parallel_2_gpus.json").read_text())["modes"]
+    assert [row["mode"] for row in rows] == ["broken", "bf16", "octavo: rowwise", "bf16, async"]
+    assert rows[0] == {"mode": "broken", "error": "ValueError: no such plan"}
+    assert rows[1]["ratio"] == 1.0
+    assert len(rows[2]["rounds"]) == 2
+
+    model = SplitStack(BLOCKS).to(torch.bfloat16)
+    torch.manual_seed(0)
+    for p in model.parameters():
+        if p.ndim > 1:
+            nn.init.normal_(p, std=0.02)
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(1, 16, 64, generator=generator).to(torch.bfloat16) for _ in range(2))
+    y = model(x.requires_grad_(), *rope_tables(BLOCKS, torch.arange(16)))
+    y.backward(dy)
+    assert x.grad is not None
+    for part, whole in enumerate((y, x.grad)):
+        found = torch.cat([torch.tensor(grads[part]) for grads in results], dim=1)
+        torch.testing.assert_close(found, whole.float(), rtol=0.02, atol=0.02)

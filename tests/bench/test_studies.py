@@ -1,0 +1,262 @@
+"""bench/gpu/runs.py and bench/gpu/recipes.py, the models small and on the CPU: every study and every recipe trains."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+
+from bench import record
+from bench.gpu import recipes, runs
+from bench.gpu.harness import decibels
+from bench.gpu.runs import STUDIES, Data, Study
+from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from octavo.recipe import PRESETS, Recipe
+from octavo.train.loss import next_token_loss
+
+pytestmark = pytest.mark.slow
+
+HERE = (str(Path(__file__)),)
+SIZES = {"layers": 1, "width": 64, "heads": 2, "context": 16, "vocabulary": 256, "batch": 4, "steps": 4, "warmup": 1}
+
+
+def small(name: str, **changes: Any) -> Study:
+    """A study of a tiny model, on the text of this file."""
+    config = STUDIES[name].config
+    more = {"kv_heads": 2, "mlp_width": 128} if config.model == "llama" else {"mlp_width": 64}
+    sizes = {**SIZES, **more, "evaluate_batches": 2, "compile.blocks": False, "tokenizer": "bytes", "accumulate": 1}
+    return STUDIES[name]._replace(config=config.change(**sizes | changes), sources=HERE)
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    return small("recipes-cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, study: Study) -> Path:
+    out = tmp_path_factory.mktemp("recipes")
+    runs.train_all(study, [(name, seed) for name in VARIANTS for seed in (0, 1)], out, math.inf)
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(trained: Path, study: Study) -> Data:
+    return runs.tokens_of(study, trained)
+
+
+# --- Runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "300m", "attention"])
+def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
+    study = small(name, emulate=True)
+    runs.train_all(study, [(mode, seed) for seed in (0, 1) for mode in ("bf16", "rowwise")], tmp_path, math.inf)
+    result = runs.merge(tmp_path)
+    assert [(run["mode"], run["seed"]) for run in result["runs"]] == [
+        (mode, seed) for mode in ("bf16", "rowwise") for seed in (0, 1)
+    ]
+    assert result["tokens"] == 4 * 4 * 16
+    assert [point["step"] for point in result["runs"][0]["evaluations"]] == ([1, 2, 3, 4] if name == "300m" else [4])
+    gap = result["gaps"]["rowwise"]
+    low, high = scipy.stats.t.interval(0.95, 1, gap["mean"], statistics.stdev(gap["gaps"]) / math.sqrt(2))
+    assert gap["interval"] == pytest.approx([low, high])
+    assert 0 < max(map(abs, gap["gaps"])) < 0.05
+    for run in result["runs"]:
+        assert run["tokens_per_second"] == pytest.approx(4 * 4 * 16 / run["evaluations"][-1]["seconds"])
+        assert run["final"] == result["losses"][run["mode"]][str(run["seed"])]
+    assert runs.early(result) == ""
+
+
+def test_every_mode_starts_from_the_same_weights_and_batches(data: Data, study: Study) -> None:
+    trainers = {mode: runs.make_trainer(mode, study.config, data)[0] for mode in ("bf16", "rowwise")}
+    for seed in (0, 1):
+        for trainer in trainers.values():
+            trainer.step()
+            runs.restart(trainer, data, seed)
+        bf16, fp8 = trainers.values()
+        for (name, p), (other, q) in zip(bf16.model.named_parameters(), fp8.model.named_parameters(), strict=True):
+            assert name == other
+            assert torch.equal(p, q)
+        assert torch.equal(bf16.data.training.at(3)[0], fp8.data.training.at(3)[0])
+        moments = [tensor for state in bf16.state.optimizer.state.values() for tensor in state.values()]
+        assert not any(tensor.count_nonzero() for tensor in moments)
+
+
+def test_gradients_in_fp8_are_off_by_what_fp8_costs(data: Data, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = {mode: runs.make_trainer(mode, study.config, data) for mode in ("bf16", "rowwise")}
+    assert 0.02 < runs.gradient_errors(trainers, data)["rowwise"] < 0.3
+    monkeypatch.setattr(runs, "GRADIENT_ERRORS", (0.9, 1.0))
+    with pytest.raises(RuntimeError, match="must be off by"):
+        runs.gradient_errors(trainers, data)
+
+
+def test_a_run_that_is_stopped_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
+    study, found = small("300m")._replace(evaluations=2), {}
+    for stop in (2, 2, 4):  # the second time nothing is left to train
+        runs.train_all(study, [("bf16", 0)], tmp_path, math.inf, stop)
+        path = runs.path_of(tmp_path, "bf16", 0)
+        assert runs.last_step(path) == stop
+        found[stop] = json.loads(path.read_text())["evaluations"]
+        assert runs.early(runs.merge(tmp_path)) == ("_2" if stop == 2 else "")
+    assert [point["loss"] for point in found[2]] == [point["loss"] for point in found[4]][:1]
+
+
+def test_a_run_that_is_there_is_not_repeated_and_none_begins_after_the_deadline(trained: Path, study: Study) -> None:
+    files = {path: path.stat().st_mtime_ns for path in trained.iterdir()}
+    runs.train_all(study, [("mxfp8", 1)], trained, math.inf)
+    runs.train_all(study, [("mxfp8", 7)], trained, -math.inf)
+    assert {path: path.stat().st_mtime_ns for path in trained.iterdir()} == files
+
+
+def test_workers_share_the_modes(trained: Path, tmp_path: Path, study: Study) -> None:
+    (tmp_path / "tokens.npz").write_bytes((trained / "tokens.npz").read_bytes())
+    names = [BASE, "rowwise", "tensorwise"]
+    runs.train_all(study, [(name, 0) for name in names], tmp_path, math.inf, processes=2)
+    for name in names:
+        here, there = (json.loads(runs.path_of(folder, name, 0).read_text())["final"] for folder in (tmp_path, trained))
+        assert here == pytest.approx(there, rel=1e-6)
+
+
+def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, data: Data, tmp_path: Path, study: Study) -> None:
+    name = "delayed_e5m2_margin_1"
+    runs.train_runs(study, [(name, 1)], data, tmp_path, math.inf, 4)  # alone, not after seed 0
+    alone, after = (json.loads(runs.path_of(out, name, 1).read_text())["final"] for out in (tmp_path, trained))
+    assert alone == after != json.loads(runs.path_of(trained, name, 0).read_text())["final"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "change", "message"),
+    [
+        (("rowwise-0",), {}, "those of bf16 among them"),
+        (("bf16-0", "rowwise-0"), {"settings": {}}, "the same settings"),
+    ],
+)
+def test_runs_that_cannot_be_compared_are_not_merged(
+    trained: Path, tmp_path: Path, kept: tuple[str, ...], change: dict[str, Any], message: str
+) -> None:
+    for name in kept:
+        run = json.loads((trained / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(run | (change if name == "bf16-0" else {})))
+    with pytest.raises(ValueError, match=message):
+        runs.merge(tmp_path)
+
+
+def test_a_run_that_diverges_is_counted_and_is_in_no_mean(trained: Path, tmp_path: Path) -> None:
+    for name in ("bf16-0", "bf16-1", "tensorwise-0", "tensorwise-1"):
+        run = json.loads((trained / f"{name}.json").read_text())
+        (tmp_path / f"{name}.json").write_text(json.dumps(run | ({"final": None} if name == "tensorwise-0" else {})))
+    row = recipes.merge(tmp_path)["recipes"]["tensorwise"]
+    assert (row["diverged"], row["gap"]["seeds"], row["gap"]["interval"]) == (1, [1], None)
+
+
+def test_the_time_to_a_loss() -> None:
+    points = [{"seconds": 1.0, "loss": 4.0}, {"seconds": 3.0, "loss": 2.0}]
+    assert [runs.seconds_to(loss, points) for loss in (3.0, 5.0, 1.0)] == [2.0, 1.0, None]
+
+
+@pytest.mark.parametrize("name", ["300m", "1b"])
+def test_a_llama_sees_a_hundred_million_tokens(name: str) -> None:
+    config = STUDIES[name].config
+    assert config.steps * config.batch * config.accumulate * config.context >= 100e6
+
+
+# --- Recipes ---------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_is_compared_and_no_recipe_twice() -> None:
+    known = {name: variant.recipe for name, variant in VARIANTS.items() if name != CONTROL}
+    fields = [{**recipe.to_dict(), "name": ""} for recipe in known.values()]
+    assert all(fields.count(each) == 1 for each in fields)
+    for preset in PRESETS.values():
+        assert preset().to_dict() in [recipe.to_dict() for recipe in known.values()]
+    for name in VARIANTS:
+        assert Recipe.from_json(recipe_of(name).to_json()) == recipe_of(name)
+        assert set(implementations(name, torch.device("cpu")).values()) <= {"bf16", "emulated"}
+    recipe = VARIANTS["rowwise_stochastic"].recipe
+    assert [cast and cast.rounding for cast in (recipe.x, recipe.w, recipe.dy)] == ["nearest", "nearest", "stochastic"]
+
+
+def test_every_recipe_trains_and_has_a_gap(trained: Path) -> None:
+    result = recipes.merge(trained)
+    assert list(result["recipes"]) == list(VARIANTS)
+    base = result["recipes"][BASE]
+    assert base["gap"] is None
+    for name, row in result["recipes"].items():
+        assert row["diverged"] == 0
+        if name != BASE:
+            expected = [row["losses"][seed] / base["losses"][seed] - 1 for seed in ("0", "1")]
+            assert row["gap"]["gaps"] == pytest.approx(expected)
+            assert 0 < max(map(abs, expected)) < 0.01, name
+
+
+def test_the_errors_are_of_the_operands_of_a_trained_model(data: Data, study: Study) -> None:
+    found = recipes.errors([*VARIANTS], study, data)["recipes"]
+    assert found.keys() == VARIANTS.keys() - {CONTROL}
+    for row in found.values():
+        assert all(5 < row[gemm]["worst"] <= row[gemm]["median"] < 70 for gemm in ("y", "dx", "dw"))
+        assert all(row[gemm]["worst_channel"] < row[gemm]["worst"] for gemm in ("y", "dx", "dw"))
+    medians = {name: {gemm: row[gemm]["median"] for gemm in row} for name, row in found.items()}
+    assert medians["bf16"]["dw"] == pytest.approx(medians["rowwise_dw_bf16"]["dw"], abs=1)
+    assert medians["bf16"]["y"] > medians["rowwise"]["y"] + 10
+    assert medians["tensorwise_e4m3"]["dx"] > medians["tensorwise"]["dx"] + 2  # a bit more of mantissa
+    assert medians["rowwise"]["dx"] > medians["rowwise_stochastic"]["dx"] + 0.5
+
+
+def test_the_worst_channel_is_a_row_or_a_column_that_is_not_zero() -> None:
+    exact = torch.ones(4, 6, dtype=torch.float64)
+    exact[2], exact[:, 5] = 0.0, 10.0
+    actual = exact.clone()
+    actual[1, 3], actual[0, 5] = 1.5, 10.5
+    by_channel = [
+        -10 * math.log10(float(((a - e) ** 2).sum() / (e**2).sum()))
+        for axis in (0, 1) for e, a in zip(exact.unbind(axis), actual.unbind(axis), strict=True) if (e != a).any()
+    ]  # fmt: skip
+    assert recipes.worst_channel(exact, actual) == pytest.approx(min(by_channel))
+    assert recipes.worst_channel(exact.t(), actual.t()) == pytest.approx(min(by_channel))
+
+
+def test_the_operands_are_those_of_the_layer(data: Data, study: Study) -> None:
+    trainer, _ = runs.trainer_of(BASE, study.config, data)
+    runs.restart(trainer, data, 0)
+    layers = runs.linears(trainer.model)
+    found = recipes.operands(trainer, layers, 0)
+    loss = next_token_loss(trainer.model, trainer.data.training.at(0), torch.device("cpu"), "bf16")
+    torch.autograd.backward(loss)
+    for name, layer in layers.items():
+        x, dy = (t.double() for t in found[name])
+        assert (x.shape, dy.shape) == ((64, layer.in_features), (64, layer.out_features))
+        assert layer.weight.grad is not None
+        assert decibels(dy.t() @ x, layer.weight.grad) > 40
+
+
+def test_speed_is_measured_once_for_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: None)
+    names = ["rowwise", "delayed_e5m2_margin_0", "delayed_e5m2_margin_2", "delayed_e4m3_margin_1", "mxfp8", CONTROL]
+    tiny = replace(recipes.CONFIG, width=64, heads=2, kv_heads=1, mlp_width=128, layers=1)
+    found = recipes.speeds(names, tiny, 32, rounds=2)["recipes"]
+    assert {name: row["measured_as"] for name, row in found.items()} == {
+        **{name: name for name in (BASE, *names[:2])}, names[2]: names[1], **{name: name for name in names[3:5]},
+    }  # fmt: skip
+    assert all(min(row["sqnr"]) > 10 and row["median"] > 0 for name, row in found.items() if name != BASE)
+
+
+def test_the_command_makes_the_table_and_refuses_unknown_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, study: Study
+) -> None:
+    monkeypatch.setitem(STUDIES, "recipes-cpu", study)
+    monkeypatch.setattr(record, "RESULTS", tmp_path)
+    out = str(tmp_path / "out")
+    recipes.main(["--cpu", "--recipes", "bf16,rowwise", "--seeds", "1", "--steps", "3", "--out", out])
+    result = json.loads((tmp_path / "recipes.json").read_text())
+    assert result["settings"]["steps"] == 3
+    assert result["errors"]["recipes"].keys() == {"bf16", "rowwise"}
+    assert result["speed"] is None
+    for words, message in ((["--cpu", "--recipes", "rowise"], "unknown recipe 'rowise'"), ([], "needs --cpu")):
+        with pytest.raises(SystemExit, match=message):
+            recipes.main(words)

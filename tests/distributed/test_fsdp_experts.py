@@ -1,0 +1,345 @@
+"""FSDP2 gathers stacks of experts as bytes: those of one rank, and with them the training of one rank."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from fsdp_examples import backward, batch, counted, equal, sharded, train
+from fsdp_expert_examples import gathered_equal, model_of, stacks_of
+from gpu_memory import poison
+from hopper import ONLY_HOPPER
+from metrics import sqnr
+from ranks import run_ranks, use_gpus
+from tensor_parallel_examples import mesh_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import octavo
+from octavo.distributed import expert_parallel, fp8_all_gather
+from octavo.nn import Experts
+from octavo.nn.selection import promote
+from octavo.watching.watched_layers import first_matrix
+
+
+def trained(rank: int) -> dict[str, Any]:
+    """For 4 experts, and 3 that two ranks cannot share evenly: the report, and whether training equals one rank's."""
+    found: dict[str, Any] = {}
+    for experts in (4, 3):
+        whole = model_of(experts)
+        model = sharded(whole)
+        found[f"gathered {experts}"] = set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
+        found[f"equal {experts}"] = equal(train(whole), train(model))
+    return found
+
+
+def compiled(rank: int) -> bool:
+    whole = model_of(4)
+    model = sharded(whole)
+    fp8_all_gather(model)
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return equal(train(whole), train(model))
+
+
+def bytes_of_experts(rank: int) -> list[bool]:
+    whole = model_of(3, count=1)
+    model = sharded(whole)
+    fp8_all_gather(model)
+    same: list[bool] = []
+    model[0].register_forward_pre_hook(lambda block, *_: same.extend(gathered_equal(block, whole[0])))
+    model(batch())
+    model(batch()[:0])  # no token: the weights are widened
+    return same
+
+
+def traffic(rank: int) -> dict[str, Any]:
+    """The bytes of the all-gathers of a step, wide and in eight bits."""
+    sent = {}
+    for kind in ("wide", "fp8"):
+        model = sharded(model_of(4, count=1).bfloat16())
+        if kind == "fp8":
+            fp8_all_gather(model)
+        x = batch(rows=8).bfloat16()
+        with counted() as now:
+            model(x).sum().backward()
+        sent[kind] = sum(now["gather"])
+    return sent
+
+
+def both(rank: int) -> dict[str, Any]:
+    return {
+        "trained": trained(rank),
+        "compiled": compiled(rank),
+        "bytes": bytes_of_experts(rank),
+        "traffic": traffic(rank),
+    }
+
+
+@pytest.mark.slow
+def test_experts_are_gathered_as_bytes() -> None:
+    for found in run_ranks(2, both):
+        assert all(found["trained"].values()), found
+        assert found["compiled"]
+        assert len(found["bytes"]) == 2 * 12
+        assert all(found["bytes"])
+        assert found["traffic"]["fp8"] < 0.6 * found["traffic"]["wide"]
+
+
+# ---- Experts that FSDP2 shards in a watch, and promoted: what one rank with the same tokens finds
+
+
+ROWS = 96
+X, W, DY = range(3)
+
+
+def brief(model: nn.Module) -> tuple[np.ndarray, np.ndarray]:
+    """The records of a brief sample, those of operands in order."""
+    with octavo.watch(model, interval=100) as watch:
+        backward(model, 0, ROWS)
+        watch.step()
+        [(operands, layers)] = watch.take()
+    return np.sort(operands, order=("layer", "operand")), layers
+
+
+def of_ranks(rank: int) -> dict[str, Any]:
+    whole = model_of(3)  # two ranks cannot share 3 evenly
+    wide, gathered = sharded(whole), sharded(whole)
+    fp8_all_gather(gathered)
+    found: dict[str, Any] = {"one": brief(whole), "wide": brief(wide), "gathered": brief(gathered)}
+    for block in (*whole, *gathered):
+        promote(block.experts, "bf16")
+    ours, theirs = train(gathered, steps=2), train(whole, steps=2)
+    found["promoted"] = max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+    return found
+
+
+@pytest.mark.slow
+def test_two_ranks_find_what_one_does() -> None:
+    first, second = run_ranks(2, of_ranks)
+    operands, layers = first["one"]
+    assert len(operands) > 2 * 3 * 2
+    for kind in ("wide", "gathered"):
+        found, aligned = first[kind]
+        for a, b in zip(first[kind], second[kind], strict=True):
+            assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
+        assert np.array_equal(found[["layer", "operand"]], operands[["layer", "operand"]])
+        for name in ("amax", "scale", "kurtosis", "nonfinite", "shift_lost"):
+            known = operands["operand"] != W if kind == "gathered" and name in ("amax", "kurtosis") else slice(None)
+            assert np.allclose(found[name][known], operands[name][known], rtol=1e-4, equal_nan=True), (kind, name)
+        flushed = found["flushed"][found["operand"] == W]
+        assert np.isnan(flushed).all() == (kind == "gathered")
+        assert np.allclose(aligned["alignment"], layers["alignment"], rtol=1e-5)
+    assert first["promoted"] < 0.05  # the ranks read the numbers that bytes stand for
+
+
+def first_of_two_dimensions(rank: int) -> tuple[int, list[int]]:
+    """`first_matrix` and the numbers of the matrices where expert parallelism and FSDP2 divide the experts."""
+    mesh, model = mesh_of(2, 2), nn.Sequential(Experts(6, 16, 16))
+    with torch.no_grad():
+        model[0].down_proj.copy_(torch.arange(6.0).reshape(6, 1, 1))
+    octavo.convert(model)
+    expert_parallel(model, mesh["tp"])
+    fully_shard(model, mesh=mesh["dp"])
+    weight: Any = model[0].down_proj
+    return first_matrix(weight), weight.to_local()[:, 0, 0].tolist()
+
+
+def test_the_first_matrix_under_expert_parallelism_and_fsdp() -> None:
+    found = run_ranks(4, first_of_two_dimensions)
+    assert [numbers for _, numbers in found] == [[0, 1], [3, 4], [2], [5]]
+    assert all(first == numbers[0] for first, numbers in found)
+
+
+# ---- Experts that FSDP2 gathers in eight bits, on two GPUs and NCCL: bytes, numbers, training, and Inductor's code
+
+
+SIZES = {"width": 256, "mlp_width": 128}
+ROWS_GPU = 256
+
+
+def step(model: nn.Module, seed: int) -> Tensor:
+    poison()
+    with torch.autocast("cuda", torch.bfloat16):
+        return backward(model, seed, ROWS_GPU)
+
+
+def exact(module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+    """The output [T, K] of unconverted experts in float64, expert by expert."""
+    x, weight, w_in, w_out = (t.double() for t in (x, weight, module.gate_up_proj, module.down_proj))
+    y = torch.zeros_like(x)
+    for e in range(len(w_in)):
+        token, slot = (index == e).nonzero(as_tuple=True)
+        gate, up = (x[token] @ w_in[e].t()).chunk(2, 1)
+        y.index_add_(0, token, weight[token, slot, None] * ((F.silu(gate) * up) @ w_out[e].t()))
+    return y
+
+
+def gathered(whole: nn.Sequential) -> dict[str, Any]:
+    """The bytes of the first block's stacks against the reference on the CPU, and its experts' output in dB."""
+    model, same, decibels = sharded(whole), [], []
+
+    def compare(module: Any, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+        decibels.append(sqnr(exact(whole[0].experts, *inputs), y))
+
+    fp8_all_gather(model)
+    model[0].register_forward_pre_hook(lambda block, *_: same.extend(gathered_equal(block, whole[0])))
+    model[0].experts.register_forward_hook(compare)
+    poison()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        for rows in (ROWS_GPU, 0):  # without tokens, the weights are widened
+            model(batch(rows=rows, width=SIZES["width"]).cuda())
+    return {"bytes": len(same) == 2 * 12 and all(same), "dB": decibels[0]}
+
+
+def compiled_gpu(whole: nn.Sequential, *, gather: bool) -> list[Tensor]:
+    torch._dynamo.reset()
+    model: Any = sharded(whole)
+    if gather:
+        fp8_all_gather(model)
+    for block in model:
+        block.compile(fullgraph=True)
+    return train(model, step)
+
+
+def on_two_gpus(rank: int) -> dict[str, Any]:
+    use_gpus(rank)
+    found: dict[str, Any] = {}
+    for experts in (4, 3):  # two ranks cannot share 3 evenly
+        whole = model_of(experts, **SIZES).cuda()
+        model = sharded(whole)
+        found[f"all {experts}"] = set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
+        found[f"trained {experts}"] = equal(train(whole, step), train(model, step))
+    return found | gathered(model_of(3, **SIZES).cuda())
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_compute_what_one_does() -> None:
+    for found in run_ranks(2, on_two_gpus):
+        assert found.pop("dB") > 22
+        assert all(found.values()), found
+
+
+def compiled_on_two_gpus(rank: int) -> bool:
+    use_gpus(rank)
+    whole = model_of(3, **SIZES).cuda()
+    return equal(compiled_gpu(whole, gather=False), compiled_gpu(whole, gather=True))
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_compiled_code_gathers_in_eight_bits_without_a_change() -> None:
+    assert run_ranks(2, compiled_on_two_gpus) == [True, True]
+
+
+# ---- Experts on several ranks: the outputs and gradients of one process that has all experts and all tokens
+
+
+E, K, HIDDEN, TOKENS, TOP_K = 8, 32, 48, 12, 2
+
+
+def layer(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"experts": Experts(E, K, HIDDEN).bfloat16()})
+    octavo.convert(model, recipe)
+    return model
+
+
+def given(world: int) -> list[Tensor]:
+    """x, experts, weights and the gradient of the output for the tokens of all ranks; experts 2 and 3 see no token."""
+    torch.manual_seed(1)
+    score = torch.rand(world * TOKENS, E)
+    score[:, 2:4] = -1
+    x, dy = (torch.randn(world * TOKENS, K).bfloat16() for _ in range(2))
+    return [x, score.topk(TOP_K).indices, torch.rand(world * TOKENS, TOP_K), dy]
+
+
+def computed(model: nn.Module, x: Tensor, index: Tensor, weight: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = model["experts"](x, index, weight)  # type: ignore[index]
+    y.backward(dy)
+    gradients: dict[str, Any] = {name: p.grad for name, p in model.named_parameters()}
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()}
+    return {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, **whole}  # type: ignore[dict-item]
+
+
+def on_a_rank(rank: int, world: int, recipe: str) -> dict[str, Any]:
+    model = layer(recipe)
+    mesh = init_device_mesh("cpu", (world,))
+    assert expert_parallel(model, mesh) == ["experts"]
+    experts: Any = model["experts"]
+    assert experts.down_proj.to_local().shape == (E // world, K, HIDDEN)
+    own = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    found = computed(model, *(t[own] for t in given(world)))
+    return {name: t.float().numpy() for name, t in found.items()}  # a tensor would be shared memory of this process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "least"), [("bf16", 44), ("rowwise", 26)])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_compute_what_one_process_computes(world, recipe, least):
+    expected = computed(layer(recipe), *given(world))
+    arrays = run_ranks(world, on_a_rank, world, recipe)
+    found = [{name: torch.from_numpy(array) for name, array in each.items()} for each in arrays]
+    for name in ("y", "dx", "dweight"):
+        together = torch.cat([each[name] for each in found])
+        assert sqnr(expected[name], together) > (least if name == "dx" else 44), name
+    for name in ("experts.gate_up_proj", "experts.down_proj"):
+        assert all(torch.equal(each[name], found[0][name]) for each in found)
+        assert sqnr(expected[name], found[0][name].float() * world) > least
+        assert not found[0][name][2:4].any()
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MixtralConfig(vocab_size=40, num_hidden_layers=2, num_local_experts=4, initializer_range=0.2, **sizes)
+    return MixtralForCausalLM(config)
+
+
+def trained_expert_parallel(rank: int) -> tuple[list[float], list[str]]:
+    model = mixtral()
+    names = expert_parallel(model, init_device_mesh("cpu", (2,)))
+    tokens = torch.arange(32).view(2, 16)[rank : rank + 1]
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    octavo.convert(model)  # after the experts are shared
+    after = model(tokens, labels=tokens).loss
+    after.backward()
+    octavo.restore(model)
+    assert torch.equal(model(tokens, labels=tokens).loss, loss)
+    return torch.stack([loss, after]).tolist(), names
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers():
+    tokens = torch.arange(32).view(2, 16)
+    expected = [mixtral()(row[None], labels=row[None]).loss.item() for row in tokens]
+    for (found, names), loss in zip(run_ranks(2, trained_expert_parallel), expected, strict=True):
+        assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert found[1] == pytest.approx(loss, rel=0.1)
+
+
+def refused(rank: int) -> list[str]:
+    messages = []
+    for model, shape in ((nn.Linear(4, 4), (3,)), (layer("bf16"), (3,)), (layer("bf16"), (3, 1))):
+        with pytest.raises(ValueError) as error:  # noqa: PT011, the caller compares the message
+            expert_parallel(model, init_device_mesh("cpu", shape))
+        messages.append(str(error.value))
+    return messages
+
+
+def test_bad_input_is_named():
+    for none, uneven, mesh in run_ranks(3, refused):
+        assert none.startswith("Linear has no experts that octavo.convert knows")
+        assert uneven.startswith("experts has 8 experts, which 3 ranks cannot share evenly")
+        assert mesh.startswith("expert parallelism needs a mesh of one dimension")

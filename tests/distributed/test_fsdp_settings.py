@@ -1,0 +1,446 @@
+"""The FP8 all-gather with the settings of FSDP2 and of training: bit for bit what one rank computes."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_examples import backward, batch, blocks, counted, equal, sharded, train, whole
+from ranks import run_ranks, use_gpus
+from stream_order import has_run, ordered_streams, run
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+import octavo
+from octavo.distributed import fp8_all_gather, send_bf16_gradients
+from octavo.distributed.shards import ShardQuantizer
+from octavo.models import LlamaConfig, build
+from octavo.nn.weight_cache import GatheredWeight
+
+Step = Callable[[nn.Module, int], Tensor]
+
+
+def converted(rows: int = 32, wrap: Callable[[nn.Module], nn.Module] | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = blocks(rows)
+    octavo.convert(model)
+    return model if wrap is None else nn.Sequential(*map(wrap, model))
+
+
+def gathered(model: nn.Module, **options: Any) -> nn.Module:
+    model = sharded(model, **options)
+    report = fp8_all_gather(model)
+    assert report.gathered
+    assert not report.wide
+    return model
+
+
+def accumulate(model: Any, seed: int) -> Tensor:
+    """Two micro-batches, the first without a reduction over the ranks."""
+    for i in range(2):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(i == 1)
+        loss = backward(model, 2 * seed + i)
+    return loss
+
+
+def under_autocast(model: nn.Module, seed: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return backward(model, seed)
+
+
+def in_cast_once(model: nn.Module, seed: int) -> Tensor:
+    with octavo.scales.cast_once(model):
+        return backward(model, seed) + backward(model, seed + 10)
+
+
+def with_evaluation(model: nn.Module, seed: int) -> Tensor:
+    with torch.no_grad():
+        model.eval()(batch(7))
+    return backward(model.train(), seed)
+
+
+def with_empty_input(model: nn.Module, seed: int) -> Tensor:
+    model(batch(rows=0)).sum().backward()
+    return backward(model, seed)
+
+
+def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = op in (torch.ops.aten.mm.default, torch.ops.octavo.quantize.default)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
+
+
+def settings(rank: int) -> dict[str, bool]:
+    same: dict[str, bool] = {}
+    steps: dict[str, Step] = {
+        "plain": backward,
+        "accumulation": accumulate,
+        "autocast": under_autocast,
+        "cast_once": in_cast_once,
+        "evaluation": with_evaluation,
+        "empty input": with_empty_input,
+    }
+    for name, step in steps.items():
+        same[name] = equal(train(converted(), step), train(gathered(converted()), step))
+    kept = gathered(converted(), reshard_after_forward=False)
+    same["unsharded until backward"] = equal(train(converted(), accumulate), train(kept, accumulate))
+    same["uneven rows"] = equal(train(converted(33)), train(gathered(converted(33))))
+    same["one row a rank, or none"] = equal(train(converted(1)), train(gathered(converted(1))))
+    for name, wrap in (("full", checkpoint_wrapper), ("selective", selective)):
+        same[f"{name} checkpointing"] = equal(train(converted()), train(gathered(converted(wrap=wrap))))
+    return same
+
+
+@pytest.mark.slow
+def test_training_equals_one_rank_in_every_setting() -> None:
+    for same in run_ranks(2, settings):
+        assert all(same.values()), same
+
+
+def language_model(rank: int) -> dict[str, bool]:
+    """A tied Llama made on the meta device; clipping; the hooks on a mesh of one."""
+    config = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=True)
+    torch.manual_seed(0)
+    whole = build(config)
+    with torch.device("meta"):
+        model = build(config)
+    octavo.convert(whole)
+    octavo.convert(model)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    report = fp8_all_gather(model)
+    model.to_empty(device="cpu")
+    for name, p in model.named_parameters():
+        full = whole.get_parameter(name).detach()
+        p.data.copy_(torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements))
+
+    def step(model: nn.Module, seed: int) -> Tensor:
+        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(seed))
+        loss = model(tokens).square().mean()
+        loss.backward()
+        return loss
+
+    wide = sharded(converted())
+    clipped = []
+    for other in (wide, gathered(converted())):
+        backward(other, 0)
+        clipped.append([nn.utils.clip_grad_norm_(other.parameters(), 0.1).full_tensor()])
+        clipped[-1] += [p.grad.full_tensor() for p in other.parameters()]
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+    return {
+        "all gathered": len(report.gathered) == 14 and not report.wide,
+        "tied, from the meta device": equal(train(whole, step), train(model, step)),
+        "clipping": equal(*clipped),
+        "a mesh of one": equal(train(converted()), train(gathered(converted(), mesh=alone))),
+    }
+
+
+@pytest.mark.slow
+def test_a_tied_model_from_the_meta_device_clipping_and_a_mesh_of_one() -> None:
+    for same in run_ranks(2, language_model):
+        assert all(same.values()), same
+
+
+def four_ranks(rank: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    reduced = sharded(converted(), reshard_after_forward=2)
+    report = fp8_all_gather(reduced)
+    return {
+        "HSDP": equal(train(converted()), train(gathered(converted(), mesh=mesh))),
+        "uneven rows": equal(train(converted(5)), train(gathered(converted(5)))),
+        "resharded to two": equal(train(converted()), train(reduced)),
+        "wide": set(report.wide.values()),
+    }
+
+
+@pytest.mark.slow
+def test_four_ranks_in_two_dimensions_and_fewer_rows_than_ranks() -> None:
+    for same in run_ranks(4, four_ranks):
+        (reason,) = same.pop("wide")
+        assert "reshard_after_forward=int" in reason
+        assert all(same.values()), same
+
+
+@pytest.mark.slow
+def test_a_gathered_weight_refuses_numbers_and_can_be_dequantized() -> None:
+    scale = torch.full((3, 1), 0.5)
+    w = GatheredWeight(torch.ones(3, 4).to(torch.float8_e4m3fn), scale, torch.bfloat16, "row").requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"gathered in eight bits.*dequantize"):
+        w + 1
+    wide = w.dequantize()
+    assert torch.equal(wide, torch.full((3, 4), 0.5, dtype=torch.bfloat16))
+    wide.sum().backward()
+    assert torch.equal(w.grad, torch.ones(3, 4, dtype=torch.bfloat16))
+    assert "GatheredWeight([3, 4], torch.bfloat16, by row)" in repr(w)
+
+
+# ---- Gradients that travel in BF16: the sums are those of FSDP2's reduction in FP32, and of float64
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WIDE = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+ROUNDED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def made(seed: int = 0) -> nn.Sequential:
+    """Rows that neither two nor four ranks share evenly."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 37), nn.GELU(), nn.Linear(37, 5))
+
+
+def shard(model: nn.Module, **options: Any) -> nn.Module:
+    model = copy.deepcopy(model)
+    for module in (*(child for child in model.children() if isinstance(child, nn.Linear)), model):
+        fully_shard(module, **options)
+    return model
+
+
+def backward_of(model: nn.Module, rank: int, step: int) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).float().square().mean().backward()
+
+
+def gradients(model: Any, rank: int, accumulated: bool) -> list[Tensor]:
+    """After one micro-batch, or after two, the first without a reduction."""
+    for step in range(2) if accumulated else [1]:
+        model.set_requires_gradient_sync(not accumulated or step == 1)
+        backward_of(model, rank, step)
+    return whole(p.grad for p in model.parameters())
+
+
+def reduced(rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, accumulated: bool) -> list[Any]:
+    """The units, the gradients with FSDP2's own reduction and in BF16, and the bytes that each way gave away."""
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    own, ours = (shard(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
+    sent: list[int] = []
+    units, exchange = send_bf16_gradients(ours), dist.all_to_all_single
+
+    def counting(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return exchange(output, tensor, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        found = gradients(ours, rank, accumulated)
+    finally:
+        dist.all_to_all_single = exchange
+    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent]
+
+
+def numbers(tensors: list[Tensor]) -> list[np.ndarray]:
+    """As arrays, which outlive the process of a rank."""
+    return [t.numpy() for t in tensors]
+
+
+def exact(world: int) -> list[Tensor]:
+    """The mean over the ranks, in float64, of the gradients that each computes in BF16."""
+    sums: list[Tensor] = []
+    for rank in range(world):
+        model = made().bfloat16()
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 + rank))
+        model(x.bfloat16()).float().square().mean().backward()
+        grads = [p.grad.double() / world for p in model.parameters()]  # type: ignore[union-attr]
+        sums = [a + b for a, b in zip(sums, grads, strict=True)] if sums else grads
+    return sums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=["2 ranks", "4 ranks", "hsdp"])
+def test_sums_are_those_of_the_reduction_in_fp32(shape: tuple[int, ...]) -> None:
+    world = torch.Size(shape).numel()
+    padded = [16 * -(-37 // shape[-1]) + -(-37 // shape[-1]), 37 * -(-5 // shape[-1]) + -(-5 // shape[-1])]
+    for units, own, ours, sent in run_ranks(world, reduced, shape, BF16, False):
+        assert units == 2  # the model has no parameters of its own
+        for a, b, c in zip(ours, own, exact(world), strict=True):
+            assert a.dtype == np.float32
+            assert np.array_equal(a, b)
+            np.testing.assert_allclose(a, c.numpy(), rtol=1e-6, atol=1e-9)
+        assert sorted(sent) == sorted(2 * shape[-1] * part for part in padded)  # two bytes an element
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "accumulated"), [(WIDE, False), (BF16, True)], ids=["fp32 weights", "accumulated"])
+def test_gradients_in_fp32_are_not_rounded(policy: MixedPrecisionPolicy, accumulated: bool) -> None:
+    for units, own, ours, sent in run_ranks(2, reduced, (2,), policy, accumulated):
+        assert units == 2
+        assert all(map(np.array_equal, own, ours))
+        assert not sent
+        assert any((grad.view(np.uint32) & 0xFFFF).any() for grad in ours)  # more digits than BF16 has
+
+
+def trained(rank: int) -> bool:
+    """Whether three AdamW steps of a converted model, gathered in eight bits, end alike in both ways."""
+    torch.manual_seed(0)
+    model = blocks()
+    octavo.convert(model)
+    results = []
+    for ours in (False, True):
+        shards = copy.deepcopy(model)
+        for module in (*shards, shards):
+            fully_shard(module, mp_policy=BF16)
+        assert fp8_all_gather(shards).gathered
+        if ours:
+            assert send_bf16_gradients(shards) == 2
+        results.append(train(shards))
+    return equal(*results)
+
+
+@pytest.mark.slow
+def test_training_with_the_fp8_all_gather_keeps_its_bits() -> None:
+    assert run_ranks(2, trained) == [True, True]
+
+
+def unchanged(rank: int, policy: MixedPrecisionPolicy) -> tuple[int, int]:
+    return send_bf16_gradients(shard(made(), mp_policy=policy)), dist.get_world_size()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "policy"), [(1, BF16), (2, ROUNDED)], ids=["one rank", "sums in BF16"])
+def test_units_that_send_nothing_in_fp32_stay_as_they_are(world: int, policy: MixedPrecisionPolicy) -> None:
+    assert run_ranks(world, unchanged, policy) == [(0, world)] * world
+
+
+def test_a_model_without_units_is_refused() -> None:
+    with pytest.raises(ValueError, match="call fully_shard"):
+        send_bf16_gradients(made())
+    with pytest.raises(TypeError, match="send_bf16_gradients"):
+        send_bf16_gradients("model")  # type: ignore[arg-type]
+
+
+# ---- The order of quantizing, all-gathers and the all-reduce of a step, in the host's calls and in a GPU's streams
+
+
+WORK = "update", "measure", "finish"  # what is done with all weights once a step; the last has the all-reduce
+
+Events = list[tuple[str, tuple[str, ...]]]  # what is called, and the work of this step that it surely runs after
+
+
+def note(events: Events, name: str) -> None:
+    step = sum(name == "update" for name, _ in events)
+    events.append((name, tuple(work for work in WORK if has_run(f"{work} {step}"))))
+    run(f"{name} {step + (name == 'update')}")
+
+
+def noted(events: Events, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(events, name)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class NotedAllGather(DefaultAllGather):
+    def __init__(self, events: Events, unit: str) -> None:
+        self.events, self.unit = events, unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        note(self.events, self.unit)
+        return super().__call__(*args, **kwargs)
+
+
+def two_steps(rank: int) -> Events:
+    events: Events = []
+    quantizer: Any = ShardQuantizer
+    for name in ("measure", "finish"):
+        setattr(quantizer, name, noted(events, name, getattr(quantizer, name)))
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*blocks(), nn.RMSNorm(32))
+    octavo.convert(model)
+    with ordered_streams():
+        for block in model[:2]:
+            fully_shard(block)
+        fully_shard(model)
+        fp8_all_gather(model)
+        for name, unit in model.named_modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(NotedAllGather(events, f"gather {name}".strip()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step = noted(events, "update", optimizer.step)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return events
+
+
+def test_the_gather_of_the_root_waits_for_no_weight_to_be_quantized() -> None:
+    for events in run_ranks(2, two_steps):
+        begin = events.index(("update", ("measure", "finish")))  # which writes what these read
+        assert events[begin + 1 :] == [
+            ("measure", ("update",)),
+            ("gather", ("update",)),
+            ("finish", ("update", "measure")),
+            *((f"gather {block}", WORK) for block in (0, 1, 1, 0)),
+            ("update", WORK),
+            ("measure", ("update",)),
+        ]
+
+
+# ---- FSDP2 with an FP8 all-gather on two GPUs and NCCL: the streams, and Inductor's code
+
+
+RECIPES = ("rowwise", "tensorwise", "delayed")
+
+
+def step(model: nn.Module, seed: int) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return backward(model, seed, rows=128)
+
+
+def made_gpu(recipe: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = blocks(256, count=6, width=256).cuda()
+    octavo.convert(model, recipe)
+    return model
+
+
+def compiled(recipe: str, *, gather: bool) -> nn.Module:
+    model: Any = copy.deepcopy(made_gpu(recipe))
+    for block in model:
+        block.compile(fullgraph=True)
+        fully_shard(block)
+    fully_shard(model)
+    if gather:
+        fp8_all_gather(model)
+    return model
+
+
+def on_two_gpus(rank: int) -> dict[str, Any]:
+    use_gpus(rank)
+    results: dict[str, Any] = {}
+    for recipe in RECIPES:
+        model = sharded(made_gpu(recipe))
+        report = fp8_all_gather(model)
+        with counted() as sent:
+            trained = train(model, step)
+        results[recipe] = bool(report.gathered) and equal(train(made_gpu(recipe), step), trained)
+        results[f"{recipe}: all-reduces"] = len(sent["reduce"])
+    torch._dynamo.reset()
+    results["compiled"] = equal(
+        train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step)
+    )
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_compute_what_one_does() -> None:
+    for results in run_ranks(2, on_two_gpus):
+        assert all(results[recipe] for recipe in RECIPES), results
+        assert results["compiled"]
+        # One in each forward pass; for delayed, one in the first, and that of `update_scales` after each step.
+        assert [results[f"{recipe}: all-reduces"] for recipe in RECIPES] == [3, 3, 4]

@@ -1,0 +1,22 @@
+"""examples/first_steps.ipynb runs from its first cell to its last, and holds no output of an earlier run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_steps.ipynb"
+
+
+def test_the_cells_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("tempfile.mkdtemp", lambda: str(tmp_path))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+        assert cell["outputs"] == []
+    assert len(cells) == 6
+    assert "14 linear layers converted" in capsys.readouterr().out
+    assert abs(names["ours"] / names["base"] - 1) < 0.05
+    assert (tmp_path / "packed" / "model.safetensors").is_file()

@@ -1,0 +1,366 @@
+"""The engine: sessions that stay, and texts of models of ours."""
+
+import model_examples
+import pytest
+import torch
+from generation_examples import answers, batch, pair, sessions
+from kv_cache_examples import model_of
+from model_examples import GQA, lively, tokens
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from octavo.inference import engine as engine_module
+from octavo.inference.engine import Engine, Stop, decode, open_engine
+from octavo.inference.kv_cache import UnservedError
+from octavo.inference.sampling import Sampling
+from octavo.inference.session import (
+    KeyShape,
+    Prompts,
+    capacity_for,
+    check_memory,
+    first_tokens,
+    free_bytes,
+    key_shape,
+    pad_prompts,
+    read_prompts,
+)
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+
+
+def greedy(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def run(engine: Engine, prompts: Prompts, new: int) -> torch.Tensor:
+    *_, (ids, _) = engine.run(prompts, new, greedy, None, watched=False)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "capacity"),
+    [(1, 4096, 256), (256, 4096, 256), (257, 4096, 384), (385, 4096, 512), (3000, 4096, 3072), (1, 100, 100)],
+)
+def test_few_sizes_serve_all_lengths(tokens, context, capacity):
+    assert capacity_for(tokens, context) == capacity
+
+
+def test_a_session_serves_later_calls():
+    _, fast = pair("llama")
+    answers(fast, batch(length=11), do_sample=False)
+    (session,) = fast.octavo_engine.sessions
+    keys = session.cache.stores[0].keys
+    answers(fast, batch(length=20, padding=(0, 3, 1)), do_sample=False)
+    assert fast.octavo_engine.sessions == [session]
+    assert session.cache.stores[0].keys is keys
+    answers(fast, batch(rows=2), do_sample=False)
+    assert [each.batch for each in fast.octavo_engine.sessions] == [3, 2]
+    for rows in (4, 5, 6):
+        answers(fast, batch(rows=rows), do_sample=False)
+    assert [each.batch for each in fast.octavo_engine.sessions] == [2, 4, 5, 6]
+
+
+def test_a_second_generation_in_the_same_thread_is_an_error():
+    model = lively(GQA)
+    engine = Engine(model, context=model.config.context)
+    first = engine.run(Prompts(tokens(), (0, 0)), 5, greedy, None, watched=True)
+    next(first)
+    with pytest.raises(RuntimeError, match="finish that generation, or close its iterator"):
+        run(engine, Prompts(tokens(), (0, 0)), 5)
+    first.close()
+    run(engine, Prompts(tokens(), (0, 0)), 5)
+
+
+def test_warm_up_makes_the_session_of_the_next_call():
+    _, fast = pair("llama")
+    fast.octavo_engine.warm_up(batch=3, tokens=20)
+    (session,) = fast.octavo_engine.sessions
+    answers(fast, batch(), do_sample=False)
+    assert fast.octavo_engine.sessions == [session]
+
+
+def test_a_model_that_was_cast_gets_a_new_cache():
+    model, fast = pair("llama")
+    assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
+    model.float()
+    fast.float()
+    assert torch.equal(answers(fast, batch(), do_sample=False), answers(model, batch(), do_sample=False))
+    assert [session.cache.stores[0].keys.dtype for session in sessions(fast)] == [torch.float32]
+
+
+def test_prompts_may_be_a_tensor():
+    model, _ = pair("llama")
+    engine, ids = Engine(model, context=128), batch()["input_ids"]
+    sampling = Sampling(temperature=0)
+    assert list(engine.generate(ids, 5, sampling)) == list(engine.generate(ids.tolist(), 5, sampling))
+
+
+def test_another_default_device():
+    model, fast = pair("llama")
+    inputs, text = batch(), torch.arange(8, 97).repeat(4)[None, :120].expand(4, -1)
+    required = [answers(model, each, do_sample=False, max_new_tokens=5) for each in (inputs, {"input_ids": text})]
+    with torch.device("meta"):
+        assert torch.equal(answers(fast, inputs, do_sample=False, max_new_tokens=5), required[0])
+        assert torch.equal(answers(fast, {"input_ids": text}, do_sample=False, max_new_tokens=5), required[1])
+
+
+# ---- The engine with our own models, against the same model without a cache
+
+
+LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16)
+GPT = GPT2Config(vocabulary=53, layers=2, width=24, heads=3, context=16)
+MODELS = pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
+GREEDY = Sampling(temperature=0)
+
+
+def lively_model(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
+    """Greedy text that does not repeat one token, and gaps that rounding cannot close."""
+    return model_examples.lively(config, 0.3).eval()
+
+
+def prompt(length: int, seed: int = 5) -> list[int]:
+    return torch.randint(53, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def uncached(model: Llama | GPT2, text: list[int], count: int, context: int = 16) -> list[int]:
+    """Greedy tokens, each from one forward pass over the text, or over its last half once it exceeds the context."""
+    new = []
+    for _ in range(count):
+        text = text[-(context // 2) :] if len(text) > context else text
+        with torch.no_grad():
+            new.append(int(model(torch.tensor([text]))[0, -1].argmax()))
+        text = [*text, new[-1]]
+    return new
+
+
+@MODELS
+def test_greedy_tokens_of_each_prompt_are_those_without_a_cache(config: LlamaConfig | GPT2Config) -> None:
+    model, prompts = lively_model(config), [prompt(6), prompt(2, 6), prompt(3, 7)]
+    found = list(Engine(model, context=16).generate(prompts, 10, GREEDY))
+    for row, text in zip(zip(*found, strict=True), prompts, strict=True):
+        assert list(row) == uncached(model, text, 10)
+    assert len({token for row in found for token in row}) > 5
+
+
+@MODELS
+def test_a_text_goes_on_past_the_context_from_its_last_half(config: LlamaConfig | GPT2Config) -> None:
+    model = lively_model(config)
+    found = [token for [token] in Engine(model, context=10).generate([prompt(6)], 40, GREEDY)]
+    assert found == uncached(model, prompt(6), 40, 10)
+
+
+def test_only_new_tokens_are_computed() -> None:
+    model = lively_model(LLAMA)
+    fed: list[int] = []
+    model.register_forward_pre_hook(lambda module, inputs: fed.append(inputs[0].shape[1]))
+    list(Engine(model, context=8).generate([prompt(6)], 5, GREEDY))
+    assert fed == [6, 1, 1, 4, 1]  # at 9 tokens the last 4 start anew
+
+
+def test_a_stop_token_ends_the_text_of_its_prompt() -> None:
+    model, prompts = lively_model(LLAMA), [prompt(6), prompt(4, 7)]
+    texts = [uncached(model, text, 8) for text in prompts]
+    stop = next(token for token in texts[0][2:] if token not in texts[1] and token not in texts[0][:2])
+    at = texts[0].index(stop)
+    found = list(Engine(model, context=16).generate(prompts, 8, GREEDY, stop={stop}))
+    assert [row[0] for row in found] == texts[0][:at] + [None] * (8 - at)
+    assert [row[1] for row in found] == texts[1]
+    alone = list(Engine(model, context=16).generate(prompts[:1], 8, GREEDY, stop={stop}))
+    assert [token for [token] in alone] == texts[0][:at]
+
+
+def test_a_seed_repeats_the_text() -> None:
+    engine, before = Engine(lively_model(LLAMA), context=16), torch.get_rng_state()
+
+    def drawn(seed: int | None) -> list[list[int | None]]:
+        return list(engine.generate([prompt(3), prompt(2)], 8, Sampling(temperature=3.0, seed=seed)))
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert drawn(None) != drawn(None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
+    engine = Engine(lively_model(LLAMA), context=16)
+    batch = pad_prompts([prompt(6)], torch.device("cpu"))
+    for _ in range(2):
+        found = [token for [token] in engine.generate([prompt(6)], 5, GREEDY)]
+        for text, _tokens in engine.run(batch, 5, lambda ids, logits: logits.argmax(-1), None, watched=False):
+            ids = text
+        assert ids[0, 6:].tolist() == found
+        assert not ids.is_inference()
+    assert len(engine.sessions) == 1
+
+
+# ---- Generation on transformers' own cache, against transformers' own loop
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 5]]
+
+
+def gemma2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    config = Gemma2Config(vocab_size=97, num_hidden_layers=2, head_dim=16, initializer_range=0.3, **sizes)
+    return Gemma2ForCausalLM(config).eval()
+
+
+def test_the_models_and_lengths_that_our_cache_serves_have_it():
+    llama, mistral = model_of("llama"), model_of("mistral", sliding_window=20)
+    assert not open_engine(llama, context=128, tokens=500).own_cache
+    assert not open_engine(mistral, context=128, tokens=20).own_cache
+    assert open_engine(mistral, context=128, tokens=21).own_cache
+    assert open_engine(mistral, context=128, tokens=21, kv_cache="fp8").limit == 20
+    assert open_engine(gemma2(), context=128, tokens=9).own_cache
+    with pytest.raises(UnservedError, match="softcap"):
+        open_engine(gemma2(), context=128, tokens=9, kv_cache="fp8")
+
+
+@pytest.mark.parametrize("count", [1, 24])
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_each_prompt_of_a_batch_has_the_tokens_of_transformers(name, count):
+    model = gemma2() if name == "gemma2" else model_of("mistral", sliding_window=20)
+    found = list(Engine(model, context=128, own_cache=True).generate(PROMPTS, count, GREEDY))
+    for row, prompt in zip(zip(*found, strict=True), PROMPTS, strict=True):
+        ids = torch.tensor([prompt])
+        required = model.generate(
+            ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids), eos_token_id=None
+        )
+        assert list(row) == required[0, len(prompt) :].tolist()
+
+
+def test_a_text_goes_on_past_the_context():
+    engine = Engine(gemma2(), context=8, own_cache=True)
+    assert len(list(engine.generate([[1, 2, 3]], 30, GREEDY))) == 30
+    engine.warm_up(2, 5)
+
+
+def test_warm_up_where_kernels_can_be_compiled(monkeypatch):
+    monkeypatch.setattr("octavo.inference.engine.has_kernels", lambda device: True)
+    open_engine(gemma2(), context=64, tokens=9).warm_up(2, 5)
+
+
+# ---- The order of the loop: a step is queued before the tokens that it starts from are read
+
+
+LOGITS = torch.eye(5)[:2]  # two sequences, whose most likely tokens are 0 and 1
+
+
+def counted(room, stop=None, watched=True):
+    """Each sequence counts on from its last token, modulo 5. The ids, what was read, and the tokens of each step; a
+    reading is the length of the text, its last tokens, and the number of steps that were queued before."""
+    steps, found = [], []
+
+    def choose(so_far, logits):
+        assert so_far.shape[1] == len(steps) + 1
+        return logits.argmax(1)
+
+    def step(tokens):
+        steps.append(tokens.tolist())
+        return torch.eye(5)[(tokens + 1) % 5]
+
+    for ids, last in decode(torch.tensor([[4], [0]]), room - 1, LOGITS, choose, step, stop, watched):
+        found.append((ids.shape[1], None if last is None else last.tolist(), len(steps)))
+    return ids.tolist(), found, steps
+
+
+def test_every_token_but_the_last_starts_a_step_before_it_is_read():
+    ids, found, steps = counted(5)
+    assert ids == [[4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert found == [(2, [0, 1], 1), (3, [1, 2], 2), (4, [2, 3], 3), (5, [3, 4], 3)]
+    assert steps == [[0, 1], [1, 2], [2, 3]]
+
+
+def test_sequences_end_one_by_one():
+    ids, found, steps = counted(8, Stop(lambda ids: ids[:, -1] == 2, 9))
+    assert ids == [[4, 0, 1, 2], [0, 1, 2, 9]]
+    assert [n for n, *_ in found] == [2, 3, 4]
+    assert len(steps) == 3  # the last of them is dropped
+
+
+def test_nobody_reads():
+    _, found, _ = counted(5, watched=False)
+    assert found == [(2, None, 1), (3, None, 2), (4, None, 3), (5, None, 3)]
+
+
+# ---- Prompts of a batch: padding on the left, and masks
+
+
+CPU = torch.device("cpu")
+
+
+def test_shorter_prompts_are_padded_on_the_left():
+    prompts = pad_prompts([[5, 6, 7], [8], [9, 1]], CPU)
+    assert prompts.ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 1]]
+    assert prompts.padding == (0, 2, 1)
+    first = first_tokens(prompts)
+    assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 1])
+
+
+def test_a_mask_says_where_prompts_begin():
+    ids = torch.arange(8).view(2, 4)
+    assert read_prompts(ids, None, CPU).padding == (0, 0)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    assert read_prompts(ids, mask, CPU).padding == (0, 2)
+    assert read_prompts(ids, mask.bool(), CPU).padding == (0, 2)
+
+
+# ---- The memory of a cache, and the error when it does not suffice
+
+
+LLAMA_3_8B = KeyShape(32, 8, 128, torch.bfloat16)
+GIB = 1 << 30
+
+
+def test_the_bytes_of_a_token():
+    assert LLAMA_3_8B.nbytes(1, None) == 2 * 32 * 8 * 128 * 2
+    assert LLAMA_3_8B.nbytes(4096, "fp8") == GIB // 4
+
+
+def test_the_sizes_are_those_of_the_cache():
+    _, fast = pair("qwen3")
+    fast.generate(**batch(), max_new_tokens=2, do_sample=False)
+    (session,) = fast.octavo_engine.sessions
+    assert key_shape(fast).nbytes(3 * session.capacity, None) == session.cache.nbytes
+
+
+def test_what_fits_passes():
+    check_memory(LLAMA_3_8B, 2, 4096, None, GIB)
+    check_memory(LLAMA_3_8B, 1000, 4096, None, free_bytes(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dtype", "fits"),
+    [
+        (8, 4096, None, "2 sequences of 4096 tokens or 1024 tokens for 8 sequences. kv_cache='fp8'"),
+        (2, 8192, None, "one sequence of 8192 tokens or 4096 tokens for 2 sequences. kv_cache='fp8'"),
+        (8, 4096, "fp8", r"4 sequences of 4096 tokens or 2048 tokens for 8 sequences\.$"),
+        (10_000, 16_384, None, "No sequence fits"),
+    ],
+)
+def test_the_error_says_what_fits(batch, tokens, dtype, fits):
+    with pytest.raises(MemoryError, match=f"{batch} sequences of {tokens} tokens need .* GiB in .* are free.* {fits}"):
+        check_memory(LLAMA_3_8B, batch, tokens, dtype, GIB)
+
+
+def test_nothing_runs_where_the_cache_does_not_fit(monkeypatch):
+    _, fast = pair("llama")
+    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 10_000)
+    seen: list[int] = []
+    fast.model.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(MemoryError, match="3 sequences of 34 tokens need"):
+        fast.generate(**batch(), max_new_tokens=24, do_sample=False)
+    assert seen == []
+
+
+def test_unused_sessions_make_room(monkeypatch):
+    """A cache of a former batch goes before a new one is refused; a tight one takes no more than it needs."""
+    _, fast = pair("llama")
+    token = key_shape(fast).nbytes(1, None)
+    fast.generate(**batch(rows=2), max_new_tokens=24, do_sample=False)
+    engine = fast.octavo_engine
+
+    def free(device: torch.device) -> int:
+        return 3 * 40 * token - sum(session.cache.nbytes for session in engine.sessions)
+
+    monkeypatch.setattr(engine_module, "free_bytes", free)
+    fast.generate(**batch(), max_new_tokens=24, do_sample=False)
+    assert [(session.batch, session.capacity) for session in engine.sessions] == [(3, 34)]

@@ -1,0 +1,353 @@
+"""The engine on a GPU: a CUDA graph of a step gives what eager steps give, whatever is reused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import attention64, given
+from bits import on_gpu
+from generation_examples import answers, batch, pair
+from gpu_memory import no_waits
+from kv_cache_examples import DTYPES, greedy, model_of, prompts
+from metrics import sqnr
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from octavo.inference.engine import Engine
+from octavo.inference.kv_cache import LayerKVCache, prompt_attention
+from octavo.inference.sampling import Sampling, draw
+from octavo.inference.session import pad_prompts
+from octavo.inference.transformers_cache import QuantizedKVCache
+from octavo.models import LlamaConfig, build
+
+pytestmark = pytest.mark.gpu
+
+
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3}
+
+
+def pair_on_gpu(name: str, **settings: Any) -> tuple[Any, Any]:
+    model, fast = pair(name, **settings)
+    return model.cuda(), fast.cuda()
+
+
+def moved(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.cuda() for name, t in inputs.items()}
+
+
+def eager(fast: Any) -> Any:
+    """The same model, whose engine captures no graph, because a module has a hook."""
+    other = copy.deepcopy(fast)
+    other.model.norm.register_forward_hook(lambda *_: None)
+    return other
+
+
+def session(model: Any) -> Any:
+    return model.octavo_engine.sessions[-1]
+
+
+@pytest.mark.parametrize("settings", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_graph_gives_what_eager_steps_give(name, kv_cache, settings):
+    _, fast = pair_on_gpu(name, kv_cache=kv_cache)
+    slow = eager(fast)
+    for inputs in (batch(), batch(padding=(0, 4, 9)), batch(length=20, padding=(3, 0, 0)), batch()):
+        found, required = (answers(each, moved(inputs), **settings) for each in (fast, slow))
+        assert torch.equal(found, required)
+    assert session(fast).graph is not None
+    assert session(slow).graph is None
+
+
+@pytest.mark.filterwarnings("ignore:generate runs on transformers' own loop")
+@pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_tokens_are_those_of_transformers_loop_with_the_same_cache(name, kv_cache, padding):
+    _, fast = pair_on_gpu(name, kv_cache=kv_cache)
+    inputs = moved(batch(padding=padding))
+    found = answers(fast, inputs, do_sample=False)
+    cache = QuantizedKVCache.for_model(fast, session(fast).capacity, kv_cache)
+    assert torch.equal(found, answers(fast, inputs, do_sample=False, past_key_values=cache, disable_compile=True))
+
+
+@pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_tokens_are_transformers_most_likely_ones(name, padding):
+    """The logits of transformers' own forward pass over the text: the chosen token has the largest, or one as large to
+    the precision of BF16."""
+    model, fast = pair_on_gpu(name)
+    inputs = moved(batch(padding=padding))
+    text = answers(fast, inputs, do_sample=False, eos_token_id=None)
+    mask = torch.cat((inputs["attention_mask"], torch.ones_like(text[:, 11:])), 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(text, attention_mask=mask, position_ids=positions).logits[:, 10:-1].float()
+    chosen = logits.gather(2, text[:, 11:, None])[..., 0]
+    assert ((logits.amax(2) - chosen) <= 0.05 * logits.std()).all()
+    assert (logits.argmax(2) == text[:, 11:]).float().mean() > 0.9
+
+
+def test_a_text_ends_early_and_draws_go_on():
+    _, fast = pair_on_gpu("llama")
+    slow, inputs, found = eager(fast), moved(batch(rows=1)), []
+    end = int(answers(fast, inputs, **SAMPLED, eos_token_id=None)[0, 15])
+    for each in (fast, slow):
+        text = answers(each, inputs, **SAMPLED, eos_token_id=end)
+        found.append((text.shape[1], text.tolist(), torch.rand(4, device="cuda").tolist()))
+    assert found[0][0] < 35
+    assert found[0] == found[1]
+
+
+def test_a_changed_model_is_captured_again():
+    _, fast = pair_on_gpu("llama")
+    inputs = moved(batch())
+    before, graph = answers(fast, inputs, do_sample=False), session(fast).graph
+    assert torch.equal(answers(fast, inputs, do_sample=False), before)
+    assert session(fast).graph is graph
+    head = nn.Linear(64, 97, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    fast.lm_head = head
+    after = answers(fast, inputs, do_sample=False)
+    assert session(fast).graph is not graph
+    assert torch.equal(after, answers(eager(fast), inputs, do_sample=False))
+    fast.model.layers[0].mlp.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+    assert not torch.equal(answers(fast, inputs, do_sample=False), after)
+    assert session(fast).graph is None
+
+
+def test_a_model_that_waits_for_the_device_runs_eagerly():
+    model, fast = pair_on_gpu("llama")
+    norm = fast.model.norm
+
+    class Waiting(type(norm)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if float(x.abs().max()) > 0 else x
+
+    norm.__class__ = Waiting
+    inputs = moved(batch())
+    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph"):
+        found = answers(fast, inputs, do_sample=False)
+    assert session(fast).graph is None
+    assert torch.equal(found[:, :12], answers(model, inputs, do_sample=False)[:, :12])
+    assert torch.equal(answers(fast, inputs, do_sample=False), found)
+    assert torch.cuda.memory_allocated() > 0  # the device is usable
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_of_ours(autocast):
+    config = LlamaConfig(vocabulary=97, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=128)
+    torch.manual_seed(0)
+    model = build(config).cuda().eval()
+    engine = Engine(model, context=128)
+
+    def text() -> Tensor:
+        prompts = pad_prompts([[1, 2, 3, 4, 5], [6, 7]], torch.device("cuda"))
+        steps = engine.run(prompts, 20, lambda ids, logits: logits.argmax(-1), None, watched=False)
+        *_, (ids, _) = steps
+        return ids
+
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        captured, again = text(), text()
+        assert engine.sessions[-1].graph is not None
+        model.model.norm.register_forward_hook(lambda *_: None)
+        assert torch.equal(text(), captured)
+        assert engine.sessions[-1].graph is None
+    assert torch.equal(again, captured)
+
+
+def test_too_large_a_cache_is_refused_before_anything_runs():
+    _, fast = pair_on_gpu("llama")
+    fast.octavo_engine.limit = 1 << 32
+    seen: list[int] = []
+    fast.model.register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(MemoryError, match=r"need .* GiB in torch.bfloat16, and .* GiB are free on the GPU. What fits"):
+        answers(fast, moved(batch()), max_new_tokens=1 << 31)
+    assert seen == []
+
+
+def test_the_peak_of_memory_does_not_grow_with_the_prompt():
+    _, fast = pair_on_gpu("llama")
+    fast.octavo_engine.limit = 1 << 16
+    peaks = []
+    for length in (8192, 32768):
+        inputs = moved(batch(rows=1, length=length))
+        answers(fast, inputs, max_new_tokens=2, do_sample=False)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        answers(fast, inputs, max_new_tokens=2, do_sample=False)
+        peaks.append(torch.cuda.max_memory_allocated() - held)
+    assert peaks[1] < 2 * peaks[0]
+
+
+# ---- Drawing tokens on a GPU, without a wait for it
+
+
+SAMPLING = Sampling(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.2, seed=3)
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randint(5000, (4, 30)), torch.randn(4, 5000) * 3
+
+
+def test_draws_are_those_of_multinomial():
+    scores = inputs()[1].cuda()
+    for seed in range(20):
+        random, theirs = (torch.Generator("cuda").manual_seed(seed) for _ in range(2))
+        required = torch.multinomial(scores.softmax(-1), 1, generator=theirs)[:, 0]
+        assert torch.equal(draw(scores, random), required)
+
+
+@pytest.mark.parametrize("padding", [(), (0, 3, 7, 1)])
+def test_a_choice_does_not_wait_and_is_that_of_a_cpu(padding):
+    ids, logits = inputs()
+    first = torch.tensor(padding)[:, None] if padding else None
+    required = SAMPLING.process(ids, logits, first)
+    choose = SAMPLING.chooser(SAMPLING.generator(torch.device("cuda")), padding)
+    ids, logits, first = (None if x is None else x.cuda() for x in (ids, logits, first))
+    with no_waits():
+        tokens = choose(ids, logits)
+        scores = SAMPLING.process(ids, logits, first)
+    assert torch.equal(scores.isinf().cpu(), required.isinf())
+    assert torch.allclose(scores.cpu(), required, atol=1e-5)
+    assert scores.gather(1, tokens[:, None]).isfinite().all()
+
+
+# ---- A piece of a prompt into a cache that is not empty: float64, the memory it takes, and a count that replays mov
+
+
+BOUND = 2**-6  # keys, values and probabilities are BF16
+
+
+def store_of(kind: str, sizes: tuple[int, ...], used: int) -> tuple[torch.Tensor, LayerKVCache]:
+    """Queries, and a cache that holds `used` tokens."""
+    q, *filled = on_gpu(given(kind, *sizes))
+    batch, _, kv_heads, _, dim, room = sizes
+    scales = None if kind == "bf16" else filled[2:]
+    store = LayerKVCache((batch, kv_heads, room, dim), kind, scales=scales, device="cuda")
+    store.keys, store.values = filled[:2]
+    store.count.advance(used)
+    return q, store
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("shape", [(2, 8, 2, 40, 64, 300, 130), (1, 4, 4, 77, 128, 200, 200)], ids=str)
+@pytest.mark.parametrize("kind", DTYPES)
+def test_against_float64(kind, shape, padded):
+    *sizes, used = shape
+    first = [(7 * b) % 20 for b in range(sizes[0])] if padded else None
+    q, store = store_of(kind, tuple(sizes), used)
+    cached = (store.keys, store.values, store.k_scale, store.v_scale)
+    expected, size = attention64(q.cpu(), *(None if t is None else t.cpu() for t in cached), used, first, 0.1)
+    places = None if first is None else torch.tensor(first, dtype=torch.int32, device="cuda")
+    actual = store.attend(q, first=places, scale=0.1)
+    assert ((actual.cpu().double() - expected).abs() <= BOUND * size).all()
+
+
+def test_without_padding_no_mask_is_made():
+    q, store = store_of("bf16", (1, 8, 2, 40, 64, 300), 130)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert store.attend(q).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_memory_does_not_grow_with_the_room(kind):
+    peaks = []
+    for room in (512, 65536):
+        q, store = store_of(kind, (1, 8, 2, 128, 64, room), 400)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        store.attend(q)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= peaks[0] + 2**20
+
+
+def test_a_count_that_the_host_does_not_know_gives_nan():
+    q, store = store_of("bf16", (1, 8, 2, 40, 64, 300), 130)
+    store.length.add_(1)  # as the replay of a graph does
+    assert store.attend(q).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(dtype):
+    model = model_of("llama").bfloat16().cuda()
+    ids, found = torch.randint(1, 97, (2, 120), device="cuda"), []
+    scales = None if dtype == "bf16" else [(torch.tensor([0.05]), torch.tensor([0.05]))] * 2
+    for step in (120, 48):
+        cache = QuantizedKVCache.for_model(model, 128, dtype, scales=scales)
+        with torch.no_grad():
+            parts = [model(part, past_key_values=cache).logits for part in ids.split(step, 1)]
+        found.append(torch.cat(parts, 1).float())
+    assert sqnr(*found) > (35 if dtype == "bf16" else 12)  # the whole prompt attends to unrounded keys and values
+
+
+# ---- Generation on a GPU: transformers compiles its steps there, and the kernels read the cache
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_give_the_logits_of_the_reference(dtype, padded):
+    """A BF16 model, fed the same tokens on both devices."""
+    scales = None if dtype == "bf16" else [(torch.tensor([0.05]), torch.tensor([0.05]))] * 2
+    inputs, found = prompts(padded), []
+    following = torch.randint(1, 97, (3, 8))
+    for device in ("cpu", "cuda"):
+        model = model_of("llama").bfloat16().to(device)
+        cache = QuantizedKVCache.for_model(model, 25, dtype, scales=scales)
+        mask = inputs["attention_mask"].to(device)
+        logits = []
+        with torch.no_grad():
+            model(inputs["input_ids"].to(device), attention_mask=mask, past_key_values=cache)
+            for token in following.to(device).split(1, 1):
+                mask = torch.cat((mask, torch.ones_like(token)), 1)
+                logits.append(model(token, attention_mask=mask, past_key_values=cache).logits.float().cpu())
+        found.append(torch.cat(logits, 1))
+    assert sqnr(*found) > 25  # BF16 arithmetic on two devices, and numbers that round to the other side
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_generation_is_the_same(dtype):
+    torch.compiler.reset()
+    inputs = {name: x.cuda() for name, x in prompts(False).items()}
+    model = model_of("qwen2").cuda().bfloat16()
+    found = []
+    for disable in (True, False):
+        cache = QuantizedKVCache.for_model(model, 25, dtype)
+        found.append(greedy(model, inputs, cache, disable_compile=disable, max_new_tokens=6)[1].float())
+        assert int(cache.stores[0].length) == 14
+    assert sqnr(found[0][0], found[1][0]) > 60
+    assert sqnr(found[0][1], found[1][1]) > 25  # tokens may part later
+
+
+# ---- Long prompts in FP8.
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_long_prompt_in_pieces_in_fp8(kind):
+    pytest.importorskip("cudnn")
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 6000, 128, device="cuda").bfloat16() for n in (4, 2, 2))
+    store = LayerKVCache((1, 2, 7000, 128), kind, device="cuda", fp8_attention=True)
+    found = []
+    for begin, end in ((0, 4500), (4500, 6000)):
+        part = slice(begin, end)
+        store.append(k[:, :, part], v[:, :, part])
+        assert store.runs_fp8(q[:, :, part], None)
+        found.append(store.attend(q[:, :, part]))
+    expected = prompt_attention(q, k, v, scale=128**-0.5)
+    assert sqnr(expected, torch.cat(found, 2)) > 18
+
+
+def test_an_engine_with_prompts_in_fp8():
+    pytest.importorskip("cudnn")
+    model = model_of("llama", head_dim=128, max_position_embeddings=8192).bfloat16().cuda()
+    ids, found = torch.randint(1, 97, (1, 5000)).tolist(), []
+    for attention in ("bf16", "fp8"):
+        engine = Engine(copy.deepcopy(model), context=8192, kv_cache="fp8", attention=attention)
+        with torch.no_grad():
+            found.append(engine._new_session(1, 5001).prefill(pad_prompts(ids, engine.device)).float())
+    assert sqnr(*found) > 12
+    assert not torch.equal(*found)

@@ -1,0 +1,308 @@
+"""The cache of one layer: scales that are given, computed in a warm-up, and frozen; stored numbers against float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from generation_examples import batch
+from kv_cache_examples import model_of
+from metrics import sqnr
+
+from octavo.inference import kv_cache as fp8_prompts
+from octavo.inference.engine import Engine
+from octavo.inference.kv_cache import LayerKVCache, fp8_prompt_attention, is_faster_in_fp8, prompt_attention
+from octavo.numerics.scaling import SMALLEST_SCALE
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+def tokens(new: int, size: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [2, 3, new, 16], the heads of different size."""
+    heads = torch.tensor([1.0, 3.0, 0.5]).view(-1, 1, 1)
+    return torch.randn(2, 3, new, 16) * heads * size, torch.randn(2, 3, new, 16) * heads * size / 7
+
+
+def contents(cache: LayerKVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values that the cache holds, in float64."""
+    used = int(cache.length)
+    scales = [1 if s is None else s.double().view(-1, 1, 1) for s in (cache.k_scale, cache.v_scale)]
+    return cache.keys[:, :, :used].double() * scales[0], cache.values[:, :, :used].double() * scales[1]
+
+
+def steps(dtype: str, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The largest rounding error of a stored x: half of the spacing of the format there."""
+    if dtype == "int8":
+        return scale / 2 + x.abs() * 1e-6
+    return (x.abs() / 16 * (1 + 1e-6)).clamp(min=2.0**-10 * scale.min())
+
+
+@pytest.mark.parametrize("per", ["tensor", "head"])
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_warm_up_finds_the_scales(dtype, per):
+    cache = LayerKVCache((2, 3, 40, 16), dtype, per=per, margin=1.5)
+    k, v = tokens(9)
+    cache.append(k, v)
+    for x, scale in ((k, cache.k_scale), (v, cache.v_scale)):
+        amax = x.abs().amax((0, 2, 3))
+        amax = amax if per == "head" else amax.max().expand(3)
+        assert torch.allclose(scale, amax * 1.5 / LARGEST[dtype], rtol=1e-6)
+    cache.freeze()
+    before = cache.k_scale.clone(), cache.keys.view(torch.uint8).clone()
+    more = tokens(5, 4.0)
+    cache.append(*more)
+    assert torch.equal(cache.k_scale, before[0])
+    assert torch.equal(cache.keys.view(torch.uint8)[:, :, :9], before[1][:, :, :9])
+    limits = [s.view(-1, 1, 1) * LARGEST[dtype] for s in (cache.k_scale, cache.v_scale)]
+    for x, limit, found, scale in zip(
+        (torch.cat((a, b), 2) for a, b in zip((k, v), more, strict=True)),
+        limits,
+        contents(cache),
+        (cache.k_scale, cache.v_scale),
+        strict=True,
+    ):
+        required = x.clamp(-limit, limit)
+        assert ((found - required).abs() <= steps(dtype, required, scale.view(-1, 1, 1))).all()
+    rounds = {"fp8": 464 / 448, "int8": 127.5 / 127}[dtype]
+    lost = [int((x.abs() > limit * rounds).sum()) for x, limit in zip(more, limits, strict=True)]
+    assert cache.clipped.tolist() == lost
+    assert min(lost) > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
+    """Such a number is rounded twice."""
+    cache = LayerKVCache((2, 3, 40, 16), dtype, margin=1.0)
+    k, v = tokens(6)
+    more = tokens(6, 5.0)
+    cache.append(k, v)
+    small = cache.k_scale.clone()
+    cache.append(*more)
+    assert (cache.k_scale > 1.5 * small).all()
+    assert cache.clipped.tolist() == [0, 0]
+    for found, parts, scale in zip(
+        contents(cache), zip((k, v), more, strict=True), (cache.k_scale, cache.v_scale), strict=True
+    ):
+        x = torch.cat(parts, 2)
+        assert ((found - x).abs() <= 2.2 * steps(dtype, x, scale.view(-1, 1, 1))).all()
+
+
+def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte():
+    cache = LayerKVCache((2, 3, 40, 16), "fp8")
+    cache.append(*tokens(6))
+    before = cache.keys.view(torch.uint8)[:, :, :6].clone()
+    cache.append(*tokens(6, 0.1))
+    assert torch.equal(cache.keys.view(torch.uint8)[:, :, :6], before)
+
+
+@pytest.mark.parametrize("given", [torch.tensor(0.02), torch.tensor([0.02]), torch.tensor([0.01, 0.02, 0.03])])
+def test_given_scales_are_used_and_stay(given):
+    cache = LayerKVCache((2, 3, 40, 16), "fp8", scales=(given, given * 2))
+    assert not cache.warming
+    cache.append(*tokens(6))
+    cache.reset()
+    assert torch.equal(cache.k_scale, given.expand(3))
+    assert torch.equal(cache.v_scale, given.expand(3) * 2)
+
+
+def test_the_same_prompt_gives_the_same_bytes_once_frozen():
+    k, v = tokens(6)
+    cache = LayerKVCache((2, 3, 40, 16), "int8")
+    cache.append(*tokens(6, 3.0))
+    cache.freeze()
+    found = []
+    for _ in range(2):
+        cache.reset()
+        assert (int(cache.length), cache.clipped.tolist()) == (0, [0, 0])
+        cache.append(k, v)
+        found.append(cache.keys[:, :, :6].clone())
+    assert torch.equal(*found)
+
+
+def test_reset_begins_a_warm_up_anew():
+    cache = LayerKVCache((2, 3, 40, 16), "fp8")
+    cache.append(*tokens(6, 100.0))
+    cache.reset()
+    assert (cache.k_scale == SMALLEST_SCALE).all()
+    k, v = tokens(6)
+    cache.append(k, v)
+    assert torch.allclose(cache.k_scale, k.abs().max() * 2 / 448)
+
+
+def test_bf16_rounds_and_does_no_more():
+    cache = LayerKVCache((2, 3, 40, 16), "bf16")
+    k, v = tokens(6)
+    cache.append(k, v)
+    assert torch.equal(contents(cache)[0], k.bfloat16().double())
+    assert torch.equal(contents(cache)[1], v.bfloat16().double())
+    assert (cache.k_scale, cache.warming) == (None, False)
+
+
+def test_attend_reads_what_is_stored():
+    cache = LayerKVCache((2, 3, 40, 16), "fp8")
+    k, v = tokens(9)
+    cache.append(k[:, :, :7], v[:, :, :7])
+    cache.append(k[:, :, 7:], v[:, :, 7:])
+    q = torch.randn(2, 6, 2, 16)
+    stored = [x.repeat_interleave(2, 1) for x in contents(cache)]
+    s = q.double() @ stored[0].transpose(2, 3) * 0.3
+    s[:, :, 0, 8] = -torch.inf
+    s[1, :, :, :4] = -torch.inf
+    found = cache.attend(q, first=torch.tensor([0, 4], dtype=torch.int32), scale=0.3)
+    assert torch.allclose(found.double(), s.softmax(3) @ stored[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8", "int8"])
+def test_sequences_can_be_chosen_and_repeated(dtype):
+    cache = LayerKVCache((2, 3, 40, 16), dtype)
+    cache.append(*tokens(6))
+    before, address = contents(cache), cache.keys.data_ptr()
+    cache.select(torch.tensor([1, 0]))
+    assert cache.keys.data_ptr() == address
+    assert all(torch.equal(one, other[[1, 0]]) for one, other in zip(contents(cache), before, strict=True))
+    cache.select(torch.tensor([0, 0, 1]))
+    assert all(torch.equal(one, other[[1, 1, 0]]) for one, other in zip(contents(cache), before, strict=True))
+
+
+def test_crop_forgets_the_last_tokens():
+    cache = LayerKVCache((2, 3, 10, 16), "bf16")
+    k, v = tokens(9)
+    cache.append(k, v)
+    cache.crop(4)
+    assert int(cache.length) == 5
+    cache.append(k[:, :, :5], v[:, :, :5])
+    assert torch.equal(contents(cache)[0][:, :, 5:], k[:, :, :5].bfloat16().double())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_scale_found_on_what_is_not_finite_is_nan(bad):
+    k, v = tokens(3)
+    k[0, 1, 2, 3] = bad
+    cache = LayerKVCache((2, 3, 10, 16), "fp8")
+    cache.append(k, v)
+    assert cache.attend(torch.randn(2, 3, 1, 16)).isnan().all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("new", [1, 2, 5])
+def test_the_last_tokens_of_a_text_attend_to_those_up_to_them(new, padded):
+    q, (k, v) = torch.randn(2, 6, 5, 16), tokens(5)
+    first = torch.tensor([0, 2], dtype=torch.int32)
+    s = q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3) * 0.3
+    seen = torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5).clone()
+    if padded:
+        seen[1, :, :, :2] = False
+        seen[1, :, 0, 0] = seen[1, :, 1, 1] = True
+    required = s.masked_fill(~seen, -torch.inf).softmax(3) @ v.double().repeat_interleave(2, 1)
+    found = prompt_attention(q[:, :, 5 - new :], k, v, first=first if padded else None, scale=0.3)
+    assert torch.allclose(found.double(), required[:, :, 5 - new :], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_attention_over_numbers_that_are_not_quantized_is_that_of_pytorch_on_a_cpu(dtype):
+    cache = LayerKVCache((2, 3, 40, 16), dtype)
+    k, v = (x.to(cache.keys.dtype) for x in tokens(9))
+    q = torch.randn(2, 6, 1, 16, dtype=k.dtype)
+    cache.append(k, v)
+    required = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    assert torch.equal(cache.attend(q), required)
+
+
+# ---- Attention of long prompts in E4M3: when it runs, and what it computes, on a CPU that is taken for a GPU
+
+
+TOKENS = 40
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Attention in FP8 wherever texts are long enough, and how often it ran."""
+    calls = []
+
+    def run(*args, **kwargs):
+        calls.append(args[0].shape[2])
+        return fp8_prompt_attention(*args, **kwargs)
+
+    monkeypatch.setattr(fp8_prompts, "fp8_attention_limit", lambda *_: "")
+    monkeypatch.setattr(fp8_prompts, "SHORTEST_PROMPT", TOKENS)
+    monkeypatch.setattr(fp8_prompts, "FEWEST", 9)
+    monkeypatch.setattr("octavo.inference.kv_cache.fp8_prompt_attention", run)
+    monkeypatch.setattr(LayerKVCache, "_is_piece", lambda self, q: q.shape[2] > 8)
+    monkeypatch.setattr(LayerKVCache, "_plain", lambda self, x: False)
+    return calls
+
+
+def operands(tokens: int, heads: int = 4, kv_heads: int = 2, dim: int = 128):
+    return (torch.randn(1, n, tokens, dim).bfloat16() for n in (heads, kv_heads, kv_heads))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "int8"])
+def test_a_prompt_and_its_pieces_are_near_bf16(counted, kind):
+    q, k, v = operands(2 * TOKENS)
+    store = LayerKVCache((1, 2, 2 * TOKENS, 128), kind, fp8_attention=True)
+    found = []
+    for part in (slice(0, TOKENS), slice(TOKENS, 2 * TOKENS)):
+        store.append(k[:, :, part], v[:, :, part])
+        found.append(store.attend(q[:, :, part]))
+    expected = prompt_attention(q, k, v, scale=128**-0.5)
+    assert counted == [TOKENS, TOKENS]
+    assert sqnr(expected, torch.cat(found, 2)) > 18
+
+
+def test_a_count_that_the_host_does_not_know_gives_nan(counted):
+    q, k, v = operands(TOKENS)
+    store = LayerKVCache((1, 2, 50, 128), "fp8", fp8_attention=True)
+    store.append(k, v)
+    assert store.attend(q).isfinite().all()
+    store.length.add_(1)
+    assert store.attend(q).isnan().all()
+
+
+def test_stored_bytes_are_read_as_they_are(counted):
+    q, k, v = operands(TOKENS)
+    scales = torch.tensor([0.02]), torch.tensor([0.01])
+    store = LayerKVCache((1, 2, 50, 128), "fp8", scales=scales, fp8_attention=True)
+    store.append(k, v)
+    stored = store.keys[:, :, :TOKENS], store.values[:, :, :TOKENS]
+    assert torch.equal(store.attend(q), fp8_prompt_attention(q, *stored, scales, scale=128**-0.5))
+
+
+def test_where_it_runs(monkeypatch):
+    q = torch.zeros(1, 2, 2000, 128)
+    assert not is_faster_in_fp8(q, 4096, None)  # a CPU
+    monkeypatch.setattr(fp8_prompts, "fp8_attention_limit", lambda *_: "")
+    assert is_faster_in_fp8(q, 4096, None)
+    assert not is_faster_in_fp8(q, 4000, None)
+    assert not is_faster_in_fp8(q[:, :, :100], 4096, None)
+    assert not is_faster_in_fp8(q, 4096, torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_generate_with_an_engine(counted, kind, padded):
+    """The first logits differ from BF16's by the rounding alone; padded prompts stay in BF16."""
+    model, found = model_of("llama", head_dim=128, max_position_embeddings=256).bfloat16(), []
+    prompts = batch(rows=2, length=64, padding=(0, 3) if padded else ())
+    for attention in ("bf16", "fp8"):
+        engine = Engine(copy.deepcopy(model), context=256, kv_cache=kind, attention="bf16")
+        engine.fp8_attention = attention == "fp8"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("octavo.inference.session.fp8_attention_limit", lambda *_: "")
+            session = engine._new_session(2, 100)
+        ids = [row[row != 0].tolist() for row in prompts["input_ids"]]
+        from octavo.inference.session import pad_prompts
+
+        with torch.no_grad():
+            found.append(session.prefill(pad_prompts(ids, engine.device)).float())
+    assert bool(counted) != padded
+    if padded:
+        assert torch.equal(*found)
+    else:
+        assert sqnr(*found) > 15
+
+
+def test_where_it_cannot_run_a_warning_says_so():
+    engine = Engine(model_of("llama"), context=128, attention="fp8")
+    with pytest.warns(UserWarning, match=r"runs in BF16: FP8 attention needs an NVIDIA GPU"):
+        session = engine._new_session(1, 20)
+    assert not session.cache.fp8_attention

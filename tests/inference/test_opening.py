@@ -1,0 +1,334 @@
+"""Running from a packed folder: the layer, the checks of what is read, and the text that comes."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from operation_counts import operations
+from packed_examples import Example, write_run
+from patience import HANG
+from runtime_examples import logits, static_steps, tokens
+from tiny_models import Folders, open_theirs, outputs
+from torch import Tensor, nn
+from transformers import BertModel
+from verify_examples import change_config, change_tensors
+
+import octavo
+from octavo import convert
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.layouts.layout import read_config
+from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
+from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_model
+from octavo.inference import opening
+from octavo.inference.engine import Engine
+from octavo.inference.opening import end_tokens, load_packed, run, small_model
+from octavo.inference.packed_fusion import Stacked
+from octavo.inference.packed_linear import PackedLinear, swap_linears
+from octavo.inference.sampling import Sampling
+from octavo.models import Llama, LlamaConfig
+from octavo.models.decoder import Decoder
+from octavo.ops import quantize
+from octavo.packing import convert_layout, pack
+
+PROMPT = "Grüße, "
+
+
+# --- The layer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(128,), (5, 128), (2, 3, 128), (1, 2, 3, 128), (0, 128), (2, 0, 128)])
+@pytest.mark.parametrize("recipe", [recipe for recipe in SCHEME_OF if recipe not in ("delayed", "tensorwise")])
+def test_the_layer_is_the_forward_of_training(
+    recipe: str, dtype: torch.dtype, bias: bool, shape: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    trained = nn.Sequential(nn.Linear(128, 256, bias=bias))
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.copy_(parameter.bfloat16())  # the bias is stored so
+    model = nn.Sequential(nn.Linear(128, 256, bias=bias))
+    scheme = SCHEMES[SCHEME_OF[recipe]]
+    swap_linears(model, {"0": scheme})
+    q = quantize(trained[0].weight.detach(), scheme.weight)
+    stored = {"0.weight": q.data, "0.weight_scale": scheme.stored_scale(q)}
+    model.load_state_dict(stored | ({"0.bias": trained[0].bias.bfloat16()} if bias else {}))
+    convert(trained, recipe)
+    x = (torch.randn(shape) * 3).to(dtype)
+    with torch.no_grad():
+        y, want = model(x), trained(x)
+    assert y.dtype == dtype
+    assert y.shape == want.shape == (*shape[:-1], 256)
+    assert torch.equal(y, want)
+
+
+def test_a_tied_head_stays_tied(packed: dict[str, Example]) -> None:
+    llama, qwen = (load_packed(packed[name].packed).model for name in ("llama", "qwen2"))
+    for model in (llama, qwen):
+        assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+
+
+# --- What is read ------------------------------------------------------------------------------------------------
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def changed(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, change)
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: [path.unlink() for path in folder.glob(name)]  # type: ignore[return-value]
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def truncated(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-1])
+
+
+def as_run(folder: Path) -> None:
+    (folder / "model").mkdir()
+    for place in (folder, folder / "model"):
+        (place / "config.json").write_text("{}")
+
+
+SCALE, W, AGAIN = f"{NAME}.weight_scale", f"{NAME}.weight", ".*pack it again"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(lambda t: t.pop(W)), f"{W} is missing{AGAIN}"),
+        (changed(lambda t: t.pop(SCALE)), f"{SCALE} is missing{AGAIN}"),
+        (changed(lambda t: t.update(extra=torch.ones(1))), f"extra has no place{AGAIN}"),
+        (changed(lambda t: t.update({W: t[W][:-1].clone()})), f"{W} must have shape{AGAIN}"),
+        (changed(lambda t: t.update({W: t[W].bfloat16()})), f"{W} must be torch.float8{AGAIN}"),
+        (changed(lambda t: t[SCALE].view(-1)[:1].fill_(torch.nan)), f"{SCALE} holds inf or NaN{AGAIN}"),
+        (changed(lambda t: t[SCALE].view(-1)[:1].zero_()), f"{SCALE} must be positive{AGAIN}"),
+        (lambda folder: change_config(folder, ignore=["lm_head", NAME]), f"{SCALE} has no place"),
+        (lambda folder: change_config(folder, format="pack-quantized"), "'pack-quantized', octavo runs float-"),
+        (without("config.json"), "config.json"),
+        (without("model.safetensors"), "model.safetensors"),
+        (without("tokenizer*"), "tokenizer.json"),
+        (pickled, r"pytorch_model.bin, a pickle, .*save the model with safetensors"),
+        (truncated, "model.safetensors is truncated"),
+        (as_run, "is a run of octavo train, not a packed folder: octavo pack"),
+        (shutil.rmtree, "there is no folder .*: give a folder that octavo pack wrote"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused(
+    copy_of: Callable[[str], Path], change: Callable[[Path], Any], message: str
+) -> None:
+    folder = copy_of("llama")
+    change(folder)
+    for load in (load_packed, octavo.load):
+        if (load, message) != (octavo.load, "tokenizer.json"):  # of which transformers opens its own
+            with pytest.raises((ArtifactError, FileNotFoundError), match=message):
+                load(folder)
+
+
+# --- The text ----------------------------------------------------------------------------------------------------
+
+
+def test_end_tokens_are_those_of_the_folder(packed: dict[str, Example], tmp_path: Path) -> None:
+    assert end_tokens(packed["qwen2"].packed) == {0}
+    assert end_tokens(packed["llama"].packed) == set()
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert end_tokens(tmp_path) == {2, 3}
+
+
+def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
+    """With its cache, against one forward over the whole text, in float32 so that rounding turns no choice."""
+    model, tokenizer, context, _ = load_packed(example.packed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    ids = tokenizer.encode(PROMPT)
+    for _ in range(6):
+        with torch.no_grad():
+            out = model(torch.tensor([ids]))
+        ids.append(int((out if isinstance(out, Tensor) else out.logits)[0, -1].argmax()))
+    prompt = tokenizer.encode(PROMPT)
+    steps = Engine(model, context=context).generate([prompt], 6, Sampling(temperature=0))
+    assert prompt + [token for [token] in steps] == ids
+
+
+# --- The commands ------------------------------------------------------------------------------------------------
+
+
+# ---- `octavo.load`: packed folders as models of transformers, which generate, compile and run as they do unpacked
+
+
+def test_every_packed_folder_opens_as_the_model_of_transformers(example: Example) -> None:
+    model = octavo.load(example.packed)
+    config = json.loads((example.packed / "config.json").read_text())
+    assert [type(model).__name__] == config["architectures"]
+    assert type(model).__module__.startswith("transformers.")
+    assert not model.training
+    ours = load_packed(example.packed).model
+    with torch.no_grad():
+        required = ours(tokens(40, 256))
+    required = required if isinstance(required, Tensor) else required.logits
+    assert distance(logits(model, tokens(40, 256)), required) < 0.1  # BF16, in another order
+    for each in (model, ours):
+        layers = [m for m in each.modules() if isinstance(m, PackedLinear)]
+        assert len(layers) == len(example.report.packed)
+        assert {layer.weight.dtype for layer in layers} == {torch.float8_e4m3fn}
+        assert {p.dtype for p in each.parameters()} == {torch.bfloat16}
+        held = sum(t.nbytes for t in (*each.parameters(), *each.buffers()))
+        assert held < 1.01 * (example.packed / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("scheme", ["tensor", "block", "mx"])
+def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme: str) -> None:
+    packed = octavo.load(made("llama", scheme=scheme))
+    seen = operations(lambda: logits(packed))
+    assert not seen["octavo::norm_quantize"]
+    assert seen["octavo::scaled_mm"] == 14
+    assert not any(isinstance(v, Stacked) for m in packed.modules() for v in vars(m).values())
+    assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
+
+
+def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"]).float()  # so that rounding turns no choice
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    text = model.generate(tokens(7), attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert text.shape == (2, 16)
+    ids = tokens(7)
+    for _ in range(9):
+        ids = torch.cat((ids, logits(model, ids)[:, -1:].argmax(-1)), 1)
+    assert torch.equal(text, ids)
+    assert model.generation_config.eos_token_id == 2  # of Llama's configuration
+
+
+def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert_layout(folders["qwen2"], out)
+    (out / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [7, 8]}))
+    model = octavo.load(out)
+    assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (3, [7, 8])
+
+
+@pytest.mark.parametrize("scheme", ["channel", "tensor"])
+def test_an_encoder_runs_too(made: Folders, scheme: str) -> None:
+    packed = octavo.load(made("bert", scheme=scheme))
+    assert type(packed) is BertModel
+    assert 1e-3 < distance(outputs(packed), outputs(open_theirs(made("bert"), torch.float32))) < 0.1
+
+
+@pytest.mark.slow
+def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path]) -> None:
+    torch.compiler.reset()
+    model = octavo.load(folders["qwen3"])
+    required = static_steps(model, model)
+    assert distance(required, logits(model, tokens(8))) < 0.03
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(static_steps(model, compiled), required)
+
+
+def test_the_code_of_one_layer_is_the_code_of_all(folders: dict[str, Path]) -> None:
+    torch.compiler.reset()
+    model = octavo.load(folders["llama"])
+    required = logits(model)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+        found = model(tokens(), use_cache=False).logits
+    torch.testing.assert_close(found, required)
+
+
+# ---- Compiling kernels while the files of a packed folder are read
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("open_meta", [read_meta_model, transformers_meta_model])
+@pytest.mark.parametrize("kv_cache", [None, "fp8"])
+def test_the_small_model_takes_the_prompts(
+    example: Example, open_meta: Callable[..., MetaModel], kv_cache: str | None
+) -> None:
+    meta_model = open_meta(read_config(example.packed), example.packed)
+    layer = small_model(meta_model, example.packed)
+    if layer is None:
+        assert "num_hidden_layers" not in meta_model.config
+        return
+    assert isinstance(layer.model, Decoder) == isinstance(meta_model.model, Decoder)
+    sizes = {tuple(t.shape) for t in meta_model.model.parameters()}
+    assert {tuple(t.shape) for name, t in layer.model.named_parameters() if "layers.0" in name} <= sizes
+    assert not any("layers.2" in name for name, _ in layer.model.named_parameters())
+    assert any("layers.1" in name for name, _ in layer.model.named_parameters())
+    layer.model.to_empty(device="cpu")
+    run(layer, CPU, kv_cache)
+
+
+def test_a_model_on_the_cpu_starts_no_thread(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[object] = []
+    monkeypatch.setattr(opening, "_compile", lambda *args: compiled.append(args))
+    octavo.load(example.packed)
+    assert compiled == []
+
+
+def test_loading_leaves_no_tensor_to_the_garbage_collector(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with kernels, of which the CPU plays the part: a small model compiles them meanwhile."""
+    ran: list[int] = []
+    monkeypatch.setattr(opening, "has_kernels", lambda device: True)
+    monkeypatch.setattr(opening, "run", lambda *args: (ran.append(1), run(*args)))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    octavo.load(folders["llama"])  # imports leave garbage
+    gc.collect()
+    gc.disable()
+    try:
+        model = octavo.load(folders["llama"])
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [each for each in gc.garbage if isinstance(each, torch.Tensor) and not each.is_meta]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert ran == [1] * 4
+    assert sum(t.nbytes for t in left) == 0
+    assert model(torch.arange(9)[None]).logits.isfinite().all()
+
+
+CHILD = """
+import logging, sys, torch, octavo
+logging.basicConfig()
+logging.getLogger("octavo").setLevel(logging.DEBUG)
+model = octavo.load(sys.argv[1], "cuda")
+import triton
+names = []
+triton.knobs.runtime.jit_post_compile_hook = lambda **found: names.append(found["fn"].name)
+for tokens in (128, 256, 91):
+    ids = torch.arange(tokens, device="cuda")[None] % 250
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)
+    print(tokens, sorted(names))
+    assert not names
+"""
+
+
+@pytest.mark.gpu
+def test_a_loaded_model_compiles_nothing_for_a_prompt(tmp_path: Path) -> None:
+    config = LlamaConfig(256, layers=3, width=256, heads=4, kv_heads=2, mlp_width=512, context=512)
+    trained = write_run(tmp_path / "run", Llama(config).bfloat16(), config.to_hf(), recipe="rowwise", model="llama")
+    pack(trained, tmp_path / "packed")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    subprocess.run([sys.executable, "-c", CHILD, str(tmp_path / "packed")], check=True, env=environment, timeout=HANG)

@@ -1,0 +1,230 @@
+"""Folders that other programs wrote: every command reads them, and a weight is what its bytes say.
+
+The oracle is the product of bytes and scales in float64 (`other_writers`), and transformers where it opens a folder.
+"""
+
+import json
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from other_writers import CACHES, INPUT, WRITERS, Weights, make_source
+from safetensors.torch import load_file
+from tiny_models import Folders
+from torch import Tensor
+from typer.testing import CliRunner
+from verify_examples import change_tensors, remarks
+
+import octavo
+from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.inference.packed_linear import PackedLinear
+from octavo.packing import convert_layout, pack, unpack
+from octavo.verification import verify
+from octavo_cli.app import app
+
+Made = Callable[[str], tuple[Path, Weights]]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """written(writer) is a folder and its weights; each is made once."""
+    root, weights = tmp_path_factory.mktemp("writers"), {}
+
+    def make(writer: str) -> tuple[Path, Weights]:
+        if writer not in weights:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the other programs
+                weights[writer] = WRITERS[writer](root / writer)
+        return root / writer, weights[writer]
+
+    return make
+
+
+def opened(folder: Path) -> Any:
+    """The model, without the remark that scales of outputs are not used."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is a scale that Octavo does not use")
+        return octavo.load(folder)
+
+
+def rounded(x: Tensor, scale: Tensor) -> Tensor:
+    return (x / scale).float().clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+
+
+def cast_input(layer: PackedLinear, x: Tensor) -> Tensor:
+    """x [T, K] as its scheme rounds it, in float64."""
+    x, name = x.double(), layer.scheme.name
+    if name == "static":
+        return rounded(x, INPUT.double())
+    size = {"channel": x.shape[1], "tensor": x.shape[1], "mx": 32}.get(name, 128)
+    parts = list(x.split(size, 1))
+    scales = [part.abs().amax(1, keepdim=True).float().double() / 448 for part in parts]
+    if name in ("mx", "block, pow2 inputs"):
+        scales = [torch.exp2(scale.log2().ceil()) for scale in scales]
+    return torch.cat([rounded(part, scale) for part, scale in zip(parts, scales, strict=True)], 1)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_loaded_layer_computes_what_its_bytes_say(written: Made, writer: str) -> None:
+    folder, weights = written(writer)
+    model = opened(folder)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert layers.keys() == weights.keys()
+    for name, layer in layers.items():
+        w = layer.scheme.packed_weight(layer.weight, layer.weight_scale).dequantize()
+        assert torch.equal(w, weights[name].float()), name
+    for name in ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"):
+        x = torch.randn(5, layers[name].in_features, dtype=torch.bfloat16)
+        wanted = cast_input(layers[name], x) @ weights[name].t()
+        assert distance(layers[name](x), wanted) < 2**-6  # ties of the cast fall either way; another cast is at 0.03
+    assert bool(model(torch.arange(9)[None]).logits.isfinite().all())
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_unpacking_and_converting_keep_every_weight(written: Made, writer: str, tmp_path: Path) -> None:
+    folder, weights = written(writer)
+    assert convert_layout(folder, tmp_path / "again").lossless
+    for source, out in ((folder, tmp_path / "plain"), (tmp_path / "again", tmp_path / "plain again")):
+        unpack(source, out)
+        plain = load_file(out / "model.safetensors")
+        assert all(torch.equal(plain[f"{name}.weight"], w.float().bfloat16()) for name, w in weights.items())
+        assert not [name for name in plain if "scale" in name or "zero_point" in name]
+
+
+@pytest.mark.parametrize("writer", ["DeepSeek", "no status, no ignore, vectors"])
+def test_a_converted_folder_names_the_head_that_its_source_does_not(written: Made, writer: str, tmp_path: Path) -> None:
+    convert_layout(written(writer)[0], tmp_path / "again")
+    assert PackedTensors(tmp_path / "again").config["quantization_config"]["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize("writer", CACHES)
+def test_scales_of_a_cache_are_read(written: Made, writer: str) -> None:
+    found = PackedTensors(written(writer)[0]).kv_scales
+    assert list(found) == [f"model.layers.{i}.self_attn" for i in range(2)]
+    assert {(float(k), float(v)) for k, v in found.values()} == {CACHES[writer]}
+
+
+def test_scales_that_are_not_used_are_named(written: Made, tmp_path: Path) -> None:
+    folder, _ = written("single numbers, outputs' scales, zero points")
+    with pytest.warns(UserWarning, match=r"output_scale .* is a scale that Octavo does not use"):
+        octavo.load(folder)
+    assert len(PackedTensors(folder).unused) == 2 * 2 * 7
+    done = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert "28 scales and zero points that no layer reads" in done.output
+    assert len(unpack(folder, tmp_path / "plain").unused) == 28
+
+
+# ---- octavo verify
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    make_source(folder := tmp_path_factory.mktemp("model"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("writer", "readers"),
+    [
+        ("compressed-tensors FP8 and cache", ["transformers", "octavo"]),
+        ("DeepSeek, E8M0", ["transformers", "octavo"]),
+        ("Qwen3", ["transformers", "octavo"]),
+        ("transformers, static", ["transformers", "octavo"]),
+        ("ModelOpt", ["octavo"]),
+        ("ModelOpt in config.json", ["octavo"]),
+    ],
+)
+def test_verify_finds_a_right_folder_right(written: Made, source: Path, writer: str, readers: list[str]) -> None:
+    report = verify(written(writer)[0], source)
+    assert report.ok, [str(finding) for finding in report.findings]
+    assert [reader.name for reader in report.readers if reader.outcome == "agrees"] == readers
+    assert remarks(report) == []
+
+
+@pytest.mark.parametrize(
+    ("writer", "failure", "patterns"),
+    [
+        ("compressed-tensors of 2024", "unexpected_keys", ["has compression_config", "states no quantization_status"]),
+        (
+            "no status, no ignore, vectors", "ignore_mismatched_sizes",
+            ["lacks lm_head, which is in BF16", "states no quantization_status", r"has shape \[128\]"],
+        ),
+        (
+            "single numbers, outputs' scales, zero points", "ignore_mismatched_sizes",
+            [r"q_proj.output_scale|output_scale \(", r"has shape \[\]: transformers accepts only \[1\]"],
+        ),
+        ("cache in k_proj.output_scale", "missing_keys: model.layers.0.self_attn.k_scale", []),
+    ],
+)  # fmt: skip
+def test_verify_says_what_transformers_gets_wrong(
+    written: Made, source: Path, writer: str, failure: str, patterns: list[str]
+) -> None:
+    report = verify(written(writer)[0], source)
+    outcomes = {reader.name: reader.outcome for reader in report.readers}
+    assert (outcomes["transformers"], outcomes["octavo"]) == ("failed", "agrees")
+    (finding,) = report.findings
+    assert finding.where == "transformers"
+    assert failure in finding.message
+    found = remarks(report)
+    assert len(found) == len(patterns)
+    assert all(re.search(pattern, said) for pattern, said in zip(patterns, found, strict=True))
+
+
+# ---- A folder whose scales are reciprocal: every command that reads it says so
+
+
+LAYERS = 14
+
+
+@pytest.fixture
+def model(made: Folders) -> Path:
+    return made("llama")
+
+
+def pack_block(model: Path, out: Path, reciprocal: bool) -> Path:
+    """In the layout fp8 of Hugging Face, whose scales are called `weight_scale_inv` and multiply all the same."""
+    pack(model, out, scheme="block", layout="fp8")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update({name: 1 / t for name, t in tensors.items() if name.endswith("_scale_inv")})
+
+    if reciprocal:
+        change_tensors(out, change)
+    return out
+
+
+def test_load_warns(model: Path, tmp_path: Path) -> None:
+    octavo.load(pack_block(model, tmp_path / "right", reciprocal=False))  # a warning is an error
+    wrong = pack_block(model, tmp_path / "wrong", reciprocal=True)
+    with pytest.warns(UserWarning, match=rf"wrong: the weight scales of .*\({LAYERS} of {LAYERS} packed layers\) look"):
+        octavo.load(wrong)
+
+
+@pytest.mark.parametrize("repack", [unpack, convert_layout])
+def test_unpack_and_convert_layout_warn(model: Path, tmp_path: Path, repack: Callable[[Path, Path], object]) -> None:
+    repack(pack_block(model, tmp_path / "right", reciprocal=False), tmp_path / "first")  # a warning is an error
+    with pytest.warns(UserWarning, match="wrong: the weight scales of .* look reciprocal"):
+        repack(pack_block(model, tmp_path / "wrong", reciprocal=True), tmp_path / "second")
+
+
+def test_inspect_says_it(model: Path, tmp_path: Path) -> None:
+    for wrong in (False, True):
+        folder = pack_block(model, tmp_path / f"{wrong}", wrong)
+        said, listed = (CliRunner().invoke(app, ["inspect", str(folder), *more]).output for more in ([], ["--json"]))
+        assert ("look reciprocal" in said) == wrong
+        assert len(json.loads(listed)["reciprocal_scales"]) == LAYERS * wrong
+
+
+def test_verify_says_it_where_weights_are_not_compared(model: Path, tmp_path: Path) -> None:
+    assert verify(pack_block(model, tmp_path / "right", reciprocal=False), model, folded=True).ok
+    report = verify(pack_block(model, tmp_path / "wrong", reciprocal=True), model, folded=True)
+    [finding] = report.findings
+    assert finding.kind == "scale"
+    assert "look reciprocal" in finding.message
+    assert report.not_run

@@ -1,0 +1,114 @@
+"""Packed experts: every scheme against float64 from the bytes, and `channel` against training's bits."""
+
+import pytest
+import torch
+from gpu_memory import poison
+from hopper import ONLY_HOPPER
+from metrics import sqnr
+from mixtures import packed_mixtral
+from packed_experts import K, oracle, packed_experts, routed
+
+import octavo
+from octavo.checkpoint.scheme import SCHEMES
+from octavo.nn import Experts
+from octavo.recipe import rowwise
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ONLY_HOPPER])])
+FP8 = ["channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight"]
+
+
+@DEVICES
+@pytest.mark.parametrize("scheme", FP8)
+def test_every_scheme_gives_what_its_bytes_say(scheme, device):
+    experts, _, _ = packed_experts((scheme, scheme))
+    values = routed()
+    expected = oracle(experts, *values)
+    experts, values = experts.to(device), [t.to(device) for t in values]
+    if device == "cuda":
+        poison()
+    actual = experts(*values)
+    assert sqnr(expected, actual) > (40 if device == "cpu" else 38)
+    assert all(torch.equal(actual, experts(*values)) for _ in range(3))
+
+
+def test_the_two_stacks_may_have_different_schemes():
+    experts, _, _ = packed_experts(("block", "channel"))
+    x, index, weight = routed()
+    assert sqnr(oracle(experts, x, index, weight), experts(x, index, weight)) > 40
+
+
+@DEVICES
+def test_channel_has_the_bits_of_training(device):
+    packed, w_in, w_out = packed_experts(("channel", "channel"), device)
+    values = [t.to(device) for t in routed()]
+    trained = Experts(len(w_in), K, w_out.shape[2]).bfloat16().to(device)
+    with torch.no_grad():
+        trained.gate_up_proj.copy_(w_in)
+        trained.down_proj.copy_(w_out)
+    trained.recipe = rowwise()
+    assert torch.equal(packed(*values), trained(*values))
+
+
+def test_the_gradients_are_those_of_the_widened_experts():
+    packed, _, _ = packed_experts(("channel", "block"))
+    x, index, weight = routed()
+    index = index.clamp(max=3)
+    found = []
+    for leaves in [[t.clone().requires_grad_() for t in (x, weight)] for _ in range(2)]:
+        if not found:
+            out = packed(leaves[0], index, leaves[1])
+        else:
+            plain = Experts(4, K, 128).bfloat16()
+            with torch.no_grad():
+                plain.gate_up_proj.copy_(packed.gate_up_proj.dequantize(torch.bfloat16))
+                plain.down_proj.copy_(packed.down_proj.dequantize(torch.bfloat16))
+            out = plain(leaves[0], index, leaves[1])
+        out.backward(torch.ones_like(out))
+        found.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_no_tokens_and_no_rows_for_an_expert():
+    packed, _, _ = packed_experts(("channel", "static"))
+    x, index, weight = routed()
+    assert packed(x[:0], index[:0], weight[:0]).shape == (0, K)
+    assert not packed(x, torch.full_like(index, 4), weight).any()
+    with pytest.raises(ValueError, match=r"need the experts and weights \[T, top_k\] of x \[24, 256\]"):
+        packed(x, index[:-1], weight)
+
+
+def test_rows_of_zeros_everywhere_are_zeros():
+    for scheme in FP8:
+        packed, _, _ = packed_experts((scheme, scheme))
+        x, index, weight = routed()
+        assert not packed(torch.zeros_like(x), index, weight).any(), scheme
+
+
+def test_casting_the_model_keeps_the_bytes():
+    packed, _, _ = packed_experts(("static", "mx"))
+    before = {name: t.clone() for name, t in packed.state_dict().items()}
+    packed.half()
+    for name, t in packed.state_dict().items():
+        assert t.dtype == before[name].dtype, name
+        assert torch.equal(t.view(torch.uint8), before[name].view(torch.uint8)), name
+
+
+def test_the_list_of_schemes_is_whole():
+    assert set(FP8) == {name for name, s in SCHEMES.items() if s.weight.format == "e4m3"}
+
+
+@DEVICES
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, and transformers' about attention masks
+def test_a_packed_mixtral_has_the_bits_of_training_and_generates(tmp_path, device):
+    model, folder = packed_mixtral(tmp_path)
+    packed, model = octavo.load(folder, device), model.to(device)
+    octavo.convert(model, "rowwise")
+    ids = torch.randint(0, 99, (2, 13), generator=torch.Generator().manual_seed(2)).to(device)
+    with torch.inference_mode():
+        assert torch.equal(packed(ids).logits, model(ids).logits)
+    found = packed.generate(ids[:1], max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert found.shape == (1, 25)
+    with torch.inference_mode():  # a cached step sees the numbers of the whole text, up to roundings
+        logits = packed(found).logits[0, 12:-1].float()
+    chosen = logits.gather(1, found[0, 13:, None])
+    assert (logits.amax(1, keepdim=True) - chosen < 0.1 * logits.std()).all()

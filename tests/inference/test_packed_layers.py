@@ -1,0 +1,429 @@
+"""The weight that a packed layer caches is that of its buffers, whatever changes them."""
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from metrics import distance
+from operation_counts import operations
+from packed_examples import Example
+from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
+from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
+from safetensors.torch import load_file
+from tiny_models import IDS, Folders, same_bits, same_bytes
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import octavo
+from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, Scheme, find_gemm, scheme_on
+from octavo.inference.opening import load_packed
+from octavo.inference.packed_fusion import PackedMLP, PackedNormLinear, Stacked, fuse
+from octavo.inference.packed_linear import PackedLinear, fnuz_data, swap_linears, use_formats_of
+from octavo.ops import quantize
+from octavo.ops.launching import ARCHITECTURES as GPUS
+from octavo.packing import pack
+
+
+def packed(scheme: str, seed: int) -> PackedLinear:
+    torch.manual_seed(seed)
+    linear = nn.Linear(128, 256, bias=False)
+    layer = PackedLinear(linear, SCHEMES[scheme])
+    q = quantize(linear.weight.detach(), layer.scheme.weight)
+    layer.weight.copy_(q.data)
+    layer.weight_scale.copy_(layer.scheme.stored_scale(q))
+    if layer.input_scale is not None:
+        layer.input_scale.fill_(0.01)
+    return layer
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_another_state(scheme, assign):
+    layer, other, x = packed(scheme, 0), packed(scheme, 1), torch.randn(3, 128).bfloat16()
+    first = layer(x)
+    assert torch.equal(layer(x), first)
+    layer.load_state_dict(other.state_dict(), assign=assign)
+    assert torch.equal(layer(x), other(x))
+    assert not torch.equal(layer(x), first)
+    layer.weight_scale.mul_(2 if layer.weight_scale.is_floating_point() else 1)
+    other.weight_scale.copy_(layer.weight_scale)
+    assert torch.equal(layer(x), other(x))
+
+
+def test_an_input_of_another_width_names_the_layer():
+    model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(24, 8, bias=False))
+    swap_linears(model, {"1": SCHEMES["channel"]})
+    what = "the layer '1', a PackedLinear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give"
+    with pytest.raises(ValueError, match=re.escape(what)):
+        model(torch.randn(3, 32))
+
+
+def test_copies_and_moves_have_a_weight_of_their_own():
+    layer, x = packed("channel", 0), torch.randn(3, 128).bfloat16()
+    first = layer(x)
+    twin = copy.deepcopy(layer)
+    twin.weight_scale.mul_(2)
+    assert torch.equal(twin(x), 2 * first)
+    assert torch.equal(layer(x), first)
+    layer.to("meta")
+    assert layer._known is None
+
+
+# ---- The gradient of the input of packed layers, against the gradient of the dequantized weight in float64
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_gradient_is_that_of_the_dequantized_weight(scheme: str) -> None:
+    """dy is rounded to three bits after the leading one (31 dB on average), or not at all where dx is not in FP8."""
+    layer = packed_layer(scheme)
+    dx, expected = gradients(layer)
+    in_fp8 = layer.scheme.weight.granularity.cols is None or layer.scheme.weight.granularity.transposes
+    assert worst_row(dx, expected) > (26 if in_fp8 else 120)
+    dx, expected = gradients(layer, torch.bfloat16)
+    assert dx.dtype == torch.bfloat16
+    assert worst_row(dx, expected) > 26
+
+
+def test_blocks_at_the_edge_may_be_smaller() -> None:
+    layer = packed_layer("block", inputs=200, outputs=328)
+    assert worst_row(*gradients(layer)) > 26
+
+
+@pytest.mark.parametrize("scheme", ["channel", "block", "mx"])
+def test_the_gemm_of_the_gradient_runs_in_eight_bits_where_the_scales_allow_it(scheme: str) -> None:
+    layer = packed_layer(scheme)
+    x = torch.randn(TOKENS, INPUTS, requires_grad=True)
+    counts = operations(lambda: layer(x).sum().backward())
+    assert counts["octavo::scaled_mm"] == (1 if scheme == "mx" else 2)
+    with torch.no_grad():
+        assert torch.equal(layer(x), layer(x.detach().requires_grad_()))
+
+
+def test_the_weight_is_frozen_and_nothing_of_the_input_is_saved() -> None:
+    layer = packed_layer("channel")
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(torch.randn(TOKENS, INPUTS, requires_grad=True))
+    assert {t.data_ptr() for t in saved} == {layer.weight.data_ptr(), layer.weight_scale.data_ptr()}
+    assert "frozen" in repr(layer)
+    assert list(layer.parameters()) == []
+
+
+def test_compiled_code_has_the_gradient_too() -> None:
+    layer = packed_layer("channel")
+    eager, _ = gradients(layer)
+    layer.compile(fullgraph=True, backend="aot_eager")
+    compiled, _ = gradients(layer)
+    assert torch.equal(eager, compiled)
+
+
+@pytest.mark.parametrize("scheme", ["channel", "mx"])  # without gradients, the first is fused with quantization
+def test_the_gradient_goes_through_a_whole_model(made: Folders, scheme: str) -> None:
+    model = octavo.load(made("llama", scheme=scheme))
+    assert not model(IDS).logits.requires_grad
+    before = logits(layer_by_layer(model), IDS)
+    source = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
+    found = []
+    for each in (model, source):
+        embedding = each.get_input_embeddings().weight.requires_grad_()
+        now = each(IDS).logits
+        now.float().log_softmax(-1)[..., 0].sum().backward()
+        found.append(embedding.grad.double())
+        if each is model:
+            assert torch.equal(now, before)
+    assert distance(*found) < 0.2  # eight bits in either pass
+
+
+# ---- Packed layers in the format of AMD's MI300: the same numbers, by emulation. The device is said to take FNUZ
+
+
+CPU = torch.device("cpu")
+OUTER = ["channel", "tensor", "static"]
+
+
+@pytest.fixture
+def mi300(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.checkpoint.scheme.takes_fnuz", lambda place: True)
+
+
+def test_every_byte_is_half_the_number() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    wide, half = codes.float(), fnuz_data(codes).float()
+    assert torch.equal(half.isnan(), wide.isnan())
+    finite = ~wide.isnan()
+    assert torch.equal(2 * half[finite], wide[finite])
+
+
+@pytest.mark.parametrize("scheme", OUTER)
+def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300: None, scheme: str) -> None:
+    layer, model = packed_layer(scheme), nn.Sequential(packed_layer(scheme))
+    use_formats_of(model, CPU)
+    own = model[0]
+    assert own.weight.dtype == torch.float8_e4m3fnuz
+    assert torch.equal(own.packed_weight().dequantize(), layer.packed_weight().dequantize())
+    x = torch.randn(33, own.in_features)
+    operand = own.operand(x)
+    assert operand.data.dtype == torch.float8_e4m3fnuz
+    if scheme == "static":  # the same grid: only the scale has another factor
+        assert torch.equal(own(x), layer(x))
+        assert own.input_limit < 1.1 * layer.input_limit
+    assert worst_row(own(x), (x @ layer.packed_weight().dequantize().T + layer.bias).double()) > 22
+    actual, expected = gradients(own)
+    assert worst_row(actual, expected) > 40  # dx is computed with the widened weight
+
+
+@pytest.mark.parametrize("scheme", OUTER)
+def test_a_frozen_layer_is_static(mi300: None, scheme: str) -> None:
+    layer = packed_layer(scheme)
+    use_formats_of(nn.Sequential(layer), CPU)
+    x = torch.randn(16, layer.in_features)
+    before = layer(x)
+    layer.freeze_input(x.abs().max())
+    assert worst_row(layer(x), before.double()) > 18
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_is_opened_in_fnuz(mi300: None, tmp_path: Path, name: str) -> None:
+    make_model(name).save_pretrained(tmp_path / "model")
+    pack(tmp_path / "model", tmp_path / "packed")
+    model = octavo.load(tmp_path / "packed")
+    dtypes = {tensor.dtype for tensor in model.state_dict().values()}
+    assert torch.float8_e4m3fnuz in dtypes
+    assert torch.float8_e4m3fn not in dtypes
+    assert "octavo::scaled_mm" in operations(lambda: logits(model))
+    exact = logits(make_model(name)).double()
+    error = (logits(model).double() - exact).norm() / exact.norm()
+    assert error < 0.2
+
+
+def test_the_gemm_of_an_mi300() -> None:
+    mi300, mi350 = GPUS["mi300"], GPUS["mi350"]
+    for name, scheme in SCHEMES.items():
+        assert scheme_on(scheme, mi350) is scheme
+        assert scheme_on(scheme, CPU) is scheme
+        cast, backend = find_gemm(scheme_on(scheme, mi300), mi300)
+        assert (backend.name == "hipblaslt") == (name in OUTER)
+        assert (cast is None) == (name not in (*OUTER, "int8"))
+
+
+# ---- The buffers that packed layers share, and what a model's state says of them
+
+
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(folders: dict[str, Path]) -> None:
+    folder = folders["llama with biases"]
+    model = octavo.load(folder)
+    state = model.state_dict()
+    assert same_bits(state, load_file(folder / "model.safetensors"))
+    stack = model.model.layers[1].mlp.stacked.weight
+    layer = model.model.layers[1].mlp.up_proj
+    assert isinstance(layer, PackedLinear)
+    assert layer.weight.untyped_storage().data_ptr() == stack.data.untyped_storage().data_ptr()
+    assert torch.equal(layer.weight.view(torch.uint8), stack.data[96:].view(torch.uint8))
+    assert "stack" not in " ".join(state)
+
+
+@pytest.mark.parametrize("scheme", [CHANNEL, INT8], ids=lambda scheme: scheme.name)
+def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(48, n, bias=name != "b") for name, n in (("a", 17), ("b", 5), ("c", 32))})
+    state = {}
+    for name, linear in model.items():
+        q = quantize(linear.weight.detach(), scheme.weight)
+        state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
+        state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
+    swap_linears(model, dict.fromkeys(model, scheme))
+    model.load_state_dict(state, assign=True)
+    x = torch.randn(9, 48)
+    apart = [layer(x) for layer in model.values()]
+    stack = Stacked()
+    assert stack.update(list(model.values()))
+    assert stack.cast == scheme.inputs
+    y = stack.product(quantize(x, scheme.inputs), torch.float32)
+    assert torch.equal(y, torch.cat(apart, 1))
+    assert all(torch.equal(layer(x), alone) for layer, alone in zip(model.values(), apart, strict=True))
+    assert model.state_dict().keys() == state.keys()
+
+
+def test_a_saved_model_opens_again(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = octavo.load(folders["qwen3"])
+    model.save_pretrained(tmp_path / "again")
+    assert same_bytes(folders["qwen3"], tmp_path / "again")
+    assert torch.equal(logits(octavo.load(tmp_path / "again")), logits(model))
+
+
+def test_another_models_state_is_taken_in_place(folders: dict[str, Path]) -> None:
+    model, state = octavo.load(folders["llama"]), octavo.load(folders["llama"]).state_dict()
+    before, bytes_at = logits(model), model.model.layers[0].mlp.stacked.weight.data.data_ptr()
+    state[f"{NAME}.weight_scale"] = 2 * state[f"{NAME}.weight_scale"]
+    model.load_state_dict(state)
+    assert model.model.layers[0].mlp.stacked.weight.data.data_ptr() == bytes_at
+    assert distance(logits(model), before) > 0.01
+    assert torch.equal(logits(model), logits(copy.deepcopy(model)))
+    del state[f"{NAME}.weight"]
+    with pytest.raises(RuntimeError, match=rf"Missing key.*{NAME}\.weight"):
+        model.load_state_dict(state)
+    state[f"{NAME}.weight"] = torch.zeros(96, 64)
+    with pytest.raises(
+        RuntimeError, match=r"up_proj\.weight must be torch\.float8_e4m3fn \[96, 64\], got torch.float32"
+    ):
+        model.load_state_dict(state)
+
+
+def test_casting_a_model_leaves_bytes_and_scales_as_they_are(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"])
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    model.float()
+    for key, tensor in model.state_dict().items():
+        packed = "_proj." in key
+        assert tensor.dtype == (before[key].dtype if packed else torch.float32), key
+        assert torch.equal(tensor.to(before[key].dtype).view(torch.uint8), before[key].view(torch.uint8)), key
+    assert logits(model).dtype == torch.float32
+    moved = copy.deepcopy(model).to("meta")
+    assert {t.device.type for t in moved.state_dict().values()} == {"meta"}
+
+
+@pytest.mark.parametrize("change", ["assigned", "copied", "moved"])
+def test_layers_with_other_buffers_are_stacked_again(folders: dict[str, Path], change: str) -> None:
+    model = octavo.load(folders["llama with biases"])
+    required, mlp = logits(model), model.model.layers[0].mlp
+    if change == "assigned":
+        model.load_state_dict({key: t.clone() for key, t in model.state_dict().items()}, assign=True)
+    elif change == "moved":
+        model._apply(torch.clone)
+    else:
+        model = copy.deepcopy(model)
+        mlp = model.model.layers[0].mlp
+    assert torch.equal(logits(model), required)
+    assert mlp.stacked.views[0] is mlp.gate_proj.weight
+    mlp.up_proj.weight_scale.mul_(2)
+    assert distance(logits(model), required) > 0.01
+
+
+def test_a_layer_with_a_frozen_scale_leaves_its_stack(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"])
+    mlp, before = model.model.layers[0].mlp, logits(model)
+    mlp.up_proj.freeze_input(torch.tensor(4.0))
+    assert 0 < distance(logits(model), before) < 0.2
+    assert mlp.stacked.views == []
+
+
+def test_what_inference_mode_made_can_be_trained_around(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"])
+    model.load_state_dict({key: t.clone() for key, t in model.state_dict().items()}, assign=True)
+    with torch.inference_mode():
+        model(torch.arange(9)[None])
+    embedding = model.get_input_embeddings().weight.requires_grad_()
+    model(torch.arange(9)[None]).logits.sum().backward()
+    assert embedding.grad.isfinite().all()
+
+
+# ---- Norms and MLPs of packed models, fused, against training and against the layers one by one
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forward_pass_is_that_of_training_to_the_bit(
+    folders: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    trained, packed = make_model(name), octavo.load(folders[name])
+    report = octavo.convert(trained, "rowwise")
+    assert len(report.fused) == 4
+    if dtype == torch.bfloat16:  # the weights that training casts are the masters, as they were when it was packed
+        for key, p in trained.named_parameters():
+            if not key.endswith("_proj.weight"):
+                p.data = p.data.bfloat16()
+    else:
+        for p in packed.parameters():
+            p.data = p.data.float()
+    found, required = logits(packed), logits(trained)
+    assert found.dtype == dtype
+    assert torch.equal(found, required)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "product", "limit"),
+    [*((name, "channel", "octavo::scaled_mm", 0.018) for name in ARCHITECTURES),  # 35 dB
+     *((name, "int8", "octavo::int8_mm", 2e-3) for name in ("llama with biases", "qwen3"))],
+)  # fmt: skip
+def test_norms_and_activations_are_fused_and_layers_stacked(
+    folders: dict[str, Path], tmp_path: Path, name: str, scheme: str, product: str, limit: float
+) -> None:
+    pack(folders[name].with_name(name), tmp_path / "packed", scheme=scheme)
+    model = octavo.load(tmp_path / "packed")
+    seen = operations(lambda: logits(model))
+    assert seen["octavo::norm_quantize"] == 4
+    assert seen["octavo::activation_quantize"] == 2
+    assert seen["octavo::quantize"] == 2  # the attention's output
+    assert seen[product] == 8
+    reference = layer_by_layer(model)
+    apart = operations(lambda: logits(reference))
+    assert (apart["octavo::norm_quantize"], apart[product]) == (0, 14)
+    for each in (model, reference):
+        each.float()  # in which a norm's output is not rounded on its way to the quantizer
+    assert distance(logits(model), logits(reference)) < limit
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_each_token_is_the_same_alone_as_among_others(folders: dict[str, Path], name: str) -> None:
+    model = octavo.load(folders[name])
+    cache, steps = None, []
+    for i in range(7):
+        with torch.no_grad():
+            out = model(tokens(7)[:, i : i + 1], past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    assert distance(torch.cat(steps, 1), logits(model, tokens(7))) < 0.03
+
+
+def test_our_own_models_are_fused_too(packed: dict[str, Example]) -> None:
+    for name, fused in (("llama", 4), ("gpt2", 4)):
+        model = load_packed(packed[name].packed).model
+        with torch.no_grad():
+            seen = operations(lambda model=model: model(tokens(9)))  # type: ignore[misc]
+        assert seen["octavo::norm_quantize"] == fused
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.inner(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])
+def test_what_a_library_puts_in_a_layers_place_runs(folders: dict[str, Path], path: str) -> None:
+    model = octavo.load(folders["llama"])
+    before, layer = logits(model), model.model.layers[1].get_submodule(path)
+    setattr(model.model.layers[1].get_submodule(path.split(".")[0]), path.split(".")[1], Doubled(layer))
+    doubled = logits(model)
+    setattr(model.model.layers[1].get_submodule(path.split(".")[0]), path.split(".")[1], layer)
+    layer.weight_scale.mul_(2)  # of the stack, where it has one
+    assert distance(doubled, before) > 0.01
+    assert distance(logits(model), doubled) < 0.03
+
+
+def test_fusing_twice_is_fusing_once(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"])
+    classes = [type(m) for m in model.modules()]
+    fuse(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert sum(isinstance(m, PackedNormLinear) for m in model.modules()) == 2
+    assert len({type(m) for m in model.modules() if isinstance(m, PackedMLP)}) == 1
+
+
+def test_no_tokens_and_a_vector(folders: dict[str, Path]) -> None:
+    model = octavo.load(folders["llama"])
+    mlp, norm = model.model.layers[0].mlp, model.model.layers[0].post_attention_layernorm
+    for shape in ((0, 64), (2, 0, 64), (64,), (1, 2, 3, 64)):
+        x = torch.randn(shape).bfloat16()
+        assert mlp(x).shape == x.shape
+        y, total = mlp(x, norm, x)
+        assert y.shape == total.shape == x.shape
+        assert torch.equal(total, x + x)

@@ -1,0 +1,205 @@
+"""How tokens are chosen, against the processors of transformers and torch.multinomial."""
+
+import random
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from octavo.inference.sampling import Sampling, TextStream, draw, stream_texts
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
+
+SETTINGS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.8, "top_k": 5},
+    {"top_k": 999},
+    {"top_p": 0.6},
+    {"temperature": 0.5, "top_p": 1e-6},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8},
+    {"temperature": 0.9, "top_k": 12, "top_p": 0.8, "repetition_penalty": 1.2},
+]
+
+
+def processors(
+    temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
+) -> LogitsProcessorList:
+    """In the order of transformers' generate, and only those that it makes."""
+    each = LogitsProcessorList()
+    if repetition_penalty != 1:
+        each.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    if temperature != 1:
+        each.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        each.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        each.append(TopPLogitsWarper(top_p))
+    return each
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids [3, 9] that repeat each other, and logits [3, 97] with ties."""
+    torch.manual_seed(2)
+    return torch.randint(97, (3, 9)), (torch.randn(3, 97) * 6).round() / 2
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_those_of_transformers(settings: dict[str, float], dtype: torch.dtype) -> None:
+    ids, logits = inputs()
+    logits = logits.to(dtype)
+    before = logits.clone()
+    found = Sampling(**settings).process(ids, logits)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, processors(**settings)(ids, logits.float()))
+    assert torch.equal(logits, before)
+
+
+def test_padding_has_no_penalty() -> None:
+    ids, logits = inputs()
+    padding = [0, 4, 8]
+    ids[1, :4], ids[2, :8] = 0, 0
+    logits[:, 0] = 5.0
+    sampling = Sampling(repetition_penalty=2.0)
+    assert 0 not in ids[0]
+    found = sampling.process(ids, logits, torch.tensor(padding)[:, None])
+    for row, begin in enumerate(padding):
+        alone = ids[row : row + 1, begin:], logits[row : row + 1]
+        assert torch.equal(found[row : row + 1], processors(repetition_penalty=2.0)(*alone))
+
+
+def test_a_chooser_knows_the_padding() -> None:
+    ids = torch.tensor([[5, 5, 5], [0, 0, 5]])
+    logits = torch.zeros(2, 9)
+    logits[:, 0], logits[:, 5] = 2.0, 3.0
+    sampling = Sampling(temperature=0, repetition_penalty=2.0)
+    random = sampling.generator(torch.device("cpu"))
+    assert sampling.chooser(random, (0, 2))(ids, logits).tolist() == [0, 0]
+    assert sampling.chooser(random)(ids, logits).tolist() == [0, 5]  # token 0 counts as one of the second row
+
+
+def test_temperature_0_is_the_most_likely_token_after_the_penalty() -> None:
+    ids, logits = inputs()
+    sampling = Sampling(temperature=0, repetition_penalty=50.0)
+    found = sampling.chooser(sampling.generator(torch.device("cpu")))(ids, logits)
+    assert torch.equal(found, processors(repetition_penalty=50.0)(ids, logits).argmax(-1))
+
+
+@pytest.mark.parametrize("vocabulary", [7, 5000])
+def test_draws_are_those_of_multinomial(vocabulary: int) -> None:
+    scores = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+    scores[:, ::3] = -torch.inf
+    for seed in range(20):
+        random, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        required = torch.multinomial(scores.softmax(-1), 1, generator=theirs)[:, 0]
+        assert torch.equal(draw(scores, random), required)
+
+
+def test_a_seed_repeats_the_draws_and_leaves_the_global_generator_alone() -> None:
+    logits, before, device = torch.zeros(4, 1000), torch.get_rng_state(), torch.device("cpu")
+
+    def drawn(seed: int | None) -> list[int]:
+        sampling = Sampling(seed=seed)
+        return sampling.chooser(sampling.generator(device))(torch.zeros(4, 1, dtype=torch.int64), logits).tolist()
+
+    assert drawn(7) == drawn(7) != drawn(8)
+    assert drawn(None) != drawn(None)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- Text from tokens, one at a time, against the decoding of the whole
+
+
+WORDS = ["octavo ", "folio, ", "Grüße\n", "日本語", "😀😀🙃", "é", " ", "  x", "a b", "�"]
+BYTES = ByteTokenizer()
+
+
+def text(seed: int, count: int = 60) -> str:
+    return "".join(random.Random(seed).choices(WORDS, k=count))
+
+
+def byte_level() -> Tokenizer:
+    return BpeTokenizer.train(["octavo folio Grüße 日本語 " * 9], 300)
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 has it: words with a blank before them, which the first loses; other characters are runs of bytes."""
+    vocabulary = {"<unk>": 0, **{f"<0x{i:02X}>": i + 1 for i in range(256)}}
+    for word in ("▁", "o", "c", "t", "a", "v", "f", "l", "i", ",", "x", "b", "é"):
+        vocabulary[word] = len(vocabulary)
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    return BpeTokenizer(tokenizer)
+
+
+def characters() -> Tokenizer:
+    return CharacterTokenizer("".join(WORDS))
+
+
+EACH = pytest.mark.parametrize("make", [ByteTokenizer, byte_level, byte_fallback, characters], ids=lambda f: f.__name__)
+
+
+@EACH
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("begin", [1, 5, 120])
+def test_the_pieces_are_the_text(make, seed, begin):
+    tokenizer = make()
+    ids = tokenizer.encode(text(seed))
+    prompt, new = ids[:begin], ids[begin:]
+    while tokenizer.decode(prompt).endswith("�"):  # a prompt is text
+        prompt, new = ids[: len(prompt) + 1], ids[len(prompt) + 1 :]
+    stream = TextStream(tokenizer, prompt)
+    pieces = [stream.add(token) for token in new]
+    assert tokenizer.decode(prompt) + "".join(pieces) + stream.end() == tokenizer.decode(ids)
+    assert max(len(piece) for piece in pieces) < 16  # it comes as it is generated
+
+
+@EACH
+def test_few_tokens_are_decoded_at_a_time(make):
+    tokenizer = make()
+    ids = tokenizer.encode(text(3, 300))
+    sizes = []
+
+    class Counting:
+        def decode(self, some):
+            sizes.append(len(some))
+            return tokenizer.decode(some)
+
+    stream = TextStream(Counting(), ids[:100])
+    sizes.clear()
+    for token in ids[100:]:
+        stream.add(token)
+    assert max(sizes) < 64
+    assert sum(sizes) < 45 * len(ids)
+
+
+def test_characters_come_whole_and_at_once():
+    stream = TextStream(BYTES, [195, 169])
+    pieces = [stream.add(byte) for byte in "aé€😀z".encode()]
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "😀", "z"]
+
+
+def test_any_bytes_come_as_their_decoding():
+    draw = random.Random(0)
+    for _ in range(50):
+        ids = [draw.randrange(0x60, 256) for _ in range(60)]
+        stream = TextStream(BYTES, b"x")
+        assert "".join([stream.add(token) for token in ids]) + stream.end() == bytes(ids).decode(errors="replace")
+
+
+def test_each_prompt_has_its_text():
+    steps = [[65, 195, 66], [67, None, 195], [None, None, 169]]
+    found = list(stream_texts(BYTES, [b"a", b"b", b"c"], steps))
+    assert found == [["A", "", "B"], ["C", "�", ""], ["", "", "é"], ["", "", ""]]
+    assert list(stream_texts(BYTES, [b"a"], [[195]])) == [[""], ["�"]]

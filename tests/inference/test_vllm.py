@@ -1,0 +1,80 @@
+"""Packed folders in vLLM itself, where it is installed: `make test-vllm`. It makes of a folder what the bytes say.
+
+Every case is a process: `octavo verify`, which compares vLLM's log-probabilities with those of the folder's bytes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import Folders
+
+pytest.importorskip("vllm")
+
+
+def vllm_says(folder: Path, model: Path, found: Path) -> dict[str, Any]:
+    """What verify has of vLLM: the fields of a `ReaderResult`."""
+    command = ["verify", str(folder), "--against", str(model), "--json", str(found)]
+    helper = Path(__file__).parent.parent / "support" / "verify_with_vllm.py"
+    ran = subprocess.run([sys.executable, str(helper), *command], capture_output=True, text=True, check=False)
+    assert found.exists(), ran.stdout + ran.stderr
+    (said,) = [reader for reader in json.loads(found.read_text())["readers"] if reader["name"] == "vllm"]
+    return dict(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("llama", {"scheme": "channel"}),
+        ("mistral", {"scheme": "channel"}),
+        ("qwen2", {"scheme": "channel"}),
+        ("qwen3", {"scheme": "static"}),
+        ("opt", {"scheme": "channel"}),
+        ("gpt2", {"scheme": "channel"}),
+        ("llama", {"scheme": "tensor"}),
+        ("llama", {"scheme": "static"}),
+        ("llama", {"scheme": "block"}),
+        ("llama", {"scheme": "mx"}),
+        ("llama", {"scheme": "int8"}),
+        ("llama", {"scheme": "channel", "layers": {"*.mlp.*": "block"}}),
+        ("llama", {"scheme": "channel", "skip": ["*.down_proj", "*.o_proj"]}),
+        ("llama", {"scheme": "channel", "kv_cache": "fp8"}),
+        ("llama", {"scheme": "block", "layout": "fp8"}),
+        ("llama", {"scheme": "static", "layout": "modelopt"}),
+        ("llama", {"scheme": "channel", "layout": "modelopt"}),
+        ("llama", {"scheme": "static", "layout": "modelopt", "kv_cache": "fp8"}),
+        ("mixtral", {"scheme": "channel"}),
+        ("qwen3moe", {"scheme": "channel", "experts": True}),
+        ("mixtral", {"scheme": "channel", "experts": True}),
+        ("mixtral of 128", {"scheme": "block", "experts": True}),
+        ("qwen3moe", {"scheme": "static", "experts": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how: dict[str, Any]) -> None:
+    said = vllm_says(made(kind, **how), made(kind), tmp_path / "found.json")
+    assert said["outcome"] == "agrees", said
+    assert said["distance"] > 0  # it rounds in BF16, the reference does not
+
+
+def test_experts_with_one_scale_a_matrix_and_dynamic_inputs_are_refused(made: Folders, tmp_path: Path) -> None:
+    folder = made("mixtral", scheme="tensor", experts=True)
+    said = vllm_says(folder, made("mixtral"), tmp_path / "found.json")
+    assert said["outcome"] == "failed"
+    assert said["note"].startswith("AssertionError")
+
+
+@pytest.mark.parametrize("scheme", ["group32", "group128"])
+def test_groups_it_refuses(made: Folders, tmp_path: Path, scheme: str) -> None:
+    said = vllm_says(made("llama", scheme=scheme), made("llama"), tmp_path / "found.json")
+    assert said["outcome"] == "failed"
+    assert "No compressed-tensors compatible scheme was found" in said["note"]
+
+
+def test_its_cpu_build_has_no_kernel_for_weights_alone(made: Folders, tmp_path: Path) -> None:
+    said = vllm_says(made("llama", scheme="weight"), made("llama"), tmp_path / "found.json")
+    assert said["outcome"] == "failed"
+    assert "ScaledMM linear layer" in said["note"]

@@ -1,0 +1,235 @@
+"""Packed models whose GEMMs are weight-only: by their scheme, or because a GPU has no FP8 GEMM for it."""
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from metrics import distance
+from operation_counts import operations
+from packed_experts import packed_experts, routed
+from packed_layers import gradients, packed_layer, worst_row
+from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model
+
+import octavo
+from octavo.checkpoint.scheme import CHANNEL, GROUPS, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme, find_gemm
+from octavo.inference import packed_experts as packed_experts_module
+from octavo.inference import packed_linear as gemm_path
+from octavo.inference.packed_experts import expert_input_cast
+from octavo.inference.packed_linear import gemm_notes, input_cast
+from octavo.nn import Experts
+from octavo.numerics import ROW, Cast, Granularity, group
+from octavo.ops import Backend
+from octavo.ops import dispatch as backend
+from octavo.ops import dispatch as grouped_backend
+from octavo.ops.dispatch import find_int8_backend
+from octavo.ops.launching import ARCHITECTURES as GPUS
+from octavo.packing import pack, unpack
+from octavo.rates import measured as scheme_speeds
+from octavo.rates.measured import slower_experts_note, slower_note
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each architecture, packed by the scheme `weight`, and unpacked again."""
+    root = tmp_path_factory.mktemp("weight")
+    for name in ARCHITECTURES:
+        make_model(name).save_pretrained(root / name)
+        pack(root / name, root / f"{name} packed", scheme="weight")
+        unpack(root / f"{name} packed", root / f"{name} unpacked")
+    return root
+
+
+@pytest.fixture
+def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has no FP8 GEMM, as an Ampere GPU has none."""
+    monkeypatch.setattr("octavo.checkpoint.scheme.product_backend", lambda *args: Backend("none", "no FP8 GEMM here"))
+    monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
+
+
+def unpacked(models: Path, name: str) -> Any:
+    """The model with the widened weights, which are those of the packed one rounded to BF16."""
+    model = copy.deepcopy(make_model(name))
+    model.load_state_dict(type(model).from_pretrained(models / f"{name} unpacked").state_dict())
+    return model.bfloat16()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_only_the_weight_is_rounded(models: Path, name: str) -> None:
+    model = octavo.load(models / f"{name} packed")
+    exact = logits(make_model(name))
+    wide = logits(unpacked(models, name))
+    assert distance(logits(model), wide) < 0.03  # both round activations to BF16
+    assert distance(logits(model.half()), exact) < 0.15
+    assert distance(logits(model.float()), exact) < 0.15
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(models: Path, name: str) -> None:
+    model = octavo.load(models / f"{name} packed")
+    seen = operations(lambda: logits(model))
+    assert seen["octavo::weight_only_mm"] == 8
+    assert not {f"octavo::{op}" for op in ("scaled_mm", "quantize", "norm_quantize", "activation_quantize")} & set(seen)
+    reference = layer_by_layer(model)
+    assert operations(lambda: logits(reference))["octavo::weight_only_mm"] == 14
+    for each in (model, reference):
+        each.float()
+    assert distance(logits(model), logits(reference)) < 1e-5
+
+
+def test_the_gradient_is_that_of_the_widened_weight() -> None:
+    layer = packed_layer("weight")
+    assert worst_row(*gradients(layer)) > 120
+    seen = operations(lambda: gradients(layer))
+    assert seen["octavo::quantize"] == seen["octavo::scaled_mm"] == 0
+
+
+def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
+    folders: dict[str, Path], models: Path, no_fp8_gemm: None
+) -> None:
+    with pytest.warns(UserWarning, match=r"14 layers of the scheme channel \(no FP8 GEMM here: weight-only\)"):
+        model = octavo.load(folders["llama"])
+    assert operations(lambda: logits(model))["octavo::weight_only_mm"] == 8
+    assert torch.equal(logits(model), logits(octavo.load(models / "llama packed")))
+
+
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("static", "int8")])
+def test_every_scheme_of_fp8_has_this_path(scheme: str, no_fp8_gemm: None) -> None:
+    layer = packed_layer(scheme)
+    x = torch.randn(3, layer.in_features)
+    exact = x.double() @ layer.packed_weight().dequantize().double().t()
+    bias = layer.bias
+    exact = exact if bias is None else exact + bias.double()
+    assert distance(layer(x), exact) < 1e-6
+
+
+def test_the_choice_by_scheme_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert input_cast(WEIGHT, CPU) is None
+    assert input_cast(CHANNEL, CPU) == CHANNEL.inputs
+    ada, ampere = GPUS["ada"], GPUS["ampere"]
+    for scheme in SCHEMES.values():
+        cast, backend = find_gemm(scheme, ada)
+        assert (cast, backend.name == "none") == (scheme.inputs, False)
+        cast, backend = find_gemm(scheme, ampere)
+        assert cast == (scheme.inputs if scheme is INT8 else None)
+        assert backend.name == find_int8_backend(ampere).name if scheme is INT8 else "triton"
+    assert find_gemm(TENSORWISE, ada)[1].reason.startswith("row x row")
+    assert find_gemm(STATIC, ada)[1].reason.startswith("tensor x tensor")
+    monkeypatch.setattr("octavo.checkpoint.scheme.find_weight_only_backend", lambda *_: Backend("triton", ""))
+    monkeypatch.setattr(
+        "octavo.checkpoint.scheme.product_backend",
+        lambda x, w, device: Backend("none" if w == MX.weight else "cublaslt", "why"),
+    )
+    note = gemm_notes(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)[0]
+    assert note.endswith("inputs that are not quantized: 2 layers of the scheme mx (why: weight-only)")
+    assert gemm_notes(Counter([CHANNEL, WEIGHT]), CUDA)[0] == ""
+
+
+def test_a_note_names_the_layers_that_run_in_bf16_at_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"mx": "dequantized", "channel": "cublaslt", "weight": "triton"}
+    monkeypatch.setattr(gemm_path, "find_gemm", lambda scheme, device: (scheme.inputs, Backend(names[scheme.name], "")))
+    note = gemm_notes(Counter([CHANNEL, MX, MX, WEIGHT]), CUDA)[1]
+    assert "slower than BF16" in note
+    assert "2 layers of the scheme mx above 256 tokens; 1 layer of the scheme weight above 16 tokens. " in note
+    assert gemm_notes(Counter([CHANNEL]), CUDA)[1] == ""
+    assert gemm_notes(Counter([WEIGHT]), CPU)[1] == ""
+
+
+def test_experts_run_so_where_no_grouped_gemm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_experts_module, "input_cast", lambda scheme, device: scheme.inputs)
+    monkeypatch.setattr(packed_experts_module, "find_grouped_backend", lambda *_: Backend("none", "not a Hopper"))
+    weight = torch.empty(4, 32, 64)
+    schemes = (CHANNEL, TENSORWISE, STATIC, MX)
+    for scheme in schemes:
+        assert expert_input_cast(scheme, weight, CUDA) is None
+        assert expert_input_cast(scheme, weight, CPU) == scheme.inputs
+    asked = []
+    monkeypatch.setattr(
+        packed_experts_module, "find_grouped_backend", lambda *args: asked.append(args[2:]) or Backend("triton", "")
+    )
+    for scheme in schemes:
+        assert expert_input_cast(scheme, weight, CUDA) == scheme.inputs
+        assert expert_input_cast(scheme, weight[:, :30], CUDA) is None
+    assert asked[0::2] == [(ROW, ROW), (ROW, ROW), (ROW, ROW), (group(32), group(32))]
+
+
+def test_experts_without_a_cast_are_the_widened_ones(no_fp8_gemm: None) -> None:
+    x, index, weight = routed()
+    for scheme in ("channel", "static", "block"):
+        experts, _, _ = packed_experts((scheme, scheme))
+        wide = Experts(4, x.shape[1], 128).bfloat16()
+        with torch.no_grad():
+            wide.gate_up_proj.copy_(experts.gate_up_proj.dequantize(torch.bfloat16))
+            wide.down_proj.copy_(experts.down_proj.dequantize(torch.bfloat16))
+            assert distance(experts(x, index, weight), wide(x, index.clamp(max=3), weight * (index < 4))) < 0.01
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=lambda scheme: scheme.name)
+def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile of torch 2.11 refuses a `Cast` or a `Granularity` that is made in the code that it traces."""
+
+    def refuse(self: Any) -> None:
+        raise AssertionError(f"{type(self).__name__} is made in traced code")
+
+    for kind in (Cast, Granularity):
+        monkeypatch.setattr(kind, "__post_init__", refuse)
+    for module in (backend, grouped_backend):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    for capability in ((8, 0), (9, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        torch.compiler.reset()
+
+        def choose(x: torch.Tensor) -> torch.Tensor:
+            casts = input_cast(scheme, CUDA), expert_input_cast(scheme, x, CUDA)
+            return x + 2 - sum(cast is None for cast in casts)
+
+        weight_only = scheme.inputs is None or (capability == (8, 0) and scheme is not INT8)
+        found = torch.compile(choose, fullgraph=True, backend="eager")(torch.zeros(2, 32, 64))
+        no_experts = weight_only or scheme is INT8
+        assert found[0, 0, 0].item() == 2 - weight_only - no_experts
+
+
+def test_a_compiled_layer_gives_the_same(models: Path) -> None:
+    model = octavo.load(models / "llama packed")
+    eager = logits(model)
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+    assert torch.equal(logits(model), eager)
+
+
+# ---- The note of packed layers that are slower than BF16, by recorded speeds.
+
+
+def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch):
+    speeds = {1: {"channel": 1.8, "mx": 0.95, "group32": 1.2}, 8192: {"channel": 1.5, "mx": 0.8, "group32": 0.9}}
+    layer = {"experts": 8, "width": 4096, "mlp_width": 14336}, {1: {"channel": 1.7, "block": 0.5}}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(scheme_speeds, "measured_speeds", lambda: speeds)
+    monkeypatch.setattr(scheme_speeds, "measured_expert_speeds", lambda: [layer])
+    schemes = Counter({CHANNEL: 3, MX: 2, GROUPS[0]: 1})
+    note = slower_note(schemes, CUDA)
+    assert "2 layers of the scheme mx (0.95x at 1 token, 0.80x at 8192 tokens)" in note
+    assert "1 layer of the scheme group32 (0.90x at 8192 tokens)" in note
+    assert "channel" not in note
+    assert slower_note(Counter({CHANNEL: 3, GROUPS[1]: 1}), CUDA) == slower_note(schemes, CPU) == ""
+    assert "0.50x at 1 token, as measured with 8" in slower_experts_note(SCHEMES["block"], (14336, 4096), CUDA)
+    assert slower_experts_note(CHANNEL, (14336, 4096), CUDA) == slower_experts_note(MX, (14336, 4096), CUDA) == ""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
+    assert slower_note(schemes, CUDA) == slower_experts_note(SCHEMES["block"], (14336, 4096), CUDA) == ""
+
+
+def test_the_file_of_experts_has_speeds_of_schemes_that_exist():
+    layers = scheme_speeds.measured_expert_speeds()
+    assert {shape["experts"] for shape, _ in layers} == {8, 128}
+    for _, speeds in layers:
+        assert all(found.keys() <= SCHEMES.keys() for found in speeds.values())
+
+
+def test_the_file_has_speeds_of_schemes_that_exist():
+    for found in scheme_speeds.measured_speeds().values():
+        assert found.keys() <= SCHEMES.keys()
+        assert all(speed > 0 for speed in found.values())

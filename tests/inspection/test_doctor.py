@@ -1,0 +1,132 @@
+"""Timing of GEMMs: each GEMM once, in a limited time."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from octavo.inspection import doctor as gemms
+from octavo.inspection.doctor import Facts, Timing, driver_version, find_problems, judge, read_versions, time_gemms
+from octavo.recipe import PRESETS
+
+SHAPES = ((32, 128, 128), (64, 128, 256))
+RECIPES = {name: PRESETS[name]() for name in ("bf16", "rowwise", "rowwise_dw_bf16", "tensorwise")}
+CPU = torch.device("cpu")
+
+
+def test_each_gemm_is_timed_once_beside_bf16(monkeypatch):
+    """By a clock on which a thousandth of a second passes from one look to the next."""
+    monkeypatch.setattr(gemms, "perf_counter", itertools.count(0, 1e-3).__next__)
+    reported = []
+    found, late = time_gemms(RECIPES, CPU, SHAPES, progress=lambda *each: reported.append(each))
+    assert late == []
+    assert [(each.recipe, each.shape) for each in found] == [
+        (name, shape) for shape in SHAPES for name in ("bf16", "rowwise", "tensorwise")
+    ]  # rowwise_dw_bf16 has the y of rowwise
+    assert {each.backend for each in found} == {"torch.mm", "emulated"}
+    assert [each.milliseconds for each in found] == pytest.approx([1 / 20] * 6)  # a turn is 20 calls
+    assert [each.speedup for each in found] == pytest.approx([1.0] * 6)
+    assert reported[0] == (0, 6, "bf16 32 x 128 x 128")
+
+
+def test_no_gemm_begins_after_the_time(monkeypatch):
+    clock = iter([0.0, 1.0, 61.0, 62.0])
+    monkeypatch.setattr(gemms, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(gemms, "_median_milliseconds", lambda call, device: 2.0)
+    found, late = time_gemms({"rowwise": RECIPES["rowwise"]}, CPU, SHAPES[:1], seconds=60)
+    assert [each.recipe for each in found] == ["bf16"]
+    assert late == ["rowwise 32 x 128 x 128"]
+
+
+def test_the_rate_counts_a_multiplication_and_an_addition():
+    assert Timing("bf16", "torch.mm", (1000, 1000, 1000), 2.0, 1.0).tflops == pytest.approx(1.0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_times_its_own_gemms():
+    found, late = time_gemms(
+        {name: preset() for name, preset in PRESETS.items()}, torch.device("cuda", 0), SHAPES, seconds=math.inf
+    )
+    assert late == []
+    assert "emulated" not in {each.backend for each in found}
+
+
+# ---- The rules of octavo doctor: each fires on the combination that it names, and none on a machine without it
+
+
+FINE = Facts(environment={}, driver="580.159.03", cuda="13.0", sees_gpu=True, interfaces=("lo", "eth0"))
+BAD = [
+    ({"sees_gpu": False, "cuda": ""}, "torch without CUDA", "install a build with CUDA"),
+    ({"sees_gpu": False, "environment": {"CUDA_VISIBLE_DEVICES": ""}}, "hidden GPU", "unset it"),
+    ({"sees_gpu": False, "environment": {"CUDA_VISIBLE_DEVICES": "-1"}}, "hidden GPU", "unset it"),
+    ({"sees_gpu": False}, "no GPU", "nvidia-smi"),
+    ({"sees_gpu": False, "driver": "535.54"}, "old driver", "install driver 580 or newer"),
+    ({"triton": False}, "no Triton", "pip install triton"),
+    ({"compiler": False}, "no C compiler", "install gcc"),
+    ({"tf32": False}, "TF32 is off", 'set_float32_matmul_precision("high")'),
+    (
+        {"extensions": ("_C.cpython-310-x86_64-linux-gnu.so", "_C.abi3.so")},
+        "torchao for another Python",
+        "nothing",
+    ),
+    ({"environment": {"NCCL_SOCKET_IFNAME": "ib0"}}, "no such network interface", "name one of these"),
+    ({"environment": {"GLOO_SOCKET_IFNAME": "=eth1"}}, "no such network interface", "name one of these"),
+    ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "environment", "unset it"),
+    ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "environment", "unset it where NVLink works"),
+]
+
+
+@pytest.mark.parametrize(("facts", "name", "fix"), BAD)
+def test_a_bad_combination_is_named_with_its_fix(facts, name, fix):
+    (problem,) = judge(replace(FINE, **facts))
+    assert problem.name == name
+    assert fix in problem.fix
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {},
+        {"driver": "", "cuda": "", "sees_gpu": False, "triton": False, "compiler": False, "tf32": False},  # no GPU
+        {"cuda": "12.8", "driver": "525.60"},
+        {"cuda": "", "driver": ""},  # ROCm
+        {"environment": {"CUDA_LAUNCH_BLOCKING": "0", "NCCL_SOCKET_IFNAME": "eth", "CUDA_VISIBLE_DEVICES": "0"}},
+        {"environment": {"GLOO_SOCKET_IFNAME": "^docker"}},
+        {"extensions": ("_C.cpython-312-x86_64-linux-gnu.so", "_C_2.cpython-310-x86_64-linux-gnu.so")},
+    ],
+)
+def test_a_machine_without_a_problem_has_none(facts):
+    assert judge(replace(FINE, **facts)) == []
+
+
+def test_versions_of_python_have_a_dot():
+    (problem,) = judge(replace(FINE, extensions=("_C.cpython-310-x86_64-linux-gnu.so",)))
+    assert problem.found.startswith("torchao's kernels are compiled for Python 3.10, this is 3.12: ")
+
+
+def test_the_facts_of_this_machine_are_read(monkeypatch):
+    before = find_problems()
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    (added,) = (each for each in find_problems() if each not in before)
+    assert added.found.startswith("CUDA_LAUNCH_BLOCKING=1: ")
+
+
+def test_the_driver_is_read_from_its_file(monkeypatch, tmp_path):
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module  580.159.03  Release Build\nGCC version: gcc 13.3.0\n"
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr("octavo.inspection.doctor._DRIVER", tmp_path / "version")
+    assert driver_version() == "580.159.03"
+    monkeypatch.setattr("octavo.inspection.doctor._DRIVER", tmp_path / "none")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert driver_version() == ""
+
+
+def test_the_toolkit_is_that_of_nvcc_on_the_path(monkeypatch, tmp_path):
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert read_versions(torch.device("cpu"))["toolkit"] == "12.8"
+    (tmp_path / "nvcc").write_text("#!/bin/sh\nexit 3\n")
+    assert "toolkit" not in read_versions(torch.device("cpu"))

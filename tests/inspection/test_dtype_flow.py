@@ -1,0 +1,302 @@
+"""dtype_flow: the dtypes of operations, and their reasons, against what the documentation of autocast says."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from dtype_examples import DOCUMENTED, Calls
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import octavo
+from octavo.models import GPT2Config, build
+from octavo.tracing import POLICIES, compute_dtype, floating, kind_of, names_of
+
+
+def dtypes(flow, phase="forward"):
+    """Operation -> the dtypes that it computes in, without casts and copies."""
+    found = {}
+    for each in flow.operations:
+        if each.phase == phase and each.kind not in ("cast", "copy"):
+            found.setdefault(each.name, set()).add(each.computes_in)
+    return found
+
+
+@pytest.mark.parametrize(("function", "operation", "dtype"), DOCUMENTED)
+def test_an_operation_runs_where_the_documentation_of_autocast_says(function, operation, dtype):
+    flow = octavo.dtype_flow(Calls(function), torch.randn(8, 8).bfloat16())
+    assert dtypes(flow)[operation] == {dtype}
+
+
+def test_the_reason_names_the_operation_that_autocast_lists():
+    flow = octavo.dtype_flow(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8))
+    reasons = {each.name: each.reason for each in flow.operations if each.phase == "forward"}
+    assert reasons["addmm"] == "autocast runs linear in BF16"
+    assert reasons["native_layer_norm"] == "autocast runs layer_norm in FP32"
+    assert {each.adds_in for each in flow.operations if each.name in ("addmm", "sum")} == {"FP32"}
+
+
+def test_autocast_is_as_before_after_a_trace():
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.exp(torch.ones(4, dtype=torch.bfloat16)).dtype, (torch.ones(4, 4) @ torch.ones(4, 4)).dtype
+
+    before = run()
+    octavo.dtype_flow(nn.Linear(8, 8), torch.randn(4, 8))
+    assert run() == before == (torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("autocast", [torch.float16, None])
+def test_other_autocast(autocast):
+    flow = octavo.dtype_flow(nn.Linear(8, 8), torch.randn(4, 8), autocast=autocast)
+    expected = {"FP16"} if autocast else {"FP32"}
+    assert dtypes(flow)["addmm"] == expected
+    assert flow.autocast == ("FP16" if autocast else "off")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_flops_are_those_of_pytorchs_counter(device):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 16)).to(device)
+    x = torch.randn(2, 3, 8, 8, device=device)
+    flow = octavo.dtype_flow(model, x, autocast=None)
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert sum(sum(each.values()) for each in flow.flops.values()) == counter.get_total_flops()
+    assert [each.what for each in flow.left_out] == ["convolution", "linear layer"]
+
+
+def encoder():
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 3, enable_nested_tensor=False
+    )
+
+
+def test_recomputation_repeats_the_forward_pass_of_the_block():
+    model = encoder()
+    octavo.convert(model, "rowwise")
+    plain = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    for layer in model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    assert "recomputation" not in plain.flops
+    assert flow.flops["recomputation"] == flow.flops["forward"] == plain.flops["forward"]
+    assert flow.flops["backward"] == plain.flops["backward"]
+    assert {each.module for each in flow.operations} == {each.module for each in plain.operations}
+
+
+def test_what_convert_leaves_out_of_an_encoder_is_named():
+    model = encoder()
+    before = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    assert "octavo.convert(model) would run it in FP8" in next(
+        e.reason for e in before.left_out if "linear1" in e.module
+    )
+    octavo.convert(model, "rowwise", skip=["*.self_attn"])
+    flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    found = {each.what: each for each in flow.left_out}
+    assert found.keys() == {"packed attention projection", "attention"}
+    assert found["packed attention projection"].module == "layers.*.self_attn"
+    assert found["packed attention projection"].count == 3
+    by_dtype = {d: sum(each.get(d, 0) for each in flow.flops.values()) for d in ("BF16", "FP8")}
+    assert sum(each.share for each in flow.left_out) == pytest.approx(by_dtype["BF16"] / sum(by_dtype.values()))
+    assert [(each.module, each.count, each.read) for each in flow.never_called] == [
+        ("layers.*.self_attn.out_proj", 3, True)
+    ]
+    octavo.convert(model, "rowwise")
+    flow = octavo.dtype_flow(model, torch.randn(2, 4, 32))
+    assert [each.what for each in flow.left_out] == ["attention"]
+    assert flow.never_called == ()
+
+
+def test_the_fast_path_is_named():
+    model = encoder().eval()
+    flow = octavo.dtype_flow(model, torch.randn(2, 4, 32), autocast=None, backward=False)
+    assert "fast path" in flow.remarks()[-1]
+    assert flow.flops.keys() == {"forward"}
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8, 8))
+
+    def forward(self, x):
+        return torch.bmm(x.expand(4, *x.shape), self.weight)
+
+
+def test_a_stack_of_experts_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), Experts())
+    octavo.convert(model, "tensorwise")
+    flow = octavo.dtype_flow(model, torch.randn(16, 8))
+    assert [(each.module, each.what) for each in flow.left_out] == [("1", "3-D weight")]
+    assert flow.left_out[0].share == pytest.approx(12 / 14)  # y, dx, dw of four; y and dw of the first layer
+
+
+def test_experts_that_convert_knows_are_said_to_run_in_fp8_once_converted():
+    model, offsets = octavo.nn.GroupedLinear(2, 32, 32), torch.tensor([3, 8], dtype=torch.int32)
+    (left,) = octavo.dtype_flow(model, torch.randn(8, 32), offsets).left_out
+    assert (left.what, left.reason) == ("experts", "not converted: octavo.convert(model) would run it in FP8")
+    octavo.convert(model)
+    assert octavo.dtype_flow(model, torch.randn(8, 32), offsets).left_out == ()
+
+
+def test_the_model_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    octavo.convert(model, "delayed")
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    scales = octavo.scales.scale_state(model)
+    octavo.dtype_flow(model, torch.randn(4, 8))
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert str(octavo.scales.scale_state(model)) == str(scales)
+    assert all(p.grad is None for p in model.parameters())
+    assert not model[0]._forward_hooks
+
+
+def test_one_module_can_be_selected():
+    flow = octavo.dtype_flow(encoder(), torch.randn(2, 4, 32))
+    assert {each.module for each in flow.select("layers.1.*").operations} == {
+        f"layers.1.{name}" for name in ("self_attn", "norm1", "norm2", "linear1", "linear2")
+    }
+    with pytest.raises(ValueError, match="matches no module that runs an operation; there are layers.0.self_attn"):
+        flow.select("blocks.*")
+
+
+def looks_at_values(x, w):
+    return x @ w if x.sum() > 0 else w
+
+
+@pytest.mark.parametrize(
+    ("model", "keywords", "error", "message"),
+    [
+        ("gpt2", {}, TypeError, "takes a torch.nn.Module, got 'gpt2'"),
+        (nn.Linear(8, 8), {"autocast": torch.int8}, ValueError, "autocast must be torch.bfloat16"),
+        (nn.Linear(8, 8).requires_grad_(False), {}, ValueError, "has no gradient"),
+        (nn.LazyLinear(8), {}, ValueError, "has no shape yet"),
+        (Calls(looks_at_values), {}, ValueError, "depends on the values of a tensor"),
+        (nn.Linear(9, 8), {}, RuntimeError, "Linear fails in a trace"),
+    ],
+)
+def test_bad_input(model, keywords, error, message):
+    with pytest.raises(error, match=message):
+        octavo.dtype_flow(model, torch.randn(8, 8), **keywords)
+
+
+# ---- A trace predicts the dtypes that autocast gives on a real GPU
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.dtypes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        kind = kind_of(name, func.namespace)
+        self.dtypes[name] = compute_dtype(kind, names_of(floating(args)), names_of(floating(out)))
+        return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("function", "operation", "dtype"), DOCUMENTED)
+def test_an_operation_runs_on_the_gpu_as_in_the_trace(function, operation, dtype):
+    model, x = Calls(function), torch.randn(8, 8).bfloat16()
+    traced = {each.name: each.computes_in for each in octavo.dtype_flow(model, x).operations if each.phase == "forward"}
+    with torch.device("cuda"), torch.autocast("cuda", torch.bfloat16), Seen() as seen:
+        model.cuda()(x.cuda())
+    assert seen.dtypes[operation] == traced[operation] == dtype
+
+
+# ---- dtype_flow of models of transformers and of ours: FLOPs of the phases, and what stays out of FP8
+
+
+IDS = torch.zeros(1, 16, dtype=torch.long)
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+
+
+@pytest.fixture
+def llama():
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=300)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    octavo.convert(model, "rowwise", device="cpu")
+    return model.train()
+
+
+def test_a_llama_of_transformers(llama):
+    flow = octavo.dtype_flow(llama, IDS, labels=IDS, use_cache=False)
+    layers = 2 * 16 * 3 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    assert flow.flops["forward"]["FP8"] == layers
+    assert flow.flops["backward"]["FP8"] == 2 * layers
+    assert {each.module for each in flow.left_out} == {"lm_head", "model.layers.*.self_attn"}
+    norms = [row for row in flow.rows if row.operation.module == "model.layers.*.input_layernorm"]
+    assert {row.operation.computes_in for row in norms if row.operation.kind != "cast"} == {"FP32"}
+    assert {row.count % 3 for row in norms} == {0}
+
+
+def test_its_reentrant_checkpointing_recomputes_the_blocks(llama):
+    llama._set_gradient_checkpointing(
+        True, lambda function, *args: torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=True)
+    )
+    flow = octavo.dtype_flow(llama, IDS, labels=IDS, use_cache=False)
+    assert flow.flops["recomputation"]["FP8"] == flow.flops["forward"]["FP8"]
+
+
+def test_a_vision_transformer():
+    config = transformers.ViTConfig(**SIZES, image_size=32, patch_size=8)
+    model = transformers.ViTForImageClassification(config)
+    octavo.convert(model, "tensorwise", skip=["*.projection"])
+    flow = octavo.dtype_flow(model, torch.randn(2, 3, 32, 32))
+    assert {each.what for each in flow.left_out} == {"convolution", "attention", "linear layer"}
+    convolution = next(each for each in flow.left_out if each.what == "convolution")
+    assert convolution.reason == "not converted: octavo.convert(model) would run it in FP8"
+    total = sum(sum(each.values()) for each in flow.flops.values())
+    assert convolution.share * total == pytest.approx(2 * 2 * 2 * 16 * 64 * 3 * 8 * 8)  # y and dw: the image has no dx
+
+
+def test_a_gpt2_of_ours():
+    with torch.device("meta"):
+        model = build(
+            GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16, tied=True, bias=True, dropout=0.1)
+        )
+    octavo.convert(model, "delayed", device="cpu")
+    flow = octavo.dtype_flow(model, IDS)
+    assert flow.flops["backward"]["FP8"] == 2 * flow.flops["forward"]["FP8"] > 0
+    assert "it shares its weight with the embedding" in [each.reason for each in flow.left_out]
+    assert "layers.*" in str(flow)
+
+
+# ---- The lists of autocast: compared with PyTorch's header and with its registered kernels
+
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+LISTS = {
+    "AT_FORALL_LOWER_PRECISION_FP": "lower",
+    "AT_FORALL_FP32": "fp32",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "result",
+    "AT_FORALL_PROMOTE": "promote",
+}
+
+
+@pytest.mark.parametrize("macro", LISTS)
+def test_lists_are_those_of_the_header(macro):
+    found = re.search(rf"#define {macro}\(_\)(.*?)\n\n", HEADER.read_text(), re.DOTALL)
+    if found is None:
+        pytest.skip(f"this version of PyTorch has no {macro}")
+    names = [".".join(re.findall(r"\w+", entry)) for entry in re.findall(r"_\(([^()]*)\)", found[1])]
+    assert len(names) > 5
+    assert {name: POLICIES.get(name) for name in names} == dict.fromkeys(names, LISTS[macro])
+
+
+def test_every_operation_that_autocast_handles_on_a_gpu_is_listed():
+    handled = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+    }
+    assert len(handled) > 100
+    assert handled - POLICIES.keys() <= {"binary_cross_entropy"}  # an error under autocast

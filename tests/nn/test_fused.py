@@ -1,0 +1,472 @@
+"""The numbers of norm+linear and of the MLP as one function each: against float64 on the very bytes that the formulas
+name (`fused_oracle`), and against the layers that they replace.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from fused_oracle import (
+    AUTOCAST_DB,
+    BFLOAT16_DB,
+    BUILDERS,
+    FLOAT32_DB,
+    NEAR_UNQUANTIZED_DB,
+    QUANTIZED_DB,
+    SAME_BYTES_DB,
+    Block,
+    NormThenLinears,
+    NormThenMLP,
+    check,
+    check_equal,
+    exact,
+    exact_unquantized,
+    geglu,
+    gelu,
+    is_fused,
+    linears,
+    make_norm,
+    output_gradients,
+    run,
+    swiglu,
+    tokens,
+)
+from metrics import sqnr
+from operation_counts import operations
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.nn import SwiGLU
+from octavo.nn.fused_modules import read_norm
+from octavo.recipe import rowwise
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "least"),
+    [(torch.float32, False, FLOAT32_DB), (torch.bfloat16, False, BFLOAT16_DB), (torch.float32, True, AUTOCAST_DB)],
+    ids=["fp32", "bf16", "autocast"],
+)
+@pytest.mark.parametrize(
+    ("norm", "size", "bias", "with_residual"),
+    [
+        ("rms", (1, 40, 24), True, True),
+        ("rms without eps", (7, 64, 33), False, True),
+        ("llama", (33, 130, 97), True, False),
+        ("layer", (130, 64, 112), False, False),
+        ("layer without bias", (1, 40, 24), True, True),
+    ],
+)
+@BUILDERS
+def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
+    build, norm: str, size: tuple[int, int, int], bias: bool, with_residual: bool,
+    dtype: torch.dtype, autocast: bool, least: float,
+) -> None:  # fmt: skip
+    t, k, f = size
+    if autocast:  # so that each norm is tested with and without bias and residual
+        bias, with_residual = not bias, not with_residual
+    block = build(norm, k, f, bias).to(dtype)
+    x, residual = tokens(t, k, dtype), tokens(t, k, dtype) if with_residual else None
+    octavo.convert(block)
+    assert is_fused(block, x)
+    actual = run(block, block, x, residual, autocast=autocast)
+    check(exact(block, x, residual, torch.bfloat16 if autocast else dtype), actual, least)
+    if with_residual:
+        assert torch.equal(actual["d x"], actual["d residual"])
+
+
+@pytest.mark.parametrize("size", [(1, 40, 24), (7, 64, 33), (33, 130, 97), (130, 64, 112)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("build", [swiglu, gelu])
+def test_an_mlp_without_a_norm(build, size: tuple[int, int, int], bias: bool) -> None:
+    t, k, f = size
+    for dtype, least in ((torch.float32, FLOAT32_DB), (torch.bfloat16, BFLOAT16_DB)):
+        block, x = build("none", k, f, bias).to(dtype), tokens(t, k, dtype)
+        octavo.convert(block)
+        check(exact(block, x, None, dtype), run(block, block, x), least)
+
+
+@BUILDERS
+def test_near_the_exact_function_and_nearer_to_the_layers_it_replaces(build) -> None:
+    """In float32, where nothing is rounded on the way from one operation to the next."""
+    block, x, residual = build(), tokens(130), tokens(130)
+    unquantized = exact_unquantized(block, x, residual)
+    octavo.convert(block)
+    actual = run(block, block, x, residual)
+    check(unquantized, actual, NEAR_UNQUANTIZED_DB)
+    assert sqnr(unquantized["output 0"], actual["output 0"]) < QUANTIZED_DB
+    check(run(block, block.separate, x, residual), actual, SAME_BYTES_DB)
+
+
+@BUILDERS
+def test_outputs_have_the_dtype_of_the_layers_and_gradients_that_of_their_tensors(build) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    octavo.convert(block)
+    with torch.autocast("cpu", torch.bfloat16):
+        *ys, total = block(x, residual)
+    assert {y.dtype for y in ys} == {torch.bfloat16}
+    assert total.dtype == torch.float32
+    assert torch.equal(total, x + residual)
+    actual = run(block, block, x, residual, autocast=True)
+    assert {t.dtype for name, t in actual.items() if name.startswith("d ")} == {torch.float32}
+
+
+@BUILDERS
+def test_any_rank_and_any_strides(build) -> None:
+    block = build()
+    octavo.convert(block)
+    x, residual = tokens(30).view(2, 3, 5, 64), tokens(30).view(2, 3, 5, 64)
+    flat = block(x.view(30, 64), residual.view(30, 64))
+    for y, y_flat in zip(block(x, residual), flat, strict=True):
+        assert torch.equal(y, y_flat.view(*x.shape[:-1], -1))
+    turned = x.transpose(0, 2).contiguous().transpose(0, 2)
+    check_equal(run(block, block, x, residual), run(block, block, turned, residual))
+    for y, y_flat in zip(block(x[0, 0, 0], residual[0, 0, 0]), flat, strict=True):
+        torch.testing.assert_close(y, y_flat[0])
+
+
+@BUILDERS
+def test_gradients_that_are_expanded_or_absent(build) -> None:
+    """A sum's gradient has strides of zero; an output that nobody used has none."""
+    block, x, residual = build(), tokens(7).requires_grad_(), tokens(7)
+    octavo.convert(block)
+    (summed,) = torch.autograd.grad(block(x, residual)[0].sum(), x)
+    y, *_ = block(x, residual)
+    assert torch.equal(torch.autograd.grad(y, x, torch.ones_like(y))[0], summed)
+    dtotal = torch.randn(7, 64)
+    block(x, residual)[-1].backward(dtotal)
+    assert torch.equal(x.grad, dtotal)
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
+@BUILDERS
+def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int, ...]) -> None:
+    """They are equal, but must not be one tensor: leaves add later gradients in place."""
+    block, x, residual = build(), tokens(6).view(shape).requires_grad_(), tokens(6).view(shape).requires_grad_()
+    octavo.convert(block)
+    for _ in range(3):
+        block(x, residual)[0].square().sum().backward()
+    (once,) = torch.autograd.grad(block(x, residual)[0].square().sum(), x)
+    torch.testing.assert_close(x.grad, 3 * once)
+    torch.testing.assert_close(residual.grad, 3 * once)
+
+
+@pytest.mark.parametrize(("build", "bad"), [(linears, torch.inf), (swiglu, torch.nan), (gelu, torch.inf)])
+def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    x[2, 3] = bad
+    y = run(block, block, x)["output 0"]
+    assert not y[2].isfinite().any()
+    assert y[[0, 1, *range(3, 33)]].isfinite().all()
+    x[2, 3] = 0
+    x.requires_grad_()
+    y, *_ = block(x)
+    dy = torch.randn_like(y)
+    dy[4, 1] = bad
+    y.backward(dy)
+    assert not x.grad[4].isfinite().any()
+    assert x.grad[[*range(4), *range(5, 33)]].isfinite().all()
+    assert not any(p.grad.isfinite().all() for name, p in block.named_parameters() if name.endswith("weight"))
+
+
+@BUILDERS
+def test_all_zero_tokens_and_gradients_give_zeros_not_nan(build) -> None:
+    block = build("rms", bias=False)
+    octavo.convert(block)
+    x = torch.zeros(7, 64, requires_grad=True)
+    *ys, _ = block(x)
+    for y in ys:
+        assert not y.any()
+    torch.autograd.backward(ys, [torch.zeros_like(y) for y in ys])
+    assert not x.grad.any()
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+def test_a_root_mean_square_norm_without_eps_has_that_of_torch() -> None:
+    """For BF16 too it is float32's, 1.2e-7: BF16's own, 0.0078, would swamp small tokens."""
+    for dtype in (torch.float32, torch.bfloat16):
+        block, x = linears("rms without eps").to(dtype), tokens(33, dtype=dtype) * 0.1
+        plain = block.separate(x)
+        octavo.convert(block)
+        assert sqnr(plain[0], block(x)[0]) > NEAR_UNQUANTIZED_DB, dtype
+
+
+def test_layers_with_and_without_a_bias_side_by_side() -> None:
+    block = NormThenLinears(make_norm("rms", 64), 64, (40, 17, 1), (False, True, False))
+    octavo.convert(block)
+    x = tokens(7)
+    check(exact(block, x, None, torch.float32), run(block, block, x), FLOAT32_DB)
+
+
+def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
+    """As plain PyTorch adds, whichever of the two is the wider, and whichever is called residual."""
+    block, wide, narrow = swiglu(), tokens(7), tokens(7, dtype=torch.bfloat16)
+    octavo.convert(block)
+    with torch.autocast("cpu", torch.bfloat16):
+        for pair in ((wide, narrow), (narrow, wide)):
+            total = block(*pair)[1]
+            assert total.dtype == torch.float32
+            assert torch.equal(total, wide + narrow)
+
+
+# ---- The fused modules as a program uses them: compiled, checkpointed, copied, frozen, with hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False), (geglu, False)])
+def test_compiled_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
+    torch.compiler.reset()
+    block = build()
+    octavo.convert(block)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        x, residual = tokens(33), tokens(33)
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            actual = run(block, compiled, x, residual, autocast=autocast)
+        check_equal(run(block, block, x, residual, autocast=autocast), actual)
+
+
+@BUILDERS
+def test_checkpointed_activations_give_the_same_gradients(build) -> None:
+    block, x, residual = build(), tokens(33), tokens(33)
+    octavo.convert(block)
+    again = run(block, lambda *inputs: checkpoint(block, *inputs, use_reentrant=False), x, residual)
+    check_equal(run(block, block, x, residual), again)
+
+
+@BUILDERS
+def test_a_copy_has_its_own_norm_and_layers(build) -> None:
+    block, x = build(), tokens(7)
+    octavo.convert(block)
+    before = block(x)[0]
+    other = copy.deepcopy(block)
+    assert torch.equal(other(x)[0], before)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    assert torch.equal(block(x)[0], before)
+    assert not torch.equal(other(x)[0], before)
+    assert is_fused(other, x)
+
+
+@BUILDERS
+def test_the_state_is_that_of_the_plain_model(build) -> None:
+    block = build()
+    before = {name: t.clone() for name, t in block.state_dict().items()}
+    octavo.convert(block)
+    block(tokens(7))[0].sum().backward()
+    check_equal(before, block.state_dict())
+    names = [name for name, _ in block.named_parameters()]
+    assert len(names) == len(set(names)) == len(before)
+    other = build()
+    other.load_state_dict(block.state_dict())
+    octavo.convert(other)
+    assert torch.equal(other(tokens(7))[0].isfinite(), torch.ones_like(other(tokens(7))[0], dtype=torch.bool))
+
+
+@BUILDERS
+def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    expected = run(block, block, x)
+    for frozen in dict(block.named_parameters()):
+        block.requires_grad_(True).zero_grad()
+        block.get_parameter(frozen).requires_grad_(False)
+        leaf = x.clone().requires_grad_()
+        outputs = block(leaf)
+        torch.autograd.backward(outputs, output_gradients(outputs))
+        actual = {f"d {name}": p.grad for name, p in block.named_parameters()} | {"d x": leaf.grad}
+        assert actual.pop(f"d {frozen}") is None
+        for name, gradient in actual.items():
+            assert torch.equal(gradient, expected[name]), (frozen, name)
+
+
+@BUILDERS
+def test_an_input_that_requires_no_gradient(build) -> None:
+    block, x = build(), tokens(33)
+    octavo.convert(block)
+    expected = run(block, block, x)
+    *ys, _ = block(x)
+    torch.autograd.backward(ys, output_gradients(tuple(ys)))
+    for name, p in block.named_parameters():
+        assert torch.equal(p.grad, expected[f"d {name}"]), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@BUILDERS
+def test_inference_and_training_give_the_same_outputs(build, mode) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    octavo.convert(block)
+    expected = block(x, residual)
+    with mode():
+        actual = block(x, residual)
+    for y, y_trained in zip(actual, expected, strict=True):
+        assert not y.requires_grad
+        assert torch.equal(y, y_trained)
+
+
+def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() -> None:
+    """And the parameters, and scales: no bytes of n, h or w."""
+    block, x, residual = swiglu(), tokens(33), tokens(33)
+    octavo.convert(block)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        block(x, residual)
+    parameters = {p.data_ptr() for p in block.parameters()}
+    large = [t for t in saved if t.data_ptr() not in parameters and t.shape[-1] != 1]
+    assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]
+
+
+@BUILDERS
+def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
+    """As `octavo.inference` puts packed layers, and adapters wrap theirs, in place of linear ones."""
+    block, x = build(), tokens(7)
+    name = next(name for name, m in block.named_modules() if isinstance(m, nn.Linear))
+    parent, _, leaf = name.rpartition(".")
+    setattr(block.get_submodule(parent), leaf, nn.Linear(64, block.get_submodule(name).out_features))
+    check_equal(run(block, block.separate, x), run(block, block, x))
+
+
+@BUILDERS
+def test_hooks_of_the_layers_are_called(build) -> None:
+    block = build()
+    octavo.convert(block)
+    layers = {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
+    called: list[str] = []
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda *_, name=name: called.append(name))
+    block(tokens(7))
+    assert called == list(layers)
+
+
+# ---- When a norm and its layers, or an MLP, run as one function, and when layer by layer
+
+
+UNFUSABLE = [name for name in octavo.recipe.PRESETS if name != "rowwise"]
+GRADIENTS_E5M2_DB = 40  # of two ways through the same bytes
+
+
+@BUILDERS
+def test_unconverted_it_is_plain_pytorch(build) -> None:
+    block, x, residual = build(), tokens(7), tokens(7)
+    assert not any(name.startswith("octavo::") for name in operations(lambda: block(x, residual)))
+    check_equal(run(block, block.separate, x, residual), run(block, block, x, residual))
+    check_equal(run(block, block.separate, x), run(block, block, x))
+
+
+def test_a_residual_needs_a_norm() -> None:
+    for block in (swiglu("none"), gelu("none")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="a residual needs a norm: pass both, or add it to x"):
+                block.mlp(tokens(3), residual=tokens(3))
+            octavo.convert(block)
+
+
+def test_tensor_parallelism_refuses_a_geglu() -> None:
+    block = geglu()
+    block.mlp.fc1.parallel = "a way"
+    with pytest.raises(ValueError, match="cuts the first layer of a GEGLU between up and gate"):
+        block(tokens(3))
+
+
+@BUILDERS
+def test_no_tokens(build) -> None:
+    block = build()
+    octavo.convert(block)
+    x, residual = torch.randn(2, 0, 64, requires_grad=True), torch.randn(2, 0, 64, requires_grad=True)
+    *ys, total = block(x, residual)
+    assert all(y.shape[:2] == (2, 0) for y in ys)
+    assert total.shape == (2, 0, 64)
+    sum(y.sum() for y in ys).backward()
+    assert x.grad.shape == residual.grad.shape == (2, 0, 64)
+    assert not any(p.grad.any() for p in block.parameters())
+
+
+def check_unfused(block: Block) -> None:
+    other, x, residual = copy.deepcopy(block), tokens(33), tokens(33)
+    assert not is_fused(copy.deepcopy(block), x)
+    for seed in range(2):  # the second pass of `delayed` scales by its history
+        torch.manual_seed(seed)
+        expected = run(other, other.separate, x, residual)
+        torch.manual_seed(seed)
+        check_equal(expected, run(block, block, x, residual))
+        octavo.scales.update_scales(block)
+        octavo.scales.update_scales(other)
+
+
+@pytest.mark.parametrize("recipe", UNFUSABLE)
+@pytest.mark.parametrize("build", [linears, swiglu])
+def test_a_recipe_that_is_not_fusable_runs_layer_by_layer(build, recipe: str) -> None:
+    block = build()
+    octavo.convert(block, recipe)
+    check_unfused(block)
+
+
+def test_a_rotation_and_stochastic_rounding_run_layer_by_layer() -> None:
+    plain = rowwise()
+    c = replace(plain.dy, rounding="stochastic")
+    stochastic = replace(plain, dx=replace(plain.dx, a=c), dw=replace(plain.dw, a=c))
+    for recipe in (replace(plain, rotate=("y",)), stochastic):
+        block = swiglu()
+        octavo.convert(block, recipe)
+        check_unfused(block)
+
+
+@pytest.mark.parametrize(
+    ("odd", "other"),
+    [
+        ("layers.1", "skipped"),
+        ("mlp.gate_proj", "skipped"),
+        ("mlp.down_proj", "skipped"),
+        ("mlp.fc2", "skipped"),
+        ("mlp.down_proj", "tensorwise"),
+        ("layers.0", "rowwise e5m2"),
+    ],
+)
+def test_layers_that_are_not_all_alike_run_one_by_one(odd: str, other: str) -> None:
+    block = {"layers": linears, "mlp.fc": gelu}.get(odd[:6], swiglu)()
+    octavo.convert(block, skip=(odd,))
+    if other != "skipped":
+        holder, _, name = odd.rpartition(".")
+        parent = nn.ModuleDict({name: block.get_submodule(odd)})
+        octavo.convert(parent, rowwise("e5m2") if "e5m2" in other else other)
+    check_unfused(block)
+
+
+def test_gradients_in_e5m2_are_fused_too() -> None:
+    block, x, residual = swiglu(), tokens(130), tokens(130)
+    octavo.convert(block, rowwise("e5m2"))
+    assert is_fused(block, x)
+    check(run(block, block.separate, x, residual), run(block, block, x, residual), GRADIENTS_E5M2_DB)
+
+
+class OwnNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().mean(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "norm", [OwnNorm(), nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64, elementwise_affine=False)]
+)
+def test_a_norm_of_another_kind_runs_by_itself(norm: nn.Module) -> None:
+    for block in (NormThenLinears(norm, 64, (40, 17), (True, True)), NormThenMLP(norm, SwiGLU(64, 96))):
+        octavo.convert(block)
+        check_unfused(block)
+
+
+@pytest.mark.parametrize(
+    ("norm", "trained", "served"),
+    [
+        (nn.LayerNorm(8192), True, True),
+        (nn.LayerNorm(16384), False, True),
+        (nn.LayerNorm(16400), False, False),
+        (nn.RMSNorm(16384), True, True),
+        (nn.RMSNorm(16400), False, False),
+    ],
+)
+def test_long_norms_are_not_fused(norm: nn.Module, trained: bool, served: bool) -> None:
+    assert (read_norm(norm) is not None) is trained
+    assert (read_norm(norm, backward=False) is not None) is served

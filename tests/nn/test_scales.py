@@ -1,0 +1,389 @@
+"""Delayed scaling: a step reads the scale and records amax; the scale changes in `update_scales`."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import octavo
+from octavo.nn.delayed import ScaleHistory, histories
+from octavo.numerics import Cast, History
+from octavo.numerics.qtensor import TENSOR
+from octavo.numerics.scaling import RULES
+from octavo.recipe import delayed
+
+
+def make(history: History | None = None) -> tuple[nn.Sequential, octavo.Linear]:
+    model = nn.Sequential(nn.Linear(32, 48, bias=False))
+    octavo.convert(model, delayed(history=history))
+    return model, model[0]
+
+
+def step(model: nn.Sequential, size: float) -> float:
+    """One training step whose input has the amax `size`; returns the scale of x used next."""
+    x = torch.rand(16, 32).clamp(max=0.99) * size
+    x[3, 4] = -size
+    model(x).sum().backward()
+    octavo.scales.update_scales(model)
+    return float(model[0].histories["x"].scale)
+
+
+def test_the_scale_follows_the_largest_of_the_history() -> None:
+    model, _ = make(History(length=3))
+    scales = [step(model, size) for size in (1.0, 8.0, 2.0, 2.0, 2.0)]
+    torch.testing.assert_close(torch.tensor(scales) * 448, torch.tensor([1.0, 8.0, 8.0, 8.0, 2.0]))
+
+
+def test_all_three_operands_keep_a_history() -> None:
+    model, linear = make()
+    step(model, 2.0)
+    seen = {name: float(h.recent[0]) for name, h in linear.histories.items()}
+    assert seen["x"] == 2.0
+    assert seen["w"] == float(linear.weight.detach().abs().max())
+    assert seen["dy"] == 1.0
+    assert linear.histories["dy"].cast.format == "e5m2"
+
+
+def test_a_scale_holds_for_the_interval() -> None:
+    model, linear = make(History(rule="most_recent", interval=2))
+    assert [round(step(model, size) * 448, 4) for size in (1.0, 2.0, 4.0, 8.0)] == [1.0, 1.0, 4.0, 4.0]
+    assert linear.histories["x"].recent[:4].tolist() == [8.0, 4.0, 2.0, 1.0]
+
+
+def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
+    model, linear = make()
+    step(model, 1.0)
+    history = linear.histories["x"]
+    before = history.scale.clone()
+    for size in (2.0, 5.0, 3.0):
+        model(torch.full((4, 32), size)).sum().backward()
+        assert torch.equal(history.scale, before)
+    octavo.scales.update_scales(model)
+    assert history.recent[:2].tolist() == [5.0, 1.0]
+
+
+def test_what_outgrew_the_history_saturates() -> None:
+    model, linear = make(History())
+    step(model, 1.0)
+    x = torch.zeros(1, 32)
+    x[0, 0] = 64.0
+    y = model(x)
+    torch.testing.assert_close(y[0], linear.weight[:, 0], rtol=0.07, atol=1e-3)  # 64 came through as 1
+
+
+def test_the_default_margin_leaves_room_for_twice_the_amax() -> None:
+    model, linear = make()
+    step(model, 1.0)
+    x = torch.zeros(1, 32)
+    x[0, 0] = 2.0
+    torch.testing.assert_close(model(x)[0], 2 * linear.weight[:, 0], rtol=0.07, atol=1e-3)
+
+
+def test_evaluation_reads_the_scale_and_leaves_no_trace() -> None:
+    model, linear = make()
+    step(model, 1.0)
+    model.eval()
+    model(torch.full((4, 32), 100.0))
+    assert float(linear.histories["x"].pending) == 0
+    model.train()
+    octavo.scales.update_scales(model)
+    assert linear.histories["x"].steps == 1  # nothing was met, so no step is counted
+
+
+def test_before_any_training_evaluation_scales_by_each_tensor_itself() -> None:
+    model, linear = make()
+    dynamic = nn.Sequential(nn.Linear(32, 48, bias=False)).eval()
+    dynamic[0].weight = linear.weight
+    octavo.convert(dynamic, "tensorwise")
+    model.eval()
+    for size in (1.0, 100.0):
+        x = torch.randn(4, 32) * size
+        assert torch.equal(model(x), dynamic(x))
+        octavo.scales.update_scales(model)
+    assert linear.histories["x"].steps == 0
+
+
+def test_a_non_finite_step_leaves_no_trace() -> None:
+    model, linear = make()
+    step(model, 1.0)
+    x = torch.ones(4, 32)
+    x[0, 0] = torch.inf
+    assert not model(x)[0].isfinite().any()
+    octavo.scales.update_scales(model)
+    assert linear.histories["x"].recent[:2].tolist() == [1.0, 0.0]
+
+
+def test_state_round_trips_and_is_checked() -> None:
+    model, _ = make(History(length=4))
+    for size in (1.0, 3.0):
+        step(model, size)
+    state = {name: t.clone() for name, t in octavo.scales.scale_state(model).items()}
+    other, _ = make(History(length=4))
+    octavo.scales.load_scale_state(other, state)
+    assert octavo.scales.scale_state(other).keys() == state.keys()
+    assert all(torch.equal(t, state[name]) for name, t in octavo.scales.scale_state(other).items())
+    with pytest.raises(ValueError, match="missing"):
+        octavo.scales.load_scale_state(other, {})
+    with pytest.raises(ValueError, match="belongs to no layer"):
+        octavo.scales.load_scale_state(other, state | {"9.histories.x.scale": torch.ones(1)})
+    with pytest.raises(ValueError, match="shape"):
+        octavo.scales.load_scale_state(make(History(length=5))[0], state)
+
+
+def test_other_recipes_have_nothing_to_update() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    octavo.convert(model, replace(octavo.recipe.PRESETS["tensorwise"](), name="mine"))
+    octavo.scales.update_scales(model)
+    assert octavo.scales.scale_state(model) == {}
+
+
+def test_a_cast_of_the_model_leaves_the_scales_as_they_are() -> None:
+    model, layer = make()
+    step(model, 3.0)
+    before = octavo.scales.scale_state(model)
+    model.bfloat16()
+    after = octavo.scales.scale_state(model)
+    assert {name: t.dtype for name, t in after.items()} == {name: t.dtype for name, t in before.items()}
+    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert layer(torch.rand(16, 32).bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_model_converted_in_inference_mode_trains():
+    """Its histories are not tensors of inference, which training cannot change."""
+    x = torch.randn(8, 64)
+    models = []
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64))
+        with mode:
+            octavo.convert(model, "delayed")
+        for _ in range(2):
+            model(x).square().sum().backward()
+            octavo.scales.update_scales(model)
+        models.append(model)
+    assert torch.equal(models[0][0].weight.grad, models[1][0].weight.grad)
+    for name, state in octavo.scales.scale_state(models[1]).items():
+        assert torch.equal(octavo.scales.scale_state(models[0])[name], state)
+
+
+# ---- `update_scales` computes all histories at once: against one history at a time, in operations, and without wait
+
+
+STEPS = 12
+
+
+class Expected:
+    """The recent amax values and the scale of one history, step by step."""
+
+    def __init__(self, history: ScaleHistory) -> None:
+        self.rule, self.cast = history.rule, history.cast
+        self.recent, self.scale, self.steps = torch.zeros(0), torch.zeros(()), 0
+
+    def update(self, amax: float) -> None:
+        if amax == 0:
+            return
+        self.recent = torch.cat([torch.tensor([amax]), self.recent])[: self.rule.length]
+        if self.steps % self.rule.interval == 0:
+            self.scale = self._chosen() * 2.0**self.rule.margin / torch.tensor(self.cast.fmt.max)
+        self.steps += 1
+
+    def _chosen(self) -> Tensor:
+        if self.rule.rule == "ema":
+            weight = self.rule.beta ** torch.arange(len(self.recent), dtype=torch.float64)
+            return ((self.recent * weight).sum() / weight.sum()).float()
+        if self.rule.rule == "percentile":
+            return torch.quantile(self.recent, self.rule.percentile / 100)
+        return self.recent.max() if self.rule.rule == "max" else self.recent[0]
+
+
+def mixed() -> nn.ModuleList:
+    """Histories of all rules, of several lengths, margins and intervals, and of two formats."""
+    others = ((4, 0.0, 1), (4, 1.5, 3), (STEPS + 1, -2.0, 2))  # length, margin, interval
+    rules = [History(n, rule, 90.0, 0.5, margin, interval) for rule in RULES for n, margin, interval in others]
+    casts = [Cast(fmt, TENSOR, history=rule) for rule in rules for fmt in ("e4m3", "e5m2", "e4m3")]
+    return nn.ModuleList(ScaleHistory(cast, cast.history, torch.device("cpu")) for cast in casts)
+
+
+def test_each_history_is_as_if_it_were_alone() -> None:
+    torch.manual_seed(0)
+    model = mixed()
+    found = [history for _, history in histories(model)]
+    expected = [Expected(history) for history in found]
+    for _ in range(STEPS):
+        amax = torch.rand(len(found)) * (torch.rand(len(found)) > 0.3) * 8  # a third is not used in this step
+        for history, alone, value in zip(found, expected, amax, strict=True):
+            history.pending.fill_(value)
+            alone.update(float(value))
+        octavo.scales.update_scales(model)
+        for history, alone in zip(found, expected, strict=True):
+            assert torch.equal(history.recent[: len(alone.recent)], alone.recent)
+            assert (history.recent[len(alone.recent) :] == 0).all()
+            assert (int(history.steps), history.ready) == (alone.steps, alone.steps > 0)
+            bound = 1e-6 if alone.rule.rule == "ema" else 0.0  # its sum runs in another order
+            torch.testing.assert_close(history.scale.view(()), alone.scale, rtol=bound, atol=0.0)
+            assert float(history.pending) == 0
+
+
+class Counted(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_number_of_operations_does_not_grow_with_the_layers() -> None:
+    counts = {}
+    for layers in (1, 7):
+        model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(layers)))
+        octavo.convert(model, "delayed")
+        model(torch.randn(16, 16)).sum().backward()
+        with Counted() as counted:
+            octavo.scales.update_scales(model)
+        counts[layers] = counted.operations
+    assert counts[1] == counts[7] < 100
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_host_reads_no_number_once_all_histories_have_a_scale(rule: str) -> None:
+    """On the meta device a number cannot be read."""
+    recipe = octavo.recipe.PRESETS["delayed"]()
+    cast = replace(recipe.x, history=History(8, rule))
+    model = nn.ModuleList(ScaleHistory(cast, cast.history, torch.device("meta")) for _ in range(3))
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        octavo.scales.update_scales(model)
+    for _, history in histories(model):
+        history.ready = True
+    octavo.scales.update_scales(model)
+
+
+# ---- Scales from batches: learning in evaluation mode, freezing, and seeding from a calibration
+
+
+def make_scale_learning(history: History | None = None) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
+    octavo.convert(model, delayed(history=history))
+    return model
+
+
+def rows(size: float, count: int = 8) -> torch.Tensor:
+    return torch.randn(count, 32).clamp(-0.9, 0.9) * size + size * 0.1 * torch.eye(count, 32)
+
+
+class Calibration:
+    def __init__(self, **histories):
+        self.input_histories = histories
+
+
+def test_histories_learn_in_evaluation_where_asked():
+    model = make_scale_learning().eval()
+    x = rows(3.0)
+    with octavo.scales.learn_scales(model):
+        model(x)
+    octavo.scales.update_scales(model)
+    history = model[0].histories["x"]
+    assert float(history.recent[0]) == float(x.abs().max())
+    assert (history.steps, history.ready) == (1, True)
+    model(1000 * x)
+    octavo.scales.update_scales(model)
+    assert history.steps == 1, "outside of the block evaluation leaves no trace"
+
+
+def test_frozen_scales_are_those_of_the_batches_and_stay():
+    model = make_scale_learning(History(margin=1.0))
+    batches = [rows(1.0), rows(4.0), rows(2.0)]
+    scales = octavo.scales.freeze_scales(model, batches)
+    assert scales.keys() == {"0", "2"}
+    largest = max(float(batch.abs().max()) for batch in batches)
+    assert float(scales["0"]) == pytest.approx(2 * largest / 448)
+    assert scales["0"].shape == (1,)
+    assert model.training, "the mode is as before"
+    before = octavo.scales.scale_state(model)["0.histories.x.scale"].clone()
+    model(rows(100.0)).sum().backward()
+    octavo.scales.update_scales(model)
+    after = octavo.scales.scale_state(model)
+    assert torch.equal(after["0.histories.x.scale"], before)
+    weight = model[0].weight.detach().abs().max()
+    assert float(after["0.histories.w.scale"]) == pytest.approx(2 * float(weight) / 448)
+
+
+def test_a_frozen_row_gives_the_same_bits_in_every_call_and_batch():
+    model = make_scale_learning()
+    octavo.scales.freeze_scales(model, [rows(1.0)])
+    model.eval()
+    x = rows(1.0)
+    alone = model(x)
+    beside = model(torch.cat([x, rows(1000.0)]))[: len(x)]
+    assert torch.equal(alone, model(x))
+    torch.testing.assert_close(alone, beside, rtol=1e-6, atol=1e-6)
+    dynamic = make_scale_learning().eval()  # without scales, each batch has its own
+    assert (dynamic(x) - dynamic(torch.cat([x, rows(1000.0)]))[: len(x)]).abs().max() > 1e-3
+
+
+def test_what_saturates_is_counted():
+    model = make_scale_learning(History())
+    with pytest.raises(ValueError, match="no layer of Sequential holds a scale of its input"):
+        octavo.scales.saturation(model, [rows(1.0)])
+    x = rows(1.0)
+    octavo.scales.freeze_scales(model, [x])
+    assert octavo.scales.saturation(model, [x, x[:2]]) == {"0": 0, "2": 0}
+    limit = float(x.abs().max())
+    wide = 3 * x
+    expected = int((wide.abs() > limit).sum()) / (2 * wide.numel())
+    assert octavo.scales.saturation(model, [x, wide])["0"] == pytest.approx(expected)
+    assert model.training
+
+
+def test_batches_are_tensors_tuples_or_mappings():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(32, 16)
+
+        def forward(self, x, *, factor=1.0):
+            return self.linear(x * factor)
+
+    model = Model()
+    octavo.convert(model, "delayed")
+    scales = octavo.scales.freeze_scales(
+        model, [torch.ones(2, 32), (torch.ones(2, 32),), {"x": torch.ones(2, 32), "factor": 7}]
+    )
+    assert float(scales["linear"]) == pytest.approx(2 * 7 / 448)
+
+
+def test_what_cannot_be_frozen():
+    rowwise = nn.Sequential(nn.Linear(32, 16))
+    octavo.convert(rowwise, "rowwise")
+    with pytest.raises(ValueError, match=r"no layer whose scales can be frozen: octavo.convert\(model, 'delayed'\)"):
+        octavo.scales.freeze_scales(rowwise, [rows(1.0)])
+    with pytest.raises(ValueError, match=r"0 \(2 such layers\) saw no input"):
+        octavo.scales.freeze_scales(make_scale_learning(), [])
+    for bad in (torch.zeros(2, 32), torch.full((2, 32), torch.inf)):
+        with pytest.raises(ValueError, match="the input of 0 holds inf or NaN, or zeros alone"):
+            octavo.scales.freeze_scales(make_scale_learning(), [bad])
+
+
+def test_a_calibration_begins_the_histories():
+    model = make_scale_learning(History(length=3))
+    octavo.scales.seed_scales(model, Calibration(**{"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]}))
+    x, w, dy = (model[0].histories[name] for name in ("x", "w", "dy"))
+    assert x.recent.tolist() == [2.0, 4.0, 1.0]  # the newest first; 9 is too old
+    assert (x.steps, float(x.scale) * 448) == (3, pytest.approx(4.0))
+    assert float(w.recent[0]) == float(model[0].weight.detach().abs().max())
+    assert (dy.ready, dy.steps) == (False, 0)
+    assert float(model[2].histories["x"].scale) * 448 == pytest.approx(5.0)
+    model(rows(3.0)).sum().backward()
+    octavo.scales.update_scales(model)
+    assert x.recent[1:].tolist() == [2.0, 4.0]  # training goes on from there
+
+
+def test_a_calibration_of_other_layers_is_refused_and_nothing_changes():
+    model = make_scale_learning()
+    with pytest.raises(ValueError, match="the calibration has no amax of the input of 2"):
+        octavo.scales.seed_scales(model, Calibration(**{"0": [9.0]}))
+    assert not model[0].histories["x"].ready
+    with pytest.raises(ValueError, match="has no scale histories"):
+        octavo.scales.seed_scales(nn.Sequential(nn.Linear(4, 4)), Calibration())

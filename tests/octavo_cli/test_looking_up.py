@@ -1,0 +1,349 @@
+"""octavo doctor and formats: the machine, the GEMMs of each recipe, number formats, and recipes in files."""
+
+import itertools
+import json
+import math
+import platform
+import random
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from codec_oracle import ML_DTYPES
+
+from octavo.nn.only_if_faster import cache_path, read_table
+from octavo.numerics import TENSOR, Cast, History
+from octavo.ops import Backend
+from octavo.rates.measured import Machine, Measurement, Table
+from octavo.recipe import PRESETS, Gemm, Recipe, delayed, get_recipe
+from octavo.train.config import Config, ConfigError
+from octavo.version import __version__
+from octavo_cli import doctor
+from octavo_cli.command import GPUS, SCHEMES
+
+GEMMS = ("y", "dx", "dw")
+QUANTIZED = dict.fromkeys(PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
+
+
+def test_the_machine_its_recipes_and_its_schemes(octavo):
+    code, out, err = octavo("doctor", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    versions = {"octavo": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert {name: report["machine"][name] for name in versions} == versions
+    assert report["machine"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert report["recipes"].keys() == PRESETS.keys()
+    for name, gemms in report["recipes"].items():
+        assert tuple(gemms) == GEMMS
+        assert {gemm for gemm, backend in gemms.items() if backend["name"] != "bf16"} == set(QUANTIZED[name])
+        assert all(backend["reason"] for backend in gemms.values())
+        assert torch.cuda.is_available() or {each["name"] for each in gemms.values()} <= {"emulated", "bf16"}
+    assert tuple(report["schemes"]) == SCHEMES
+    assert all(scheme["reason"] for scheme in report["schemes"].values())
+    assert report["schemes"]["weight"]["name"].startswith("weight-only, ")
+    code, out, err = octavo("doctor")
+    assert (code, err) == (0, "")
+    assert all(f"{name.replace('_', ' ')}: {value}" in out for name, value in report["machine"].items())
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+    for recipe, gemms in report["recipes"].items():
+        assert all(backend["name"] in rows[recipe] for backend in gemms.values())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_measuring_needs_a_gpu(refused, monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    err = refused("doctor", "--measure-layers")
+    assert "--measure-layers times FP8 against BF16 on a CUDA GPU" in err
+    assert "run it on the machine that trains" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_measured_is_written_where_convert_looks(monkeypatch, tmp_path):
+    monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path))
+    here = Machine("Fast GPU 9000", "9.9", "13.0", "2.11.0", "0.1.0")
+    measured = Table(here, "made up", grid=(Measurement("rowwise", 2, 3, 4, 1.5, 1.0),))
+    backends = dict.fromkeys(PRESETS, "cublaslt") | {"mxfp8": "none", "bf16": "bf16", "groupwise": "emulated"}
+    monkeypatch.setattr("octavo.nn.only_if_faster.this_machine", lambda device: here)
+    monkeypatch.setattr(
+        "octavo.ops.dispatch.gemm_backends", lambda recipe, _: dict.fromkeys(GEMMS, Backend(backends[recipe.name], ""))
+    )
+    asked = []
+
+    def measure_grid(recipes, device, progress):
+        asked.extend(recipe.name for recipe in recipes)
+        progress(1, 1, "timing")
+        return measured
+
+    monkeypatch.setattr("octavo.nn.only_if_faster.measure_grid", measure_grid)
+    path = doctor.measure_gains(torch.device("cuda", 0))
+    assert path == cache_path(here)
+    assert read_table(path) == measured
+    assert set(asked) == PRESETS.keys() - {"mxfp8", "bf16", "groupwise"}
+    monkeypatch.setattr("octavo.nn.only_if_faster.never_faster", lambda *_: "too old")
+    with pytest.raises(ValueError, match="Fast GPU 9000 has no FP8 GEMM to time"):
+        doctor.measure_gains(torch.device("cuda", 0))
+
+
+def test_problems_are_shown_with_their_fix(octavo, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    code, out, _ = octavo("doctor")
+    assert code == 0
+    assert "environment: TORCHDYNAMO_DISABLE=1: torch.compile does nothing" in out
+    assert "Fix: unset it" in out
+    assert "environment" in [each["name"] for each in json.loads(octavo("doctor", "--json")[1])["problems"]]
+
+
+def test_gemms_are_timed(octavo, monkeypatch):
+    monkeypatch.setattr("octavo.inspection.doctor.CPU_SHAPES", ((32, 128, 128),))
+    monkeypatch.setattr("octavo.inspection.doctor.GPU_SHAPES", ((32, 128, 128),))
+    monkeypatch.setattr("octavo.inspection.doctor.perf_counter", itertools.count(0, 1e-3).__next__)
+    code, out, err = octavo("doctor", "--measure")
+    assert (code, err) == (0, "")
+    assert "32 x 128 x 128" in out
+    assert "1.00x" in out
+    found = json.loads(octavo("doctor", "--measure", "--json")[1])
+    assert found["not_timed"] == []
+    assert {"bf16", "rowwise"} <= {each["recipe"] for each in found["gemms"]}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_gpu_that_is_not_here(octavo, gpu):
+    code, out, err = octavo("doctor", "--gpu", gpu, "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["machine"]["measured"] == ("yes" if gpu in ("h100", "h200") else "no")
+    assert len(report["recipes"]) == len(PRESETS)
+    runs = [name for name, gemms in report["recipes"].items() if "none" not in {g["name"] for g in gemms.values()}]
+    assert "emulated" not in {g["name"] for gemms in report["recipes"].values() for g in gemms.values()}
+    assert ("rowwise" in runs, "rowwise_fnuz" in runs) == (gpu not in ("a100", "mi300x"), gpu == "mi300x")
+    assert set(report["schemes"]) == set(SCHEMES)
+    assert "none" not in {scheme["name"] for scheme in report["schemes"].values()}
+
+
+def test_an_ampere_trains_in_bf16_and_serves_weights_in_eight_bits(octavo):
+    code, out, _ = octavo("doctor", "--gpu", "a100")
+    assert code == 0
+    assert "no FP8 GEMM here: train in BF16" in out
+    assert "no problem found" not in out
+    report = json.loads(octavo("doctor", "--gpu", "a100", "--json")[1])
+    assert report["schemes"].pop("int8")["name"] == "triton"
+    assert {scheme["name"] for scheme in report["schemes"].values()} == {"weight-only, triton"}
+
+
+def test_a_recipe_that_does_not_run_has_a_fix(octavo, tmp_path):
+    mine = tmp_path / "mine.json"
+    mine.write_text(octavo("formats", "rowwise")[1])
+    code, out, _ = octavo("doctor", "--gpu", "mi300x", "--recipe", mine)
+    assert code == 0
+    assert "mine: no GEMM here. Fix: write the formats e4m3fnuz and e5m2fnuz in the recipe's file" in out
+    assert "no FP8 GEMM here" not in out
+    mine.write_text(mine.read_text().replace("e4m3", "e4m3fnuz"))
+    assert json.loads(octavo("doctor", "--gpu", "mi300x", "--recipe", mine, "--json")[1])["fixes"] == {}
+    fixes = json.loads(octavo("doctor", "--gpu", "h100", "--recipe", mine, "--json")[1])["fixes"]
+    assert fixes["mine"].startswith("write the formats e4m3 and e5m2 in")
+    out = octavo("doctor", "--gpu", "mi300x", "--recipe", "blockwise")[1]
+    assert "blockwise_fnuz: no GEMM here. Fix: take the recipe rowwise" in out
+    assert "no FP8 GEMM here" not in octavo("doctor", "--gpu", "h100", "--recipe", "bf16")[1]
+
+
+def test_only_the_gpu_of_this_machine_is_timed(refused):
+    assert "leave --gpu out" in refused("doctor", "--gpu", "rtx4090", "--measure")
+    assert "the nearest is rtx4090" in refused("doctor", "--gpu", "rtx409")
+
+
+# --- formats, against ml_dtypes
+
+TYPES = ML_DTYPES | {"fp32": np.float32}
+SIGNED = [name for name in TYPES if name != "e8m0"]
+# Ties, subnormals, both zeros, and numbers of each sign.
+NUMBERS = [0.1, -0.1, 1.0, 0.0, -0.0, 17.0, 19.0, -1e-5, 2.0**-9, 3 * 2.0**-10, 2.0**-17, -200.0, math.pi, 1e-9]
+
+
+def looked_at(octavo, number, name):
+    code, out, err = octavo("formats", "--format", name, "--json", "--", number)
+    assert (code, err) == (0, "")
+    (row,) = json.loads(out)
+    assert row["format"] == name
+    return row
+
+
+def test_facts_are_those_of_ml_dtypes(octavo):
+    code, table, _ = octavo("formats")
+    assert code == 0
+    rows = json.loads(octavo("formats", "--json")[1])
+    shown = [line.split()[0] for line in table.splitlines()[1:] if line.strip()]
+    assert [row["format"] for row in rows] == shown == list(TYPES)
+    for row in rows:
+        finfo = ml_dtypes.finfo(TYPES[row["format"]])
+        assert row["bits"] == finfo.bits
+        assert row["max"] == float(finfo.max)
+        assert row["normal"] == float(finfo.smallest_normal)
+        assert row["epsilon"] == float(finfo.eps)
+        assert row["layout"] == f"{int(row['format'] != 'e8m0')}-{finfo.nexp}-{finfo.nmant}"
+        if row["format"] != "e8m0":
+            assert row["subnormal"] == float(finfo.smallest_subnormal)
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_a_number_is_stored_as_ml_dtypes_stores_it(octavo, name):
+    dtype = np.dtype(TYPES[name])
+    for number in NUMBERS:
+        row = looked_at(octavo, number, name)
+        stored = np.array(number).astype(dtype)
+        code = int(stored.view(f"u{dtype.itemsize}"))
+        assert int(row["code"], 16) == int(row["bits"].replace(" ", ""), 2) == code
+        assert (row["value"], row["error"]) == (float(stored), abs(float(stored) - number))
+        assert row["relative"] == (row["error"] / abs(number) if number else 0)
+        for side, direction in (("below", ml_dtypes.finfo(dtype).min), ("above", ml_dtypes.finfo(dtype).max)):
+            assert row[side] == float(np.nextafter(stored, direction))
+
+
+def test_bits_are_cut_into_sign_exponent_and_mantissa(octavo):
+    assert looked_at(octavo, 0.1, "e4m3")["bits"] == "0 0011 101"  # 1.625 * 2^(3 - 7)
+    assert looked_at(octavo, -0.1, "e5m2")["bits"] == "1 01011 10"  # -1.5 * 2^(11 - 15)
+    assert looked_at(octavo, 4.0, "e8m0")["bits"] == "10000001"  # 2^(129 - 127)
+
+
+def test_e8m0_holds_the_nearest_power_of_two(octavo):
+    for number, value in ((0.1, 0.125), (0.09, 0.0625), (1.0, 1.0), (3.1, 4.0)):
+        row = looked_at(octavo, number, "e8m0")
+        assert (row["below"], row["value"], row["above"]) == (value / 2, value, value * 2)
+
+
+def test_a_number_beyond_the_largest_saturates(octavo):
+    row = looked_at(octavo, -1000, "e4m3")
+    assert (row["code"], row["value"], row["error"], row["above"]) == ("0xfe", -448, 552, -416)
+
+
+def test_a_number_is_shown_in_every_format(octavo):
+    code, table, _ = octavo("formats", "0.1")
+    assert code == 0
+    assert [line.split()[0] for line in table.splitlines()[1:] if line.strip()] == list(TYPES)
+    shown = octavo("formats", "0.1", "--format", "e4m3")[1]
+    for essential in ("e4m3", "0 0011 101", "0x1d", "0.1016", "0.09375", "0.1094"):
+        assert essential in shown
+
+
+def test_what_is_no_format_names_the_choices(refused):
+    err = refused("formats", "--format", "fp8")
+    assert all(part in err for part in ("'fp8'", *TYPES))
+    assert "e4m3 is a format: give --format e4m3" in refused("formats", "e4m3")
+    assert "leave one of them out" in refused("formats", "rowwise", "--format", "e4m3")
+
+
+@pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
+def test_json_has_no_nan_and_no_infinity(octavo, number):
+    printed = octavo("formats", "--json", "--", number)[1]
+    assert len(json.loads(printed, parse_constant=pytest.fail)) == 8
+
+
+# --- recipes in files, from training to packing
+
+SIZES = "--layers 1 --width 32 --heads 2 --kv-heads 1 --mlp-width 64 --context 16 --batch 2 --warmup 1 --device cpu"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder to stand in, with text.txt and mine.json: delayed scaling with another margin and interval."""
+    draw = random.Random(0)
+    (tmp_path / "text.txt").write_text(" ".join(draw.choices(["folio", "quarto", "octavo"], k=300)))
+    fields = delayed(history=History(8, margin=2.0, interval=2)).to_dict() | {"name": "mine"}
+    (tmp_path / "mine.json").write_text(json.dumps(fields))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_printed_for_a_file(octavo, here, name):
+    code, out, err = octavo("formats", name)
+    assert (code, err) == (0, "")
+    (here / "new.json").write_text(out)
+    assert get_recipe("new.json") == replace(PRESETS[name](), name="new")
+
+
+def test_a_file_is_checked_and_printed_whole(octavo, refused, here):
+    code, out, _ = octavo("formats", "mine.json")
+    assert (code, json.loads(out)) == (0, get_recipe("mine.json").to_dict())
+    (here / "bad.json").write_text('{"y": {"x": {"granularty": "row"}, "w": {}}}')
+    message = "recipe file bad.json: unknown field y.x.granularty (did you mean 'granularity'?)"
+    assert message in refused("formats", "bad.json")
+
+
+def test_the_table_of_a_toml_file_is_read(octavo, refused, here):
+    (here / "own.toml").write_text('steps = 3\n[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
+    code, out, err = octavo("formats", "own.toml")
+    tensor = Cast(granularity=TENSOR)
+    assert (code, err, Recipe.from_dict(json.loads(out))) == (0, "", Recipe("own", y=Gemm(tensor, tensor)))
+    assert Config(recipe="own.toml").recipe == get_recipe("own.toml")
+    for text, essential in (
+        ("steps = 3", "in its table [recipe], got none"),
+        ('recipe = "rowwise"', "in its table [recipe], got recipe = 'rowwise'"),
+        ("[recipe", "recipe file own.toml is not valid TOML"),
+    ):
+        (here / "own.toml").write_text(text)
+        assert essential in refused("formats", "own.toml")
+
+
+def test_a_run_keeps_its_recipe_without_the_file(octavo, here):
+    sizes = [*SIZES.split(), "--evaluate-batches", "1", "--save-every", "2"]
+    code, out, err = octavo(
+        "train", "--data", "text.txt", *sizes, "--recipe", "mine.json", "--steps", "2", "--out", "run"
+    )
+    assert (code, err) == (0, "")
+    assert "mine: 7 linear layers converted" in out
+    recipe = get_recipe("mine.json")
+    (here / "mine.json").unlink()
+    assert json.loads((here / "run" / "config.json").read_text())["recipe"] == recipe.to_dict()
+    code, out, err = octavo("train", "--resume", "run", "--steps", "4")
+    assert (code, err) == (0, "")
+    assert "mine: 7 linear layers converted" in out
+    code, out, _ = octavo("evaluate", "run", "--json")
+    assert code == 0
+    code, out, _ = octavo("report", "run", "--json")
+    assert '"recipe": "mine"' in out
+    code, out, _ = octavo("pack", "run", "packed")  # by the scales of its histories, as delayed
+    assert code == 0
+    assert "7, static" in out
+
+
+def test_settings_take_a_file_a_table_and_a_recipe(here):
+    recipe = get_recipe("mine.json")
+    (here / "file.toml").write_text('recipe = "mine.json"')
+    assert Config.load("file.toml").recipe == Config(recipe=recipe).recipe == recipe
+    (here / "table.toml").write_text('[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
+    found = Config.load("table.toml")
+    assert (found.recipe.name, found.recipe.x, found.recipe.dw) == ("custom", Cast(granularity=TENSOR), None)
+    assert Config.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert found.change(recipe="bf16").recipe == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("text", "essential"),
+    [
+        ("recipe = 3", "recipe in bad.toml must be a recipe's name, a .json or .toml file or its fields; got 3 (int)"),
+        ('recipe = ["rowwise"]', "got ['rowwise'] (list)"),
+        ("[recipe]\nrotat = true", "recipe in bad.toml: unknown field rotat (did you mean 'rotate'?)"),
+        ('recipe = "gone.json"', "recipe in bad.toml: recipe file gone.json cannot be read"),
+    ],
+)
+def test_a_setting_that_is_no_recipe_is_refused(here, text, essential):
+    (here / "bad.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        Config.load("bad.toml")
+    assert essential in str(caught.value)
+
+
+def test_a_calibration_needs_a_recipe_with_histories(here):
+    assert Config(model="models/base", calibration="calibrated", recipe="mine.json").recipe.name == "mine"
+    with pytest.raises(ConfigError, match="calibration gives the recipe delayed its first scales"):
+        Config(model="models/base", calibration="calibrated", recipe="rowwise")
+
+
+def test_doctor_and_plan_take_a_file(octavo, refused, here):
+    code, out, _ = octavo("doctor", "--json", "--recipe", "mine.json", "--recipe", "rowwise")
+    assert (code, list(json.loads(out)["recipes"])) == (0, ["mine", "rowwise"])
+    assert "leave --recipe out" in refused("doctor", "--measure-layers", "--recipe", "mine.json")
+    code, out, _ = octavo("plan", "llama-3-8b", "--recipe", "mine.json", "--json")
+    assert (code, '"recipe": "mine"' in out) == (0, True)

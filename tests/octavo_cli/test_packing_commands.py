@@ -1,0 +1,257 @@
+"""octavo calibrate and pack, with a budget, smoothing and rotation: what they say that they made."""
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calibration_examples import write_model
+from environment import with_source
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from octavo.calibration.calibrator import Calibration
+from octavo.models.tokenizer import ByteTokenizer
+
+OPTIONS = ("--samples", 30, "--context", 24, "--batch", 4)
+SIZES = {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 64, "num_attention_heads": 4}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A deep tiny Llama, one channel of whose first block is far larger than the others."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ends: Any = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=12, initializer_range=0.2, **sizes, **ends))
+    with torch.no_grad():
+        llama.model.layers[0].input_layernorm.weight[5] = 200
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    llama.save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "opt"
+    torch.manual_seed(0)
+    OPTForCausalLM(OPTConfig(num_hidden_layers=2, max_position_embeddings=64, **SIZES)).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("It was a bright cold day in April, and the clocks were striking. " * 40)
+    return path
+
+
+def rows(out: str) -> list[tuple[str, str]]:
+    """The first two columns of what is printed below the first line."""
+    lines = [line.split("  ", 1) for line in out.splitlines() if "  " in line]
+    return [(first, rest.strip()) for first, rest in lines]
+
+
+# --- calibrate
+
+
+def test_calibrate(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
+    code, out, err = octavo("calibrate", deep, tmp_path / "out", "--data", data, *OPTIONS)
+    assert (code, err) == (0, "")
+    found = Calibration.load(tmp_path / "out")
+    assert found.prompts == 30
+    assert f"30 prompts, 720 tokens, {len(found.sites)} sites" in out
+    lines = out[out.index("the 10 sites with the largest outliers") :].splitlines()
+    assert lines[1].split() == ["site", "amax", "99.99%", "ratio", "outlier", "channels"]
+    shown = [line.split() for line in lines[2:] if line.strip()]
+    ratios = [statistics.amax / statistics.percentile(99.99) for statistics in found.sites.values()]
+    assert [float(row[3]) for row in shown] == pytest.approx(sorted(ratios, reverse=True)[:10], abs=0.006)
+    assert all(found.sites[row[0]].amax == pytest.approx(float(row[1]), rel=1e-3) for row in shown)
+    assert found.sites["model.layers.0.self_attn.q_proj.input"].outlier_channels().tolist() == [5]
+
+
+def test_it_says_what_it_skipped_and_lacked(octavo: Any, deep: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("Folded three times. " * 40)
+    (texts / "latin.txt").write_bytes(b"pli\xe9 " * 40)
+    code, out, _ = octavo("calibrate", deep, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
+    assert code == 0
+    assert "read 1 file (800 bytes); skipped 1: 1 not UTF-8 (latin.txt)" in out.splitlines()
+    read = Calibration.load(tmp_path / "out").settings["data"]
+    assert read["skipped"] == {"not UTF-8": {"count": 1, "bytes": 200, "examples": ["latin.txt"]}}
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "three", "one")))
+    out = octavo("calibrate", deep, tmp_path / "few", "--data", lines, *OPTIONS)[1]
+    assert "2 prompts (30 asked for, the data has no more), 8 tokens" in out
+
+
+def test_an_interrupt_says_how_to_continue(
+    octavo: Any, deep: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_args: Any, **_kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.calibration.calibrate", interrupt)
+    code, _, err = octavo("calibrate", deep, tmp_path / "out", "--data", data)
+    assert code == 130
+    assert err.startswith("interrupted: the blocks that were done are kept beside")
+
+
+KILLED = """
+import os, signal, sys
+from octavo.calibration import calibrator as workdir
+from octavo_cli import main
+left, read = int(sys.argv[1]), workdir._Reader.read
+
+def read_or_die(*args):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(*args)
+
+workdir._Reader.read = read_or_die
+sys.argv = ["octavo", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
+    """SIGKILL, before a batch of a part that nobody chose."""
+    options = ("--samples", 12, "--context", 24, "--batch", 1)
+    words = ["calibrate", deep, tmp_path / "killed", "--data", data, *options]
+    batch = random.randrange(37, 121)  # parts 4 to 10; a part reads 12 batches, and part 0 none
+    command = [sys.executable, "-c", KILLED, str(batch), *map(str, words)]
+    assert subprocess.run(command, env=with_source(OMP_NUM_THREADS="1"), check=False).returncode == -signal.SIGKILL
+    work: Path = tmp_path / ".killed.calibrating"
+    done = len(list(work.glob("part-*.safetensors")))
+    assert 4 <= done <= 10
+    first = (work / "part-000.safetensors").stat().st_mtime_ns
+    assert octavo(*words)[0] == 0
+    assert octavo("calibrate", deep, tmp_path / "whole", "--data", data, *options)[0] == 0
+    assert first < (tmp_path / "killed" / "calibration.json").stat().st_mtime_ns
+    one, other = (Calibration.load(tmp_path / name) for name in ("killed", "whole"))
+    for site, statistics in one.sites.items():
+        for leaf, tensor in statistics.to_tensors().items():
+            assert torch.equal(tensor, other.sites[site].to_tensors()[leaf])
+    assert not work.exists()
+
+
+# --- pack
+
+
+def test_sizes_stand_together(octavo: Any, opt: Path, tmp_path: Path) -> None:
+    code, out, err = octavo("pack", opt, tmp_path / "out", "--skip", "*.fc2")
+    assert (code, err) == (0, "")
+    said = dict(rows(out))
+    assert {"linear layers packed", "speed", "left in BF16", "the whole folder"} <= said.keys()
+    weights, scales = 2 * (4 * 64 * 64 + 96 * 64), 2 * 4 * (4 * 64 + 96)
+    sizes = f"{(weights + scales) / 1e6:.2f} MB with scales, 0.531 of {2 * weights / 1e6:.2f} MB in BF16"
+    assert said["size of packed layers"] == sizes
+
+
+def test_a_cache_of_opt_opens_in_transformers(octavo: Any, opt: Path, data: Path, tmp_path: Path) -> None:
+    """OPT's config.json does not state num_key_value_heads, which compressed-tensors makes the cache by."""
+    assert "num_key_value_heads" not in json.loads((opt / "config.json").read_text())
+    options = ("--data", data, "--samples", 4, "--context", 32)
+    assert octavo("calibrate", opt, tmp_path / "calibrated", *options)[0] == 0
+    cached = ("--calibration", tmp_path / "calibrated", "--kv-cache", "fp8", "--rule", "mse")
+    code, out, err = octavo("pack", opt, tmp_path / "out", *cached)
+    assert (code, err) == (0, "")
+    assert dict(rows(out))["KV cache"] == "scales of keys and values in e4m3, for 2 attention layers"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["num_key_value_heads"] == 4
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.isfinite(opened(torch.arange(20)[None]).logits).all()
+    assert octavo("verify", tmp_path / "out", "--against", opt, *options)[0] == 0
+    assert octavo("pack", opt, tmp_path / "plain")[0] == 0
+    assert "num_key_value_heads" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+def test_a_model_without_a_tokenizer(octavo: Any, opt: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (source / name).write_bytes((opt / name).read_bytes())
+    code, out, _ = octavo("pack", source, tmp_path / "out")
+    assert code == 0
+    assert dict(rows(out))["no tokenizer"] == "the source has none, and octavo generate needs one"
+
+
+def test_a_budget(octavo: Any, qwen: Path, data: Path, tmp_path: Path) -> None:
+    options = ("--data", data, "--samples", 6, "--context", 24)
+    code, out, err = octavo("pack", qwen, tmp_path / "all", "--budget", "kl=9", *options)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "all" / "octavo.json").read_text())["budget"]
+    assert "asked for kl=9, measured kl=" in out
+    assert record["kept_in_bf16"] == []
+    assert (record["data"]["read"]["files"], record["data"]["read"]["skipped"]) == (1, {})
+    limit = record["limits"][0]["measured"] / 3
+    code, out, err = octavo("pack", qwen, tmp_path / "out", "--budget", f"kl={limit}", *options)
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "out" / "octavo.json").read_text())["budget"]
+    shown = [line.split() for line in out.splitlines() if line.startswith("model.layers")]
+    kept = [row[0] for row in shown if row[-1] == "BF16"]
+    assert len(kept) == len(record["kept_in_bf16"]) > 0
+    assert [row[0] for row in shown[: len(kept)]] == kept
+    assert f"measured kl={record['limits'][0]['measured']:.4g}" in out
+    layers = sum(len(group) for group in record["kept_in_bf16"])
+    assert re.search(rf"left in BF16 +{layers} by the budget, in the table below", out)
+
+
+def test_smooth_and_rotate(octavo: Any, qwen: Path, data: Path, tmp_path: Path) -> None:
+    options = ("--samples", 8, "--context", 24)
+    assert octavo("calibrate", qwen, tmp_path / "calibrated", "--data", data, *options)[0] == 0
+    words = ("--smooth", tmp_path / "calibrated", "--alpha", 0.6, "--rotate")
+    code, out, err = octavo("pack", qwen, tmp_path / "out", *words)
+    assert (code, err) == (0, "")
+    assert f"folded {qwen} into {tmp_path / 'out'}" in out
+    assert re.search(r"tensors smoothed +3, by factors of ", out)
+    assert "residual stream in blocks of 32, heads in blocks of 16" in out
+    assert "has its own weight now" in out
+    assert json.loads((tmp_path / "out" / "octavo.json").read_text())["folded"]["smooth"]["alpha"] == 0.6
+    assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+# --- What cannot be
+
+REFUSED = {
+    "pack {opt} {out} --layer *=channel --layer *=tensor": "--layer must give each pattern one scheme, got '*' more",
+    "pack {opt} {out} --freeze 1 --data {data} --calibration {data}": "both give the scales of inputs: leave one out",
+    "pack {opt} {out} --rule mse": "the rule mse chooses scales from a calibration, and none is given: give --calibr",
+    "pack {opt} {out} --rule max --calibration {data}": "unknown rule 'max' for a scale: choose one of amax,",
+    "pack {opt} {out} --budget much": "a budget reads kl=0.01",
+    "pack {opt} {out} --budget kl=1": "give --data",
+    "pack {opt} {out} --budget kl=0": "the budget kl must be nats a token above 0",
+    "pack {opt} {out} --budget kl=1e-9 --data {data} --samples 2 --context 16": "leaves nothing to pack",
+    "pack {opt} {out} --rotate --scheme channel": "--scheme must be one of bf16, fp32, got 'channel'",
+    "pack {opt} {out} --rotate --budget kl=1": "--budget does nothing with --smooth or --rotate: leave one of them out",
+    "pack {opt} {out} --layout gguf --pow2": "--pow2 does nothing with --layout gguf: leave one of them out",
+    "pack {opt} {out} --no-tokenizer": "--no-tokenizer is for --layout gguf, which is not given: add it",
+    "pack {opt} {out} --smooth {out}": "calibration.json is missing",
+    "calibrate {opt} {out} --data {bad}": "bad.jsonl, line 2: not valid JSON",
+    "calibrate {opt} {out} --data {out}": "there is no such file",
+    "calibrate {opt} {out} --data {data} --samples 0": "samples, context and batch must be at least 1",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(refused: Any, opt: Path, data: Path, tmp_path: Path, words: str) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot json\n')
+    places = {"opt": opt, "data": data, "out": tmp_path / "out", "bad": tmp_path / "bad.jsonl"}
+    assert REFUSED[words] in refused(*(word.format(**places) for word in words.split()))
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]

@@ -1,0 +1,325 @@
+"""What a command refuses: another kind of folder, a model that its folder does not hold, options that do nothing."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Folders, write_text
+from verify_examples import change_tensors
+
+from octavo import load
+from octavo.checkpoint.files import ArtifactError
+from octavo.packing import pack
+from octavo.train.config import Config
+from octavo.train.start import start_run
+from octavo.train.step_metrics import training_console
+
+Octavo = Callable[..., tuple[int, str, str]]
+Refused = Callable[..., str]
+COMMANDS = {
+    "generate": "generate {model} --prompt a --device cpu",
+    "evaluate": "evaluate {model} --data {text} --device cpu",
+    "train": "train --model {model} --data {text} --out {out} --device cpu --steps 1 --context 16 --batch 2",
+    "calibrate": "calibrate {model} {out} --data {text} --device cpu",
+    "time": "generate {model} --time --batch 1 --length 4 --count 2 --rounds 1 --device cpu",
+    "rotate": "pack {model} {out} --rotate",
+    "gguf": "pack {model} {out} --layout gguf",
+    "pack": "pack {model} {out}",
+    "freeze": "pack {model} {out} --freeze 1 --data {text}",
+}
+WEIGHT = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _made_before(made: Folders) -> None:
+    """transformers shows a bar as it writes the model, which is no line of a command."""
+    for scheme in ("channel", "int8", "mx"):
+        made("llama", scheme=scheme)
+
+
+def unlabelled(made: Folders, folder: Path, scheme: str) -> None:
+    """A packed folder whose config.json was saved again without its quantization_config."""
+    shutil.copytree(made("llama", scheme=scheme), folder)
+    shutil.copyfile(made("llama") / "config.json", folder / "config.json")
+
+
+def with_tensors(made: Folders, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    shutil.copytree(made("llama"), folder)
+    change_tensors(folder, change)
+
+
+DAMAGES: dict[str, tuple[Callable[[Folders, Path], None], str]] = {
+    "e4m3": (lambda made, folder: unlabelled(made, folder, "channel"), "config.json states no quantization"),
+    "int8": (lambda made, folder: unlabelled(made, folder, "int8"), "config.json states no quantization"),
+    "mx": (lambda made, folder: unlabelled(made, folder, "mx"), "config.json states no quantization"),
+    "scales alone": (
+        lambda made, folder: with_tensors(made, folder, lambda t: t.update({f"{WEIGHT}_scale": torch.ones(128, 1)})),
+        f"{WEIGHT}_scale is the scale of a packed weight",
+    ),
+    "int32": (
+        lambda made, folder: with_tensors(made, folder, lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
+        f"{WEIGHT} is torch.int32",
+    ),
+    "e5m2": (
+        lambda made, folder: with_tensors(made, folder, lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.float8_e5m2)})),
+        f"{WEIGHT} is torch.float8_e5m2",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_codes_are_not_read_as_weights(
+    refused: Refused, made: Folders, tmp_path: Path, command: str, damage: str
+) -> None:
+    make, message = DAMAGES[damage]
+    make(made, tmp_path / "model")
+    places = {"model": tmp_path / "model", "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
+    assert message in refused(*COMMANDS[command].format(**places).split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
+
+
+def test_a_tensor_of_an_older_file_is_not_trained(refused: Refused, made: Folders, tmp_path: Path) -> None:
+    """transformers, which opens the model, takes the tensor from the last file that holds it."""
+    model = shutil.copytree(made("llama"), tmp_path / "model")
+    names: list[str] = []
+    change_tensors(model, names.extend)
+    shutil.copyfile(model / "model.safetensors", model / "b.safetensors")
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    places = dict.fromkeys(names, "a.safetensors") | {WEIGHT: "b.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    places = {"model": model, "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
+    assert "which its index takes from another file" in refused(*COMMANDS["train"].format(**places).split())
+
+
+# --- config.json and the tokenizer
+
+WRONG: dict[str, dict[str, object]] = {
+    "a string for a size": {"hidden_size": "64"},
+    "a negative size": {"hidden_size": -64},
+    "no vocabulary": {"vocab_size": None},
+    "no heads": {"num_attention_heads": 0},
+    "unknown positions": {"rope_scaling": {"type": "nope", "rope_type": "nope", "factor": 2.0}},
+    "unknown activation": {"hidden_act": "x"},
+    "unknown dtype": {"dtype": "float1"},
+    "a number for a class": {"architectures": [128]},
+    "a number for a packing": {"quantization_config": 5},
+}
+LOADED = (*(name for name in COMMANDS if name not in ("rotate", "gguf", "freeze")), "packed")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("command", LOADED)
+def test_a_config_of_wrong_values_is_named(
+    octavo: Octavo, made: Folders, tmp_path: Path, command: str, wrong: str
+) -> None:
+    scheme = {"scheme": "channel"} if command == "packed" else {}
+    model = shutil.copytree(made("llama", **scheme), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | WRONG[wrong]))
+    places = {"model": model, "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
+    words = COMMANDS["generate" if command == "packed" else command].format(**places).split()
+    if (command, wrong) in (("train", "a number for a class"), ("packed", "unknown dtype")):
+        pytest.skip("the entry is not read")
+    code, _, err = octavo(*words)
+    assert (code, err.count("\n"), err[:7]) == (1, 1, "error: ")
+    assert str(model) in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_octavo_load_names_the_config_too(made: Folders, tmp_path: Path) -> None:
+    model = shutil.copytree(made("llama", scheme="channel"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    for wrong in WRONG.values():
+        (model / "config.json").write_text(json.dumps(config | wrong))
+        with pytest.raises(ArtifactError, match=re.escape(str(model / "config.json"))):
+            load(model)
+
+
+def tokenizer_with(model: Path, **fields: object) -> None:
+    """The tokenizer of the bytes as a BPE with other entries."""
+    path = model / "tokenizer.json"
+    found = json.loads(path.read_text())
+    path.write_text(json.dumps(found | {"model": found["model"] | fields}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda model: tokenizer_with(model, vocab={"a": None}),
+            "tokenizer.json is not a tokenizer that can be opened",
+        ),
+        (
+            lambda model: tokenizer_with(model, merges=[["no", "pe"]]),
+            "tokenizer.json is not a tokenizer that can be op",
+        ),
+        (lambda model: (model / "tokenizer.json").write_text("[]"), "tokenizer.json must hold a JSON object, got list"),
+        (
+            lambda model: (model / "tokenizer.json").write_text("{}"),
+            "tokenizer.json is not a tokenizer that can be open",
+        ),
+        (
+            lambda model: tokenizer_with(model, vocab={"a": 256, "b": 1}),
+            "has 256 rows, but its tokenizer makes token 256",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_tokenizer_that_does_not_open_or_fit(
+    octavo: Octavo, made: Folders, tmp_path: Path, command: str, damage: Callable[[Path], object], message: str
+) -> None:
+    model = shutil.copytree(made("llama"), tmp_path / "model")
+    damage(model)
+    (tmp_path / "text.txt").write_text("ab" * 200)
+    code, _, err = octavo(*COMMANDS[command].format(model=model, text=tmp_path / "text.txt", out="").split())
+    assert (code, err.count("\n"), err[:7]) == (1, 1, "error: ")
+    assert message in err
+
+
+# --- Runs
+
+TINY = {
+    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
+    "warmup": 1, "device": "cpu", "recipe": "rowwise", "save_every": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = write_text(folder / "text.txt")
+    start_run(Config(**TINY, data=(str(text),), out=str(folder / "run")), training_console()).run()
+    return folder / "run"
+
+
+def set_inf(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[WEIGHT.replace("1", "0")][3, 3] = torch.inf
+
+
+def described_by(checkpoint: Path, **fields: object) -> None:
+    path = checkpoint / "train.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+DAMAGED_RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "inf": (lambda checkpoint: change_tensors(checkpoint, set_inf), "down_proj.weight holds inf or NaN: the "),
+    "int32": (
+        lambda checkpoint: change_tensors(checkpoint, lambda t: t.update({name: w.int() for name, w in t.items()})),
+        "weight must be torch.float32, the file has torch.int32",
+    ),
+    "e5m2": (
+        lambda checkpoint: change_tensors(
+            checkpoint, lambda t: t.update({name: w.to(torch.float8_e5m2) for name, w in t.items()})
+        ),
+        "weight must be torch.float32, the file has torch.float8_e5m2",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_RUNS)
+@pytest.mark.parametrize("command", ["generate", "evaluate", "train --resume {model} --steps 6", "pack"])
+def test_a_damaged_checkpoint_is_refused(octavo: Octavo, run: Path, tmp_path: Path, command: str, damage: str) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    change, message = DAMAGED_RUNS[damage]
+    change(copy / "step-00000004")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    places = {"model": copy, "text": run.parent / "text.txt", "out": tmp_path / "out"}
+    code, _, found = octavo(*COMMANDS.get(command, command).format(**places).split())
+    assert (code, found.count("\n"), found[:7]) == (1, 1, "error: ")
+    assert message in found.replace("torch.bfloat16", "torch.float32")  # pack reads the model in BF16
+    assert "last good" not in found
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 30])
+def test_a_step_that_contradicts_its_folder_is_refused(refused: Refused, run: Path, tmp_path: Path, step: int) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    described_by(copy / "step-00000004", step=step)
+    log = (copy / "metrics.jsonl").read_bytes()
+    assert f"says that it is of step {step}, " in refused("train", "--resume", copy, "--steps", 6)
+    assert (copy / "metrics.jsonl").read_bytes() == log
+
+
+# --- Folders of another kind, and options that do nothing
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, made: Folders) -> Path:
+    """A folder with text.txt, the runs bf16, fp8, again (another seed) and bare (no tokenizer), packed, and llama."""
+    root = tmp_path_factory.mktemp("places")
+    write_text(root / "text.txt")
+    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
+        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
+        start_run(Config.from_dict(settings), training_console()).run()
+    again = shutil.copytree(root / "bf16", root / "again") / "config.json"
+    again.write_text(json.dumps(json.loads(again.read_text()) | {"seed": 9}))
+    shutil.copytree(root / "bf16", root / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / "bare" / "model" / name).unlink()
+    pack(root / "fp8", root / "packed")
+    shutil.copytree(made("llama"), root / "llama")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["train", "--model", "packed", "--data", "text.txt", "--out", "tuned"], "quantized already.*octavo unpack"),
+        (["compare", "fp8", "packed"], "is a model folder, not a run.*give the folder that octavo train wrote"),
+        (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
+        (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
+        (["unpack", "fp8", "out", "--layout", "fp8"], "a run of octavo train, not a packed folder"),
+        (["inspect", "fp8"], "fp8 is a run of octavo train, not a packed folder"),
+        (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
+        (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
+        (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
+        (["train", "--model", "fp8", "--out", "tuned"], "fp8 is a run of octavo train: continue it with --resume"),
+        (["train", "--model", ".", "--out", "tuned"], "a local folder with a config.json"),
+        (["train", "--resume", "nowhere"], "there is no folder nowhere: give the folder that octavo train wrote"),
+        (["plan", "."], "holds no config.json: give a run of octavo train, or a Hugging Face model folder"),
+        (["pack", "bf16", "out", "--calibration", "packed"], "is missing: give a folder that octavo calibrate wrote"),
+        (["pack", "bf16", "out", "--data", "text.txt"], "--data is for --budget or --freeze.*leave --data out"),
+        (["pack", "bf16", "out", "--device", "cuda"], "--device is for --budget or --freeze"),
+        (["pack", "bf16", "out", "--samples", "8"], "--samples is for --budget or --freeze"),
+        (
+            ["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"],
+            "--samples is for --budget,",
+        ),
+        (["unpack", "packed", "out", "--context", "64"], "--context is for --freeze"),
+        (["evaluate", "bf16", "--context", "32"], "--context is for --data, which is not given: add it, or leave"),
+        (["verify", "packed", "--against", "bf16", "--samples", "4"], "--samples is for --data"),
+        (["pack", "bf16", "out", "--rotate", "--alpha", "0.3"], "--alpha is for --smooth"),
+        (["pack", "bf16", "out", "--smooth", "calibrated", "--seed", "1"], "--seed is for --rotate"),
+        (["unpack", "packed", "out", "--data", "text.txt"], "--data is for --freeze"),
+        (["pack", "bf16", "static", "--scheme", "static"], "give --calibration, made by octavo calibrate"),
+        (["generate", "none", "--prompt", "a"], "give a run of octavo train, a folder of octavo pack"),
+        (["generate", "fp8", "--prompt", "a", "--step", "3"], "no checkpoint of step 3: it keeps 4"),
+        (["generate", "llama", "--prompt", "a", "--step", "3"], "is a model, not a run of octavo train"),
+        (["generate", "bare", "--prompt", "a"], "no tokenizer in"),
+        (["generate", "packed", "--prompt", "a", "--device", "cuda:77"], "device cuda:77"),
+        (["evaluate", "packed"], "give --data, or --held-out RUN"),
+        (["evaluate", "llama", "--held-out", "packed"], "is no run of octavo train"),
+        (["evaluate", "llama", "--data", "text.txt", "--context", "999"], "from 1 to the model's"),
+        (["evaluate", "llama", "--data", "text.txt", "--batches", "0"], "--batches must be at least 1, got 0"),
+        (["compare", "fp8"], "compare takes two or more runs, got 1"),
+        (["compare", "bf16", "fp8", "--decide", "0.25"], "--decide takes a percentage"),
+        (["compare", "bf16", "bf16", "--decide", "1%"], "would be counted twice"),
+        (["compare", "bf16", "again", "--decide", "1%"], "all runs are of bf16"),
+        (["report", "none"], "none is no folder: give the folder of a run"),
+        (["report", "llama"], "is no run: it has no metrics.jsonl"),
+        (["report", "bf16", "--html", "none/page.html"], "--html"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_says_what_it_needs(
+    refused: Refused, places: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], advice: str
+) -> None:
+    monkeypatch.chdir(places)
+    err = refused(*words)
+    assert re.search(advice, err), err
+    assert not (places / "tuned").exists()

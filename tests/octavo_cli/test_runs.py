@@ -1,0 +1,449 @@
+"""octavo train, bisect, compare and report: settings, signals, bad input, and what they say of runs."""
+
+import inspect
+import json
+import json.decoder
+import os
+import random
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from full_disk import files_of_at_most
+from report_examples import make_run, write_metrics
+
+from octavo.bisection.bisector import ShortRuns
+from octavo.bisection.search import Gap
+from octavo.checkpoint.run import RunFolder
+from octavo.recipe import PRESETS
+from octavo.report.training_page import sparkline
+from octavo.train.config import Config, describe
+from octavo.train.run_records import ONE_SEED
+from octavo.train.trainer import Trainer
+from octavo_cli.train import _advice, _resume_command
+
+Octavo = Callable[..., tuple[Any, str, str]]
+TINY = """
+layers = 1
+width = 32
+heads = 2
+kv_heads = 1
+mlp_width = 64
+context = 16
+batch = 2
+steps = 4
+warmup = 1
+device = "cpu"
+log_every = 1
+evaluate_every = 2
+evaluate_batches = 1
+save_every = 2
+"""
+QUICK = ("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")
+
+
+def make_here(folder: Path) -> Path:
+    draw = random.Random(0)
+    for name in ("text.txt", "other.txt"):
+        (folder / name).write_text(" ".join(draw.choices(["folio", "quarto", "octavo", "duodecimo"], k=200)))
+    (folder / "tiny.toml").write_text(TINY)
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to stand in, with text.txt, other.txt and tiny.toml."""
+    monkeypatch.chdir(tmp_path)
+    return make_here(tmp_path)
+
+
+def logged(run: Path) -> dict[int, float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
+
+
+def settings_of(run: Path) -> Config:
+    return Config.from_dict(json.loads((run / "config.json").read_text()))
+
+
+# --- train
+
+
+def test_a_run_and_its_continuation(octavo: Octavo, here: Path) -> None:
+    code, out, err = octavo("train", "tiny.toml", "--data", "text.txt", "other.txt", "--recipe=delayed", "--out", "run")
+    assert (code, err) == (0, "")
+    steps = [line for line in out.splitlines() if line.startswith("step ") and "/4" in line]
+    assert [line.split()[1] for line in steps] == ["1/4", "2/4", "3/4", "4/4"]
+    assert all(part in steps[0] for part in ("loss", "lr", "grad norm", "tokens/s", "ETA"))
+    assert "delayed: 7 linear layers converted, 1 skipped" in out
+    assert out.splitlines()[-1] == "done: 4 steps in run"
+    assert settings_of(here / "run").data == (f"{here}/text.txt", f"{here}/other.txt")
+    code, out, err = octavo("train", "--resume", "run", "--steps", "6", "--log-every", "2")
+    assert (code, err) == (0, "")
+    assert "resumed from run/step-00000004" in out
+    assert out.splitlines()[-1] == "done: 6 steps in run"
+    assert sorted(path.name for path in (here / "run").glob("step-*")) == [f"step-0000000{n}" for n in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--steps=3"]])
+def test_settings_may_come_first_and_without_a_file(octavo: Octavo, here: Path, words: list[str]) -> None:
+    tiny = [f"--{key}={value}" for key, value in re.findall(r"(\w+) = \"?(\w+)", TINY) if key != "steps"]
+    code, out, err = octavo("train", *words, *tiny, "--no-tied", *QUICK[2:])
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == "done: 3 steps in run"
+    assert settings_of(here / "run").tied is False
+
+
+def test_long_and_odd_names_are_printed_as_they_are(octavo: Octavo, here: Path) -> None:
+    name = ("a folder of [red]many[/red] words " * 7).strip()
+    code, out, _ = octavo(*QUICK[:-1], "--out", name)
+    assert (code, out.splitlines()[-1]) == (0, f"done: 4 steps in {name}")
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
+    octavo: Octavo, here: Path, monkeypatch: pytest.MonkeyPatch, signals: int
+) -> None:
+    step = Trainer.step
+
+    def stepped(trainer: Trainer) -> Any:
+        result = step(trainer)
+        for _ in range(signals if trainer.state.step == 2 else 0):
+            os.kill(os.getpid(), signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", stepped)
+    code, out, err = octavo(*QUICK)
+    assert "Traceback" not in out + err
+    if signals == 1:
+        assert (code, err) == (0, "")
+        assert out.splitlines()[-1] == "SIGINT: saved step 2; continue with: octavo train --resume run"
+    else:
+        assert code not in (0, None)
+        assert not list((here / "run").glob("*step*"))
+
+
+def test_the_way_on_of_several_processes_is_torchrun() -> None:
+    assert _resume_command(Path("run"), 2) == "torchrun ... -m octavo train --resume run"
+
+
+@pytest.mark.parametrize(
+    ("words", "essentials"),
+    [
+        (["--recipe", "fp8"], ["'fp8'", *PRESETS]),
+        (["--steps", "many"], ["steps", "an integer", "'many'"]),
+        (["--steps"], ["--steps", "needs a value"]),
+        (["--no-steps"], ["unknown setting 'no_steps'"]),
+        (["--n_layer", "3"], ["unknown setting 'n_layer'", "'layers'"]),
+        (["--skip", "nothing.*"], ["nothing.*", "matches no linear layer"]),
+        (["--model", "./nowhere"], ["nowhere"]),
+        (["--data", "nowhere.txt"], ["nowhere.txt", "no such file"]),
+        (["--data", "short.txt"], ["17 tokens"]),
+        (["--out="], ["out", "not empty"]),
+        (["--out", "full"], ["full is not empty"]),
+        (["stray"], ["stray"]),
+        (["nowhere.toml"], ["nowhere.toml"]),
+        (["bad.toml"], ["'step'", "bad.toml", "did you mean 'steps'"]),
+        (["empty.txt"], ["empty.txt must hold settings, got none: leave it out for the defaults"]),
+        (["--resume", "run", "tiny.toml"], ["tiny.toml"]),
+    ],
+    ids=" ".join,
+)
+def test_a_bad_setting_is_one_line_and_writes_nothing(
+    refused: Callable[..., str], here: Path, words: list[str], essentials: list[str]
+) -> None:
+    for name, text in {"short.txt": "short", "bad.toml": "step = 3", "empty.txt": "# nothing\n"}.items():
+        (here / name).write_text(text)
+    (here / "full").mkdir()
+    (here / "full" / "notes.txt").write_text("mine")
+    before = {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()}
+    usual = [word for word in ("--data=text.txt", "--out=run") if not words[0].startswith(word.split("=")[0])]
+    config = [] if "." in words[0] or words[0] == "--resume" else ["tiny.toml"]
+    message = refused("train", *config, *words, *(usual if words[0] != "--resume" else []))
+    assert [essential for essential in essentials if essential not in message] == []
+    assert {path: path.read_bytes() for path in sorted(here.rglob("*")) if path.is_file()} == before
+
+
+def test_a_broken_checkpoint_is_named(octavo: Octavo, refused: Callable[..., str], here: Path) -> None:
+    assert octavo(*QUICK)[0] == 0
+    (here / "run" / "step-00000004" / "model.safetensors").write_bytes(b"")
+    message = refused("train", "--resume", "run")
+    assert "run/step-00000004/model.safetensors is truncated or not a safetensors file" in message
+    assert "Move that folder out of the run" in message
+    shutil.rmtree(here / "run" / "step-00000004")
+    assert octavo("train", "--resume", "run")[0] == 0
+
+
+def test_a_run_that_breaks_says_where_it_can_go_on(octavo: Octavo, here: Path) -> None:
+    code, out, err = octavo(*QUICK, "--learning-rate=1e30")
+    assert code == 1
+    assert re.fullmatch(
+        r"error: step \d: the loss is [^\n]* norm nan[^\n]*(no good checkpoint was saved|step-0000000\d)\n", err
+    )
+    assert "Traceback" not in out
+
+
+def test_settings_lists_every_one_with_its_default(octavo: Octavo) -> None:
+    code, out, _ = octavo("train", "--settings")
+    assert code == 0
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("--")}
+    assert rows.keys() == {f"--{name.replace('_', '-')}" for name, *_ in describe()}
+    assert "1e-3; to fine-tune 2e-5" in rows["--learning-rate"]
+    assert "rowwise" in rows["--recipe"]
+
+
+# --- bisect
+
+BISECT = ("bisect", "tiny.toml", "--data", "text.txt", "--width=16", "--steps=3")
+
+
+@pytest.fixture
+def text(here: Path) -> Path:
+    (here / "text.txt").write_text(inspect.getsource(json.decoder))
+    return here
+
+
+def test_a_gap_that_is_not_resolved_is_said_with_the_seeds_that_would_do(octavo: Octavo, text: Path) -> None:
+    code, out, err = octavo(*BISECT, "--seeds", "3")
+    assert code == 0
+    assert "y, dx, dw  all 7" in out
+    assert "No gap can be resolved" in out
+    assert "longer runs (--run-steps) may show a larger" in out
+    assert err.count("short run ") == 6
+    assert "short run 1: y, dx, dw in FP8, 7 layers, seed 0: loss " in err
+    _, out, err = octavo(*BISECT, "--seeds", "3", "--json")
+    assert err == ""  # every run is remembered
+    answer = json.loads(out)
+    assert (answer["verdict"], answer["steps"], answer["runs"]) == ("unresolved", 3, 6)
+    assert answer["seeds_needed"] > 3
+    assert [trial["gemms"] for trial in answer["trials"]] == [["y", "dx", "dw"]]
+
+
+def test_a_cause_is_named_with_the_settings_that_avoid_it(
+    octavo: Octavo, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = "model.layers.0.mlp.up_proj"
+
+    def gap(runs: Any, part: Any, seeds: Any) -> Gap:
+        size = 0.1 * ("dw" in part.gemms and (part.layers is None or bad in part.layers))
+        return Gap((size, size + 0.001))
+
+    monkeypatch.setattr(ShortRuns, "gap", gap)
+    out = octavo(*BISECT, "--seeds", "2")[1]
+    assert "FP8 raises the loss: +10.05%" in out
+    assert "GEMM: dw\n" in out
+    assert f"layers: {bad}, 100% of the gap" in out
+    assert "--bf16-gemms dw keeps dw in BF16 in all layers" in out
+    assert f"--skip {bad} keeps these layers in BF16" in out
+
+
+def test_more_seeds_are_advised_only_for_a_gap_that_is_searched() -> None:
+    gap = Gap((0.0001, 0.0003))  # 0.02 %
+    assert "--seeds" in _advice(gap, 0.0001)
+    assert "more seeds find nothing" in _advice(gap, 0.0005)
+
+
+@pytest.mark.parametrize("options", [(), ("--seeds", "2")])
+def test_a_command_without_a_run_starts_none(refused: Callable[..., str], here: Path, options: tuple[str, ...]) -> None:
+    assert "give its settings as CONFIG, --from a run, or settings of octavo train" in refused("bisect", *options)
+    assert not (here / "runs").exists()
+
+
+def test_from_takes_the_settings_of_the_run(octavo: Octavo, text: Path) -> None:
+    assert octavo(*QUICK[:3], "--recipe", "delayed", "--out", "run")[0] == 0
+    for source in ("run", RunFolder(text / "run").newest()):
+        out = octavo("bisect", "--from", source, "--seeds", "2", "--run-steps", "2", "--out", "why", "--json")[1]
+        assert json.loads(out)["runs"] == 4
+    described = json.loads((text / "why" / "bisect.json").read_text())
+    assert described["settings"]["recipe"] == "delayed"
+
+
+def test_an_interrupt_says_how_to_continue(octavo: Octavo, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.bisection.bisect", interrupt)
+    code, _, err = octavo(*BISECT)
+    assert code == 130
+    assert "interrupted: the short runs that ended are in runs/bisect; the same command continues" in err
+
+
+# --- compare
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, read_once: Any) -> Path:
+    """A folder with the runs bf16 and fp8."""
+    from rich.console import Console
+
+    from octavo.train.start import start_run
+
+    root = make_here(tmp_path_factory.mktemp("runs"))
+    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
+        words = ["--data", str(root / "text.txt"), "--recipe", recipe, "--out", str(root / name)]
+        start_run(Config.load(root / "tiny.toml", words), Console(quiet=True)).run()
+    return root
+
+
+def test_runs_are_compared_step_by_step(octavo: Octavo, runs: Path) -> None:
+    code, out, err = octavo("compare", runs / "bf16", runs / "fp8")
+    assert (code, err) == (0, "")
+    bf16, fp8 = logged(runs / "bf16"), logged(runs / "fp8")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[1] == ["step", "bf16", "fp8", "gap"]
+    for step, line in zip((2, 4), lines[2:4], strict=True):
+        assert line == [str(step), f"{bf16[step]:.4f}", f"{fp8[step]:.4f}", f"{fp8[step] / bf16[step] - 1:+.2%}"]
+    assert lines[5] == ["run", "steps", "final", "loss", "gap", "tokens/s", "peak", "memory,", "GB"]
+    assert lines[6][:3] == ["bf16", "4", f"{bf16[4]:.4f}"]
+    assert float(lines[7][-1]) > 0.1
+    assert " ".join(lines[8]) == ONE_SEED
+    assert lines[9:] == [["recipe:", "bf16,", "delayed"]]
+    found = json.loads(octavo("compare", runs / "bf16", runs / "fp8", "--json")[1])
+    assert found["different_settings"] == {"recipe": ["bf16", "delayed"]}
+    assert found["remark"] == ONE_SEED
+    assert found["runs"][1]["gaps"]["4"] == pytest.approx(fp8[4] / bf16[4] - 1)
+    assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
+
+
+def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo: Octavo, runs: Path, tmp_path: Path) -> None:
+    """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
+    other = shutil.copytree(runs / "fp8", tmp_path / "bf16")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"min_learning_rate": 1e-5 / 10}))
+    lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != "peak_memory"} for line in lines if line["step"] < 4]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"step": 4, "evalu')
+    code, out, err = octavo("compare", runs / "bf16", other, runs / "fp8")
+    assert (code, err) == (0, "")
+    assert str(other) in out  # two folders are called bf16
+    row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["4"])
+    assert len(row) == 4  # the step, two losses, and one gap
+    assert out.splitlines()[-1] == "min-learning-rate: 0.0001, 1e-06, 0.0001"
+    log = "".join(json.dumps(line) + "\n" for line in lines if "evaluation_loss" not in line)
+    (other / "metrics.jsonl").write_text(log)
+    out = octavo("compare", runs / "bf16", other)[1]  # without a common evaluation there is no gap and no remark
+    assert "%" not in out
+    assert ONE_SEED not in out
+
+
+@pytest.fixture(scope="module")
+def groups(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Four runs of BF16 with seeds, four in FP8 that end 0.1 % higher with some spread, and two twins."""
+    root = tmp_path_factory.mktemp("groups")
+    changes: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}
+    for name, settings in changes.items():
+        factor = 1.001 if name == "fp8" else 1
+        for seed in range(2 if name == "twin" else 4):
+            run = shutil.copytree(runs / "bf16", root / f"{name}-{seed}")
+            config = run / "config.json"
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"seed": seed} | settings))
+            losses = {s: (4.0 - s / 10 + seed / 10) * (factor + seed * 1e-5 * (factor > 1)) for s in (2, 4, 6)}
+            lines = [json.dumps({"step": s, "evaluation_loss": loss}) for s, loss in losses.items()]
+            (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return sorted(root.iterdir())
+
+
+def test_groups_of_runs_are_decided(octavo: Octavo, groups: list[Path]) -> None:
+    code, out, err = octavo("compare", *groups, "--decide", "0.25%")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["group", "pairs", "gap", "to", "bf16", "+-", "in", "steps", "verdict"]
+    assert lines[1].split()[:3] == ["rowwise", "4", "+0.101%"]
+    assert lines[1].endswith("within 0.25%")
+    assert lines[2].split()[:3] == ["twin", "2", "+0.000%"]
+    assert lines[2].endswith("cannot decide: 1 more pair like these, or a longer run")
+    assert lines[3].startswith("slope of bf16 at the end: 2.")
+    found = json.loads(octavo("compare", *groups, "--decide", "0.05%", "--json")[1])
+    assert found["margin"] == pytest.approx(0.0005)
+    assert found["groups"]["rowwise"]["verdict"] == "worse"
+    assert found["tokens_per_parameter"] > 0
+    out = octavo("compare", *groups[:8], "--decide", "0.01%")[1]
+    assert "worse by at least 0.0" in out
+    assert "--disturb" in out.splitlines()[-1]  # how to make a twin
+
+
+# --- report
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "rowwise")
+
+
+def test_the_summary_and_the_page(octavo: Octavo, run: Path, tmp_path: Path) -> None:
+    write_metrics(tmp_path / "bf16", 200, offset=-0.1)
+    code, out, err = octavo("report", run, tmp_path / "bf16")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "rowwise"
+    curves = [line.split()[1] for line in lines if line.startswith("loss ") and "▁" in line]
+    assert [(len(curve), curve[:3], curve[-1]) for curve in curves] == [(32, "█▇▆", "▁")] * 2
+    worst = next(line for line in lines if line.startswith("saturated share"))
+    assert worst.split()[2:6] == ["model.layers.0.attn.v_proj", "dy", "20", "%"]
+    assert "step 200: saturation_spike: model.layers.0.attn.v_proj: 10.0% of dy saturates" in lines
+    assert any(line.startswith("The run was not watched") and "octavo.watch" in line for line in lines)
+    assert lines[-2:] == [ONE_SEED, f"the page: {run / 'report.html'}"]
+    page = (run / "report.html").read_text()
+    assert all(text in page for text in (ONE_SEED, "What ran where", "Settings that differ", "saturation_spike"))
+
+
+def test_the_report_as_json(octavo: Octavo, run: Path, tmp_path: Path) -> None:
+    code, out, err = octavo("report", run, "--json", "--html", tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    (found,) = json.loads(out, parse_constant=pytest.fail)
+    assert found["series"]["loss"]["inf_or_nan_at"] == []
+    assert found["watched"]["samples"] == 20
+    layer = found["watched"]["layers"][2]
+    assert layer["name"] == "model.layers.0.attn.v_proj"
+    assert layer["figures"]["dy"]["saturated"] == pytest.approx(0.2)
+    assert layer["figures"]["x"]["sqnr"] < 30
+    assert layer["figures"]["layer"]["update_ratio"] == pytest.approx(1e-3)
+    assert found["watched"]["layers"][-1]["figures"]["x"]["sqnr"] is None  # the head is not quantized
+    assert found["events"][0]["rule"] == "saturation_spike"
+    assert ONE_SEED not in (tmp_path / "page.html").read_text()  # of one run there is no gap
+
+
+def test_a_sparkline_shows_inf_and_nan() -> None:
+    assert sparkline(np.array([0.0, 7.0, np.nan, np.inf])) == "▁█××"
+    assert sparkline(np.array([])) == ""
+    assert sparkline(np.full(100, 3.0)) == "▁" * 32
+    assert len(sparkline(np.arange(1000.0))) == 32
+
+
+def test_a_page_of_octavo_is_replaced_and_no_other_file(
+    octavo: Octavo, refused: Any, run: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    for _ in range(2):  # the second page replaces the first
+        assert octavo("report", copy)[0] == 0
+    (tmp_path / "mine.html").write_text("<!doctype html>\n<html><body>mine</body></html>")
+    (tmp_path / "binary.html").write_bytes(bytes(range(256)))
+    (tmp_path / "link.html").symlink_to("mine.html")
+    for path in (copy / "metrics.jsonl", *(tmp_path / f"{name}.html" for name in ("mine", "binary", "link"))):
+        before = path.read_bytes()
+        message = f"--html {path} exists, and is not a page that Octavo wrote: give another name. Nothing was run"
+        assert message in refused("report", copy, "--html", path)
+        assert path.read_bytes() == before
+    (tmp_path / "empty.html").touch()
+    (tmp_path / "way.html").symlink_to("empty.html")
+    assert octavo("report", copy, "--html", tmp_path / "way.html")[0] == 0
+    assert (tmp_path / "empty.html").read_text() == (copy / "report.html").read_text()
+    assert (tmp_path / "way.html").is_symlink()
+    code, out, _ = octavo("report", run, "--json", "--html", "/dev/null")  # a pipe
+    assert (code, Path("/dev/null").is_char_device(), bool(json.loads(out))) == (0, True, True)
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(octavo: Octavo, refused: Any, run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert octavo("report", run, "--html", page)[0] == 0
+    before = page.read_bytes()
+    with files_of_at_most(8192):
+        assert f"could not write {page}" in refused("report", run, "--html", page)
+    assert page.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -1,0 +1,81 @@
+"""INT8: quantization by row and the GEMM, against NumPy's integers."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from octavo.numerics import ROW, Cast, QTensor
+from octavo.ops import quantize
+from octavo.ops.int8_gemm import int8_mm
+from octavo.recipe import Gemm, Recipe
+
+INT8 = Cast("int8", ROW)
+
+
+def integers(x: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The integers, int64, and the scales, float32, of the rows of x."""
+    rows = x.float().numpy()
+    scale = np.maximum(np.abs(rows).max(1, keepdims=True) / np.float32(127), np.float32(2.0**-126))
+    return np.rint(rows * (np.float32(1) / scale)).astype(np.int64), scale
+
+
+def product(x: Tensor, w: Tensor) -> np.ndarray:
+    """y float32 of the integers of x and w, with three roundings."""
+    (x_q, s_x), (w_q, s_w) = integers(x), integers(w)
+    y: np.ndarray = (x_q @ w_q.T).astype(np.float32) * s_x * s_w.T
+    return y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_integers_times_a_scale(dtype: torch.dtype) -> None:
+    x = (torch.randn(7, 4096) * torch.logspace(-3, 3, 7)[:, None]).to(dtype)
+    data, scale = integers(x)
+    q = quantize(x, INT8)
+    assert q.data.dtype == torch.int8
+    assert np.array_equal(q.data.numpy(), data)
+    assert np.array_equal(q.scale.numpy(), scale)
+    assert np.abs(data).max(1).tolist() == [127] * 7
+    assert np.array_equal(q.dequantize().numpy(), data.astype(np.float32) * scale)
+
+
+def test_ties_go_to_even_and_zeros_stay() -> None:
+    q = quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0]]), INT8)
+    assert q.data.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
+    assert q.scale.flatten().tolist() == [1, 2.0**-126]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_gives_a_row_of_nan(bad: float) -> None:
+    x, w = torch.randn(3, 64), torch.randn(5, 64)
+    x[1, 7] = bad
+    q = quantize(x, INT8)
+    assert q.scale.isnan().flatten().tolist() == [False, True, False]
+    y = int8_mm(q, quantize(w, INT8))
+    assert y.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_the_gemm_is_integer_arithmetic() -> None:
+    x, w, b = torch.randn(10, 4096) * 3, torch.randn(48, 4096), torch.randn(48)
+    expected = product(x, w)
+    y = int8_mm(quantize(x, INT8), quantize(w, INT8), bias=b, out_dtype=torch.float32)
+    assert np.array_equal(y.numpy(), expected + b.numpy())
+    residual = torch.randn(10, 48).bfloat16()
+    y = int8_mm(quantize(x, INT8), quantize(w, INT8), residual=residual)
+    assert torch.equal(y, torch.from_numpy(expected).bfloat16() + residual)
+
+
+def test_the_largest_sums_are_exact() -> None:
+    """127 * 127 * 131072 is above 2^30, where float32 has a step of 128."""
+    ones = torch.ones(2, 131_072, dtype=torch.int8) * 127
+    ones[1, -1] = 126
+    q = QTensor(ones, torch.ones(2, 1), quantize(torch.ones(1, 1), INT8).format, ROW)
+    sums = torch.tensor([[2_114_060_288, 2_114_060_161], [2_114_060_161, 2_114_060_034]])
+    assert torch.equal(int8_mm(q, q, out_dtype=torch.float32), sums.float())
+
+
+def test_int8_neither_trains_nor_rounds_stochastically() -> None:
+    with pytest.raises(ValueError, match="training takes FP8 formats, not int8"):
+        Recipe("mine", y=Gemm(INT8, INT8))
+    with pytest.raises(ValueError, match="int8 is rounded to nearest"):
+        Cast("int8", rounding="stochastic")

@@ -1,0 +1,156 @@
+"""INT8 on CUDA: the bytes of the reference, and a packed model beside the CPU's."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bits import assert_same, assert_same_numbers, on_gpu
+from gpu_memory import poison
+from metrics import distance
+from operation_counts import operations
+from runtime_examples import layer_by_layer, logits, make_decoder, tokens
+
+import octavo
+from octavo.numerics import Cast
+from octavo.ops import activation_quantize, norm_quantize_inference, quantize
+from octavo.ops.activation import activation_quantize_reference
+from octavo.ops.int8_gemm import int8_mm, int8_mm_reference
+from octavo.ops.norm import norm_quantize_reference
+from octavo.ops.quantization import quantize_reference
+from octavo.packing import pack
+
+pytestmark = pytest.mark.gpu
+
+INT8 = Cast("int8")
+# m, n, k: one row, no multiples of a tile, a K that is split, tiles of 128 rows and more
+SIZES = [(1, 4096, 4096), (5, 515, 160), (16, 512, 14336), (64, 77, 1056), (100, 333, 80), (300, 1000, 4096)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (33, 4096), (7, 14336), (5, 1000)])
+def test_rows_are_quantized_to_the_bytes_of_the_reference(shape, dtype):
+    torch.manual_seed(0)
+    x = (torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]).to(dtype)
+    x[0, :3] = torch.tensor([0.5, 1.5, -2.5])
+    if shape[0] > 4:
+        x[2], x[3, 1], x[4, 2] = 0, torch.nan, torch.inf
+    poison()
+    q = quantize(x.cuda(), INT8)
+    data, scale = quantize_reference(x, INT8, None, None, None)
+    assert_same(q.data, data)
+    assert torch.equal(q.scale.cpu().nan_to_num(-1), scale.nan_to_num(-1))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), SIZES)
+def test_the_gemm_gives_the_bytes_of_the_reference(m, n, k):
+    torch.manual_seed(m)
+    a, b = quantize(torch.randn(m, k), INT8), quantize(torch.randn(n, k) * torch.logspace(-2, 1, n)[:, None], INT8)
+    bias, residual = torch.randn(n).bfloat16(), torch.randn(m, n).bfloat16()
+    operands = [type(q)(q.data.cuda(), q.scale.cuda(), q.format, q.granularity) for q in (a, b)]
+    exact = int8_mm_reference(a.data, a.scale, b.data, b.scale)
+    poison()
+    assert_same(int8_mm(*operands, out_dtype=torch.float32), exact)
+    assert_same(int8_mm(*operands, bias=bias.cuda()), (exact + bias).bfloat16())
+    y = int8_mm(*operands, bias=bias.cuda(), residual=residual.cuda())
+    assert_same(y, (exact + bias).bfloat16() + residual)
+    y = int8_mm(*operands, residual=residual.float().cuda(), out_dtype=torch.float32)
+    assert_same(y, exact + residual.float())  # the product by the scales is rounded before the sum
+
+
+@pytest.mark.parametrize("m", [65, 1000, 4097])
+def test_sums_of_many_rows_are_scaled_in_parts(m, monkeypatch):
+    from octavo.ops.kernels import int8_gemm as kernel
+
+    monkeypatch.setattr(kernel, "MAX_SUMS", 512 * 1024)
+    torch.manual_seed(m)
+    a, b = quantize(torch.randn(m, 256), INT8), quantize(torch.randn(1024, 256), INT8)
+    assert kernel.uses_cublas(m, 1024, 256)
+    operands = a.data.cuda(), a.scale.cuda(), b.data.cuda(), b.scale.cuda()
+    bias, residual = torch.randn(1024), torch.randn(m, 1024).bfloat16()
+    poison()
+    y = kernel.int8_mm(*operands, bias.cuda(), residual.cuda(), torch.bfloat16)
+    exact = int8_mm_reference(a.data, a.scale, b.data, b.scale)
+    assert_same(y, (exact + bias).bfloat16() + residual)
+
+
+def test_k_is_split_for_more_rows_than_a_grid_has_in_y():
+    from octavo.ops.kernels import int8_gemm as kernel
+
+    torch.manual_seed(0)
+    a, b = (quantize(torch.randn(rows, 256, device="cuda"), INT8) for rows in (67_000, 16))
+    operands = a.data, a.scale, b.data, b.scale
+    poison()
+    y = kernel.int8_mm(*operands, None, None, torch.float32, kernel.Tiling(128, 128, 128, 3, 8, split_k=2))
+    assert_same(y, int8_mm_reference(*operands))
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["RMS norm", "layer norm"])
+@pytest.mark.parametrize("shape", [(1, 64), (33, 4096), (5, 1000)])
+def test_norms_are_quantized_to_the_bytes_of_the_reference(shape, center):
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(shape).bfloat16(), torch.randn(shape).bfloat16(), torch.rand(shape[1]) + 0.5
+    bias = torch.randn(shape[1]) if center else None
+    x[-1, 3] = torch.nan if shape[0] > 1 else 1
+    given = on_gpu((x, residual, weight, bias))
+    expected, data, scale, *_ = norm_quantize_reference(*given, float(np.float32(1e-6)), INT8, center, False)
+    poison()
+    total, q = norm_quantize_inference(*given, 1e-6, INT8, center=center)
+    assert_same_numbers(total, expected)
+    assert_same(q.data, data)
+    assert_same_numbers(q.scale, scale)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+@pytest.mark.parametrize("shape", [(1, 64), (33, 2048), (3, 28672)])
+def test_activations_are_quantized_to_the_bytes_of_the_reference(kind, shape):
+    torch.manual_seed(0)
+    u = (3 * torch.randn(shape)).bfloat16().cuda()
+    expected, scale = activation_quantize_reference(u, kind, INT8)
+    poison()
+    q = activation_quantize(u, kind, INT8)
+    assert_same(q.data, expected)
+    assert_same(q.scale, scale)
+
+
+def test_the_largest_sums_do_not_overflow():
+    """127 * 127 * 131072, twice with K split, is above 2^30."""
+    data = torch.full((2, 131_072), 127, dtype=torch.int8, device="cuda")
+    ones = torch.ones(2, 1, device="cuda")
+    q = quantize(torch.ones(1, 16, device="cuda"), INT8)
+    q = type(q)(data, ones, q.format, q.granularity)
+    assert_same(int8_mm(q, q, out_dtype=torch.float32), torch.full((2, 2), 127.0**2 * 131_072))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("int8")
+    make_decoder("llama with biases", hidden_size=256, intermediate_size=544, head_dim=64).save_pretrained(
+        root / "model"
+    )
+    pack(root / "model", root / "packed", scheme="int8")
+    return root / "packed"
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_packed_model_gives_what_the_cpu_gives(folder: Path):
+    gpu, cpu = octavo.load(folder, "cuda"), octavo.load(folder)
+    for length in (1, 13, 300):
+        text = tokens(length).clamp(max=98)[:1]
+        expected = logits(gpu, text.cuda()).cpu()
+        assert distance(expected, logits(cpu, text)) < 0.1  # BF16 moves inputs to the next integer
+        assert distance(expected, logits(layer_by_layer(gpu), text.cuda()).cpu()) < 0.1
+    seen = operations(lambda: logits(gpu, text.cuda()))
+    assert (seen["octavo::int8_mm"], seen["octavo::norm_quantize"], seen["octavo::activation_quantize"]) == (8, 4, 2)
+    for layer in gpu.model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    assert distance(logits(gpu, text.cuda()).cpu(), expected) < 0.1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_in_float32_the_layers_give_what_the_cpu_gives(folder: Path):
+    gpu, cpu = octavo.load(folder, "cuda").float(), octavo.load(folder).float()
+    text = tokens(90).clamp(max=98)[:1]
+    exact = logits(cpu, text)
+    assert distance(logits(gpu, text.cuda()).cpu(), exact) < 0.02
+    assert distance(logits(layer_by_layer(gpu), text.cuda()).cpu(), exact) < 0.02

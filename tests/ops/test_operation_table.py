@@ -1,0 +1,452 @@
+"""All operations by one table: when the kernel of each runs and what it gets, and what each refuses."""
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+import attention_fp8_oracle
+import attention_oracle
+import pytest
+import rotary_examples
+import torch
+from bits import bits
+from fused_op_examples import FLOAT, REFUSED
+from norm_oracle import EPS, EPS32
+from torch import Tensor, ones, zeros
+from torch.utils._pytree import tree_leaves
+
+import octavo.ops
+from octavo.numerics import TENSOR, Cast, QTensor, block
+from octavo.ops import (
+    activation_backward,
+    activation_quantize,
+    activation_scales,
+    append_kv,
+    cached_attention,
+    combine,
+    combine_weight_gradient,
+    fold_scales,
+    fp8_attention,
+    gather_quantize,
+    grouped_mm,
+    grouped_mm_dw,
+    grouped_weight_only_mm,
+    norm_backward,
+    norm_quantize,
+    quantize,
+    quantize_matrices,
+    quantize_scaled,
+    quantize_stack,
+    quantize_transposed,
+    requantize,
+    requantize_norm,
+    requantize_transposed,
+    rotate,
+    rotate_append,
+    row_scales,
+    scaled_mm,
+    transpose,
+    weight_only_mm,
+)
+from octavo.ops.int8_gemm import int8_mm
+from octavo.ops.launching import LONGEST_ROW
+from octavo.ops.registration import Operation
+from octavo.ops.rows import RowBatch, cast_rows
+
+MODULES = [import_module(f"octavo.ops.{module.name}") for module in iter_modules(octavo.ops.__path__)]
+FOUND = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operation)]
+OPERATIONS = {operation.name: operation for operation in FOUND}
+WITH_KERNELS = {name: operation for name, operation in OPERATIONS.items() if operation.kernels}
+E4M3, INT, E8 = Cast(), torch.int32, torch.float8_e4m3fn
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """A CPU runs each reference as the kernel of its operation; the arguments of each call are noted."""
+    noted: list[tuple[str, tuple[object, ...]]] = []
+
+    def note(operation: Operation):
+        def kernel(*values):
+            noted.append((operation.name, values))
+            return operation.function(*values)
+
+        return kernel
+
+    for operation in WITH_KERNELS.values():
+        monkeypatch.setitem(vars(operation), "kernel", note(operation))
+    for module in MODULES:
+        for name, value in (("has_kernels", lambda *args: True), ("shared_memory", lambda device: 1 << 17)):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+    return noted
+
+
+def test_each_kernel_has_the_parameters_of_its_reference():
+    """Its file is read, since Triton may not be here. A kernel may have more, for tuning, with defaults."""
+    assert len(WITH_KERNELS) >= 19
+    for name, operation in WITH_KERNELS.items():
+        path = Path(octavo.ops.__file__).parent / "kernels" / f"{operation.kernels}.py"
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        (found,) = (node.args for node in functions if node.name == name)
+        count = len(operation.overload._schema.arguments) - operation.after
+        assert len(found.args) - len(found.defaults) <= count <= len(found.args), name
+
+
+# ---- when the kernels run
+
+
+def stored(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> list[Tensor | None]:
+    """A cache: keys, values, their scales, and the number of tokens."""
+    scale = ones(2) if dtype == torch.int8 else None
+    return [zeros(1, 2, 9, width, dtype=dtype), zeros(1, 2, 9, width, dtype=dtype), scale, scale, torch.tensor(3)]
+
+
+def clipped() -> Tensor:
+    return torch.zeros(2, dtype=torch.int64)
+
+
+def new(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16)
+
+
+def numbers(shape: tuple[int, int]) -> dict[str, Tensor]:
+    return {"x": torch.randn(shape), "k": torch.randn(shape[1]), "row": ones(shape[0], 1), "column": ones(1, shape[1])}
+
+
+def calls_of(shape: tuple[int, int], cast: Cast) -> Iterator[tuple[str, object]]:
+    """Each operation that quantizes x of this shape by a cast, and a call of it."""
+    x, k, row, column = numbers(shape).values()
+    yield "quantize", lambda: quantize(x, cast, column_scale=column, mantissa_of=row)
+    yield "quantize_stack", lambda: quantize_stack([x, x], cast)
+    yield "quantize_transposed", lambda: quantize_transposed(x, cast)
+    yield "row_scales", lambda: row_scales([x], cast)
+    yield "gather_quantize", lambda: gather_quantize(x, cast, row_scale=row)
+    yield "norm_quantize", lambda: norm_quantize(x, x, k, k, EPS, cast, center=True)
+    yield "activation_quantize", lambda: activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
+    yield "activation_scales", lambda: activation_scales(x, "gelu", cast)
+    factors = {"column_scale": column, "row_scale": row, "h_scale": row}
+    yield "activation_backward", lambda: activation_backward(x, x, "gelu", cast, h_cast=cast, biased=True, **factors)
+
+
+QUANTIZES = [name for name, _ in calls_of((1, 1), E4M3)]
+
+
+@pytest.mark.parametrize("name", QUANTIZES)
+@pytest.mark.parametrize(
+    ("shape", "fmt", "ran"),
+    [
+        ((5, 70), "e4m3", True), ((5, 70), "e5m2", True), ((5, 70), "e4m3fnuz", False), ((5, 70), "e5m2fnuz", False),
+        ((1, LONGEST_ROW), "e4m3", True), ((1, LONGEST_ROW + 1), "e4m3", False), ((0, 7), "e4m3", False),
+        ((5, 0), "e4m3", False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_quantizing_kernels_run_for_their_formats_and_lengths(name, shape, fmt, ran, calls, monkeypatch):
+    torch.manual_seed(0)
+    actual = dict(calls_of(shape, Cast(fmt)))[name]()
+    assert [called for called, _ in calls] == [name] * ran
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    for one, other in zip(_tensors(actual), _tensors(dict(calls_of(shape, Cast(fmt)))[name]()), strict=True):
+        assert torch.equal(bits(one), bits(other))
+
+
+def _tensors(result: object) -> list[Tensor]:
+    parts = [[part.data, part.scale] if isinstance(part, QTensor) else part for part in tree_leaves(result)]
+    return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
+
+
+RUNS = [  # a call, and whether the kernel runs
+    ("quantize", lambda: quantize(ones(4, 8), Cast("e4m3", block(4, 4)), column_scale=ones(1, 8)), False),
+    ("quantize", lambda: quantize(ones(4, 8), Cast("int8")), True),
+    ("quantize", lambda: quantize(ones(4, 8), Cast("int8", TENSOR)), False),
+    ("quantize", lambda: quantize(ones(4, 8), Cast(granularity=TENSOR, relative_floor=0.1)), False),
+    ("quantize_scaled", lambda: quantize_scaled(ones(4, 8), ones(1, 1), Cast(granularity=TENSOR)), True),
+    ("requantize", lambda: requantize([ones(4, 8)], ones(4, 1), E4M3), True),
+    ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
+    ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
+    ("rotate", lambda: rotate(ones(3, 8)), True),
+    ("rotate", lambda: rotate(ones(3, 7)), False),
+    ("rotate", lambda: rotate(ones(3, 2 * LONGEST_ROW)), False),
+    ("transpose", lambda: transpose(zeros(4, 8).to(E8)), True),
+    ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
+    ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
+    ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
+    ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT)), True),
+    ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT)), False),
+    (
+        "combine_weight_gradient",
+        lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)),
+        True,
+    ),
+    ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
+    ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.int8)), True),
+    ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16).float(), *stored(torch.float32)), False),
+    ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.float16)), False),
+    ("cached_attention", lambda: cached_attention(new(1, 40, 2, 16), *stored()), False),  # 40 queries a head of keys
+    ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
+    ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
+    ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
+    (
+        "rotate_append",
+        lambda: rotate_append(new(1, 1, 64), *[new(1, 1, 32)] * 2, *[new(1, 1, 16)] * 2, *stored(), clipped()),
+        True,
+    ),
+    (
+        "rotate_append",
+        lambda: rotate_append(
+            new(1, 1, 528), *[new(1, 1, 528)] * 2, *[new(1, 1, 264)] * 2, *stored(width=264), clipped()
+        ),
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "ran"), RUNS, ids=lambda v: v if isinstance(v, str) else "")
+def test_kernels_run_where_they_can(name, call, ran, calls):
+    call()
+    assert [called for called, _ in calls] == [name] * ran
+
+
+def test_every_operation_with_kernels_is_in_the_table():
+    listed = {*QUANTIZES, *(name for name, _, _ in RUNS)}
+    others = {"activation_quantize_scaled", "requantize_transposed"}  # as `activation_quantize`; it asks the kernel
+    assert listed | others == WITH_KERNELS.keys()
+
+
+def test_kernels_get_contiguous_tensors(calls):
+    x, k, row = torch.randn(70, 5).t(), torch.randn(70, 2)[:, 0], ones(1, 1).expand(5, 1)
+    norm_quantize(x, x, k, k, EPS, E4M3, center=True)
+    norm_backward(x, x, k, row, row, x, center=True)
+    u, column = torch.randn(140, 5).t(), ones(1, 1).expand(1, 140)
+    factors = {"column_scale": column, "row_scale": row, "h_scale": row}
+    activation_backward(x, u, "swiglu", E4M3, h_cast=E4M3, biased=True, **factors)
+    quantize_stack([x, x], E4M3)
+    tensors = [value for _, values in calls for value in tree_leaves(values) if isinstance(value, Tensor)]
+    assert len(tensors) == 4 + 6 + 5 + 2
+    assert all(t.is_contiguous() for t in tensors)
+
+
+def test_a_norm_takes_eps_as_a_float32():
+    x, k = torch.randn(3, 16) * 1e-3, ones(16)
+    one, other = (norm_quantize(x, None, k, None, eps, E4M3, center=False) for eps in (EPS, EPS32))
+    assert torch.equal(one.rstd, other.rstd)
+
+
+def test_the_tensor_after_reaches_no_kernel(calls):
+    transpose(zeros(4, 8).to(E8), after=ones(1, 1).expand(3, 3))
+    rotate(ones(3, 8), ones(3))
+    assert [len(values) for _, values in calls] == [3, 1]
+
+
+# ---- what is refused
+
+ROWS = r"takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', .*got e4m3 .*: change the cast"
+
+
+@pytest.mark.parametrize("cast", REFUSED, ids=str)
+def test_casts_that_fused_kernels_do_not_do_are_refused(cast):
+    x, k, row = ones(3, 6), ones(6), ones(3, 1)
+    made = dict(calls_of((3, 6), cast))
+    made["requantize_norm"] = lambda: requantize_norm(x, row, row, k, None, row, cast)
+    for name in ("activation_quantize", "activation_backward", "norm_quantize", "requantize_norm", "gather_quantize"):
+        with pytest.raises(ValueError, match=f"{name} {ROWS}"):
+            made[name]()
+    factors = {"column_scale": ones(1, 6), "row_scale": row, "h_scale": row}
+    with pytest.raises(ValueError, match="activation_backward " + ROWS):
+        activation_backward(x, x, "gelu", E4M3, h_cast=cast, biased=False, **factors)
+
+
+def norms(**changed: Tensor) -> None:
+    """Both operations, on the device of the call."""
+    x, k, row = ones(3, 6), ones(6), ones(3, 1)
+    given = {"dn": x, "x": x, "residual": x, "weight": k, "bias": k, "mean": row, "rstd": row} | changed
+    backward = {name: given[name] for name in given if name != "bias"}
+    if not changed.keys() & {"dn", "mean", "rstd"}:
+        norm_quantize(*(given[name] for name in ("x", "residual", "weight", "bias")), EPS, E4M3, center=True)
+    norm_backward(**backward, center=True)
+
+
+def activations(u: Tensor | None = None, kind: str = "swiglu", **changed: Tensor) -> None:
+    u = ones(3, 8) if u is None else u
+    shapes = {"dh": (3, 4), "column_scale": (1, 8), "row_scale": (3, 1), "h_scale": (3, 1)}
+    given = {name: ones(shape) for name, shape in shapes.items()} | changed
+    activation_backward(u=u, kind=kind, cast=E4M3, h_cast=E4M3, biased=False, **given)
+
+
+def attends(**changed: Tensor | None) -> None:
+    names = ("q", "keys", "values", "k_scale", "v_scale")
+    given = dict(zip(names, attention_oracle.given("fp8", 2, 4, 2, 1, 16, 9), strict=True))
+    cached_attention(**given | {"length": torch.tensor(3)} | changed)
+
+
+def rotates(**changed: Tensor) -> None:
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "k_scale", "v_scale", "length", "clipped")
+    made = rotary_examples.projections(2, 3, 4, 2, 16, torch.bfloat16)
+    angles, cache = rotary_examples.tables((1, 3, 16), torch.float32), rotary_examples.cache("bf16", 2, 2, 4, 16, 3)
+    rotate_append(**dict(zip(names, (*made, *angles, *cache), strict=True)) | changed)
+
+
+def fp8_attends(*parts: slice, heads: slice = slice(None), v_heads: slice = slice(None), **changed: Tensor) -> None:
+    q, k, v, _ = map(attention_fp8_oracle.quantized, attention_fp8_oracle.given(1, 4, 2, 8, 8))
+    keys = parts[0] if parts else slice(None)
+    given = {"q": q.data[:, heads], "k": k.data[:, :, keys], "v": v.data[:, v_heads, keys]}
+    fp8_attention(**given | {"q_scale": q.scale, "k_scale": k.scale, "v_scale": v.scale} | changed)
+
+
+def grouped(k: int = 48, dtype: torch.dtype = INT, cast: Cast = E4M3) -> None:
+    a = quantize(ones(8, 48), cast)
+    grouped_mm(a, quantize_matrices(ones(2, 32, k), E4M3), torch.tensor([3, 8], dtype=dtype))
+
+
+def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8) -> None:
+    a, b = zeros(8, 48).to(E8), zeros(b).to(E8)
+    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT))
+
+
+def weights_only(**changed: object) -> None:
+    given = {"x": ones(2, 8), "w": quantize(ones(4, 8), E4M3)} | changed
+    weight_only_mm(given.pop("x"), given.pop("w"), **given)
+
+
+def groups_of_weights(x: Tensor, dtype: torch.dtype = INT, scale: Tensor | None = None) -> None:
+    w = quantize_matrices(ones(2, 16, 32), E4M3)
+    w = w if scale is None else QTensor(w.data, scale, w.format, TENSOR)
+    grouped_weight_only_mm(x, w, torch.tensor([3, 8], dtype=dtype))
+
+
+def folds(**changed: Tensor) -> None:
+    fold_scales(**{"s_x": ones(4, 1), "s_g": ones(4, 1), "s_w": ones(6, 1)} | changed)
+
+
+def gathers(**changed: Tensor) -> None:
+    gather_quantize(ones(4, 8), E4M3, **changed)
+
+
+def transposes(shift: Tensor) -> None:
+    transpose(zeros(4, 8).to(E8), shift)
+
+
+F32 = "torch.float32"
+BAD = [  # a call, and the message of its error
+    *(
+        (lambda x=x, call=call: call(x()), "takes a matrix of float32, bfloat16 or float16, got")
+        for call in (lambda x: quantize(x, E4M3), lambda x: quantize_scaled(x, ones(1, 1), Cast(granularity=TENSOR)))
+        for x in (lambda: ones(4), lambda: ones(2, 3, 4), lambda: ones(4, 4).int(), lambda: ones(2, 2).double())
+    ),
+    (lambda: quantize(ones(4, 6), E4M3, column_scale=ones(4, 1)), rf"column_scale must be {F32} \[1, 6\]"),
+    (lambda: quantize(ones(4, 6), E4M3, column_scale=ones(1, 6).double()), rf"column_scale must be {F32} \[1, 6\]"),
+    (lambda: quantize(ones(4, 6), E4M3, mantissa_of=ones(1, 4)), rf"mantissa_of must be {F32} \[4, 1\]"),
+    (lambda: quantize_matrices(zeros(4, 4), E4M3), r"takes \[E, N, K\] of float32"),
+    (lambda: quantize_matrices(zeros(2, 4, 4), Cast(granularity=block(4, 4))), "takes a cast by row"),
+    (lambda: row_scales([ones(7, 13)], Cast(granularity=TENSOR)), "row_scales takes a cast by row"),
+    (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"a scale for each row of \[\[7, 13\]\], got \[6, 1\]"),
+    (lambda: requantize([ones(7, 13)], ones(7, 1), Cast(granularity=TENSOR)), "requantize takes a cast by row"),
+    (
+        lambda: requantize_transposed([ones(7, 13)], ones(1, 1), E4M3),
+        r"need the scales of \[\[7, 13\]\] by row, got scales \[1, 1\]",
+    ),
+    (lambda: transpose(zeros(4).to(E8)), r"a matrix of an eight-bit format, got torch.float8_e4m3fn \[4\]"),
+    (lambda: transpose(zeros(4, 4)), rf"a matrix of an eight-bit format, got {F32} \[4, 4\]"),
+    (lambda: transposes(zeros(4, dtype=torch.int64)), r"shift must be int32 \[4\], got"),
+    (lambda: transposes(zeros(3, dtype=INT)), r"shift must be int32 \[4\], got"),
+    (lambda: transposes(zeros(4)), r"shift must be int32 \[4\], got"),
+    (lambda: transpose(zeros(4, 8).to(E8), place=zeros(6, dtype=torch.int64)), r"place must be torch.int32 \[6\]"),
+    (lambda: folds(s_g=ones(3, 1)), rf"s_g must be {F32} \[4, 1\], got {F32} \[3, 1\]"),
+    (lambda: folds(s_x=ones(4)), rf"s_x must be {F32} \[4, 1\], got {F32} \[4\]"),
+    (lambda: folds(s_w=ones(6, 1).double()), rf"s_w must be {F32} \[6, 1\], got torch.float64 \[6, 1\]"),
+    *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
+      for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
+    (lambda: gathers(slot=zeros(4, dtype=torch.int64)), r"slot must be torch.int32 \[4\], got torch.int64"),
+    (lambda: gathers(column_scale=ones(2, 8)), "column_scale needs group"),
+    (lambda: combine(ones(4, 8), zeros(4, dtype=INT)), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
+    (lambda: combine(ones(4, 8), zeros(4, 1, dtype=INT), ones(4)), rf"weight must be {F32} \[4, 1\], got"),
+    (lambda: norms(x=ones(6)), rf"a norm takes a matrix of float32, bfloat16 or float16, got {F32} \[6\]"),
+    (lambda: norms(x=ones(2, 3, 6)), rf"a norm takes a matrix .*, got {F32} \[2, 3, 6\]"),
+    (lambda: norms(x=ones(3, 6).double()), r"a norm takes a matrix .*, got torch.float64 \[3, 6\]"),
+    *((lambda s=s: norms(residual=ones(s)), rf"residual must be {FLOAT} \[3, 6\]") for s in ((1, 6), (3, 1), (6,))),
+    (lambda: norms(residual=ones(3, 6).long()), rf"residual must be {FLOAT} \[3, 6\], got torch.int64 \[3, 6\]"),
+    *((lambda s=s: norms(weight=ones(s)), rf"weight must be {FLOAT} \[6\], got") for s in ((5,), (3, 6), (1,))),
+    *((lambda s=s: norms(bias=ones(s)), rf"bias must be {FLOAT} \[6\], got") for s in ((5,), (1,), (1, 6))),
+    *((lambda s=s: norms(dn=ones(s)), rf"dn must be {FLOAT} \[3, 6\], got") for s in ((1, 6), (3, 5), (18,))),
+    *((lambda n=n, s=s: norms(**{n: ones(s)}), rf"{n} must be {F32} \[3, 1\], got")
+      for n in ("mean", "rstd") for s in ((3,), (1, 1), (1, 3))),
+    (lambda: norms(rstd=ones(3, 1).bfloat16()), rf"rstd must be {F32} \[3, 1\], got torch.bfloat16"),
+    (lambda: activation_quantize(ones(3, 8), "relu", E4M3), "unknown activation 'relu': choose one of swiglu, geglu"),
+    (lambda: activations(kind="relu"), "unknown activation 'relu': choose one of swiglu, geglu, gelu"),
+    (lambda: activations(ones(3, 7)), rf"swiglu takes a matrix .* columns divide by 2, got {F32} \[3, 7\]"),
+    (lambda: activations(ones(8)), rf"swiglu takes a matrix .* whose columns divide by 2, got {F32} \[8\]"),
+    (lambda: activations(ones(2, 3, 8), "gelu"), rf"gelu takes a matrix of .* got {F32} \[2, 3, 8\]"),
+    (lambda: activation_scales(ones(3, 8).int(), "gelu", E4M3), r"gelu takes a matrix .* got torch.int32 \[3, 8\]"),
+    *((lambda s=s: activations(dh=ones(s)), rf"dh must be {FLOAT} \[3, 4\]") for s in ((3, 8), (2, 4), (1, 4), (12,))),
+    *((lambda s=s: activations(column_scale=ones(s)), rf"column_scale must be {F32} \[1, 8\], got")
+      for s in ((8,), (1, 4), (8, 1))),
+    *((lambda n=n, s=s: activations(**{n: ones(s)}), rf"{n} must be {F32} \[3, 1\], got")
+      for n in ("row_scale", "h_scale") for s in ((3,), (1, 1), (1, 3))),
+    (lambda: activations(h_scale=ones(3, 1).bfloat16()), rf"h_scale must be {F32} \[3, 1\], got torch.bfloat16"),
+    (lambda: attends(q=zeros(2, 3, 1, 16)), r"q must be \[2, a multiple of 2, T, 16\]"),
+    (lambda: attends(q=zeros(2, 4, 1, 8)), "q must be"),
+    (lambda: attends(keys=zeros(2, 2, 9, 16).to(torch.float8_e5m2)), "keys must be contiguous"),
+    (lambda: attends(values=zeros(2, 2, 9, 16)), "values must be torch.float8_e4m3fn"),
+    (lambda: attends(k_scale=None), "k_scale goes with eight-bit"),
+    (lambda: attends(v_scale=ones(3)), rf"v_scale must be {F32} \[2\]"),
+    (lambda: attends(length=torch.tensor([3])), r"length must be torch.int64 \[\]"),
+    (lambda: attends(first=zeros(2)), r"first must be torch.int32 \[2\]"),
+    (lambda: append_kv(zeros(1, 2, 3, 16), zeros(1, 2, 2, 16), *stored(), clipped()), r"v must be .* \[1, 2, 3, 16\]"),
+    (lambda: append_kv(*[zeros(1, 2, 3, 16)] * 2, *stored(), clipped()[:1]), "clipped must be"),
+    (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),
+    (lambda: rotates(q=zeros(2, 3, 64, dtype=INT)), "q must be"),
+    (lambda: rotates(k=zeros(2, 3, 64).bfloat16()), "k must be"),
+    (lambda: rotates(v=zeros(2, 3, 32)), "v must be"),
+    (lambda: rotates(cos=zeros(1, 2, 16)), "cos must be"),
+    (lambda: rotates(sin=zeros(2, 3, 16)), "sin must be"),
+    (lambda: rotates(q_norm=zeros(16)), "q_norm must be"),
+    (lambda: rotates(clipped=zeros(2)), "clipped must be"),
+    (lambda: rotates(k_scale=ones(2)), "k_scale goes with"),
+    (lambda: fp8_attends(heads=slice(3)), "q must be"),
+    (lambda: fp8_attends(slice(4)), "with S >= T"),
+    (lambda: fp8_attends(q=zeros(1, 4, 8, 8)), "q must be torch.float8_e4m3fn"),
+    (lambda: fp8_attends(v_heads=slice(1)), "v must be"),
+    (lambda: fp8_attends(k_scale=ones(2)), "k_scale must be float32 with one element"),
+    (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"same K, got \[3, 8\] and \[4, 9\]"),
+    (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(8, 4), E4M3)), r"same K, got \[3, 8\] and \[8, 4\]"),
+    (lambda: scaled_mm(*[quantize(ones(3, 8), E4M3)] * 2, residual=ones(3, 3)), r"residual must be .* \[3, 3\], got"),
+    (lambda: grouped(k=64), r"the same K, got \[8, 48\] and \[2, 32, 64\]"),
+    (lambda: grouped(dtype=torch.int64), r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"),
+    (lambda: grouped(cast=Cast(granularity=block(4, 4))), r"row scales, .* got block:4x4 and row"),
+    (lambda: grouped_dw((48, 8)), r"the same M, got \[8, 48\] and \[48, 8\]"),
+    (lambda: grouped_dw(rows=7), rf"scale must be {F32} \[2, 8, 1\], got"),
+    (lambda: weights_only(w=quantize(ones(4, 8), Cast("e5m2"))), "e4m3, got e5m2"),
+    (lambda: weights_only(x=ones(2, 9)), rf"same K, got {F32} \[2, 9\] and \[4, 8\]"),
+    (lambda: weights_only(x=ones(2, 8).double()), "float32, bfloat16 or float16"),
+    (lambda: weights_only(bias=ones(3)), r"bias must be .* \[4\], got"),
+    (lambda: weights_only(residual=ones(2, 4).bfloat16()), rf"residual must be {F32} \[2, 4\]"),
+    (lambda: groups_of_weights(ones(8, 31)), rf"w \[E, N, K\] with the same K, got {F32} \[8, 31\]"),
+    (lambda: groups_of_weights(ones(8, 32), torch.int64), r"offsets must be torch.int32 \[2\], got torch.int64"),
+    (lambda: groups_of_weights(ones(8, 32), scale=ones(1, 1, 1)), "scales of their own, got e4m3 with tensor scales"),
+    (
+        lambda: int8_mm(quantize(ones(4, 32), Cast("int8")), quantize(ones(4, 32), E4M3)),
+        r"int8_mm takes matrices in int8 .* got b in e4m3 with row scales",
+    ),
+    (lambda: int8_mm(*[quantize(ones(4, 32), Cast("int8", TENSOR))] * 2), "got a in int8 with tensor scales"),
+    (lambda: int8_mm(*(quantize(ones(4, k), Cast("int8")) for k in (32, 64))), "with the same K"),
+    (lambda: int8_mm(*[quantize(ones(4, 32), Cast("int8"))] * 2, residual=zeros(4, 5)), "residual"),
+    (
+        lambda: cast_rows(RowBatch([ones(5, 24)], [0]), ones(1).expand(5), None, zeros(5, 24).to(E8), E4M3),
+        "needs a contiguous scale",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("call", "message"), BAD, ids=lambda v: v[:24] if isinstance(v, str) else "")
+def test_refusals(call, message, device):
+    with torch.device(device), pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_compiled_code_refuses_it_too():
+    with pytest.raises(Exception, match=r"residual must be torch.float32"):
+        torch.compile(lambda: norms(residual=ones(1, 6)), backend="eager", fullgraph=True)()

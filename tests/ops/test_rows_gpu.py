@@ -1,0 +1,160 @@
+"""The kernel that adds rows, against float64."""
+
+import pytest
+import torch
+from bits import assert_same, assert_same_numbers
+from fold_scales_oracle import folded, scales
+from gpu_memory import poison
+from quantize_oracle import matrix
+from row_batch_examples import matrices, quantized
+
+from octavo.numerics import ROW, Cast
+from octavo.ops import fold_scales, rotate
+from octavo.ops.launching import RowBatch
+from octavo.ops.rows import add_rows, cast_rows
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("mean", [True, False])
+@pytest.mark.parametrize("columns", [1, 1023, 4096, 1_000_003])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_sums_are_those_of_float64(count: int, columns: int, mean: bool) -> None:
+    rows, total = torch.randn(count, columns, device="cuda").bfloat16(), torch.full((columns,), torch.nan).cuda()
+    for _ in range(2):
+        poison()
+        add_rows(rows, total, mean=mean)
+        expected = rows.double().mean(0) if mean else rows.double().sum(0)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_two_rows_have_the_bits_of_pytorch() -> None:
+    rows, total = torch.randn(2, 100_000, device="cuda").bfloat16(), torch.empty(100_000, device="cuda")
+    add_rows(rows, total, mean=True)
+    assert torch.equal(total, rows.float().sum(0) * 0.5)
+
+
+def test_rows_beyond_32_bit_offsets() -> None:
+    rows = torch.zeros(3, 800_000_000, dtype=torch.bfloat16, device="cuda")
+    rows[:, -5:] = torch.tensor([1.0, 2.0, 4.0], device="cuda").bfloat16()[:, None]
+    total = torch.empty(800_000_000, device="cuda")
+    add_rows(rows, total, mean=False)
+    assert total[-5:].tolist() == [7.0] * 5
+    assert total[:-5].count_nonzero() == 0
+
+
+# ---- The kernels that quantize many matrices together, against the reference on the CPU: every byte and every amax
+
+
+CASTS = [Cast(relative_floor=2.0**-8), Cast(), Cast("e5m2", ROW, "pow2", relative_floor=0.25)]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [1, 130, 2048, 4097])
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.spec)
+def test_the_reference(cast: Cast, columns: int, dtype: torch.dtype, at_once: bool) -> None:
+    parts = matrices(columns, dtype)
+    expected = quantized(parts, cast, at_once=at_once)
+    on_gpu = [x.cuda() for x in parts]
+    for _ in range(3):
+        poison()
+        for actual, wanted in zip(quantized(on_gpu, cast, at_once=at_once), expected, strict=True):
+            assert_same_numbers(actual, wanted)
+
+
+def test_matrices_at_odd_addresses() -> None:
+    flat = torch.randn(1 + 5 * 64, device="cuda")
+    x, scale = flat[1:].view(5, 64), torch.full((5,), 0.01, device="cuda")
+    data = torch.zeros(5, 64, device="cuda").to(torch.float8_e4m3fn)
+    cast_rows(RowBatch([x], [0]), scale, None, data, Cast())
+    expected = torch.zeros(5, 64).to(torch.float8_e4m3fn)
+    cast_rows(RowBatch([x.cpu()], [0]), scale.cpu(), None, expected, Cast())
+    assert_same_numbers(data, expected)
+
+
+# ---- The rotation on CUDA against the CPU's, bit for bit, over poisoned memory, and its memory
+
+
+SHAPES = [(1, 2), (5, 6), (130, 96), (0, 8), (3, 17), (9, 1024), (700, 4096), (33, 14336), (5, 8192), (3, 3 * 16384)]
+SHAPES += [(2, 32768), (2, 65536)]  # in registers on some GPUs, and on none
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotate(shape, dtype):
+    x = matrix(shape, torch.float32).mul(2**-6).to(dtype)
+    expected, on_gpu = rotate(x), x.cuda()
+    for _ in range(3):
+        poison()
+        assert_same(rotate(on_gpu), expected)
+
+
+def test_strided_rows_and_more_dimensions():
+    x = matrix((128, 48), torch.bfloat16)
+    assert_same(rotate(x.cuda().t()), rotate(x.t()))
+    assert_same(rotate(x.cuda().view(4, 8, 4, 48)), rotate(x.view(4, 8, 4, 48)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_number_that_is_not_finite_stays_in_its_block(value):
+    x = torch.ones(3, 192, device="cuda")
+    x[1, 70] = value
+    finite = rotate(x).isfinite().view(3, 3, 64).all(-1).cpu()
+    assert finite.tolist() == [[True] * 3, [True, False, True], [True] * 3]
+
+
+def test_it_takes_the_memory_of_its_result():
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    rotate(x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    rotate(x)
+    assert torch.cuda.max_memory_allocated() - before <= 2 * x.numel() + 2**20
+
+
+# ---- The scales of the backward GEMMs on CUDA against the CPU's and float64's, bit for bit, over poisoned memory
+
+
+SIZES = [(1, 1), (257, 5), (8192, 8193), (8193, 16), (32896, 5120), (131072, 3), (5, 20000)]
+
+
+@pytest.mark.parametrize(("t", "n"), SIZES)
+@pytest.mark.parametrize("with_w", [True, False])
+def test_fold_scales(t, n, with_w):
+    check(fold_scales, t, n, with_w)
+
+
+@pytest.mark.parametrize("with_w", [True, False])
+def test_compiled(with_w):
+    torch._dynamo.reset()
+    check(torch.compile(fold_scales, fullgraph=True), 8193, 16, with_w)
+
+
+def check(fold, t, n, with_w):
+    s_x, s_g, s_w = scales(t, n)
+    given = (s_x, s_g, s_w) if with_w else (s_x, s_g, None)
+    for _ in range(3):
+        poison()
+        actual = fold(*(None if s is None else s.cuda() for s in given))
+        for a, from_cpu, expected in zip(actual, fold_scales(*given), folded(*given), strict=True):
+            assert_same(a, from_cpu)
+            assert_same(a, expected)
+
+
+@pytest.mark.parametrize("exponents", [(-126, -126), (-100, -49), (127, 127), (127, 0), (-75, -75)])
+def test_powers_beyond_those_of_float32(exponents):
+    s_x, s_g = (torch.full((9, 1), 2.0**e) for e in exponents)
+    for s_w in (None, torch.tensor([[2.0**-126], [1.5], [2.0**127]])):
+        for a, expected in zip(fold_scales(s_x.cuda(), s_g.cuda(), None if s_w is None else s_w.cuda()),
+                               fold_scales(s_x, s_g, s_w), strict=True):  # fmt: skip
+            assert_same(a, expected)
+
+
+@pytest.mark.parametrize("row", [0, 8200])
+def test_a_scale_that_is_not_finite_stays_in_its_row(row):
+    s_x, s_g, _ = scales(9000, 4)
+    s_g[row] = torch.nan
+    dx = fold_scales(s_x.cuda(), s_g.cuda(), None).dx.cpu()
+    assert dx.isnan().nonzero()[:, 0].tolist() == [row]

@@ -1,0 +1,324 @@
+"""GGUF files: read by the package gguf, and run by transformers, which has a reader of its own.
+
+The numbers are compared with Q8_0 as its definition has it, written down here in float64.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf_examples import KINDS, TEXT, expected, logits, q8_0, tokenizer, write_model
+from metrics import distance
+from packed_examples import LLAMA, lively, write_run
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from typer.testing import CliRunner
+
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import WriteError
+from octavo.models import Llama, LlamaConfig
+from octavo.models.tokenizer import ByteTokenizer
+from octavo.packing.gguf_export import export_gguf
+from octavo_cli.app import app
+
+
+def test_our_q8_0_is_that_of_gguf() -> None:
+    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 7)[:, None]
+    weight[3] = 0
+    kind = gguf.GGMLQuantizationType.Q8_0
+    theirs = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind)
+    assert torch.equal(torch.from_numpy(theirs), q8_0(weight))
+
+
+@pytest.mark.parametrize("weights", ["q8_0", "f16"])
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_runs_what_we_write(tmp_path: Path, name: str, weights: str) -> None:
+    source = write_model(tmp_path / "source", name)
+    report = export_gguf(source, tmp_path / "model.gguf", weights=weights)
+    assert report.bytes == (tmp_path / "model.gguf").stat().st_size
+    # Its reader knows nothing of a Llama with biases: the model is described by the source's configuration.
+    known = {"config": transformers.AutoConfig.from_pretrained(source)} if "biased" in name else {}
+    theirs, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, output_loading_info=True, **known
+    )
+    assert not info["missing_keys"]
+    assert not info["mismatched_keys"]
+    ours = expected(source, weights)
+    assert theirs.config.rope_parameters["rope_theta"] == ours.config.rope_parameters["rope_theta"]
+    found = dict(theirs.named_parameters())
+    for key, p in ours.named_parameters():
+        assert torch.equal(found[key], p), key
+    got, wanted = logits(theirs.eval()), logits(ours)
+    assert wanted.std() > 0.3
+    assert distance(got, wanted) < 1e-6
+
+
+def fields(path: Path) -> dict[str, Any]:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def test_what_gguf_reads(tmp_path: Path) -> None:
+    report = export_gguf(write_model(tmp_path / "mine", "llama wide heads"), tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    types = [tensor.tensor_type.name.lower() for tensor in reader.tensors]
+    assert {kind: types.count(kind) for kind in types} == report.types == {"f16": 2, "q8_0": 14, "f32": 5}
+    assert {tensor.name for tensor in reader.tensors} >= {"token_embd.weight", "output.weight", "blk.1.ffn_gate.weight"}
+    values = fields(tmp_path / "model.gguf")
+    assert values["general.architecture"] == "llama"
+    assert values["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q8_0
+    wanted = {
+        "context_length": 64, "embedding_length": 64, "block_count": 2, "feed_forward_length": 96, "vocab_size": 300,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32, "rope.dimension_count": 32,
+        "rope.freq_base": 10000.0,
+    }  # fmt: skip
+    assert {key: values[f"llama.{key}"] for key in wanted} == wanted
+    assert values["llama.attention.layer_norm_rms_epsilon"] == np.float32(1e-5)
+    words = tokenizer()
+    assert values["tokenizer.ggml.tokens"] == [
+        *(words.id_to_token(i) for i in range(words.get_vocab_size())),
+        *(f"[PAD{i}]" for i in range(words.get_vocab_size(), 300)),
+    ]
+    kinds = dict(zip(values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"], strict=True))
+    kind = gguf.TokenType
+    assert (kinds["a"], kinds["<eos>"], kinds["clerk"]) == (kind.NORMAL, kind.CONTROL, kind.USER_DEFINED)
+    assert kinds["[PAD299]"] == kind.UNUSED
+    merges = json.loads(words.to_str())["model"]["merges"]
+    assert values["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
+    assert values["tokenizer.ggml.eos_token_id"] == words.token_to_id("<eos>")
+    assert values["tokenizer.ggml.pre"] == "gpt-2"
+    assert values["tokenizer.chat_template"] == "{{ messages }}"
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2"])
+def test_the_tokenizer_is_the_same(tmp_path: Path, pre: str) -> None:
+    kind = "qwen2" if pre == "qwen2" else "llama"
+    export_gguf(write_model(tmp_path / "source", kind, pre), tmp_path / "model.gguf")
+    values = fields(tmp_path / "model.gguf")
+    assert values["tokenizer.ggml.pre"] == pre
+    assert values["tokenizer.ggml.add_bos_token"] == (pre == "llama-bpe")
+    original, special = tokenizer(pre), {"<bos>", "<eos>", "clerk"}
+    vocabulary = {token: i for i, token in enumerate(values["tokenizer.ggml.tokens"]) if token not in special}
+    merges = [tuple(pair.split(" ")) for pair in values["tokenizer.ggml.merges"]]
+    rebuilt = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre == "llama-bpe"))
+    rebuilt.pre_tokenizer = original.pre_tokenizer
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
+    for text in (TEXT[0].replace("clerk", "clark"), TEXT[1]):
+        ids = original.encode(text, add_special_tokens=False).ids
+        assert rebuilt.encode(text).ids == ids
+        assert theirs.decode(ids) == text
+        if pre == "qwen2":  # for a llama it cuts as Llama 2 would
+            assert theirs.encode(text, add_special_tokens=False) == ids
+
+
+def pieces(folder: Path, drop: int | None = None, swap: bool = False) -> Tokenizer:
+    """A tokenizer as Llama 2's: bytes, letters, pieces, each with all its merges; one may lack, or two be exchanged."""
+    words = ["▁t", "▁th", "he", "▁the", "er", "rm", "orm", "▁f", "▁form", "▁forms", "99", "▁▁", "cl", "ler"]
+    letters = sorted({c for text in TEXT for c in text.replace(" ", "▁") if c not in "öß\n"} | set("".join(words)))
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
+    merges = [[w[:i], w[i:]] for w in words for i in range(1, len(w)) if {w[:i], w[i:]} <= set(vocabulary)]
+    if drop is not None:
+        del merges[drop]
+    if swap:  # of one piece, and so no longer together
+        at = next(i for i, pair in enumerate(merges) if "".join(pair) == "▁the")
+        merges.append(merges.pop(at))
+    content = {
+        "version": "1.0", "truncation": None, "padding": None, "pre_tokenizer": None, "decoder": None,
+        "added_tokens": [
+            {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": True} for i, t in enumerate(vocabulary[:3])
+        ],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "post_processor": {
+            "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+        "model": {"type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+                  "vocab": {token: i for i, token in enumerate(vocabulary)}, "merges": merges},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def test_pieces_with_scores(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "mistral", vocab_size=340)
+    original = pieces(source)
+    export_gguf(source, tmp_path / "model.gguf")
+    values = fields(tmp_path / "model.gguf")
+    assert values["tokenizer.ggml.model"] == "llama"
+    assert values["tokenizer.ggml.add_bos_token"]
+    assert values["tokenizer.ggml.add_space_prefix"]
+    assert (values["tokenizer.ggml.bos_token_id"], values["tokenizer.ggml.eos_token_id"]) == (1, 2)
+    kind = gguf.TokenType
+    assert values["tokenizer.ggml.token_type"][:4] == [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, kind.BYTE]
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")  # makes merges of pieces and scores
+    for text in (*TEXT[:2], "the forms  thermal clerks 999"):
+        assert theirs.encode(text, add_special_tokens=False) == original.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("how", [{"drop": 2}, {"swap": True}])
+def test_merges_that_no_scores_can_say(tmp_path: Path, how: dict[str, Any]) -> None:
+    source = write_model(tmp_path / "source", "mistral", vocab_size=340)
+    pieces(source, **how)
+    with pytest.raises(ArtifactError, match="merges of the piece '.*' are incomplete or not next to each other"):
+        export_gguf(source, tmp_path / "model.gguf")
+
+
+def test_the_stretched_rotation_of_llama_3(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+    source = write_model(tmp_path / "source", "llama wide heads", rope_parameters=rope)
+    report = export_gguf(source, tmp_path / "model.gguf")
+    assert report.types["f32"] == 6
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    config = transformers.AutoConfig.from_pretrained(source)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / 10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float64) / 32)
+    factors = torch.from_numpy(tensors["rope_freqs.weight"].copy())
+    assert factors.min() == 1
+    assert factors.max() == 8
+    assert ((factors > 1) & (factors < 8)).any()
+    torch.testing.assert_close((plain / factors.double()).float(), theirs.float(), rtol=1e-6, atol=0)
+
+
+def test_a_run_of_ours(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA | {"mlp_width": 128})  # type: ignore[arg-type]
+    run = write_run(tmp_path / "run", lively(Llama(config)), config.to_hf())
+    with pytest.raises(ArtifactError, match="llama.cpp has no name for.*--no-tokenizer"):  # bytes alone
+        export_gguf(run, tmp_path / "model.gguf")
+    export_gguf(run, tmp_path / "model.gguf", tokenizer=False)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    stored = load_file(run / "step-00000007" / "model.safetensors")
+    for name in ("self_attn.q_proj", "mlp.up_proj"):
+        key = f"model.layers.1.{name}.weight"
+        assert torch.equal(theirs.get_parameter(key), q8_0(stored[key]))
+
+
+# ---- what cannot be written
+
+
+def edited(change: Callable[[dict[str, Any]], Any], file: str = "config.json") -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / file).read_text())
+        change(content)
+        (folder / file).write_text(json.dumps(content))
+
+    return edit
+
+
+def weight_of(value: float) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.embed_tokens.weight"][5, 5] = value
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "message"),
+    [
+        (edited(lambda c: c.update(model_type="gpt2")), {}, "GPT2LMHeadModel is supported"),
+        (edited(lambda c: c.update(hidden_act="gelu")), {}, "has hidden_act 'gelu'"),
+        (edited(lambda c: c.update(sliding_window=16)), {}, "attends to a window of 16 tokens.*set max_pos"),
+        (edited(lambda c: c["rope_parameters"].update(rope_type="yarn", factor=2.0)), {}, "rope_type 'yarn'"),
+        (edited(lambda c: c.pop("rms_norm_eps")), {}, "must state rms_norm_eps: GGUF needs it"),
+        (edited(lambda c: c.update(quantization_config={})), {}, "is quantized already"),
+        (edited(lambda c: None), {"weights": "q4_0"}, "unknown type 'q4_0' of weights: choose one of q8_0, f16"),
+        (weight_of(1e5), {}, "embed_tokens.weight exceeds 65504, the largest of f16"),
+        (weight_of(float("nan")), {}, "embed_tokens.weight holds inf or NaN"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), {}, "tokenizer.json is missing"),
+        (edited(lambda t: t["model"].update(type="Unigram"), "tokenizer.json"), {}, "neither a byte-level BPE.*--no"),
+        (edited(lambda t: t["model"].update(byte_fallback=True), "tokenizer.json"), {}, "treats blanks in another"),
+        (edited(lambda t: t["model"].update(ignore_merges=True), "tokenizer.json"), {}, "has no name for.*gpt-2"),
+        (edited(lambda t: t["model"].update(merges=[]), "tokenizer.json"), {}, "has no merges"),
+        (edited(lambda t: t.update(normalizer={"type": "Lowercase"}), "tokenizer.json"), {}, "has no name for"),
+        (edited(lambda t: t["model"]["vocab"].update(more=300), "tokenizer.json"), {}, "the token 300, the"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written(
+    tmp_path: Path, change: Callable[[Path], Any], how: dict[str, Any], message: str
+) -> None:
+    source = write_model(tmp_path / "source", "mistral")
+    change(source)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        export_gguf(source, tmp_path / "model.gguf", **how)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_sizes_without_whole_blocks(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "qwen2", intermediate_size=72)
+    with pytest.raises(ValueError, match=r"down_proj.weight: \[64, 72\] has no whole blocks of 32.*--weights f16"):
+        export_gguf(source, tmp_path / "model.gguf")
+    assert export_gguf(source, tmp_path / "model.gguf", weights="f16").types == {"f16": 15, "f32": 11}
+    with pytest.raises(FileExistsError, match="choose another file"):
+        export_gguf(source, tmp_path / "model.gguf", weights="f16")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), OSError("8704 requested and 2432 written")])
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    source = write_model(tmp_path / "source", "llama")
+
+    def full(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
+    with pytest.raises(WriteError, match=r"could not write .*model.gguf: the disk is full .* free there\): make room"):
+        export_gguf(source, tmp_path / "model.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(ImportError, match=r'pip install "\.\[gguf\]"'):
+        export_gguf(tmp_path, tmp_path / "model.gguf")
+
+
+def test_command(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "qwen2")
+    shutil.rmtree(tmp_path / "none", ignore_errors=True)
+    (source / "tokenizer.json").unlink()
+    ByteTokenizer().save(source)
+    words = ["pack", str(source), str(tmp_path / "out.gguf"), "--layout", "gguf", "--no-tokenizer"]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "300"})
+    assert done.exit_code == 0, done.output
+    assert "qwen2, 1 tensor of f16, 14 tensors of q8_0, 11 tensors of f32" in done.output
+    values = fields(tmp_path / "out.gguf")
+    assert values["tokenizer.ggml.model"] == "none"
+    assert "tokenizer.ggml.tokens" not in values
+
+
+# ---- GGUF files that transformers' reader stumbles over
+
+
+def off(folder: Path, wanted: torch.Tensor, **how: object) -> float:
+    opened = AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32, **how)
+    return distance(logits(opened.eval()), wanted)
+
+
+def test_a_folder_called_mistral(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "mistral", "mistral")
+    report = export_gguf(source, tmp_path / "model.gguf")
+    assert report.remarks == []
+    assert off(tmp_path, logits(expected(source, "q8_0"))) < 1e-6
+
+
+def test_biases_of_a_llama_are_said_to_be_left_out(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "source", "llama biased")
+    [remark] = export_gguf(source, tmp_path / "model.gguf").remarks
+    assert "llama.cpp reads them, and transformers leaves them out" in remark
+    wanted = logits(expected(source, "q8_0"))
+    assert off(tmp_path, wanted) > 0.1
+    assert f"config=AutoConfig.from_pretrained('{source}')" in remark
+    assert off(tmp_path, wanted, config=AutoConfig.from_pretrained(source)) < 1e-6

@@ -1,0 +1,140 @@
+"""The speed of generating text: the figures of a row, and `octavo generate --time`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Folders
+from torch import Tensor
+
+from octavo.speed import Grid, Row, time_generation
+
+CPU = torch.device("cpu")
+Octavo = Callable[..., tuple[Any, str, str]]
+SMALL = ("--time", "--length", "8,16", "--batch", "1,2", "--count", 6, "--rounds", 2, "--device", "cpu")
+
+
+def counting(ids: Tensor, tokens: int) -> Tensor:
+    """New tokens 0, 1, 2, ..."""
+    return torch.arange(tokens).expand(len(ids), -1)
+
+
+# --- Figures
+
+
+def test_tokens_per_second_are_of_decoding_alone() -> None:
+    row = Row("a", 4, 128, 11, prompt_seconds=[1.0, 9.0, 2.0], whole_seconds=[4.0, 3.0, 99.0])
+    assert row.first_token_seconds == 2.0
+    assert row.tokens_per_second == 4 * 10 / (4.0 - 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "whole"), [(1, []), (11, [2.0])], ids=["the first token alone", "times that are noise"]
+)
+def test_what_has_no_rate(tokens: int, whole: list[float]) -> None:
+    assert Row("a", 4, 8, tokens, prompt_seconds=[2.0], whole_seconds=whole).tokens_per_second is None
+
+
+def test_every_size_is_called_once_before_its_rounds() -> None:
+    calls: list[tuple[int, int, int]] = []
+
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        assert 0 <= int(ids.min()) <= int(ids.max()) < 7
+        calls.append((*ids.shape, tokens))
+        return counting(ids, tokens)
+
+    rows = time_generation(generate, Grid([2, 1], [16, 8], 4, 3), 7, CPU)
+    sizes = [(1, 8), (2, 8), (1, 16), (2, 16)]
+    assert [(row.batch, row.prompt) for row in rows] == sizes
+    assert calls == [(*size, tokens) for size in sizes for tokens in (4, 1, *(1, 4) * 3)]
+    assert {(len(row.prompt_seconds), len(row.whole_seconds), row.peak_bytes) for row in rows} == {(3, 3, None)}
+    assert all((row.warm_up_seconds or 0) > 0 for row in rows)
+
+
+def test_with_one_new_token_only_the_first_is_timed() -> None:
+    [row] = time_generation(counting, Grid([2], [8], 1, 2), 7, CPU)
+    assert (len(row.prompt_seconds), row.whole_seconds) == (2, [])
+
+
+def test_memory_that_does_not_suffice_is_said_in_the_row() -> None:
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore lines")
+        return counting(ids, tokens)
+
+    small, large = time_generation(generate, Grid([2, 4], [8], 4, 1), 7, CPU)
+    assert (small.problem, large.problem) == ("", "does not fit: CUDA out of memory. Tried to allocate 3 GiB")
+    assert large.prompt_seconds == []
+
+
+def test_a_way_that_stops_early_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"octavo was to generate 1 x 4 tokens, got \[1, 3\]"):
+        time_generation(lambda ids, n: counting(ids, max(n - 1, 1)), Grid([1], [8], 4, 1), 7, CPU)
+
+
+@pytest.mark.gpu
+def test_the_peak_of_a_size_is_its_own() -> None:
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        torch.zeros(len(ids) << 20, dtype=torch.uint8, device="cuda")
+        return counting(ids, tokens)
+
+    small, large = time_generation(generate, Grid([1, 64], [8], 2, 1), 7, torch.device("cuda"))
+    assert (large.peak_bytes or 0) - (small.peak_bytes or 0) >= 60 << 20
+
+
+# --- octavo generate --time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _made_before(made: Folders) -> None:
+    """transformers shows a bar as it writes the model, which is no line of the command."""
+    made("llama", scheme="channel")
+
+
+@pytest.mark.parametrize("scheme", ["channel", None], ids=["packed", "not packed"])
+def test_the_table(octavo: Octavo, made: Folders, scheme: str | None) -> None:
+    folder = made("llama", scheme=scheme) if scheme else made("llama")
+    code, out, err = octavo("generate", folder, *SMALL)
+    assert (code, err) == (0, "")
+    title, names, *lines = out.splitlines()
+    assert title == "6 new tokens, medians of 2 rounds"
+    assert names.startswith("batch  prompt  first token ms")
+    assert [line.split()[:2] for line in lines[:4]] == [["1", "8"], ["2", "8"], ["1", "16"], ["2", "16"]]
+    assert "peak GB" not in names  # of a GPU
+    assert ("FP8 is emulated here" in out) == bool(scheme)
+
+
+def test_json(octavo: Octavo, made: Folders) -> None:
+    code, out, err = octavo("generate", made("llama"), *SMALL, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out, parse_constant=pytest.fail)
+    assert (found["tokens"], found["rounds"], len(found["rows"])) == (6, 2, 4)
+    assert found["machine"]["torch"] == torch.__version__
+    assert {"octavo", "commit", "transformers", "processor", "gpu"} <= found["machine"].keys()
+    for row in found["rows"]:
+        whole, first = (sorted(row[f"{name}_seconds"]) for name in ("whole", "prompt"))
+        seconds = sum(whole) / 2 - sum(first) / 2
+        expected = 2 * 5 / seconds * row["batch"] / 2 if seconds > 0 else None
+        assert row["tokens_per_second"] == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--length", "60", "--count", 8), "are 68 tokens, and the model of"),
+        (("--batch", "1,x"), "--batch takes numbers, such as 1,2,4, got '1,x'"),
+        (("--batch", "0"), "batch must be at least 1, got 0"),
+        (("--rounds", 0), "rounds must be at least 1, got 0"),
+        (("--prompt", "a"), "--prompt is for text, and --time writes none"),
+    ],
+)
+def test_what_cannot_be_timed(refused: Callable[..., str], made: Folders, words: tuple[Any, ...], message: str) -> None:
+    assert message in refused("generate", made("llama", scheme="channel"), "--time", *words, "--device", "cpu")
+
+
+def test_the_options_of_timing_need_it(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "--length is for --time" in refused("generate", tmp_path, "--prompt", "a", "--length", "8")
+    assert "--batch takes one number without --time" in refused("generate", tmp_path, "--prompt", "a", "--batch", "1,2")

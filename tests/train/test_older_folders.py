@@ -1,0 +1,70 @@
+"""Folders that c1755f76 wrote still open: a run, a run of two ranks, and the latter packed (tests/fixtures/c1755f76).
+
+Both runs were written in steps of 4 x 32 tokens of `book.txt`: `run` by the recipe delayed to step 12, `sharded` by two
+ranks (FSDP2) and the recipe rowwise to step 8. The losses below are those with which c1755f76 went on.
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+import octavo as package
+from octavo_cli import main
+
+OLD = Path(__file__).parents[1] / "fixtures" / "c1755f76"
+GOES_ON = {"run": (16, 5.392937660217285), "sharded": (12, 5.425895690917969)}  # steps, evaluation loss at the end
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A copy of the folders whose settings name the text in the copy."""
+    copy = shutil.copytree(OLD, tmp_path / "old")
+    for settings in copy.glob("*/config.json"):
+        settings.write_text(settings.read_text().replace("FOLDER", str(copy)))
+    return copy
+
+
+def last_evaluation(run: Path) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["evaluation_loss"] for line in lines if "evaluation_loss" in line][-1]
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_a_run_resumes(octavo: Any, old: Path, name: str) -> None:
+    steps, loss = GOES_ON[name]
+    code, _, err = octavo("train", "--resume", old / name, "--steps", steps)
+    assert (code, err) == (0, "")
+    # Two ranks read other batches than one does, so the loss of `sharded` is only near.
+    assert last_evaluation(old / name) == pytest.approx(loss, rel=1e-4 if name == "run" else 1e-2)
+
+
+def resume_sharded(_rank: int, run: str) -> None:
+    sys.argv = ["octavo", "train", "--resume", run, "--steps", "12"]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_resumes_on_two_ranks(old: Path) -> None:
+    run_ranks(2, resume_sharded, str(old / "sharded"))
+    assert last_evaluation(old / "sharded") == pytest.approx(GOES_ON["sharded"][1], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", GOES_ON)
+def test_the_watch_of_a_run_is_reported(octavo: Any, old: Path, tmp_path: Path, name: str) -> None:
+    code, out, err = octavo("report", old / name, "--html", tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    assert "model.layers.0.mlp.down_proj" in (tmp_path / "page.html").read_text()
+
+
+def test_a_packed_folder_loads_and_verifies(octavo: Any, old: Path) -> None:
+    layer = package.load(old / "packed").get_submodule("model.layers.0.mlp.down_proj")
+    assert layer.in_features == 32
+    code, out, err = octavo("verify", old / "packed", "--against", old / "sharded")
+    assert (code, err) == (0, "")

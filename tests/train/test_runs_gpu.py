@@ -1,0 +1,273 @@
+"""Runs on a GPU: checkpoints, early warning, the loss of the head, offloading, and two GPUs under torchrun."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from early_warning_examples import DOWN, UP, breaks_in_fp8, event
+from gpu_memory import poison
+from hopper import ONLY_HOPPER
+from launch import torchrun
+from patience import HANG
+from safetensors.torch import load_file
+from torch import nn
+
+from octavo.checkpoint.run import RunFolder
+from octavo.models import LlamaConfig, build
+from octavo.train.loss import linear_cross_entropy
+from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
+
+
+@pytest.mark.gpu
+@ONLY_HOPPER
+def test_the_state_that_is_written_is_that_of_the_call(tmp_path):
+    device = torch.device("cuda")
+    model = nn.Sequential(*(nn.Linear(2048, 2048, device=device) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    state = TrainState(model, optimizer, torch.amp.GradScaler("cuda", enabled=False), device, "print")
+    run, weights, drawn = RunFolder(tmp_path), {}, {}
+    x = torch.randn(512, 2048, device=device)
+    with CheckpointWriter(run, keep=9) as writer:
+        for state.step in (1, 2, 3):  # the second and third use the memory of the first again
+            model(x).square().mean().backward()
+            optimizer.step()
+            writer.save(state)
+            weights[state.step] = {name: p.detach().clone() for name, p in model.named_parameters()}
+            drawn[state.step] = torch.randn(3, device=device)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.5)
+    for step, expected in weights.items():
+        found = load_file(run.checkpoint(step) / "model.safetensors", "cuda")
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        load_checkpoint(run.checkpoint(step), state)
+        assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+        assert torch.equal(torch.randn(3, device=device), drawn[step])
+        assert float(optimizer.state[model[0].weight]["step"]) == step
+
+
+# ---- The early warning of runs on a GPU: no step uses a bad gradient, and compiled blocks go on with promoted layer
+
+
+SETTINGS = {
+    "device": "cuda", "width": 64, "mlp_width": 128, "context": 64, "steps": 30, "log_every": 100, "save_every": 100,
+    "evaluate_every": 100, "watch": {"on_warning": "promote"},
+}  # fmt: skip
+
+
+def promoted(trainer):
+    actions = json.loads((trainer.run_folder.path / "actions.json").read_text())
+    return {promotion["layer"]: promotion["to"] for promotion in actions["promotions"]}
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_bad_step_is_repeated_with_its_layer_in_bf16(begin, recipe):
+    trainer = begin(recipe=recipe, **SETTINGS)
+    breaks_in_fp8(trainer)
+    assert trainer.run().step == 30
+    assert promoted(trainer) == {DOWN: "bf16"}
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_go_on_with_promoted_layers(begin, found):
+    trainer = begin(compile={"blocks": True}, **SETTINGS)
+    found(10, event(DOWN), event(UP, "underflow", "dy"))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert trainer.run().step == 30
+    assert promoted(trainer) == {DOWN: "bf16", UP: "e5m2"}
+
+
+# ---- The cross-entropy of a head on a GPU: in BF16 with FP32 sums, and what it takes of the memory
+
+
+TOKENS, WIDTH, VOCABULARY = 4096, 512, 50_000
+
+
+def plain(x, weight, targets):
+    return F.cross_entropy(F.linear(x, weight).float(), targets)
+
+
+def chunked(x, weight, targets):
+    return linear_cross_entropy(x, weight, targets, chunk=512)
+
+
+def measured(loss_of):
+    """The loss, dx and dw under autocast, and the peak of the memory above that of the arguments."""
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
+    weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") / 8).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    poison()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = loss_of(x, weight, targets)
+    (loss / 3).backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    return [loss.detach(), x.grad, weight.grad], peak
+
+
+def errors(found):
+    """The largest error of each, relative to the largest element, against float64."""
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
+    weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") / 8).requires_grad_()
+    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    loss = F.cross_entropy(x @ weight.T, targets)
+    (loss / 3).backward()
+    expected = [loss.detach(), x.grad, weight.grad]
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.gpu
+def test_it_is_as_exact_as_the_plain_loss_in_a_fraction_of_the_memory():
+    (whole, most), (found, peak) = measured(plain), measured(chunked)
+    for error, limit in zip(errors(found), errors(whole), strict=True):
+        assert error <= 1.2 * limit
+    logits, weight = TOKENS * VOCABULARY, VOCABULARY * WIDTH
+    assert most > 10 * logits  # BF16 logits, their FP32 copy, log-softmax in FP32
+    # of a chunk: logits and g in BF16, log-softmax in FP32; of the weight: a BF16 copy, and the FP32 gradient
+    assert peak < (2 + 2 + 4) * logits / 8 + (2 + 4) * weight + 16 * TOKENS * WIDTH
+
+
+@pytest.mark.gpu
+def test_compiled_it_is_the_same():
+    (whole, _), (found, _) = measured(chunked), measured(torch.compile(chunked, fullgraph=True))
+    for error, limit in zip(errors(found), errors(whole), strict=True):
+        assert error <= 1.2 * limit
+
+
+# ---- Runs on two GPUs under torchrun, against the run of one
+
+
+SETTINGS_PARALLEL_RUN = {
+    "layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 512, "context": 128, "batch": 4, "steps": 6,
+    "warmup": 2, "evaluate_every": 6, "evaluate_batches": 2, "save_every": 3, "log_every": 1,
+}  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path, text):
+    """train(processes, *words): the records of a run under torchrun, and its output."""
+
+    def make(processes, *words):
+        folder = tmp_path / f"{processes}"
+        folder.mkdir()
+        settings = SETTINGS_PARALLEL_RUN | {"out": "run", "data": [str(text)]}
+        (folder / "run.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()))
+        ended = torchrun(folder, "-m", "octavo", "train", "run.toml", *words, processes=processes)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-8000:]
+        lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], ended.stdout
+
+    return make
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--compile.blocks", "--activation-checkpointing.mode", "selective"),
+        ("--compile.blocks", "--parallel.tp", "2"),
+        ("--parallel.dp-replicate", "2", "--recipe", "delayed"),
+    ],
+    ids=["fsdp", "compiled", "tp", "hsdp delayed"],
+)
+def test_two_gpus_train_as_one(train, begin, records, tmp_path, words):
+    recipe = {"recipe": "delayed"} if "delayed" in words else {}
+    begin(**SETTINGS_PARALLEL_RUN, **recipe, device="cuda", learning_rate=None, min_learning_rate=None).run()
+    one = records(tmp_path / "run")
+    lines, out = train(2, *words)
+    two = {line["step"]: line for line in lines if "loss" in line}
+    assert {step: line["loss"] for step, line in two.items()} == pytest.approx(one, rel=2e-2)
+    last = two[SETTINGS_PARALLEL_RUN["steps"]]
+    assert last["tokens_per_second_per_gpu"] == pytest.approx(last["tokens_per_second"] / 2)
+    if "H200" in torch.cuda.get_device_name() or "H100" in torch.cuda.get_device_name():
+        assert 0 < last["mfu"] < 1
+        assert "MFU" in out
+    assert "14 weights in eight bits" in out
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_parameters_and_moments_are_divided(train):
+    """Of the peak of one GPU, two need less than three quarters: all is small here but the state."""
+    wide = ("--width", "1024", "--mlp-width", "4096", "--heads", "8", "--layers", "8", "--context", "32")
+
+    def peak(processes):
+        records, _ = train(processes, *wide)
+        return max(record["peak_memory"] for record in records if "peak_memory" in record)
+
+    with ThreadPoolExecutor() as pool:
+        one, two = pool.map(peak, (1, 2))
+    assert two < 0.75 * one
+
+
+# ---- The memory of a GPU that offloading and moments in eight bits save, and that the losses stay what they are
+
+
+# 8 blocks; the activations of 128 tokens are small beside the weights
+SIZES = {"width": 1024, "heads": 8, "kv_heads": 8, "mlp_width": 4096, "layers": 8, "context": 128}
+RUN = SIZES | {
+    "recipe": "bf16", "batch": 1, "steps": 3, "evaluate_every": 3, "device": "cuda",
+    "learning_rate": 1e-4, "min_learning_rate": 1e-5,
+}  # fmt: skip
+
+
+def parameters():
+    config = LlamaConfig(vocabulary=256, tied=True, **SIZES)
+    return sum(p.numel() for p in build(config).parameters())
+
+
+@pytest.fixture
+def measured_offload(spawn, records, tmp_path):
+    """measured(name, **settings): the losses of a run and the peak of its memory in bytes a parameter."""
+
+    def run(name, **settings):
+        process = spawn(**RUN, out=str(tmp_path / name), **settings)
+        _, error = process.communicate(timeout=HANG)
+        assert process.returncode == 0, error
+        peak = max(records(tmp_path / name, "peak_memory").values())
+        return list(records(tmp_path / name).values()), peak / parameters()
+
+    return run
+
+
+@pytest.mark.gpu
+def test_weights_gradients_and_moments_leave_the_gpu(measured_offload):
+    losses, peak = measured_offload("plain")
+    moved, low = measured_offload("offload", optimizer={"offload": True})
+    assert moved == pytest.approx(losses, rel=1e-3)  # AdamW runs on the CPU
+    assert 16 < peak < 22  # weight, gradient and two moments in FP32, and the BF16 copies of the weights
+    # Left: BF16 copies of the weights, which autocast saves for backward, and FP32 weights and gradients of 2 to 3 of 8
+    # blocks. The peak without offloading is at the end of backward, where the copies are gone.
+    assert peak - low > 10
+
+
+@pytest.mark.gpu
+def test_moments_in_eight_bits_take_two_bytes(measured_offload):
+    pytest.importorskip("torchao")
+    losses, peak = measured_offload("plain")
+    found, low = measured_offload("8bit", optimizer={"state": "8bit"})
+    assert found == pytest.approx(losses, rel=1e-2)
+    # 8 bytes become 2, and 1/32 of scales. The peak is in the first step, while the update is compiled: a byte above
+    # that of later steps, with weights of this size.
+    assert 4.5 < peak - low < 6.1
+
+
+@pytest.mark.gpu
+def test_bf16_weights_train_on_a_gpu(measured_offload):
+    pytest.importorskip("torchao")
+    losses, peak = measured_offload("plain")
+    found, low = measured_offload("bf16", accumulate=2, optimizer={"weights": "bf16", "state": "fp8", "offload": True})
+    assert found == pytest.approx(losses, rel=2e-2)
+    assert low < peak / 2

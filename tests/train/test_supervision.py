@@ -1,0 +1,560 @@
+"""Supervision of a run: a planted fault, what the run does about it and how it goes on; the watch that it reads."""
+
+import json
+import math
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
+from ranks import run_ranks
+from rich.console import Console
+from torch import nn
+
+from octavo.nn.linear import Linear
+from octavo.train.config import Config
+from octavo.train.finished import open_run
+from octavo.train.start import start_run
+from octavo.train.supervision import TrainingError, find_nonfinite, recipe_layers
+from octavo.watching import Event, read_watch
+
+QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
+
+
+@pytest.fixture
+def plant(begin):
+    """plant(fault, **settings): a run in which `fault(trainer)` is called before every step."""
+
+    def make(fault, **settings):
+        trainer = begin(**settings)
+        step = trainer.step
+
+        def faulty():
+            fault(trainer)
+            return step()
+
+        trainer.step = faulty
+        return trainer
+
+    return make
+
+
+@pytest.fixture
+def eager():
+    """Without compilation: torchao compiles its steps."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def actions(trainer):
+    return json.loads((trainer.run_folder.path / "actions.json").read_text())
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_step(begin, recipe):
+    trainer = begin(recipe=recipe, steps=40, **QUIET)
+    breaks_in_fp8(trainer)
+    with pytest.raises(TrainingError, match=rf"step 13: the loss is nan .* is in y of {DOWN}\. Lower") as caught:
+        trainer.run()
+    assert "or set watch.on_warning to promote; no good checkpoint was saved" in str(caught.value)
+    weights = list(trainer.model.parameters())
+    assert all(p.isfinite().all() for p in weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"recipe": "rowwise"}, {"recipe": "delayed", "optimizer": {"state": "8bit"}}])
+@pytest.mark.usefixtures("eager")
+def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tmp_path):
+    """No step has used the bad gradient: the run is one in which the layer is promoted before that step."""
+    common = QUIET | {"log_every": 1, "steps": 20, "watch": {"on_warning": "promote"}} | options
+    trainer = begin(**common, out=str(tmp_path / "broken"))
+    breaks_in_fp8(trainer)
+    trainer.run()
+    promoted = begin(**common, out=str(tmp_path / "promoted"))
+    layer_of(promoted.model).register_forward_hook(lambda *_: None)  # not fused, as the other
+    step = promoted.step
+
+    def promote_at_12():
+        if promoted.state.step == 12:
+            layer_of(promoted.model).recipe = layer_of(trainer.model).recipe
+        return step()
+
+    promoted.step = promote_at_12
+    promoted.run()
+    path = tmp_path / "broken"
+    assert list(records(path)) == list(range(1, 21))
+    assert records(path) == records(tmp_path / "promoted")
+    [promotion] = actions(trainer)["promotions"]
+    assert promotion == {"step": 12, "layer": DOWN, "to": "bf16", "rule": "non_finite"}
+    assert records(path, "warnings") == {13: {"non_finite": 1}}
+    assert records(path, "promoted") == {13: {DOWN: "bf16"}}
+
+
+def test_a_step_that_is_not_finite_in_bf16_either_ends_the_run(begin):
+    trainer = begin(steps=20, **QUIET, watch={"on_warning": "promote"})
+    layer_of(trainer.model).register_forward_hook(
+        lambda module, args, y: y * math.inf if trainer.state.step == 6 else y
+    )
+    with pytest.raises(TrainingError, match=rf"step 7: .* is in y of {DOWN}") as caught:
+        trainer.run()
+    assert "on_warning" not in str(caught.value)  # it is promote already
+    assert [promotion["layer"] for promotion in actions(trainer)["promotions"]] == [DOWN]
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.embed_tokens"])
+def test_a_bad_number_in_a_module_that_is_not_converted_ends_the_run_and_says_so(begin, records, name):
+    trainer = begin(steps=20, **QUIET | {"save_every": 5}, watch={"on_warning": "promote"})
+    module = trainer.model.get_submodule(name)
+    module.register_forward_hook(lambda module, args, y: y * math.inf if trainer.state.step == 6 else y)
+    expected = (
+        rf"step 7: .* is in y of {name}\. {name} is not converted: it never ran in FP8, so there is nothing to .*"
+    )
+    with pytest.raises(
+        TrainingError, match=expected + r"--resume .*/run goes on from .* checkpoint is .*00005"
+    ) as caught:
+        trainer.run()
+    assert "skip" not in str(caught.value)
+    assert not (trainer.run_folder.path / "actions.json").exists()
+    assert records(trainer.run_folder.path)[7] is None  # the loss that ended the run
+
+
+def test_every_promoted_layer_is_named(begin, found, capsys):
+    trainer = begin(recipe="rowwise", steps=10, watch={"on_warning": "promote"})
+    names = [name for name, _ in recipe_layers(trainer.model).items()]
+    found(10, *(event(name, "amax_jump") for name in names))
+    trainer.console = Console()
+    trainer.run()
+    said = capsys.readouterr().out
+    assert f"warning: {len(names) - 5} more of step 10" in said
+    assert [f"{name} runs in BF16 from now on" in said for name in names] == [True] * len(names)
+
+
+def test_a_rate_that_is_too_high_explains_the_warnings_of_layers(begin, found, capsys):
+    trainer = begin(recipe="rowwise", steps=10, learning_rate=0.1)
+    found(10, event(DOWN, "underflow", "dy"), event(UP, "underflow", "dy"), event(DOWN, "dead_scale", "dy"))
+    trainer.console = Console(width=500)
+    trainer.run()
+    rate, others = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert "step 1: rate_too_high: the learning rate 0.05 is " in rate
+    assert "3 more of step 10 (2 underflow, 1 dead_scale), in " in others
+    assert others.endswith("; rate_too_high of step 1 explains them")
+    assert len(read_watch(trainer.run_folder.path).events) == 4
+
+
+def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_on, found, records):
+    trainer = begin(recipe="rowwise", steps=24, log_every=1, watch={"on_warning": "promote"}, save_every=14)
+    found(10, event(DOWN), event(DOWN, "kurtosis_growth"), event(UP, "underflow", "dy"), event("lm_head"), event(None))
+    trainer.run()
+    assert (layer_of(trainer.model).recipe.name, layer_of(trainer.model, "mlp.up_proj").recipe.name) == (
+        "bf16",
+        "rowwise_e5m2",
+    )
+    path = trainer.run_folder.path
+    assert records(path, "promoted") == {10: {DOWN: "bf16", UP: "e5m2"}}
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    before, after = (line["precision"]["recipes"] for line in lines if "precision" in line)
+    assert (list(before), after["bf16"]["layers"]) == (["rowwise"], [DOWN])
+    assert records(path, "warnings") == {
+        10: {"saturation_spike": 3, "kurtosis_growth": 1, "underflow": 1},
+    }
+    for later in trainer.run_folder.checkpoints()[1:]:
+        later.rename(path / "elsewhere")
+    resumed = go_on(path)
+    names = {name: module.recipe.name for name, module in resumed.model.named_modules() if isinstance(module, Linear)}
+    assert {name: recipe for name, recipe in names.items() if recipe != "rowwise"} == {DOWN: "bf16", UP: "rowwise_e5m2"}
+    before = records(path)
+    resumed.run()
+    assert records(path) == before
+    opened = open_run(path, 14).model
+    assert layer_of(opened).recipe.name == "bf16"
+
+
+def test_a_checkpoint_from_before_a_promotion_is_opened_without_it(begin, found):
+    trainer = begin(recipe="delayed", steps=12, save_every=4, watch={"on_warning": "promote"})
+    found(10, event(DOWN))
+    trainer.run()
+    assert [layer_of(open_run(trainer.run_folder.path, step).model).recipe.name for step in (8, 12)] == [
+        "delayed",
+        "bf16",
+    ]
+
+
+def test_where_gate_and_up_are_aligned_the_layer_after_them_is_promoted(begin, found):
+    trainer = begin(steps=10, watch={"on_warning": "promote"})
+    found(10, event(UP, "swiglu_alignment", None))
+    trainer.run()
+    assert [promotion["layer"] for promotion in actions(trainer)["promotions"]] == [DOWN]
+
+
+def test_warnings_are_logged_and_change_nothing_by_default(begin, found, records, tmp_path):
+    found(4, event(DOWN))
+    ends = []
+    for name in ("warned", "clean"):
+        trainer = begin(out=str(tmp_path / name))
+        trainer.run()
+        ends.append(records(tmp_path / name))
+    assert ends[0] == ends[1]
+    assert records(tmp_path / "warned", "warnings") == {4: {"saturation_spike": 1}}
+    assert not (tmp_path / "warned" / "actions.json").exists()
+
+
+def test_a_warning_may_stop_the_run_with_a_checkpoint(begin, found):
+    trainer = begin(steps=40, **QUIET, watch={"on_warning": "stop"})
+    found(20, event(DOWN))
+    with pytest.raises(TrainingError, match=rf"step 20: stopped by saturation_spike: {DOWN}: .*--resume"):
+        trainer.run()
+    assert [path.name for path in trainer.run_folder.checkpoints()] == ["step-00000020"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
+def test_compiled_blocks_go_on_with_promoted_layers(begin, go_on, found):
+    torch._dynamo.reset()
+    blocks = {"blocks": True, "backend": "eager"}
+    trainer = begin(compile=blocks, layers=1, steps=20, watch={"on_warning": "promote"}, **QUIET)
+    found(10, event("model.layers.0.mlp.up_proj"))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert trainer.run().step == 20
+        assert torch._dynamo.config.recompile_limit == 9
+        go_on(trainer.run_folder.path).lock.close()
+        assert torch._dynamo.config.recompile_limit == 10
+
+
+def spikes(steps):
+    """After each of `steps` steps, once, the weights of the last norm become twenty times as large."""
+    left = set(steps)
+
+    def fault(trainer):
+        if trainer.state.step in left:
+            left.remove(trainer.state.step)
+            trainer.model.model.norm.weight.data.mul_(20)
+
+    return fault
+
+
+LONG = {"log_every": 1, "evaluate_every": 100, "save_every": 10, "steps": 50, "recipe": "bf16"}
+
+
+def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches(plant, go_on, records):
+    trainer = plant(spikes([33]), **LONG, watch={"on_spike": "rollback"})
+    seen, at = [], trainer.data.training.at
+    trainer.data.training.at = lambda index: seen.append(index) or at(index)
+    assert trainer.run().step == 50
+    path = trainer.run_folder.path
+    events = read_watch(path).events
+    assert [(event.rule, event.action) for event in events if not event.undone] == [("loss_spike", "rollback")]
+    assert all(event.step > 30 for event in events)
+    [rollback] = actions(trainer)["rollbacks"]
+    assert rollback == {"step": 35, "to": 30, "batch": 35}
+    assert seen == [*range(35), *range(35, 55)]
+    assert list(records(path)) == list(range(1, 51))
+    assert records(path, "rolled_back_from") == {30: 35}
+    assert max(list(records(path).values())[31:]) < 4
+    for later in trainer.run_folder.checkpoints()[-1:]:
+        later.rename(path / "elsewhere")
+    resumed = go_on(path)
+    before = records(path)
+    resumed.run()
+    assert records(path) == before
+
+
+def test_a_run_goes_back_so_often_and_then_no_more(plant, records):
+    trainer = plant(spikes([33, 44]), **LONG, watch={"interval": 0, "on_spike": "rollback", "rollbacks": 1})
+    assert trainer.run().step == 50
+    assert len(actions(trainer)["rollbacks"]) == 1
+    assert records(trainer.run_folder.path, "warnings") == {30: {"loss_spike": 1}, 46: {"loss_spike": 1}}
+
+
+def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(plant, records):
+    trainer = plant(spikes([33]), **LONG | {"save_every": 100}, watch={"on_spike": "rollback"})
+    assert trainer.run().step == 50
+    assert records(trainer.run_folder.path, "warnings") == {35: {"loss_spike": 1}}
+    [spike] = read_watch(trainer.run_folder.path).events
+    assert (spike.step, spike.action) == (35, None)
+    assert spike.message.endswith("not rolled back: no checkpoint is older")
+
+
+def test_events_go_to_the_watch(begin, found, monkeypatch):
+    trainer = begin(steps=10, watch={"on_warning": "promote"})
+    seen = []
+
+    class Watch:
+        layers, take, go_back = (), list, None
+        done = property(lambda self: trainer.state.step)
+
+        def step(self):
+            pass
+
+        def read_gradients(self):
+            pass
+
+        def refresh(self):
+            seen.append("refresh")
+
+        def write_event(self, event):
+            seen.append(event)
+
+    monkeypatch.setattr("octavo.train.trainer.watched", lambda *args: nullcontext(Watch()))
+    found(10, event(DOWN), event("lm_head"))
+    trainer.run()
+    assert [(e.layer, e.action) if isinstance(e, Event) else e for e in seen] == [
+        (DOWN, "promote"), ("lm_head", None), "refresh",
+    ]  # fmt: skip
+
+
+# ---- The early warning of a run of two processes, of which one has the fault
+
+
+SETTINGS = {
+    "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 4, "steps": 40,
+    "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "evaluate_batches": 1,
+    "log_every": 1, "evaluate_every": 40, "save_every": 20, "watch": {"on_warning": "promote", "on_spike": "rollback"},
+}  # fmt: skip
+
+
+def train(rank, folder, text):
+    """The norms of the steps; at step 7 a layer of rank 1 overflows in FP8, and after step 30 the loss rises."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    trainer = start_run(Config.from_dict(SETTINGS | {"data": [text], "out": f"{folder}/run"}), Console(quiet=True))
+    step, norms, planted = trainer.step, [], []
+
+    def overflow(module, args, y):
+        return y * math.inf if rank == 1 and module.recipe.quantized and trainer.state.step == 6 else y
+
+    def faulty():
+        if trainer.state.step == 30 and not planted:
+            planted.append(True)
+            trainer.model.model.norm.weight.data.mul_(20)
+        loss, norm = step()
+        norms.append((trainer.state.step, float(norm)))
+        return loss, norm
+
+    trainer.model.model.layers[1].mlp.down_proj.register_forward_hook(overflow)
+    trainer.step = faulty
+    trainer.run()
+    return norms
+
+
+@pytest.mark.slow
+def test_all_ranks_act_alike(tmp_path, text):
+    first, second = run_ranks(2, train, tmp_path, str(text))
+    assert str(first) == str(second)  # nan is nan
+    assert [step for step, _ in first] == [*range(1, 8), *range(7, 33), *range(21, 41)]
+    assert [step for step, norm in first if not math.isfinite(norm)] == [7]
+    actions = json.loads((tmp_path / "run" / "actions.json").read_text())
+    assert [(each["layer"], each["to"]) for each in actions["promotions"]] == [("model.layers.1.mlp.down_proj", "bf16")]
+    assert actions["rollbacks"] == [{"step": 32, "to": 20, "batch": 32}]
+    assert (tmp_path / "run" / "step-00000040").is_dir()
+
+
+# ---- The layer with the first number that is not finite, in each way to compute a step
+
+
+MODES = {
+    "plain": {},
+    "delayed": {"recipe": "delayed"},
+    "checkpointing": {"activation_checkpointing": {"mode": "full"}},
+    "compiled": {"compile": {"blocks": True, "backend": "eager"}},
+    "gpt2": {"model": "gpt2"},
+}
+
+
+def found(trainer):
+    return find_nonfinite(trainer.model, trainer.state.device, lambda: trainer.passes(trainer.state.step))
+
+
+@pytest.fixture(params=MODES)
+def trainer(begin, request):
+    torch._dynamo.reset()  # other tests compile the same code, up to Dynamo's limit
+    made = begin(**MODES[request.param])
+    made.step()
+    yield made
+    made.lock.close()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by Dynamo, which hides it
+def test_the_layer_is_named_wherever_it_is(trainer):
+    assert found(trainer) is None
+    model = trainer.model.model
+    decoder = getattr(model, "decoder", model)
+    layer = decoder.layers[1].self_attn.k_proj
+    name = next(name for name, module in trainer.model.named_modules() if module is layer)
+    weight = layer.weight.detach().clone()
+    nn.init.constant_(layer.weight, math.nan)
+    assert str(found(trainer)) == f"w of {name}"
+    layer.weight.data.copy_(weight)
+    plants = {
+        "y": lambda: layer.register_forward_hook(lambda module, args, y: y * math.inf),
+        "x": lambda: layer.register_forward_pre_hook(lambda module, args: (args[0] * math.inf,)),
+        "dx": lambda: layer.register_full_backward_hook(lambda module, dx, dy: (dx[0] * math.inf,)),
+        "dy": lambda: layer.register_full_backward_pre_hook(lambda module, dy: (dy[0] * math.inf,)),
+        "dw": lambda: layer.weight.register_hook(lambda dw: dw * math.inf),
+    }
+    for tensor, plant in plants.items():
+        handle = plant()
+        assert str(found(trainer)) == f"{tensor} of {name}", tensor
+        handle.remove()
+    assert found(trainer) is None
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_looking_leaves_the_run_as_it_was(begin, tmp_path):
+    seen = []
+    for look in (False, True):
+        trainer = begin(recipe="delayed", dropout=0.5, out=str(tmp_path / str(look)))
+        trainer.step()
+        if look:
+            found(trainer)
+        seen.append(torch.stack([trainer.step()[0] for _ in range(2)]))
+        trainer.lock.close()
+    assert torch.equal(*seen)
+
+
+def of_one_rank(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.full((2, 4), math.nan if rank == 1 else 1.0)
+    return str(find_nonfinite(model, torch.device("cpu"), lambda: model(x).sum().backward()))
+
+
+def test_all_ranks_are_told_what_one_has_found():
+    assert run_ranks(2, of_one_rank) == ["x of 0"] * 2
+
+
+@pytest.mark.parametrize("poisoned", [4, 8])
+def test_a_checkpoint_with_a_weight_that_is_not_finite_is_not_the_last_good_one(begin, poisoned):
+    """The update of a step makes a weight infinite, and the checkpoint of that step has it."""
+    trainer = begin(steps=12)
+    step = trainer.step
+
+    def faulty():
+        found = step()
+        if trainer.state.step == poisoned:
+            layer_of(trainer.model).weight.data[0, 0] = math.inf
+        return found
+
+    trainer.step = faulty
+    with pytest.raises(TrainingError, match=rf"is in w of {DOWN}") as caught:
+        trainer.run()
+    run = trainer.run_folder
+    assert run.checkpoints()[-1] == run.checkpoint(poisoned)
+    good = "no good checkpoint was saved" if poisoned == 4 else f"the last good checkpoint is {run.checkpoint(4)}"
+    assert str(caught.value).endswith(good)
+
+
+# ---- The watch of a run: on by default, drawn on boards, and without effect on the numbers
+
+
+def losses(run):
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def steps_of(run):
+    return np.unique(read_watch(run).operands["step"]).tolist()
+
+
+def test_a_run_is_watched_and_a_resumed_one_goes_on(begin, go_on):
+    trainer = begin(recipe="rowwise", steps=6, save_every=4, log_every=1, watch={"interval": 2})
+    trainer.run()
+    run = trainer.run_folder.path
+    assert steps_of(run) == [1, 2, 4, 6]
+    assert trainer.watch is None
+    watched = read_watch(run)
+    layer = next(layer for layer in watched.layers if layer.recipe)
+    assert {name: gemm.precision for name, gemm in layer.gemms.items()} == dict.fromkeys(("y", "dx", "dw"), "fp8")
+    go_on(run, "--steps", "8").run()
+    assert steps_of(run) == [1, 2, 4, 6, 7, 8]
+
+
+def test_the_losses_of_a_watched_run_are_those_of_another(begin, tmp_path):
+    found = []
+    for interval in (0, 1):
+        trainer = begin(
+            recipe="rowwise", steps=4, log_every=1, watch={"interval": interval}, out=str(tmp_path / f"{interval}")
+        )
+        trainer.run()
+        found.append(losses(trainer.run_folder.path))
+        assert (trainer.run_folder.path / "watch").exists() == bool(interval)
+    assert len(found[0]) == 4
+    assert found[0] == found[1]
+
+
+class Histogram(SimpleNamespace):
+    pass
+
+
+class Wandb:
+    """The part of wandb that a run calls, which records the calls."""
+
+    def __init__(self):
+        self.runs = []
+
+    def init(self, **options):
+        run = SimpleNamespace(options=options, logged=[], finished=False, defined=[])
+        run.log = run.logged.append
+        run.define_metric = lambda name, **more: run.defined.append((name, more))
+        run.finish = lambda: setattr(run, "finished", True)
+        self.runs.append(run)
+        return run
+
+    def Histogram(self, np_histogram):
+        return Histogram(counts=np_histogram[0], edges=np_histogram[1])
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    package = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return package
+
+
+def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, wandb):
+    trainer = begin(recipe="rowwise", steps=3, log_every=1, wandb=True, watch={"interval": 2})
+    trainer.run()
+    run = trainer.run_folder.path
+    go_on(run, "--steps", "4").run()
+    first, second = wandb.runs
+    assert first.options["id"] == second.options["id"]
+    assert (first.options["name"], Path(first.options["dir"])) == (run.name, run)
+    assert first.options["config"]["recipe"] == "rowwise"
+    assert first.defined == [("step", {}), ("*", {"step_metric": "step"})]
+    assert first.finished
+    logged = {name: (line["step"], value) for line in first.logged for name, value in line.items()}
+    assert logged["loss"] == (3, losses(run)[2])
+    name = "watch/model.layers.0.mlp.down_proj/dy"
+    watched = read_watch(run)
+    of_name = np.array([watched.layers[r["layer"]].name in name for r in watched.operands])
+    (record,) = watched.operands[of_name & (watched.operands["step"] == 2) & (watched.operands["operand"] == 2)]
+    assert logged[f"{name}/sqnr"] == (2, record["sqnr"])
+    step, histogram = logged[f"{name}/log2"]
+    assert step == 2
+    assert histogram.counts.sum() == pytest.approx(1, abs=0.01)
+    assert 2.0 ** (histogram.edges[-1] - 1) <= record["amax"] < 2.0 ** histogram.edges[-1]
+    assert histogram.counts[-1] == pytest.approx(record["binades"][0] / 65535)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+def test_tensorboard_gets_the_numbers_and_the_histograms(begin):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    trainer = begin(recipe="rowwise", steps=3, log_every=1, tensorboard=True, watch={"interval": 2})
+    trainer.run()
+    found = events.EventAccumulator(str(trainer.run_folder.path / "tensorboard"))
+    found.Reload()
+    name = "watch/model.layers.0.mlp.down_proj"
+    assert [event.step for event in found.Scalars(f"{name}/x/sqnr")] == [1, 2]
+    assert found.Scalars(f"{name}/gradient_norm")[0].value > 0
+    histogram = found.Histograms(f"{name}/gradient/log2")[0].histogram_value
+    assert histogram.num == pytest.approx(1, abs=0.01)
+
+
+def test_without_wandb_the_error_names_the_extra_and_nothing_is_written(begin, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r'pip install "\.\[wandb\]"'):
+        begin(wandb=True)
+    assert not list(tmp_path.glob("*/config.json"))

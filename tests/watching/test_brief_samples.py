@@ -1,0 +1,198 @@
+"""Brief samples: of every tenth step, for the rules alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from watch_oracle import matrix
+
+import octavo
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.observation.operand_statistics import Operand, statistics
+from octavo.watching import read_watch
+from octavo.watching.rules import RULES, History, SampleGrids
+
+MODELS = {
+    "llama": lambda: Llama(LlamaConfig(64, 1, 32, 4, 2, 48, 16)),
+    "gpt2": lambda: GPT2(GPT2Config(64, 1, 32, 4, 16)),
+}
+BEFORE_COMPARED = 4  # samples
+
+
+def one_layer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 64, bias=False))
+    octavo.convert(model)
+    return model
+
+
+def train(model, watch, steps, x=None, change=None):
+    """Steps that leave the weights as they are. `change` is called with the number of each step."""
+    x = matrix(48, 80, spread=1) if x is None else x
+    for _ in range(steps):
+        if change is not None:
+            change(watch.done + 1)
+        y = model(x)
+        (y * torch.linspace(-1, 1, y.shape[-1])).square().mean().backward()
+        watch.read_gradients()
+        model.zero_grad()
+        octavo.scales.update_scales(model)
+        watch.step()
+
+
+def judged(watch, sample):
+    """The numbers that the rules find, compared with samples of ones."""
+    history = History(len(watch.layers), samples=BEFORE_COMPARED)
+    history.amax[:], history.kurtosis[:] = 1, 1
+    made = SampleGrids(*sample, watch.layers)
+    with np.errstate(invalid="ignore"):
+        return {f"{rule.name} {rule.number.__name__}": rule.number(made, history) for rule in RULES}
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed", "tensorwise_rotated", "blockwise", "mxfp8", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_rules_find_the_same_numbers_in_a_brief_sample_as_in_a_full_one(name, recipe):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    octavo.convert(model, recipe)
+    tokens = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    with octavo.watch(model, interval=10, rows=16) as watch:
+        train(model, watch, 10, tokens)
+        full, (_, brief) = watch.latest(), watch.take()
+    assert (full.step, brief[0]["step"][0]) == (10, 10)
+    expected = judged(watch, (full.operands, full.layer_records))
+    for rule, numbers in judged(watch, brief).items():
+        # A brief sample has no gradients of weights, and its moments are those about zero.
+        if rule not in ("non_finite nonfinite_gradient", "kurtosis_growth kurtosis_growth"):
+            np.testing.assert_allclose(numbers, expected[rule], rtol=1e-4, atol=1e-6, err_msg=rule)
+    assert np.isfinite(expected["underflow flushed"]).any() == (recipe != "bf16")
+    assert np.isfinite(expected["swiglu_alignment alignment"]).any() == (name == "llama")
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("row", [0, 17])
+def test_a_number_that_is_not_finite_is_found_in_any_row(bad, row):
+    model, x = one_layer(), matrix(48, 80, spread=1)
+
+    def spoil(step):
+        x[row, 5] = bad if step == 10 else 1
+
+    with octavo.watch(model) as watch:
+        train(model, watch, 10, x, spoil)
+        (first, _), (brief, _) = watch.take()
+    assert first["nonfinite"].tolist() == [0, 0, 0]
+    assert brief["nonfinite"][0] > 0
+    assert brief["nonfinite"][1] == 0  # w is finite
+
+
+def test_the_kurtosis_is_that_about_zero():
+    model, x = one_layer(), matrix(16, 80) + 3
+    with octavo.watch(model) as watch:
+        train(model, watch, 1, x)
+        [(found, _)] = watch.take()
+    for record, tensor in zip(found[:2], (x, model[0].weight), strict=True):
+        rows = octavo.observation.operand_statistics.sampled_rows(len(tensor), 16, tensor.device)
+        wide = tensor.detach().double().numpy()[rows]
+        assert record["kurtosis"] == pytest.approx((wide**4).mean() / (wide**2).mean() ** 2, rel=1e-5)
+        assert record["rms"] == pytest.approx((wide**2).mean() ** 0.5, rel=1e-5)
+
+
+def test_micro_batches_add_up_and_rows_do_not_wait_without_end(monkeypatch):
+    found = []
+    for most in (1 << 25, 1):
+        monkeypatch.setattr(octavo.observation.operand_statistics, "_MOST_BYTES", most)
+        model = one_layer()
+        with octavo.watch(model) as watch:
+            for seed in range(3):
+                model(matrix(16, 80, seed=seed)).sum().backward()
+            watch.read_gradients()
+            watch.step()
+            found.append(watch.take()[0][0])
+    assert np.array_equal(found[0].view(np.uint8), found[1].view(np.uint8))
+    parts = [matrix(16, 80, seed=seed) for seed in range(3)]
+    assert found[0]["rms"][0] == pytest.approx(torch.cat(parts).double().square().mean().sqrt().item(), rel=1e-5)
+    assert found[0]["amax"][0] == pytest.approx(max(part.abs().max().item() for part in parts), rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_has_the_same_numbers(backend):
+    """The code of aot_eager passes copies of the buffers of statistics."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        model = one_layer()
+        call = torch.compile(model, backend=backend) if compiled else model
+        with octavo.watch(model) as watch:
+            call(matrix(48, 80)).square().mean().backward()
+            watch.read_gradients()
+            watch.step()
+            found.append(watch.take()[0][0])
+    assert len(found[0]) == 3
+    for name in ("amax", "scale", "kurtosis", "flushed", "shift_lost", "nonfinite"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5, err_msg=name)
+
+
+def test_brief_samples_are_for_rules_alone(tmp_path):
+    model, heard = one_layer(), []
+    with octavo.watch(model, folder=tmp_path, interval=15) as watch:
+        watch.listeners.append(lambda sample: heard.append(sample.step))
+        train(model, watch, 31)
+        assert [operands["step"][0] for operands, _ in watch.take()] == [1, 10, 20, 30]
+        assert watch.take() == []
+        assert (watch.latest().step, watch.latest().brief) == (30, False)
+    assert heard == [1, 15, 30]
+    assert np.unique(read_watch(tmp_path).operands["step"]).tolist() == [1, 15, 30]
+
+
+def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_path):
+    model = one_layer()
+    with octavo.watch(model, folder=tmp_path, interval=2, limit=2000) as watch:
+        train(model, watch, 40)
+        assert [operands["step"][0] for operands, _ in watch.take()] == [1, 10, 20, 30, 40]
+        assert watch.interval == read_watch(tmp_path).interval > 4
+
+
+def test_the_folder_of_a_run_is_made(tmp_path):
+    with octavo.watch(one_layer(), folder=tmp_path / "runs" / "own"):
+        pass
+    assert read_watch(tmp_path / "runs" / "own").layers
+
+
+# ---- Brief samples on a GPU: the numbers of a CPU, and those of full samples
+
+
+def operands(device):
+    """Those of many sizes and dtypes: unquantized, quantized, with a known amax, folded."""
+    for rows, columns in ((16, 64), (5, 14336), (16, 100)):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = matrix(rows, columns).to(device, dtype)
+            numbers, scale = (x.float() / 4).to(torch.float8_e4m3fn).to(dtype), torch.tensor(4.0, device=device)
+            yield Operand(x)
+            yield Operand(x, numbers, scale, 448.0, scaled_by_amax=True)
+            yield Operand(x, numbers, scale, 448.0, known=x.float().abs().amax())
+            yield Operand(x, numbers, scale, 448.0, shifted=numbers.float() * 3)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_numbers_of_a_cpu():
+    expected, found = (statistics(list(operands(device))).cpu() for device in ("cpu", "cuda"))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_the_numbers_are_those_of_a_full_sample():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 64, bias=False)).cuda()
+    octavo.convert(model)
+    x = matrix(16, 128).cuda()
+    with octavo.watch(model) as watch:
+        with torch.autocast("cuda", torch.bfloat16):
+            y = model(x)
+        y.float().square().mean().backward()
+        watch.read_gradients()
+        watch.step()
+        full, [(brief, _)] = watch.latest().operands, watch.take()
+    rows = full["operand"] != 1  # of w, a brief sample has a quarter of the rows
+    for name in ("amax", "rms", "flushed", "shift_lost", "nonfinite"):
+        np.testing.assert_allclose(brief[name][rows], full[name][rows], rtol=1e-2, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(brief["scale"][:2], full["scale"][:2], rtol=1e-6)

@@ -1,0 +1,200 @@
+import json
+
+import numpy as np
+import pandas
+import pyarrow
+import pytest
+from full_disk import files_of_at_most
+from watch_examples import event, sample, watched_layers
+
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import WriteError
+from octavo.watching.storage import LAYER, OPERAND, WatchWriter, columns, read_watch, watch_folder
+
+
+def written(run, steps=(1, 50, 100), **options):
+    writer = WatchWriter(run, watched_layers(), interval=50, **options)
+    for step in steps:
+        writer.write(*sample(step))
+        writer.write_event(event(step))
+    return writer
+
+
+def steps_of(run):
+    watched = read_watch(run)
+    assert set(watched.layer_records["step"]) == set(watched.operands["step"])
+    return sorted(set(watched.operands["step"].tolist()))
+
+
+def test_what_is_written_is_read(tmp_path):
+    written(tmp_path)
+    watched = read_watch(tmp_path)
+    assert watched.layers == watched_layers()
+    assert watched.interval == 50
+    assert np.array_equal(np.array(watched.operands).view(np.uint8)[:840], sample(1)[0].view(np.uint8))
+    assert watched.operands["step"].tolist() == [1] * 6 + [50] * 6 + [100] * 6
+    assert watched.layer_records["gradient_norm"].tolist() == [1, 1, 50, 50, 100, 100]
+    assert watched.events == [event(1), event(50), event(100)]
+
+
+def test_the_sizes_of_records_are_those_of_version_1():
+    assert (OPERAND.itemsize, LAYER.itemsize) == (140, 120)
+
+
+def test_a_watched_run_without_a_sample_is_empty(tmp_path):
+    written(tmp_path, steps=())
+    watched = read_watch(tmp_path)
+    assert (len(watched.operands), len(watched.layer_records), watched.events) == (0, 0, [])
+    assert watched.operands.dtype == OPERAND
+
+
+def test_numbers_that_are_not_finite_are_null_in_an_event(tmp_path):
+    writer = written(tmp_path, steps=())
+    writer.write_event(event(7, float("nan")))
+    assert read_watch(tmp_path).events[0].value is None
+
+
+@pytest.mark.parametrize("name", ["operands.bin", "layers.bin", "events.jsonl"])
+def test_a_record_that_is_half_written_is_not_read_and_a_resumed_run_removes_it(tmp_path, name):
+    written(tmp_path)
+    with (watch_folder(tmp_path) / name).open("ab") as file:
+        file.write(b'{"step": 150, ')
+    assert steps_of(tmp_path) == [1, 50, 100]
+    assert len(read_watch(tmp_path).events) == 3
+    resumed = written(tmp_path, (150,), resumed_at=100)
+    assert steps_of(tmp_path) == [1, 50, 100, 150]
+    assert resumed.interval == 50
+    assert len(read_watch(tmp_path).events) == 4
+
+
+def test_a_resumed_run_drops_later_steps_and_a_new_one_is_refused(tmp_path):
+    written(tmp_path)
+    written(tmp_path, (90,), resumed_at=70)
+    assert steps_of(tmp_path) == [1, 50, 90]
+    assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 90]
+    with pytest.raises(FileExistsError, match=r"earlier watch, up to step 90: give .* another folder, or .*_at=90"):
+        written(tmp_path, (1,))
+    assert steps_of(tmp_path) == [1, 50, 90]
+
+
+def test_a_run_goes_on_with_the_layers_that_it_had(tmp_path):
+    written(tmp_path)
+    with pytest.raises(ArtifactError, match=r"another model: only one .* has blocks\.2\.up of shape \[64, 32\]"):
+        WatchWriter(tmp_path, watched_layers(3), interval=50, resumed_at=100)
+    assert len(read_watch(tmp_path).layers) == 2
+
+
+def test_events_of_steps_that_the_run_went_back_from_are_marked(tmp_path):
+    writer = written(tmp_path)
+    writer.undo_events_after(50)
+    writer.write_event(event(60))
+    assert [(found.step, found.undone) for found in read_watch(tmp_path).events] == [
+        (1, False), (50, False), (100, True), (60, False),
+    ]  # fmt: skip
+
+
+EVENT = json.dumps(event(20).to_dict() | {"layer": 5})
+
+
+@pytest.mark.parametrize("line", ["[]", "", "{", '{"step": 5}', '{"step": "a", "rule": "b"}', EVENT, "\xff\xfe"])
+def test_a_damaged_line_hides_no_other_event(tmp_path, line):
+    written(tmp_path)
+    path = watch_folder(tmp_path) / "events.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(first + line + "\n" + "".join(rest))
+    found = read_watch(tmp_path)
+    assert ([each.step for each in found.events], found.damaged) == ([1, 50, 100], [2])
+    assert len(found.layers) == 2
+    written(tmp_path, (), resumed_at=70)
+    assert path.read_text() == first + line + "\n" + rest[0]
+
+
+def test_a_run_that_went_back_drops_the_samples_after_and_its_events_stay(tmp_path):
+    written(tmp_path).drop_after(50)
+    assert steps_of(tmp_path) == [1, 50]
+    assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 100]
+
+
+def test_records_that_reach_the_limit_are_thinned_and_the_interval_doubles(tmp_path):
+    size = sum(part.nbytes for part in sample(1))
+    writer = written(tmp_path, range(8), limit=8 * size)
+    assert steps_of(tmp_path) == list(range(8))
+    before = read_watch(tmp_path)  # a reader that has the file open keeps its records
+    writer.write(*sample(8))
+    assert steps_of(tmp_path) == [0, 2, 4, 6, 8]
+    assert writer.interval == read_watch(tmp_path).interval == 100
+    assert before.operands["step"].tolist() == sample_steps(range(8))
+    assert read_watch(tmp_path).operands["amax"][6:12].tolist() == sample(2)[0]["amax"].tolist()
+    assert written(tmp_path, (), limit=8 * size, resumed_at=8).interval == 100
+
+
+def sample_steps(steps):
+    return [step for step in steps for _ in range(6)]
+
+
+def test_a_single_sample_beyond_the_limit_stays(tmp_path):
+    written(tmp_path, (1, 2, 3), limit=10)
+    assert steps_of(tmp_path) == [1]
+
+
+def test_a_full_disk_loses_the_sample_and_nothing_before(tmp_path):
+    writer = written(tmp_path)
+    with files_of_at_most(18 * OPERAND.itemsize + 100), pytest.raises(WriteError, match="watch"):
+        writer.write(*sample(150))
+    assert steps_of(tmp_path) == [1, 50, 100]
+    writer.write(*sample(200))
+    assert steps_of(tmp_path) == [1, 50, 100, 200]
+
+
+def test_pandas_and_pyarrow_read_the_columns(tmp_path):
+    written(tmp_path)
+    frame = pandas.DataFrame(columns(read_watch(tmp_path).operands))
+    assert frame[frame.operand == 2].groupby("step").amax.max().tolist() == [1.625, 50.625, 100.625]
+    assert {"binades_0", "binades_39"} <= set(frame.columns)
+    table = pyarrow.table(columns(read_watch(tmp_path).layer_records))
+    assert table.column("gradient_norm").to_pylist() == [1, 1, 50, 50, 100, 100]
+
+
+def changed(run, **fields):
+    path = watch_folder(run) / "layers.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def changed_layer(run, **fields):
+    first, *rest = json.loads((watch_folder(run) / "layers.json").read_text())["layers"]
+    changed(run, layers=[first | fields, *rest])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (watch_folder(run) / "layers.json").unlink(), "was not watched"),
+        (lambda run: changed(run, version=2), "version 2 .* reads version 1"),
+        (lambda run: changed(run, version=None), "version None"),
+        (lambda run: changed(run, layers=[{"name": "a"}]), "layers.json is damaged"),
+        (lambda run: changed(run, layers=[3]), "layers.json is damaged"),
+        (lambda run: (watch_folder(run) / "layers.json").write_text("{"), "not valid JSON"),
+        (
+            lambda run: changed_layer(run, gemms={"y": {"precision": "fp8", "kernel": "emulated", "why": 1.0}}),
+            "why must",
+        ),
+        (lambda run: changed_layer(run, kind=None), "kind must be a string, got None"),
+        (lambda run: changed_layer(run, formats={"x": 8}), "formats must be an object, got {'x': 8}"),
+        (lambda run: changed_layer(run, experts="4"), "experts must be a whole number, got '4'"),
+    ],
+)
+def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):
+    written(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ArtifactError, match=message):
+        read_watch(tmp_path)
+
+
+def test_a_run_that_was_never_watched_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="interval is 0"):
+        read_watch(tmp_path)
+
+
+def test_a_resumed_run_without_a_watch_begins_one(tmp_path):
+    written(tmp_path, (101,), resumed_at=100)
+    assert steps_of(tmp_path) == [101]
