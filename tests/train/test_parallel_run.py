@@ -35,7 +35,15 @@ from octavo.train import processes as rendezvous
 from octavo.train.config import Config, ConfigError
 from octavo.train.optimizer import optimizer_state
 from octavo.train.parallel_model import check_parallel
-from octavo.train.processes import _message_group, agree_on_name, gather, mean_of_ranks, naming_lost_ranks, whole
+from octavo.train.processes import (
+    LostRankError,
+    _message_group,
+    agree_on_name,
+    gather,
+    mean_of_ranks,
+    naming_lost_ranks,
+    whole,
+)
 from octavo.train.settings import Degrees, Parallel, find_degrees
 from octavo.train.start import resume_run, start_run
 from octavo.train.trainer import Trainer
@@ -278,6 +286,18 @@ def test_an_error_that_its_message_explains_has_no_traceback(monkeypatch):
         processes._join(refuse)
     assert "refuse" not in [entry.name for entry in refused.traceback]
     assert refused.value.__context__ is None
+
+
+def test_a_rank_that_fails_while_another_still_connects_is_named(monkeypatch):
+    def connect(*_, **__):
+        store.set("ended/1", "ConfigError: width must be even")
+        raise RuntimeError("connectFullMesh failed with [gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    store = HashStore()
+    monkeypatch.setattr(processes, "attempt_store", lambda: (store, 0, 2))
+    monkeypatch.setattr(processes.dist, "init_process_group", connect)
+    with pytest.raises(LostRankError, match="rank 1 failed: ConfigError: width must be even"):
+        processes._join(lambda: None)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -77,9 +77,9 @@ def _join(main: Callable[[], None]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
     store, number, ranks = attempt_store()
-    dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
     try:
         with naming_lost_ranks(store, number, ranks):
+            dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
             main()
     except (ConfigError, DataError, ArtifactError, WriteError, LockedError, LostRankError, FileExistsError) as error:
         error.__context__ = None
