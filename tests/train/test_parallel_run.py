@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.run import RunFolder
 from octavo.train import processes
-from octavo.train import processes as rendezvous
 from octavo.train.config import Config, ConfigError
 from octavo.train.optimizer import optimizer_state
 from octavo.train.parallel_model import check_parallel
@@ -398,7 +397,7 @@ def lose(rank, how):
     """What rank 0 raises when it waits for rank 1, which ends or stands still."""
     store = distributed_c10d._get_default_store()
     distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
-    rendezvous._GRACE = timedelta(seconds=1)
+    processes._GRACE = timedelta(seconds=1)
     try:
         with naming_lost_ranks(store, rank, 2):
             if rank == 1 and how == "fails":
@@ -444,7 +443,7 @@ def attempt(store, ranks, lost=()):
 
     with ThreadPoolExecutor(ranks) as threads, pytest.MonkeyPatch.context() as patch:
         clock.sleep = sleep
-        patch.setattr(rendezvous, "time", clock)
+        patch.setattr(processes, "time", clock)
         others += [threads.submit(agree_on_name, store, rank, ranks) for rank in range(1, ranks) if rank not in lost]
         first = [threads.submit(agree_on_name, store, 0, ranks)] if 0 not in lost else []
         return [call.result() for call in first + others]
