@@ -16,6 +16,7 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.immutable_collections import immutable_list
 
 from octavo.numerics import Cast
 from octavo.numerics.formats import E4M3
@@ -175,6 +176,14 @@ def test_written_tensors_have_a_new_version(mode):
     with torch.inference_mode():
         caches = [x.clone() for x in (keys, values)]
         append_kv(k, k, *caches, None, None, length, clipped)
+
+
+def test_a_list_of_tensors_as_inductor_holds_it_is_a_list() -> None:
+    """While Inductor lowers a graph, the lists of its arguments are of a class of torch.fx."""
+    tensors = [torch.randn(3, 16), torch.randn(5, 16)]
+    fill, _ = inductor.OPERATIONS["quantize_stack"]
+    for actual, expected in zip(fill(immutable_list(tensors), Cast().spec), fill(tensors, Cast().spec), strict=True):
+        assert torch.equal(bits(actual), bits(expected))
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ class Operation:
 
     def _compute(self, given: list[Any]) -> Any:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
-        first = given[0][0] if type(given[0]) is list else given[0]
+        first = given[0] if isinstance(given[0], Tensor) else given[0][0]
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return self._compute(given)
