@@ -15,7 +15,7 @@ NAMES = {
     "torchao_rowwise": "torchao `rowwise`",
     "torchao_tensorwise": "torchao `tensorwise`",
 }
-AIM = 1e-3  # the interval that decides lies inside +- this
+FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
 def studies(results: Mapping[str, Result]) -> list[Fields]:
@@ -88,9 +88,14 @@ def where(study: Fields) -> str:
 
 
 def interval(gap: Any) -> str:
-    """The gap with half of its 95 % interval; a dash for BF16 in BF16, with which all compare."""
+    """The gap with half of its 95 % interval, the pooled one of a recipe with fewer than FEW orders.
+
+    A dash for BF16 in BF16, with which all compare.
+    """
     if gap is None:
         return MISSING
+    if len(gap.by_order) < FEW and "half_pooled" in gap:
+        return f"{gap.gap:+.3%} {percent(gap.half_pooled)}, pooled"
     return f"{gap.gap:+.3%} {'(one order)' if gap.half is None else percent(gap.half)}"
 
 
@@ -105,14 +110,57 @@ def decided(results: Mapping[str, Result]) -> str:
 
 
 def sentence(study: Fields) -> str:
-    """What a study says about `rowwise`."""
-    row, twin = study.modes["rowwise"], study.modes.get("twin")
+    """What a study says about `rowwise`: the cost of training, and the cost of serving with and without it."""
+    modes = study.modes
+    row, twin, base = modes["rowwise"], modes.get("twin"), modes["bf16"]
     by_chance = f" BF16 beside BF16 differs by {interval(twin.bf16)}." if twin is not None else ""
     return (
-        f"Over the last {1 - study.branch.share:.0%} of a run of {study.parameters / 1e6:.1f}M parameters on "
-        f"{where(study)}, `rowwise` changes the loss by {interval(row.bf16)} where its weights are evaluated in BF16, "
-        f"and by {interval(row.fp8)} where they are evaluated in FP8.{by_chance}"
+        f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
+        f"({study.parameters / 1e6:.1f}M parameters, {where(study)}; weights evaluated in BF16). Serving in FP8 costs "
+        f"{interval(base.fp8)} where the weights were trained in BF16, and {interval(row.fp8)} where they were trained "
+        f"in FP8.{by_chance}"
     )
+
+
+def peers(results: Mapping[str, Result]) -> str:
+    """A sentence on torchao's recipes in the study that decides; "" without them."""
+    found = [study for study in studies(results) if study.machine.gpu and "torchao_rowwise" in study.modes]
+    if not found:
+        return ""
+    modes = found[0].modes
+    named = ((NAMES[mode], modes[mode]) for mode in ("torchao_rowwise", "torchao_tensorwise") if mode in modes)
+    costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in named)
+    return f"In the same runs, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
+
+
+CONCLUSIONS = """## What the gaps say
+
+- Training in FP8 costs {rowwise}. With y alone in FP8, and dx and dw in BF16, it costs {rowwise_y_only}: these runs
+  see the cast of the forward pass alone. They see no cost of gradients in FP8, of fast accumulation, or of E5M2.
+- Serving in FP8 costs more than training in it. Of weights served in FP8, those trained in `rowwise` have a loss
+  {served} higher than those trained in BF16.
+- With a scale for 64 elements in place of a row, served and trained in FP8, the cost is lower: {groupwise_fp8} of
+  `groupwise`, {rowwise_fp8} of `rowwise`.
+- `tensorwise` costs {tensorwise_fp8}, and {tensorwise_e4m3_fp8} with E4M3 in place of E5M2 for its gradients. The
+  intervals overlap, so the default stays.
+- A run that is {training:.2%} longer makes up for training in `rowwise`, and one that is {both:.2%} longer for training
+  and serving in it.
+
+These runs do not decide larger models, more than a few tokens a parameter, branches before {branch:.0%} of a run, other
+text, attention or the head in FP8, and experts."""
+
+
+def conclusions(results: Mapping[str, Result]) -> str:
+    """What the largest study on a GPU says about the recipes; "" where it lacks a run that this names."""
+    named = ("rowwise", "rowwise_y_only", "groupwise", "tensorwise", "tensorwise_e4m3")
+    for study in studies(results)[:1]:
+        if study.machine.gpu and study.modes.keys() >= set(named):
+            gaps = {name: interval(study.modes[name].bf16) for name in named}
+            gaps |= {f"{name}_fp8": interval(study.modes[name].fp8) for name in named}
+            row = study.modes["rowwise"]
+            lengths = {"training": row.bf16.tokens, "both": row.fp8.tokens, "branch": study.branch.share}
+            return CONCLUSIONS.format(**gaps, **lengths, served=interval(row.fp8_to_served_bf16))
+    return ""
 
 
 def verdict(results: Mapping[str, Result]) -> str:

@@ -28,7 +28,7 @@ PAGES: dict[str, tuple[ModuleType, ...]] = {
     "attention": (shipped,),
     "recipes": (recipes,),
 }
-MARKERS = "<!-- gains: `make docs` writes this part from bench/results -->", "<!-- end of gains -->"  # in README
+NOTE = "`make docs` writes this part from bench/results"  # in README, before a part
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     plots.draw(results, ROOT / "docs" / "performance")
     performance.write_grids(results, ROOT / "docs" / "performance")
     readme = ROOT / "README.md"
-    readme.write_text(with_gains(readme.read_text(), results))
+    readme.write_text(with_loss(with_gains(readme.read_text(), results), results))
 
 
 def page(name: str, results: dict[str, Result]) -> str:
@@ -63,12 +63,21 @@ def names_of(modules: tuple[ModuleType, ...], results: dict[str, Result]) -> dic
 
 
 def with_gains(readme: str, results: dict[str, Result]) -> str:
-    """`readme` with the picture and the table of gains between its markers."""
-    before, begin, rest = readme.partition(MARKERS[0])
-    _, end, after = rest.partition(MARKERS[1])
+    """`readme` with the picture and the table of gains."""
     picture = "![Speed over compiled BF16](docs/performance/gains.svg)"
-    table = markdown(gain.row() for gain in front(results))
-    return f"{before}{begin}\n{picture}\n\n{table}\n{end}{after}"
+    return with_part(readme, "gains", f"{picture}\n\n{markdown(gain.row() for gain in front(results))}")
+
+
+def with_loss(readme: str, results: dict[str, Result]) -> str:
+    """`readme` with what the study of the loss decides."""
+    return with_part(readme, "loss", "\n\n".join(filter(None, (loss.decided(results), loss.peers(results)))))
+
+
+def with_part(readme: str, name: str, part: str) -> str:
+    """`readme` with `part` between the two comments of that name."""
+    before, begin, rest = readme.partition(f"<!-- {name}: {NOTE} -->")
+    _, end, after = rest.partition(f"<!-- end of {name} -->")
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 if __name__ == "__main__":

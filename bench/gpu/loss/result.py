@@ -7,8 +7,10 @@ same data order, evaluated in BF16:
     fp8    the mode's weights in the mode's own forward pass: what training and serving in FP8 cost together;
            of BF16 and the twin, in the forward pass of `rowwise`: what serving in FP8 costs
 
-Its interval is Student's, over the data orders. The held-out text is the same for all of them; `text_half` is half of
-the interval over the batches of that text, of the mean over the orders.
+Its interval is Student's, over the data orders. Two orders give a wide one, since they say little about their own
+deviation. `half_pooled` is half of the interval with one deviation for all recipes: the root of the mean of their
+variances, each weighed by its orders less one. The held-out text is the same for all orders; `text_half` is half of the
+interval over the batches of that text, of the mean over the orders.
 
 `steps` is the gap over the slope at the end of the BF16 branches. There the rate goes to zero and the loss falls
 faster than it does in a longer run, so this is a lower bound. `tokens` rests on runs of other lengths: the share of
@@ -23,10 +25,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.loss.model import MODES
+from bench.gpu.loss.model import IN_BF16, MODES
 from bench.gpu.loss.training import BRANCH_AT, DISTURBANCE, LAST, branch_step
 from bench.gpu.runs import settings
-from octavo.evaluation.metrics import ratio
+from octavo.evaluation.metrics import ratio, student_quantile
 from octavo.train.config import Config
 
 FORMS = ("bf16", "fp8")
@@ -48,6 +50,8 @@ def merge(folder: Path, config: Config) -> dict[str, Any]:
     shape = {name: getattr(config, name) for name in ("mlp_width", "schedule", "decay", "warmup", "evaluate_batches")}
     frozen = {run["mode"]: run for run in read(folder, "frozen-*.json")}
     curve = curve_of(runs, rates, config)
+    modes = {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)}
+    add_pooled([found for mode, found in modes.items() if mode not in IN_BF16])
     return {
         "machine": trunk["machine"],
         "settings": settings(config) | shape,
@@ -57,7 +61,7 @@ def merge(folder: Path, config: Config) -> dict[str, Any]:
         "tokens_per_parameter": tokens / parameters,
         "branch": {"share": BRANCH_AT, "step": branch_step(config), "disturbance": DISTURBANCE, "evaluations": LAST},
         **curve,
-        "modes": {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)},
+        "modes": modes,
         "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
         "runs": {"trunk": trunk, "rates": rates, "branches": list(runs.values()), "frozen": list(frozen.values())},
     }
@@ -155,6 +159,18 @@ def gap(
         "steps": mean.value / curve["slope"],
         "tokens": None if not doubling else 2 ** (mean.value * curve["loss"] / doubling) - 1,
     }
+
+
+def add_pooled(rows: Sequence[dict[str, Any]]) -> None:
+    """Give each gap of the rows of recipes its `half_pooled`, if a recipe has two orders or more."""
+    for form in FORMS:
+        gaps = [row[form]["by_order"] for row in rows]
+        freedom = sum(len(by_order) - 1 for by_order in gaps)
+        if freedom:
+            squares = math.fsum((each - statistics.fmean(found)) ** 2 for found in gaps for each in found)
+            half = student_quantile(freedom) * math.sqrt(squares / freedom)  # of one order
+            for row, found in zip(rows, gaps, strict=True):
+                row[form]["half_pooled"] = half / math.sqrt(len(found))
 
 
 def frozen_row(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
