@@ -10,9 +10,8 @@ from octavo.models.tokenizer import ByteTokenizer
 from octavo.numerics import History
 from octavo.recipe import delayed
 from octavo.train.config import RULES, Config, ConfigError, describe
-from octavo.train.model import check_memory, make_model
+from octavo.train.model import check_memory, check_parallel, make_model
 from octavo.train.optimizer import learning_rate
-from octavo.train.parallel_model import check_parallel
 from octavo.train.processes import total_memory
 from octavo.train.run_records import different_settings
 from octavo.train.settings import PRESETS, ActivationCheckpointing, Parallel, find_degrees, settings_of

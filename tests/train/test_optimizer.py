@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.run import RunFolder
 from octavo.train.config import Config, ConfigError
+from octavo.train.model import make_mesh
 from octavo.train.optimizer import (
     accumulate_in_fp32,
     clip_gradients,
@@ -27,7 +28,6 @@ from octavo.train.optimizer import (
     optimizer_state,
     set_learning_rate,
 )
-from octavo.train.parallel_model import make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 from octavo.train.settings import Degrees
 

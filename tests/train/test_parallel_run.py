@@ -32,8 +32,8 @@ from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.run import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError
+from octavo.train.model import check_parallel
 from octavo.train.optimizer import optimizer_state
-from octavo.train.parallel_model import check_parallel
 from octavo.train.processes import (
     LostRankError,
     _message_group,

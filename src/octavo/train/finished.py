@@ -79,7 +79,9 @@ def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
     logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
     """
     config, saved = _read(source, changes)
-    model = make_meta_model(config, _vocabulary(config, saved), saved)
+    known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
+    vocabulary = known or _LLAMA_3  # where nobody knows it: the dtypes do not depend on it
+    model = make_meta_model(config, vocabulary, saved)
     model = cast_weights(model.train(), config)
     convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     prepare_blocks(model, config.change(**{"compile.blocks": False}))
@@ -113,10 +115,3 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")
     return Config.load(source).change(**changes), nowhere
-
-
-def _vocabulary(config: Config, saved: Path) -> int:
-    """The size of the vocabulary. Where nobody knows it, that of Llama 3: the dtypes do not depend on it."""
-    if saved.exists():
-        return load_tokenizer(saved).vocabulary_size
-    return known_vocabulary(config) or _LLAMA_3

@@ -34,8 +34,7 @@ def run_in_group(main: Callable[[], None]) -> None:
     """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone.
 
     An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
-    alone raises errors; other ranks end with exit code 1. Errors in the settings, the text or a folder have no
-    traceback: the message says what to change.
+    alone raises errors; other ranks end with exit code 1.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or size == "0":
@@ -82,7 +81,7 @@ def _join(main: Callable[[], None]) -> None:
             dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
             main()
     except (ConfigError, DataError, ArtifactError, WriteError, LockedError, LostRankError, FileExistsError) as error:
-        error.__context__ = None
+        error.__context__ = None  # no traceback: the message says what to change
         raise error.with_traceback(None) from None
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 
@@ -139,7 +138,7 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
-# ---- The processes of a run, its ranks, and how they agree. A run without a process group has the one rank 0.
+# ---- The ranks of a run, and how they agree. A run without a process group has the one rank 0.
 
 
 def rank() -> int:
@@ -177,17 +176,16 @@ def same_outcome() -> Iterator[None]:
 
 
 class Agreement:
-    """Takes the maximum over all ranks of a few integers, step after step, without waiting for the slowest rank.
-
-    The all-reduce runs on the CPU while the next step computes, so its result comes one call later, in the same call on
-    all ranks. A single process has its result at once.
-    """
+    """Takes the maximum over all ranks of a few integers, step after step, without waiting for the slowest rank."""
 
     def __init__(self) -> None:
         self._values, self._work = torch.zeros(0), None
 
     def reach(self, *values: int) -> Sequence[int]:
-        """The largest `values` over all ranks, in the call before this one; 0 in the first call."""
+        """The largest `values` over all ranks, in the call before this one; 0 in the first call.
+
+        The all-reduce runs on the CPU while the next step computes. A single process has its result at once.
+        """
         if world_size() == 1:
             return values
         if self._work is not None:
