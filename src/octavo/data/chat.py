@@ -38,7 +38,6 @@ class ChatTemplate:
         return str(_ask(self._process, request)["text"])
 
     def _start(self) -> "subprocess.Popen[str]":
-        """The process, which has the template."""
         command = [sys.executable, "-P", __file__]  # -P: the modules beside this file must not hide a library's
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         weakref.finalize(self, _end, process)
@@ -69,7 +68,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
-# --- The process -----------------------------------------------------------------------------------------------------
+# ---- The process.
 
 
 def _serve() -> None:
