@@ -20,11 +20,10 @@ MEGABYTES = 2048  # beside those of the libraries
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer.
+    """A tokenizer's chat template: from messages, [{"role": ..., "content": ...}, ...], to their text.
 
-    Calling it with messages, [{"role": ..., "content": ...}, ...], returns their text, and with `answer` also the
-    beginning of the answer that comes next. It raises a ValueError if the template does not take them, or takes too
-    long or too much memory for them.
+    With `answer` the text has the beginning of the answer too. It raises a ValueError if the template does not take the
+    messages, or takes too long or too much memory for them.
     """
 
     def __init__(self, tokenizer: Any) -> None:

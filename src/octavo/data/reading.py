@@ -25,10 +25,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """A piece of text that is read as a whole: more than white space.
-
-    A "chat" is a conversation, whose text already holds the special tokens of the model.
-    """
+    """A piece of text that is read as a whole. That of a chat already holds the special tokens of the model."""
 
     text: str
     kind: Literal["text", "row", "chat"]  # a whole file, a row of a data set, a conversation

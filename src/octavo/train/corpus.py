@@ -135,10 +135,7 @@ class Batches:
         return int(self._tokens.max())
 
     def at(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Micro-batch `index`, from 0 without end: (inputs, targets), int64 [batch / count, context] on the CPU.
-
-        `targets[:, t]` is the token after `inputs[:, t]`.
-        """
+        """(inputs, targets) of micro-batch `index`, from 0 without end: int64 [batch / count, context] on the CPU."""
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
         first = index * self.batch + self._first
@@ -155,10 +152,7 @@ class Batches:
 
 
 class RandomBatches(Batches):
-    """Micro-batches of sequences that begin at random offsets, each a function of the seed and its position in the run.
-
-    They have no epochs: some tokens are seen more often than others.
-    """
+    """Micro-batches of sequences at random offsets, each a function of the seed and of its position in the run."""
 
     def __init__(self, tokens: Tokens, context: int, batch: int, seed: int, share: tuple[int, int] = (0, 1)) -> None:
         super().__init__(tokens, context, batch, seed, share)

@@ -191,9 +191,7 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
 
 
 def open_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of the folder `config.model` in FP32, with its weights; of a resumed run, whose `saved` folder exists,
-    with random ones.
-    """
+    """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
     transformers = _transformers(config.model)
     source = Path(config.model)
     check_folder(saved if saved.exists() else source, config.model)
@@ -245,9 +243,7 @@ def _prepared(model: Any, config: Config) -> nn.Module:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Raise a ConfigError unless transformers has a causal language model of the type that `folder`/config.json states,
-    and its weights are not quantized. The settings give the folder its `name`.
-    """
+    """A ConfigError unless transformers has the causal language model of the folder, and it is not quantized."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
@@ -368,10 +364,7 @@ def eager() -> AbstractContextManager[Any]:
 
 
 def allow_compilations(count: int) -> None:
-    """Let Dynamo compile the code of a block so many times more: beyond its limit it runs the code as it is.
-
-    All blocks share their code. A block with a promoted layer is compiled by itself.
-    """
+    """Let Dynamo compile the code of blocks, which they share, so many times more; beyond its limit it runs eagerly."""
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit += count
 
@@ -475,10 +468,9 @@ class TrainedModel(NamedTuple):
 def make_trained_model(
     config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
 ) -> TrainedModel:
-    """The model of `config`, divided among the processes of a mesh of `degrees` if there are several, or offloading.
+    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading.
 
-    Its weights are the same for any number of processes. Every rank must call this. For `vocabulary` and `saved` see
-    `octavo.train.model.make_model`.
+    Its weights are the same for any number of processes. Every rank must call this.
     """
     divided = degrees.processes > 1 or config.optimizer.offload
     mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
@@ -562,8 +554,8 @@ class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
 
     Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
-    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it
-    after a module is built. So the largest parameter, and not the model, must fit in the memory of the CPU.
+    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it.
+    So the largest parameter, and not the model, must fit in the memory of the CPU.
     """
 
     def __init__(self) -> None:

@@ -187,11 +187,7 @@ def _like(p: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
 
 
 def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
-    """Let the gradients of BF16 parameters be float32 from the first backward pass on.
-
-    A sum of BF16 gradients stops growing when an addend is below 1/512 of it: after some hundred micro-batches most is
-    lost.
-    """
+    """Let the gradients of BF16 parameters add up in float32: sums in BF16 lose addends below 1/512 of them."""
     for p in parameters:
         if p.dtype == torch.bfloat16:
             p.grad_dtype = None  # any: autograd neither refuses a float32 gradient nor casts it

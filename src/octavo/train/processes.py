@@ -160,10 +160,7 @@ def gather(value: Any) -> list[Any]:
 
 @contextmanager
 def same_outcome() -> Iterator[None]:
-    """If the block fails on any rank, it fails on all of them, with the error of the lowest rank that failed.
-
-    So no rank waits in a collective for one that has left. Every rank must enter the block.
-    """
+    """If the block fails on any rank, it fails on all, with the error of the lowest: no rank waits for it."""
     error: Exception | None = None
     try:
         yield
@@ -182,9 +179,9 @@ class Agreement:
         self._values, self._work = torch.zeros(0), None
 
     def reach(self, *values: int) -> Sequence[int]:
-        """The largest `values` over all ranks, in the call before this one; 0 in the first call.
+        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once.
 
-        The all-reduce runs on the CPU while the next step computes. A single process has its result at once.
+        The all-reduce runs on the CPU while the next step computes.
         """
         if world_size() == 1:
             return values
@@ -229,9 +226,8 @@ class LostRankError(RuntimeError):
 def attempt_store() -> tuple[Store, int, int]:
     """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`.
 
-    torchrun keeps one store for all attempts (its agent's). The keys of an attempt that failed are still there, so
-    processes would connect to addresses of processes that have ended (pytorch/pytorch#135712, #167288). The number of
-    restarts cannot tell attempts apart: each machine counts its own.
+    torchrun keeps one store for all attempts. The keys of an attempt that failed are still there, so processes would
+    connect to processes that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     return PrefixStore(agree_on_name(store, rank, ranks), store), rank, ranks

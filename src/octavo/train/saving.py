@@ -49,10 +49,7 @@ _DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": d
 
 @dataclass
 class TrainState:
-    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done.
-
-    The parameters of `model` may be sharded (DTensor: FSDP2, tensor parallel); the optimizer's state then is, too.
-    """
+    """The state that training changes and a checkpoint saves, sharded or not. `step` counts the steps that are done."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -88,9 +85,7 @@ def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a checkpoint, on every rank. All is checked before anything is changed, but for the numbers,
-    which are checked as they are read.
-    """
+    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed."""
     described, saved = _load_state(folder, state, same_recipe=True)
     if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
         state.scaler.load_state_dict(described["scaler"])
@@ -100,8 +95,7 @@ def load_checkpoint(folder: Path, state: TrainState) -> None:
 def load_into_other_recipe(folder: Path, state: TrainState) -> None:
     """Restore weights, moments and step of `state` from a checkpoint of a run with any recipe, on every rank.
 
-    A scale history is restored where both recipes have it; the first step of another scales dynamically. The random
-    state stays.
+    A scale history is restored where both recipes have it; the first step of another scales dynamically.
     """
     _load_state(folder, state, same_recipe=False)
 
@@ -288,9 +282,8 @@ _PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has
 class CheckpointWriter:
     """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all; `keep` of them stay.
 
-    `save` makes a `HostCopy` and returns. As a context manager it waits for the last checkpoint. Every rank of the run
-    must make it, and call `save` at the same steps. Raises a WriteError, on all ranks, if one of them cannot write in
-    the folder of the run.
+    Every rank must make it, and call `save` at the same steps. As a context manager it waits for the last checkpoint.
+    Raises a WriteError, on all ranks, if one of them cannot write in the folder of the run.
     """
 
     def __init__(self, run: RunFolder, keep: int) -> None:
@@ -423,11 +416,8 @@ def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
 
 
 def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:
-    """Set the generators of this rank. A run of a CPU may continue on a GPU, for which it has no state.
-
-    If the run continues with another number of ranks, each seeds its generators anew, from its seed and the step.
-    """
-    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():
+    """Set the generators of this rank. A run of a CPU may continue on a GPU, for which it has no state."""
+    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():  # then each rank seeds its own anew
         digest = hashlib.sha256(f"{torch.initial_seed()} {step}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7]))
         return

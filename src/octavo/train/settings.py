@@ -391,7 +391,6 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
 def unit_size(parameters: int) -> int:
     """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
 
-    For each unit the host calls FSDP2's hooks and starts its collectives, which takes about as long as the other work
-    of a small block, and the GPU would wait.
+    The hooks and collectives of a unit take about as long as the host's other work of a small block.
     """
     return 2 if 2 * parameters <= SMALL else 1

@@ -228,8 +228,7 @@ def live_console() -> Iterator[Console]:
 def training_console() -> Console:
     """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
 
-    Standard output may be a pipe whose reader ended (`octavo train | head`), a closed terminal, or a file on a full
-    disk. None of these ends a run.
+    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
     """
     if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
         return Console(quiet=True)

@@ -67,8 +67,7 @@ class TrainingError(RuntimeError):
 class Supervisor:
     """Judges a run as it goes, and acts as its settings say. Every rank must call each function.
 
-    As a context manager it casts each weight once a step, by the recipes that the layers have. `passes` computes the
-    step after so many others.
+    As a context manager it casts each weight once a step. `passes` computes the step after so many others.
     """
 
     config: Config
@@ -267,9 +266,7 @@ class Supervisor:
     def _say(
         self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion], cause: Event | None = None
     ) -> None:
-        """Report events, with the promotion of each that had one. A `cause` explains the warnings of layers, which are
-        then counted on the terminal in one line.
-        """
+        """Report events and promotions. A `cause` explains the warnings of layers, which then have one line."""
         for event in events:
             self._write(replace(event, action=_ACTIONS[done[event].to]) if event in done else event)
         action = {event: f"; {made.layer} {_WORDS[made.to]} from now on" for event, made in done.items()}

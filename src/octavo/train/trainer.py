@@ -362,9 +362,7 @@ def delay_interrupts() -> Iterator[Interrupt]:
 
 
 def flops_per_token(model: nn.Module, context: int) -> float | None:
-    """The FLOPs of a token of a sequence of `context` tokens, forward and backward; None for a model with stacked
-    experts, of which a token uses some, and the shapes do not say how many.
-    """
+    """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
     if any(p.ndim > 2 for p in model.parameters()):
         return None
     layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
