@@ -12,7 +12,7 @@ from torch.distributed.run import get_args_parser
 
 import octavo
 from octavo.train.config import Config
-from octavo.train.parallel_model import check_parallel
+from octavo.train.model import check_parallel
 from octavo.train.settings import find_degrees
 
 yaml = pytest.importorskip("yaml")

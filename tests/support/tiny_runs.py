@@ -1,4 +1,4 @@
-"""What tests of tiny runs share: one thread, and a text to train on."""
+"""What tests of tiny runs share: one thread, a text to train on, and calls around the steps of a run."""
 
 import random
 
@@ -23,3 +23,15 @@ def write_text(tmp_path_factory, lines):
     path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("\n".join(" ".join(draw.choices(SENTENCE.split(), k=12)) for _ in range(lines)))
     return path
+
+
+def before_steps(trainer, call):
+    """Call `call()` before every step of a run."""
+    step = trainer.step
+    trainer.step = lambda: (call(), step())[1]
+
+
+def after_steps(trainer, call):
+    """Call `call()` after every step of a run."""
+    step = trainer.step
+    trainer.step = lambda: (step(), call())[0]

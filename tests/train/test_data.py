@@ -143,16 +143,15 @@ def test_any_batch_can_be_had_again_from_its_index_alone():
             assert all(torch.equal(a, b) for a, b in zip(again.at(index), first[index], strict=True))
 
 
-def test_order_stays_the_same_from_release_to_release():
+def test_order_stays_the_same_from_release_to_release_and_in_validation_is_that_of_the_text():
     assert starts(Batches(TOKENS, 7, 10, seed=7), 1) == [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
-
-
-def test_validation_is_in_order():
+    assert offsets(RandomBatches(TOKENS, 7, 6, seed=7), 1) == [3, 6, 9, 24, 34, 37]
     assert starts(Batches(TOKENS, 7, 4, seed=None), 5) == [*range(10), *range(10)]
 
 
 def test_bad_batches():
-    fails(lambda: Batches(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
+    for kind in (Batches, RandomBatches):
+        fails(lambda kind=kind: kind(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
     with pytest.raises(ValueError, match="batch 0"):
         Batches(TOKENS, 7, 0, 0)
     with pytest.raises(ValueError, match="0 or more; got -1"):
@@ -186,11 +185,6 @@ def test_random_offsets_follow_from_seed_and_position_alone():
     batches = RandomBatches(TOKENS, 7, 4, seed=2)
     assert [int(row[0]) for index in (2, 0, 1) for row in batches.at(index)[0]] == [*one_by_one[8:], *one_by_one[:8]]
     assert offsets(RandomBatches(TOKENS, 7, 1, seed=3), 12) != one_by_one
-    fails(lambda: RandomBatches(TOKENS[:7], 7, 1, 0), "8 tokens", "got 7")
-
-
-def test_random_offsets_stay_the_same_from_release_to_release():
-    assert offsets(RandomBatches(TOKENS, 7, 6, seed=7), 1) == [3, 6, 9, 24, 34, 37]
 
 
 @pytest.mark.parametrize("kind", [Batches, RandomBatches])
@@ -246,20 +240,9 @@ def test_the_log_says_what_was_read_and_skipped(logged, records, text, tmp_path)
 @pytest.mark.parametrize("batch", [1, 10**9])
 def test_a_batch_has_no_more_sequences_than_the_text(settings, text, sampling, batch):
     found = (len(text.read_bytes()) - 2) // 32  # a lower bound of those in the validation text is left out
-    with pytest.raises(
-        DataError, match=r"batch must be at most the \d+ sequences of 32 tokens in the training text, got"
-    ):
+    message = r"batch must be at most the \d+ sequences of 32 tokens in the training text, got"
+    with pytest.raises(DataError, match=message):
         start_run(settings(batch=found + batch, sampling=sampling), Console(quiet=True))
-
-
-def test_rows_are_trained_on_as_text(logged, tmp_path):
-    rows = [{"text": f'row {i} with a "quotation"\nand a line'} for i in range(40)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    trainer, lines = logged(data=(str(path),))
-    assert lines[0].startswith("read 40 documents from 1 file (")
-    found = trained_text(trainer)
-    assert sorted(found.split("and a line\n")[:-1]) == sorted(row["text"].removesuffix("and a line") for row in rows)
 
 
 def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypatch):

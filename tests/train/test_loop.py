@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from saved_checkpoints import save_checkpoint
+from tiny_runs import before_steps
 
 from octavo import Cast, Gemm, Recipe
 from octavo.checkpoint.files import model_tensors
@@ -128,9 +129,7 @@ def test_gradients_are_float32_under_autocast(begin, recipe):
 def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
     free, _, free_norm = gradients(begin(recipe="bf16", clip=0.0, out=str(tmp_path / "free")))
     clipped, _, norm = gradients(begin(recipe="bf16", clip=0.25, out=str(tmp_path / "clipped")))
-    loose, _, _ = gradients(begin(recipe="bf16", clip=100.0, out=str(tmp_path / "loose")))
     assert norm == free_norm > 0.5  # what is reported is the norm before clipping
-    assert_same(loose, free)
     for name, gradient in clipped.items():
         torch.testing.assert_close(gradient, free[name] * (0.25 / norm), rtol=1e-4, atol=0)
 
@@ -138,10 +137,8 @@ def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_each_step_has_its_learning_rate(begin, records, schedule):
     trainer = begin(recipe="bf16", steps=8, warmup=2, decay=0.5, schedule=schedule)
-    used = []
-    trainer.state.optimizer.register_step_pre_hook(
-        lambda *_: used.append(trainer.state.optimizer.param_groups[0]["lr"])
-    )
+    used, optimizer = [], trainer.state.optimizer
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
     trainer.run()
     half = [1e-3 + 9e-3 * (1 + math.cos(math.pi * k / 6)) / 2 for k in range(6)]
     line = [1e-2, 1e-2, 1e-2, 7.75e-3, 5.5e-3, 3.25e-3]
@@ -163,13 +160,17 @@ def test_histories_move_once_a_step_by_the_largest_of_its_micro_batches(begin):
         assert (int(history["histories.x.steps"]), float(history["histories.x.pending"])) == (step, 0)
 
 
+def state_of(trainer):
+    return copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()})
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
 def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe):
     trainer = begin(recipe=recipe)
     trainer.step()
-    state = copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()})
+    state = state_of(trainer)
     first = trainer.evaluate()
-    assert_same(model_tensors(trainer.model) | scale_state(trainer.model) | {"random": torch.get_rng_state()}, state)
+    assert_same(state_of(trainer), state)
     torch.rand(3)
     assert trainer.evaluate() == first
     assert all(p.grad is None for p in trainer.model.parameters())
@@ -207,19 +208,16 @@ def test_looking_does_not_change_the_run(begin, stochastic, tmp_path, recipe):
         often = {"log_every": every, "evaluate_every": every, "save_every": every, "sample": 4}
         trainer = begin(recipe=recipe, steps=2, warmup=1, out=str(tmp_path / str(every)), **often)
         trainer.run()
-        state = model_tensors(trainer.model) | scale_state(trainer.model)
-        ends.append(copied(state | {"random": torch.get_rng_state()}))
+        ends.append(state_of(trainer))
     assert_same(*ends)
 
 
 @pytest.mark.parametrize(("recipe", "model"), [("rowwise", "llama"), ("delayed", "gpt2"), ("stochastic", "llama")])
 def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_path, recipe, model):
     ends = []
+    settings = {"recipe": recipe, "model": model, "accumulate": 2}
     for mode in ("none", "full", "selective"):
-        again = {"mode": mode}
-        trainer = begin(
-            recipe=recipe, model=model, accumulate=2, activation_checkpointing=again, out=str(tmp_path / mode)
-        )
+        trainer = begin(**settings, activation_checkpointing={"mode": mode}, out=str(tmp_path / mode))
         losses = torch.stack([trainer.step()[0] for _ in range(2)])
         ends.append(copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"losses": losses}))
     assert_same(ends[1], ends[0])
@@ -276,14 +274,8 @@ def test_frozen_parameters_stay(begin):
 )
 def test_loss_that_is_no_number_names_the_step_and_the_last_checkpoint(begin, records, every, last):
     trainer = begin(recipe="bf16", **every)
-    step = trainer.step
-
-    def broken():
-        if trainer.state.step == 5:
-            trainer.model.model.norm.weight.data.fill_(math.inf)
-        return step()
-
-    trainer.step = broken
+    norm = trainer.model.model.norm.weight
+    before_steps(trainer, lambda: trainer.state.step == 5 and norm.data.fill_(math.inf))
     with pytest.raises(TrainingError, match="step 6: the loss is nan") as caught:
         trainer.run()
     run = trainer.run_folder
@@ -297,8 +289,7 @@ def test_loss_that_is_no_number_names_the_step_and_the_last_checkpoint(begin, re
 
 def test_gradient_that_is_no_number_ends_a_bf16_run_before_it_is_saved(begin):
     trainer = begin(recipe="bf16", save_every=3, log_every=8, evaluate_every=8)
-    weight = trainer.model.model.layers[0].mlp.up_proj.weight
-    weight.register_hook(lambda gradient: gradient * math.inf if trainer.state.step == 2 else gradient)
+    overflow_at(trainer, 2)
     with pytest.raises(TrainingError, match=r"step 3: .* norm (inf|nan)"):
         trainer.run()
     assert trainer.run_folder.checkpoints() == []
@@ -344,8 +335,7 @@ def test_a_run_collects_between_its_steps(begin, monkeypatch):
     collected, enabled = [], []
     trainer = begin(steps=3)
     monkeypatch.setattr("octavo.train.trainer.collect_young", collected.append)
-    step = trainer.step
-    monkeypatch.setattr(trainer, "step", lambda: (enabled.append(gc.isenabled()), step())[1])
+    before_steps(trainer, lambda: enabled.append(gc.isenabled()))
     before = gc.isenabled()
     trainer.run()
     assert collected == [1, 2, 3]
@@ -368,29 +358,21 @@ def test_the_header_says_what_is_trained_on_what(settings, text):
     assert lines["rowwise:"] == "rowwise: 14 linear layers converted, 1 skipped"
 
 
-@pytest.mark.parametrize(
-    "absurd",
-    [{"width": 100_000_000}, {"width": 4 * 10**15}, {"layers": 10**9}, {"mlp_width": 10**14}, {"width": 10**18}],
-    ids=str,
-)
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_a_model_beyond_the_memory_is_refused_in_plain_words(model, absurd):
-    if model == "gpt2" and "mlp_width" in absurd:
-        pytest.skip("gpt2 has no mlp_width")
-    with pytest.raises(ConfigError, match="16 bytes for each.*cpu has .* GB. Lower width, mlp_width or layers"):
-        check_memory(Config(model=model, **absurd), 256, torch.device("cpu"))
+ABSURD = [{"width": 100_000_000}, {"width": 4 * 10**15}, {"layers": 10**9}, {"width": 10**18}]
 
 
-def test_the_default_model_fits():
+@pytest.mark.parametrize("absurd", [*ABSURD, *({"model": "gpt2"} | each for each in ABSURD), {"mlp_width": 10**14}])
+def test_a_model_beyond_the_memory_is_refused_in_plain_words(absurd):
     check_memory(Config(), 4096, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="16 bytes for each.*cpu has .* GB. Lower width, mlp_width or layers"):
+        check_memory(Config(**absurd), 256, torch.device("cpu"))
 
 
 # ---- FP16 with dynamic loss scaling: the scale finds its level, and a step that overflows changes no weight
 
 
 def copied_fp16(trainer):
-    state = model_tensors(trainer.model) | optimizer_state(trainer.model, trainer.state.optimizer)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return copied(model_tensors(trainer.model) | optimizer_state(trainer.model, trainer.state.optimizer))
 
 
 def changed(trainer, before):

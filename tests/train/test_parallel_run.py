@@ -23,6 +23,7 @@ from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
+from tiny_runs import after_steps
 from torch import distributed
 from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -32,8 +33,8 @@ from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.run import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError
+from octavo.train.model import check_parallel
 from octavo.train.optimizer import optimizer_state
-from octavo.train.parallel_model import check_parallel
 from octavo.train.processes import (
     LostRankError,
     _message_group,
@@ -58,15 +59,16 @@ def train(rank, folder, text, settings):
     """The losses and the weights after three steps, and the evaluation loss."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
-    trainer = start_run(
-        Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings), Console(quiet=True)
-    )
-    initial = {name: whole(t).detach().clone().numpy() for name, t in model_tensors(trainer.model).items()}
-    losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
-    weights = {name: whole(t).detach().clone().numpy() for name, t in model_tensors(trainer.model).items()}
-    result = initial, losses, weights, trainer.evaluate()
-    trainer.lock.close()
-    return result
+    config = Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings)
+    trainer = start_run(config, Console(quiet=True))
+    with trainer.lock:
+        initial = arrays(trainer.model)
+        losses = [float(mean_of_ranks(trainer.step()[0])) for _ in range(3)]
+        return initial, losses, arrays(trainer.model), trainer.evaluate()
+
+
+def arrays(model):
+    return {name: whole(t.float()).detach().clone().numpy() for name, t in model_tensors(model).items()}
 
 
 TWO = {"batch": 4, "evaluate_batches": 1}  # a batch of two ranks holds two of one process
@@ -172,14 +174,6 @@ def test_two_ranks_fine_tune_a_hugging_face_model_as_one(tmp_path, text):
     same(run_ranks(2, train, tmp_path / "two", str(text), settings | TWO)[0], one)
 
 
-def refused(*essentials, parallel, processes=1, **settings):
-    config = Config(parallel=parallel, **settings)
-    with pytest.raises(ConfigError) as caught:
-        check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
-    for essential in essentials:
-        assert essential in str(caught.value)
-
-
 def test_minus_one_is_what_is_left():
     assert find_degrees(Parallel(), 1) == Degrees(1, 1, 1)
     assert find_degrees(Parallel(), 8) == Degrees(1, 8, 1)
@@ -188,19 +182,23 @@ def test_minus_one_is_what_is_left():
     assert find_degrees(Parallel(dp_shard=2, tp=-1), 2) == Degrees(1, 2, 1)
 
 
-def test_degrees_that_do_not_multiply_to_the_processes():
-    refused("number of processes, 3", "dp_shard 1 x tp 2", "is 2", parallel=Parallel(tp=2), processes=3)
-    refused("number of processes, 1", "dp_shard 4", "start 4 processes", parallel=Parallel(dp_shard=4))
-    refused("dp_replicate and dp_shard", "set all but one", parallel=Parallel(dp_replicate=-1), processes=2)
-
-
-def test_sizes_that_cannot_be_divided():
-    tp, dp = Parallel(tp=4), Parallel()
-    refused("tp must divide kv_heads", "tp 4 and kv_heads 2", parallel=tp, processes=4, heads=8, kv_heads=2)
-    refused("heads 6", parallel=tp, processes=4, heads=6, width=384, kv_heads=2)
-    refused("mlp_width 70", parallel=Parallel(tp=4), processes=4, heads=8, kv_heads=4, mlp_width=70)
-    refused("batch must be a multiple of the 3 shares", "dp_shard 3", "got 4", parallel=dp, processes=3)
-    refused("fp16 is for one process", parallel=dp, processes=2, precision="fp16")
+@pytest.mark.parametrize(
+    ("processes", "parallel", "settings", "message"),
+    [
+        (3, {"tp": 2}, {}, "number of processes, 3; .*dp_shard 1 x tp 2, which is 2"),
+        (1, {"dp_shard": 4}, {}, "number of processes, 1; .*dp_shard 4.*start 4 processes"),
+        (2, {"dp_replicate": -1}, {}, "dp_replicate and dp_shard: set all but one"),
+        (4, {"tp": 4}, {"heads": 8, "kv_heads": 2}, "tp must divide kv_heads; got tp 4 and kv_heads 2"),
+        (4, {"tp": 4}, {"heads": 6, "width": 384, "kv_heads": 2}, "heads 6"),
+        (4, {"tp": 4}, {"heads": 8, "kv_heads": 4, "mlp_width": 70}, "mlp_width 70"),
+        (3, {}, {}, "batch must be a multiple of the 3 shares .*dp_shard 3.*got 4"),
+        (2, {}, {"precision": "fp16"}, "fp16 is for one process"),
+    ],
+)
+def test_degrees_and_sizes_that_do_not_divide(processes, parallel, settings, message):
+    config = Config(parallel=Parallel(**parallel), **settings)
+    with pytest.raises(ConfigError, match=message):
+        check_parallel(config, find_degrees(config.parallel, processes), torch.device("cpu"))
 
 
 def test_the_processes_of_a_tensor_parallel_group_share_their_sequences():
@@ -312,17 +310,12 @@ def test_rank_0_alone_says_what_is_wrong(monkeypatch, rank):
         processes.run_in_group(lambda: None)
 
 
-def test_an_environment_without_torchrun_is_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="RANK, .*start several processes with torchrun"):
-        processes.run_in_group(lambda: None)
-
-
-@pytest.mark.parametrize("number", ["x", "", "0", "-1", "2.0"])
-def test_a_number_of_processes_that_is_none_is_refused(monkeypatch, number):
+@pytest.mark.parametrize("number", ["x", "", "0", "-1", "2.0", "2"])
+def test_an_environment_without_torchrun_is_refused(monkeypatch, number):
     monkeypatch.setenv("WORLD_SIZE", number)
-    with pytest.raises(ConfigError, match=f"WORLD_SIZE must be a number of processes, got '{number}': start"):
+    monkeypatch.delenv("RANK", raising=False)
+    wrong = f"WORLD_SIZE must be a number of processes, got '{number}': start"
+    with pytest.raises(ConfigError, match=wrong if number != "2" else "RANK, .*start several processes with torchrun"):
         processes.run_in_group(lambda: None)
 
 
@@ -375,15 +368,7 @@ def test_ranks_wait_a_day_for_the_tokens_of_rank_0():
 def train_signalled(rank, settings):
     """The step at which a rank stops, when rank 1 gets SIGTERM in step 3."""
     trainer = start_run(Config.from_dict(settings), Console(quiet=True))
-    step = trainer.step
-
-    def stepped():
-        result = step()
-        if rank == 1 and trainer.state.step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return result
-
-    trainer.step = stepped
+    after_steps(trainer, lambda: rank == 1 and trainer.state.step == 3 and os.kill(os.getpid(), signal.SIGTERM))
     result = trainer.run()
     return result.step, result.interrupted
 
@@ -466,29 +451,23 @@ def test_each_attempt_has_a_name_of_its_own_in_the_same_store():
 # ---- Weights and moments in the CPU's memory. On a CPU nothing moves, and the numbers must be those of a run withou
 
 
-def test_one_process_trains_the_same_bit_for_bit_and_resumes(begin, go_on, records, tmp_path):
+@pytest.mark.parametrize("option", ["--optimizer.offload", "--no-optimizer.offload"])
+def test_one_process_trains_the_same_bit_for_bit_and_goes_on_with_or_without(begin, go_on, records, tmp_path, option):
     begin(out=str(tmp_path / "plain")).run()
     begin(out=str(tmp_path / "moved"), steps=4, decay_steps=8, optimizer={"offload": True}).run()
-    trainer = go_on(tmp_path / "moved", "--steps", "8")
-    assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    trainer = go_on(tmp_path / "moved", "--steps", "8", option)
+    divided = [isinstance(p, DTensor) for p in trainer.model.parameters()]
+    assert set(divided) == {option == "--optimizer.offload"}
     trainer.run()
     assert records(tmp_path / "moved") == records(tmp_path / "plain")
     assert not dist.is_initialized()
-
-
-def test_a_run_goes_on_with_or_without(begin, go_on, records, tmp_path):
-    """The checkpoint is the same."""
-    begin(out=str(tmp_path / "plain")).run()
-    begin(out=str(tmp_path / "first"), steps=4, decay_steps=8, optimizer={"offload": True}).run()
-    go_on(tmp_path / "first", "--steps", "8", "--no-optimizer.offload").run()
-    assert records(tmp_path / "first") == records(tmp_path / "plain")
 
 
 def sharded_run(rank, folder, text, tiny):
     """The first weights, the first loss and the dtypes and devices of BF16 weights and their state on two ranks."""
     with torch.compiler.set_stance("force_eager"):
         trainer = start_run(Config.from_dict(tiny | {"data": [text], "out": folder}), Console(quiet=True))
-        weights = {name: whole(t.float()).detach().numpy() for name, t in model_tensors(trainer.model).items()}
+        weights = arrays(trainer.model)
         loss = float(trainer.step()[0].detach())
         tensors = [*trainer.model.parameters(), *optimizer_state(trainer.model, trainer.state.optimizer).values()]
         trainer.lock.close()
@@ -499,7 +478,7 @@ def test_bf16_weights_of_two_ranks_begin_as_those_of_one(begin, settings, tmp_pa
     pytest.importorskip("torchao")
     chosen = {"batch": 4, "accumulate": 2, "optimizer": {"weights": "bf16", "offload": True}}
     trainer = begin(out=str(tmp_path / "one"), **chosen | {"optimizer": {"weights": "bf16"}})
-    expected = {name: t.detach().float().numpy() for name, t in model_tensors(trainer.model).items()}
+    expected = arrays(trainer.model)
     with torch.compiler.set_stance("force_eager"):
         loss = float(trainer.step()[0])
     by_rank = run_ranks(2, sharded_run, str(tmp_path / "two"), str(text), settings(**chosen).to_dict())

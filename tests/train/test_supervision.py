@@ -4,9 +4,9 @@ import json
 import math
 import sys
 import warnings
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
 from ranks import run_ranks
 from rich.console import Console
+from tiny_runs import after_steps, before_steps
 from torch import nn
 
 from octavo.nn.linear import Linear
@@ -21,27 +22,9 @@ from octavo.train.config import Config
 from octavo.train.finished import open_run
 from octavo.train.start import start_run
 from octavo.train.supervision import TrainingError, find_nonfinite, recipe_layers
-from octavo.watching import Event, read_watch
+from octavo.watching import Watch, read_watch
 
 QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
-
-
-@pytest.fixture
-def plant(begin):
-    """plant(fault, **settings): a run in which `fault(trainer)` is called before every step."""
-
-    def make(fault, **settings):
-        trainer = begin(**settings)
-        step = trainer.step
-
-        def faulty():
-            fault(trainer)
-            return step()
-
-        trainer.step = faulty
-        return trainer
-
-    return make
 
 
 @pytest.fixture
@@ -59,11 +42,10 @@ def actions(trainer):
 def test_a_number_that_is_not_finite_is_found_between_logs_with_its_layer_and_step(begin, recipe):
     trainer = begin(recipe=recipe, steps=40, **QUIET)
     breaks_in_fp8(trainer)
-    with pytest.raises(TrainingError, match=rf"step 13: the loss is nan .* is in y of {DOWN}\. Lower") as caught:
+    said = rf"step 13: the loss is nan .* is in y of {DOWN}\. Lower .* or set watch.on_warning to promote; no good"
+    with pytest.raises(TrainingError, match=said):
         trainer.run()
-    assert "or set watch.on_warning to promote; no good checkpoint was saved" in str(caught.value)
-    weights = list(trainer.model.parameters())
-    assert all(p.isfinite().all() for p in weights)
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
 @pytest.mark.slow
@@ -77,14 +59,12 @@ def test_the_layer_is_promoted_and_its_step_repeated(begin, records, options, tm
     trainer.run()
     promoted = begin(**common, out=str(tmp_path / "promoted"))
     layer_of(promoted.model).register_forward_hook(lambda *_: None)  # not fused, as the other
-    step = promoted.step
 
     def promote_at_12():
         if promoted.state.step == 12:
             layer_of(promoted.model).recipe = layer_of(trainer.model).recipe
-        return step()
 
-    promoted.step = promote_at_12
+    before_steps(promoted, promote_at_12)
     promoted.run()
     path = tmp_path / "broken"
     assert list(records(path)) == list(range(1, 21))
@@ -111,11 +91,9 @@ def test_a_bad_number_in_a_module_that_is_not_converted_ends_the_run_and_says_so
     trainer = begin(steps=20, **QUIET | {"save_every": 5}, watch={"on_warning": "promote"})
     module = trainer.model.get_submodule(name)
     module.register_forward_hook(lambda module, args, y: y * math.inf if trainer.state.step == 6 else y)
-    expected = (
-        rf"step 7: .* is in y of {name}\. {name} is not converted: it never ran in FP8, so there is nothing to .*"
-    )
+    why = rf"{name} is not converted: it never ran in FP8, so there is nothing to .*--resume .*/run goes on from"
     with pytest.raises(
-        TrainingError, match=expected + r"--resume .*/run goes on from .* checkpoint is .*00005"
+        TrainingError, match=rf"step 7: .* is in y of {name}\. {why} .* checkpoint is .*00005"
     ) as caught:
         trainer.run()
     assert "skip" not in str(caught.value)
@@ -150,18 +128,12 @@ def test_layers_with_faults_are_promoted_and_a_resumed_run_keeps_that(begin, go_
     trainer = begin(recipe="rowwise", steps=24, log_every=1, watch={"on_warning": "promote"}, save_every=14)
     found(10, event(DOWN), event(DOWN, "kurtosis_growth"), event(UP, "underflow", "dy"), event("lm_head"), event(None))
     trainer.run()
-    assert (layer_of(trainer.model).recipe.name, layer_of(trainer.model, "mlp.up_proj").recipe.name) == (
-        "bf16",
-        "rowwise_e5m2",
-    )
     path = trainer.run_folder.path
     assert records(path, "promoted") == {10: {DOWN: "bf16", UP: "e5m2"}}
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     before, after = (line["precision"]["recipes"] for line in lines if "precision" in line)
     assert (list(before), after["bf16"]["layers"]) == (["rowwise"], [DOWN])
-    assert records(path, "warnings") == {
-        10: {"saturation_spike": 3, "kurtosis_growth": 1, "underflow": 1},
-    }
+    assert records(path, "warnings") == {10: {"saturation_spike": 3, "kurtosis_growth": 1, "underflow": 1}}
     for later in trainer.run_folder.checkpoints()[1:]:
         later.rename(path / "elsewhere")
     resumed = go_on(path)
@@ -178,10 +150,8 @@ def test_a_checkpoint_from_before_a_promotion_is_opened_without_it(begin, found)
     trainer = begin(recipe="delayed", steps=12, save_every=4, watch={"on_warning": "promote"})
     found(10, event(DOWN))
     trainer.run()
-    assert [layer_of(open_run(trainer.run_folder.path, step).model).recipe.name for step in (8, 12)] == [
-        "delayed",
-        "bf16",
-    ]
+    models = [open_run(trainer.run_folder.path, step).model for step in (8, 12)]
+    assert [layer_of(model).recipe.name for model in models] == ["delayed", "bf16"]
 
 
 def test_where_gate_and_up_are_aligned_the_layer_after_them_is_promoted(begin, found):
@@ -225,23 +195,24 @@ def test_compiled_blocks_go_on_with_promoted_layers(begin, go_on, found):
         assert torch._dynamo.config.recompile_limit == 10
 
 
-def spikes(steps):
+def plant_spikes(trainer, *steps):
     """After each of `steps` steps, once, the weights of the last norm become twenty times as large."""
     left = set(steps)
 
-    def fault(trainer):
+    def fault():
         if trainer.state.step in left:
             left.remove(trainer.state.step)
             trainer.model.model.norm.weight.data.mul_(20)
 
-    return fault
+    before_steps(trainer, fault)
 
 
 LONG = {"log_every": 1, "evaluate_every": 100, "save_every": 10, "steps": 50, "recipe": "bf16"}
 
 
-def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches(plant, go_on, records):
-    trainer = plant(spikes([33]), **LONG, watch={"on_spike": "rollback"})
+def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches(begin, go_on, records):
+    trainer = begin(**LONG, watch={"on_spike": "rollback"})
+    plant_spikes(trainer, 33)
     seen, at = [], trainer.data.training.at
     trainer.data.training.at = lambda index: seen.append(index) or at(index)
     assert trainer.run().step == 50
@@ -263,15 +234,17 @@ def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches
     assert records(path) == before
 
 
-def test_a_run_goes_back_so_often_and_then_no_more(plant, records):
-    trainer = plant(spikes([33, 44]), **LONG, watch={"interval": 0, "on_spike": "rollback", "rollbacks": 1})
+def test_a_run_goes_back_so_often_and_then_no_more(begin, records):
+    trainer = begin(**LONG, watch={"interval": 0, "on_spike": "rollback", "rollbacks": 1})
+    plant_spikes(trainer, 33, 44)
     assert trainer.run().step == 50
     assert len(actions(trainer)["rollbacks"]) == 1
     assert records(trainer.run_folder.path, "warnings") == {30: {"loss_spike": 1}, 46: {"loss_spike": 1}}
 
 
-def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(plant, records):
-    trainer = plant(spikes([33]), **LONG | {"save_every": 100}, watch={"on_spike": "rollback"})
+def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(begin, records):
+    trainer = begin(**LONG | {"save_every": 100}, watch={"on_spike": "rollback"})
+    plant_spikes(trainer, 33)
     assert trainer.run().step == 50
     assert records(trainer.run_folder.path, "warnings") == {35: {"loss_spike": 1}}
     [spike] = read_watch(trainer.run_folder.path).events
@@ -281,30 +254,13 @@ def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(plant, recor
 
 def test_events_go_to_the_watch(begin, found, monkeypatch):
     trainer = begin(steps=10, watch={"on_warning": "promote"})
-    seen = []
-
-    class Watch:
-        layers, take, go_back = (), list, None
-        done = property(lambda self: trainer.state.step)
-
-        def step(self):
-            pass
-
-        def read_gradients(self):
-            pass
-
-        def refresh(self):
-            seen.append("refresh")
-
-        def write_event(self, event):
-            seen.append(event)
-
-    monkeypatch.setattr("octavo.train.trainer.watched", lambda *args: nullcontext(Watch()))
     found(10, event(DOWN), event("lm_head"))
+    refreshed = []
+    monkeypatch.setattr(Watch, "refresh", lambda watch: refreshed.append(watch))
     trainer.run()
-    assert [(e.layer, e.action) if isinstance(e, Event) else e for e in seen] == [
-        (DOWN, "promote"), ("lm_head", None), "refresh",
-    ]  # fmt: skip
+    events = read_watch(trainer.run_folder.path).events
+    assert [(event.layer, event.action) for event in events] == [(DOWN, "promote"), ("lm_head", None)]
+    assert len(refreshed) == 1
 
 
 # ---- The early warning of a run of two processes, of which one has the fault
@@ -321,21 +277,14 @@ def train(rank, folder, text):
     """The norms of the steps; at step 7 a layer of rank 1 overflows in FP8, and after step 30 the loss rises."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     trainer = start_run(Config.from_dict(SETTINGS | {"data": [text], "out": f"{folder}/run"}), Console(quiet=True))
-    step, norms, planted = trainer.step, [], []
+    norms, note = [], trainer.recent.note
 
     def overflow(module, args, y):
         return y * math.inf if rank == 1 and module.recipe.quantized and trainer.state.step == 6 else y
 
-    def faulty():
-        if trainer.state.step == 30 and not planted:
-            planted.append(True)
-            trainer.model.model.norm.weight.data.mul_(20)
-        loss, norm = step()
-        norms.append((trainer.state.step, float(norm)))
-        return loss, norm
-
+    trainer.recent.note = lambda step, loss, norm: (norms.append((step, float(norm))), note(step, loss, norm))
     trainer.model.model.layers[1].mlp.down_proj.register_forward_hook(overflow)
-    trainer.step = faulty
+    plant_spikes(trainer, 30)
     trainer.run()
     return norms
 
@@ -430,15 +379,12 @@ def test_all_ranks_are_told_what_one_has_found():
 def test_a_checkpoint_with_a_weight_that_is_not_finite_is_not_the_last_good_one(begin, poisoned):
     """The update of a step makes a weight infinite, and the checkpoint of that step has it."""
     trainer = begin(steps=12)
-    step = trainer.step
 
-    def faulty():
-        found = step()
+    def poison():
         if trainer.state.step == poisoned:
             layer_of(trainer.model).weight.data[0, 0] = math.inf
-        return found
 
-    trainer.step = faulty
+    after_steps(trainer, poison)
     with pytest.raises(TrainingError, match=rf"is in w of {DOWN}") as caught:
         trainer.run()
     run = trainer.run_folder
@@ -485,47 +431,23 @@ def test_the_losses_of_a_watched_run_are_those_of_another(begin, tmp_path):
     assert found[0] == found[1]
 
 
-class Histogram(SimpleNamespace):
-    pass
-
-
-class Wandb:
-    """The part of wandb that a run calls, which records the calls."""
-
-    def __init__(self):
-        self.runs = []
-
-    def init(self, **options):
-        run = SimpleNamespace(options=options, logged=[], finished=False, defined=[])
-        run.log = run.logged.append
-        run.define_metric = lambda name, **more: run.defined.append((name, more))
-        run.finish = lambda: setattr(run, "finished", True)
-        self.runs.append(run)
-        return run
-
-    def Histogram(self, np_histogram):
-        return Histogram(counts=np_histogram[0], edges=np_histogram[1])
-
-
-@pytest.fixture
-def wandb(monkeypatch):
-    package = Wandb()
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    return package
-
-
-def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, wandb):
+def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, monkeypatch):
+    wandb = mock.Mock()
+    wandb.Histogram = lambda np_histogram: SimpleNamespace(counts=np_histogram[0], edges=np_histogram[1])
+    made = [mock.Mock(), mock.Mock()]  # runs
+    wandb.init.side_effect = made
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     trainer = begin(recipe="rowwise", steps=3, log_every=1, wandb=True, watch={"interval": 2})
     trainer.run()
     run = trainer.run_folder.path
     go_on(run, "--steps", "4").run()
-    first, second = wandb.runs
-    assert first.options["id"] == second.options["id"]
-    assert (first.options["name"], Path(first.options["dir"])) == (run.name, run)
-    assert first.options["config"]["recipe"] == "rowwise"
-    assert first.defined == [("step", {}), ("*", {"step_metric": "step"})]
-    assert first.finished
-    logged = {name: (line["step"], value) for line in first.logged for name, value in line.items()}
+    first, second = (call.kwargs for call in wandb.init.call_args_list)
+    assert first["id"] == second["id"]
+    assert (first["name"], Path(first["dir"]), first["config"]["recipe"]) == (run.name, run, "rowwise")
+    assert made[0].define_metric.call_args_list == [mock.call("step"), mock.call("*", step_metric="step")]
+    assert made[0].finish.called
+    lines = [call.args[0] for call in made[0].log.call_args_list]
+    logged = {name: (line["step"], value) for line in lines for name, value in line.items()}
     assert logged["loss"] == (3, losses(run)[2])
     name = "watch/model.layers.0.mlp.down_proj/dy"
     watched = read_watch(run)
@@ -537,24 +459,3 @@ def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, wa
     assert histogram.counts.sum() == pytest.approx(1, abs=0.01)
     assert 2.0 ** (histogram.edges[-1] - 1) <= record["amax"] < 2.0 ** histogram.edges[-1]
     assert histogram.counts[-1] == pytest.approx(record["binades"][0] / 65535)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
-def test_tensorboard_gets_the_numbers_and_the_histograms(begin):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer = begin(recipe="rowwise", steps=3, log_every=1, tensorboard=True, watch={"interval": 2})
-    trainer.run()
-    found = events.EventAccumulator(str(trainer.run_folder.path / "tensorboard"))
-    found.Reload()
-    name = "watch/model.layers.0.mlp.down_proj"
-    assert [event.step for event in found.Scalars(f"{name}/x/sqnr")] == [1, 2]
-    assert found.Scalars(f"{name}/gradient_norm")[0].value > 0
-    histogram = found.Histograms(f"{name}/gradient/log2")[0].histogram_value
-    assert histogram.num == pytest.approx(1, abs=0.01)
-
-
-def test_without_wandb_the_error_names_the_extra_and_nothing_is_written(begin, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r'pip install "\.\[wandb\]"'):
-        begin(wandb=True)
-    assert not list(tmp_path.glob("*/config.json"))

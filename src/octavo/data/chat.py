@@ -20,11 +20,10 @@ MEGABYTES = 2048  # beside those of the libraries
 
 
 class ChatTemplate:
-    """The chat template of a transformers tokenizer.
+    """A tokenizer's chat template: from messages, [{"role": ..., "content": ...}, ...], to their text.
 
-    Calling it with messages, [{"role": ..., "content": ...}, ...], returns their text, and with `answer` also the
-    beginning of the answer that comes next. It raises a ValueError if the template does not take them, or takes too
-    long or too much memory for them.
+    With `answer` the text has the beginning of the answer too. It raises a ValueError if the template does not take the
+    messages, or takes too long or too much memory for them.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -38,7 +37,6 @@ class ChatTemplate:
         return str(_ask(self._process, request)["text"])
 
     def _start(self) -> "subprocess.Popen[str]":
-        """The process, which has the template."""
         command = [sys.executable, "-P", __file__]  # -P: the modules beside this file must not hide a library's
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
         weakref.finalize(self, _end, process)
@@ -69,7 +67,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
     process.communicate()
 
 
-# --- The process -----------------------------------------------------------------------------------------------------
+# ---- The process.
 
 
 def _serve() -> None:

@@ -25,16 +25,10 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """A piece of text that is read as a whole.
-
-    Attributes:
-        text: the content; it holds more than white space.
-        kind: "text" is a whole file. "row" is one row of a data set. "chat" is a conversation, whose text already
-            holds the special tokens of the model.
-    """
+    """A piece of text that is read as a whole. That of a chat already holds the special tokens of the model."""
 
     text: str
-    kind: Literal["text", "row", "chat"]
+    kind: Literal["text", "row", "chat"]  # a whole file, a row of a data set, a conversation
 
 
 def chat_of(tokenizer: Any) -> ChatTemplate | None:
@@ -64,23 +58,14 @@ class Skipped:
 
 @dataclass
 class ReadReport:
-    """The files and rows that a reader read and skipped.
+    """The files and rows that a reader read and skipped."""
 
-    Attributes:
-        files: the files that gave at least one document.
-        datasets: the number of Hugging Face data sets.
-        documents: the number of texts, rows and conversations.
-        size: bytes that were read, in UTF-8.
-        skipped: the files and rows without text, by reason.
-        fields: the fields of rows that were not read.
-    """
-
-    files: list[Path] = field(default_factory=list)
-    datasets: int = 0
-    documents: int = 0
-    size: int = 0
-    skipped: dict[str, Skipped] = field(default_factory=dict)
-    fields: set[str] = field(default_factory=set)
+    files: list[Path] = field(default_factory=list)  # that gave at least one document
+    datasets: int = 0  # of Hugging Face
+    documents: int = 0  # texts, rows and conversations
+    size: int = 0  # bytes that were read, in UTF-8
+    skipped: dict[str, Skipped] = field(default_factory=dict)  # the files and rows without text, by reason
+    fields: set[str] = field(default_factory=set)  # of rows that were not read
 
     def skip(self, where: str, reason: str, size: int) -> None:
         """Count a file or row; `where` is a path, a row of a file or a row of a data set."""
@@ -93,7 +78,21 @@ class ReadReport:
 
     def lines(self) -> list[str]:
         """One line on the files read and skipped, and a second one, a warning, where many bytes were skipped."""
-        found = [f"{self._read()}{self._skipped()}{self._fields()}"]
+        files, datasets = plural(len(self.files), "file"), plural(self.datasets, "data set")
+        named = [text for text, count in ((files, len(self.files)), (datasets, self.datasets)) if count]
+        sources = " and ".join(named) or files
+        if self.datasets or self.documents != len(self.files):
+            sources = f"{plural(self.documents, 'document')} from {sources}"
+        said = f"read {sources} ({show_size(self.size)})"
+        if self.skipped:
+            reasons = [f"{skipped.count} {reason} ({skipped.names()})" for reason, skipped in self.skipped.items()]
+            count = sum(skipped.count for skipped in self.skipped.values())
+            said += f"; skipped {count}: {', '.join(reasons)}"
+        if self.fields:
+            more = ", ..." * (len(self.fields) > _EXAMPLES)
+            names = ", ".join(sorted(self.fields)[:_EXAMPLES])
+            said += f"; of the rows, these fields are not read: {names}{more}"
+        found = [said]
         lost = sum(skipped.size for skipped in self.skipped.values())
         share = lost / max(lost + self.size, 1)
         if share >= _SUBSTANTIAL:
@@ -114,27 +113,6 @@ class ReadReport:
             },
             "fields_not_read": sorted(self.fields),
         }
-
-    def _read(self) -> str:
-        files, datasets = plural(len(self.files), "file"), plural(self.datasets, "data set")
-        named = [text for text, count in ((files, len(self.files)), (datasets, self.datasets)) if count]
-        sources = " and ".join(named) or files
-        if self.datasets or self.documents != len(self.files):
-            sources = f"{plural(self.documents, 'document')} from {sources}"
-        return f"read {sources} ({show_size(self.size)})"
-
-    def _skipped(self) -> str:
-        if not self.skipped:
-            return ""
-        reasons = [f"{skipped.count} {reason} ({skipped.names()})" for reason, skipped in self.skipped.items()]
-        count = sum(skipped.count for skipped in self.skipped.values())
-        return f"; skipped {count}: {', '.join(reasons)}"
-
-    def _fields(self) -> str:
-        if not self.fields:
-            return ""
-        more = ", ..." * (len(self.fields) > _EXAMPLES)
-        return f"; of the rows, these fields are not read: {', '.join(sorted(self.fields)[:_EXAMPLES])}{more}"
 
 
 def show_size(size: int) -> str:
@@ -248,7 +226,7 @@ def _is_glob(path: str) -> bool:
 
 
 def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
-    """The files of a source other than a data set, and whether the source names the file itself.
+    """The files of a source other than a data set, and True if the source names the file itself.
 
     `report` counts the entries of a folder that are not readable files, such as links to folders.
     """
@@ -369,27 +347,22 @@ def _text_of(path: Path, named: bool) -> str:
 def _documents(rows: Iterable[Row], chat: Chat | None, report: ReadReport) -> list[Document]:
     found = []
     for where, name, value in rows:
-        document = _document(value, name, where, chat)
+        if name == "messages" or isinstance(value, list):
+            document = Document(_write_conversation(value, name, where, chat), "chat")
+        elif isinstance(value, str):
+            document = Document(value, "row")
+        else:
+            raise DataError(f"{where}: {name} must be a string, got {type(value).__name__}")
+        try:
+            document.text.encode()
+        except UnicodeEncodeError as error:
+            half = f"character {error.start} is half a surrogate pair"
+            raise DataError(f"{where}: {name} must be text; {half}") from error
         if document.text.strip():
             found.append(document)
         else:
             report.skip(where, "empty", 0)
     return found
-
-
-def _document(value: Any, name: str, where: str, chat: Chat | None) -> Document:
-    """The document that the value of a row's field `name` holds."""
-    if name == "messages" or isinstance(value, list):
-        document = Document(_write_conversation(value, name, where, chat), "chat")
-    elif isinstance(value, str):
-        document = Document(value, "row")
-    else:
-        raise DataError(f"{where}: {name} must be a string, got {type(value).__name__}")
-    try:
-        document.text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {name} must be text; character {error.start} is half a surrogate pair") from error
-    return document
 
 
 def _write_conversation(messages: Any, field: str, where: str, chat: Chat | None) -> str:
@@ -441,9 +414,14 @@ def _read_dataset(source: str, chat: Chat | None, report: ReadReport) -> list[Do
         raise DataError(f"{source} must name a data set of the hub, or a folder: hf:NAME")
     with reading(source, "a data set that the package datasets reads", DataError):
         dataset = _open(source, name, options)
-        column = _column(source, dataset.column_names, options.get("column"))
+        columns = dataset.column_names
+        wanted = (options["column"],) if "column" in options else ROW_FIELDS
+        if (column := next((name for name in wanted if name in columns), None)) is None:
+            raise DataError(
+                f"{source} must have the column {' or '.join(wanted)}; it has {', '.join(columns)}: add ?column=NAME"
+            )
         report.datasets += 1
-        report.fields |= set(dataset.column_names) - {column}
+        report.fields |= set(columns) - {column}
         documents = _documents(_rows_of(source, dataset, column, report), chat, report)
     report.size += sum(len(document.text.encode()) for document in documents)
     return documents
@@ -456,16 +434,6 @@ def _rows_of(source: str, dataset: Any, column: str, report: ReadReport) -> Iter
             report.skip(where, "empty", 0)
         else:
             yield where, column, value
-
-
-def _column(source: str, columns: list[str], asked: str | None) -> str:
-    wanted = ROW_FIELDS if asked is None else (asked,)
-    column = next((name for name in wanted if name in columns), None)
-    if column is None:
-        raise DataError(
-            f"{source} must have the column {' or '.join(wanted)}; it has {', '.join(columns)}: add ?column=NAME"
-        )
-    return column
 
 
 def _open(source: str, name: str, options: dict[str, str]) -> Any:

@@ -42,21 +42,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class LogitQuality:
-    """A language model compared with a reference on the same tokens.
+    """A language model compared with a reference on the same tokens."""
 
-    Attributes:
-        kl: KL divergence from the reference's distribution to the candidate's, in nats a token.
-        top1: the share of tokens after which both models find the same token most likely.
-        perplexity, reference_perplexity: of the candidate and of the reference.
-        perplexity_ratio: their ratio minus 1, so 0.005 is half a percent worse; paired by prompt.
-        prompts, tokens: the numbers of prompts and tokens measured.
-    """
-
-    kl: Estimate
-    top1: Estimate
+    kl: Estimate  # from the reference's distribution to the candidate's, in nats a token
+    top1: Estimate  # the share of tokens after which both models find the same token most likely
     perplexity: Estimate
     reference_perplexity: Estimate
-    perplexity_ratio: Estimate
+    perplexity_ratio: Estimate  # minus 1, so 0.005 is half a percent worse; paired by prompt
     prompts: int
     tokens: int
 
@@ -177,7 +169,7 @@ def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
     return float(exact.square().sum()), float((candidate.double() - exact).square().sum())
 
 
-# --- Statistics ------------------------------------------------------------------------------------------------------
+# ---- Statistics.
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:

@@ -32,12 +32,10 @@ class TokenLimits(Protocol):
     """The limits of a model, such as `octavo.hf.meta_model.MetaModel`."""
 
     @property
-    def context(self) -> int:
-        """The number of tokens that it can see."""
+    def context(self) -> int: ...  # the tokens that it can see
 
     @property
-    def vocabulary(self) -> int:
-        """The number of rows of its embedding."""
+    def vocabulary(self) -> int: ...  # the rows of its embedding
 
 
 @dataclass(frozen=True)
@@ -105,11 +103,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def open_prompts(
-    data: Sequence[str],
-    folder: Path,
-    options: PromptOptions,
-    limits: TokenLimits,
-    on_read: OnRead | None = None,
+    data: Sequence[str], folder: Path, options: PromptOptions, limits: TokenLimits, on_read: OnRead | None = None
 ) -> Prompts:
     """The prompts for a model with `limits`, from `data` and the tokenizer in `folder`."""
     most = limits.context  # first: a model of images need not have a tokenizer
@@ -135,8 +129,8 @@ def read_prompts(data: Sequence[str], tokenizer: Any, options: PromptOptions) ->
     share = math.ceil(samples / max(len(documents), 1))
     chosen: list[tuple[int, ...]] = []
     more: list[tuple[int, ...]] = []
-    for _, document in sorted(documents.items(), key=lambda item: item[0]):
-        windows = sorted(cutter.windows(document), key=lambda ids: _key(seed, ids))
+    for key in sorted(documents):
+        windows = sorted(cutter.windows(documents[key]), key=lambda ids: _key(seed, ids))
         chosen += windows[:share]
         more += windows[share:]
         if len(chosen) >= samples:
@@ -147,15 +141,15 @@ def read_prompts(data: Sequence[str], tokenizer: Any, options: PromptOptions) ->
     return Prompts(tuple(sorted(ids, key=lambda ids: (-len(ids), _key(seed, ids)))), reading.report, context)
 
 
-# --- Tokens ----------------------------------------------------------------------------------------------------------
-
-
 class _Cutter:
     """Cuts documents into prompts, with the special tokens of the tokenizer around each."""
 
     def __init__(self, tokenizer: Any, context: int) -> None:
         self._tokenizer, self._context = tokenizer, context
-        probe = self._probe()
+        try:
+            self._encode(probe := "a", special=False)
+        except DataError:  # the tokenizer has no token for the letter
+            probe = str(min(tokenizer.get_vocab()))
         plain, full = self._encode(probe, special=False), self._encode(probe, special=True)
         starts = range(len(full) - len(plain) + 1)
         start = next((i for i in starts if full[i : i + len(plain)] == plain), None)
@@ -175,14 +169,6 @@ class _Cutter:
             return [ids[: self._context]]
         stop = len(ids) if document.kind == "text" else min(len(ids), self._room)
         return [self._before + ids[i : i + self._room] + self._after for i in range(0, stop, self._room)]
-
-    def _probe(self) -> str:
-        """A text that the tokenizer encodes: a letter, or the first token of one that has no token for the letter."""
-        try:
-            self._encode("a", special=False)
-        except DataError:
-            return str(min(self._tokenizer.get_vocab()))
-        return "a"
 
     def _encode(self, text: str, special: bool) -> tuple[int, ...]:
         try:

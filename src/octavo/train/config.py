@@ -1,16 +1,15 @@
 """A training run is one frozen record of settings: `Config`.
 
 There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
-the command line. A setting has one name in all of them: `kv_heads = 2` in a file, `--kv-heads 2` on the command line
-and `config.kv_heads` in code. Settings that belong together form a table (`octavo.train.settings`). A setting's
-default, help and valid values stand on its line. Conditions on several settings (such as heads dividing the width) are
+the command line (`octavo.train.settings`). Conditions on several settings (such as heads dividing the width) are
 checked after them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
 
 A setting with the default None follows from others. A `Config` holds its derived value and the
-names of all derived settings. `replace` derives such a setting again when a setting that it follows from changes.
+names of all derived settings. `change` derives such a setting again when a setting that it follows from changes.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -19,22 +18,12 @@ from typing import Any, Self
 
 from octavo.checkpoint.files import read_json, replace_file
 from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
-from octavo.recipe import Recipe, delayed
+from octavo.recipe import GEMMS, Recipe, delayed
 from octavo.train.settings import (
-    ABOVE_ZERO,
-    BELOW_ONE,
-    BYTES,
-    DEVICE,
-    FRACTION,
-    INSIDE,
     NAMED,
     NOT_NEGATIVE,
     POSITIVE,
     PRESETS,
-    SEED,
-    SOME,
-    SOME_GEMMS,
-    TOKENIZER,
     TYPE_NAMES,
     ActivationCheckpointing,
     AttentionSettings,
@@ -44,12 +33,12 @@ from octavo.train.settings import (
     LossSettings,
     OptimizerSettings,
     Parallel,
+    Range,
     WatchSettings,
     find_setting,
     flatten,
     nest,
     parse,
-    plain,
     read_file,
     setting,
     settings_of,
@@ -57,7 +46,21 @@ from octavo.train.settings import (
 )
 from octavo.util import reading
 
-# ---- Settings whose default value follows from other settings.
+__all__ = ["Config", "ConfigError", "describe"]
+
+ABOVE_ZERO: Range = ("above 0", lambda value: value > 0)
+FRACTION: Range = ("between 0 and 1, both included", lambda value: 0 <= value <= 1)
+INSIDE: Range = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
+BELOW_ONE: Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
+BYTES: Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
+SOME: Range = ("a list of at least one entry", lambda value: len(value) > 0)
+SOME_GEMMS: Range = (f"a list of some of {', '.join(GEMMS)}", lambda value: set(value) <= set(GEMMS))
+SEED: Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
+DEVICE: Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
+TOKENIZER: Range = (
+    "one of bytes, characters, bpe, or hf: and the name or folder of a Hugging Face model",
+    lambda value: re.fullmatch(r"bytes|characters|bpe|hf:.+", value) is not None,
+)
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,6 @@ RULES: dict[str, Rule] = {
     "kv_heads": Rule(("heads",), lambda v: 2 - v["heads"] % 2, "2; 1 if heads is odd"),
     "context": Rule(("model",), lambda v: 512, "512, at most a model folder's positions"),
 }
-
-
-# ---- A training run is one frozen record of settings: `Config`.
-
-
-__all__ = ["Config", "ConfigError", "describe"]
 
 
 @dataclass(frozen=True)
@@ -214,12 +211,15 @@ class Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object], source: str = "the dictionary") -> Self:
-        """The settings with `values`. Messages say that the values are from `source`."""
+        """The settings with `values`, which messages say are from `source`."""
         return cls._merge(values, {}, source)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
-        values = {name: plain(attrgetter(name)(self)) for name in settings_of(Config)}
+        values: dict[str, Any] = {name: attrgetter(name)(self) for name in settings_of(Config)}
+        for name, value in values.items():
+            if isinstance(value, tuple | Recipe):
+                values[name] = list(value) if isinstance(value, tuple) else value.to_dict()
         return nest(values) | {"derived": sorted(self.derived)}
 
     def replace(self, overrides: Sequence[str]) -> Self:
@@ -264,35 +264,30 @@ def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _faults(config: Config) -> Iterator[str]:
-    yield from _faults_of_model(config)
-    if config.model in BUILT_IN_MODELS:
+    names, built_in = ", ".join(BUILT_IN_MODELS), config.model in BUILT_IN_MODELS
+    # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
+    # run must still be readable where its base model is not.
+    if not built_in and "/" not in config.model and not Path(config.model).is_dir():
+        hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
+        yield f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}"
+    recipe = delayed() if config.recipe == "delayed" else config.recipe
+    if config.calibration and (built_in or not (isinstance(recipe, Recipe) and recipe.scales_by_history)):
+        yield (
+            "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
+            f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"
+        )
+    if config.dropout and not built_in:
+        yield (
+            f"dropout is for the models {names}; the config.json of {config.model} says what dropout that model has: "
+            "change it there"
+        )
+    if built_in:
         yield from _faults_of_heads(config)
     yield from _faults_of_experts(config)
     yield from _faults_of_schedule(config)
     if config.precision == "fp16" and (config.optimizer.weights == "bf16" or config.optimizer.offload):
         name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
         yield f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16"
-
-
-def _faults_of_model(config: Config) -> Iterator[str]:
-    names = ", ".join(BUILT_IN_MODELS)
-    # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
-    # run must still be readable where its base model is not.
-    if config.model not in BUILT_IN_MODELS and "/" not in config.model and not Path(config.model).is_dir():
-        hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
-        yield f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}"
-    recipe = delayed() if config.recipe == "delayed" else config.recipe
-    by_history = isinstance(recipe, Recipe) and recipe.scales_by_history
-    if config.calibration and (not by_history or config.model in BUILT_IN_MODELS):
-        yield (
-            "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
-            f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"
-        )
-    if config.dropout and config.model not in BUILT_IN_MODELS:
-        yield (
-            f"dropout is for the models {names}; the config.json of {config.model} says what dropout that model has: "
-            "change it there"
-        )
 
 
 def _faults_of_heads(config: Config) -> Iterator[str]:
@@ -317,13 +312,11 @@ def _faults_of_heads(config: Config) -> Iterator[str]:
 
 def _faults_of_experts(config: Config) -> Iterator[str]:
     experts = config.experts
-    if config.model == "mixture":
-        if experts.top_k > experts.count:
-            counts = f"got experts.top_k {experts.top_k} and experts.count {experts.count}"
-            yield f"experts.top_k must be at most experts.count; {counts}"
-        return
+    if config.model == "mixture" and experts.top_k > experts.count:
+        counts = f"got experts.top_k {experts.top_k} and experts.count {experts.count}"
+        yield f"experts.top_k must be at most experts.count; {counts}"
     for name, value in vars(experts).items():
-        if value != getattr(ExpertSettings, name):
+        if config.model != "mixture" and value != getattr(ExpertSettings, name):
             yield (
                 f"experts.{name} is a setting of the model mixture, and the model {config.model} has no experts that "
                 f"it could change; got {value!r}: give --model mixture, or leave it out"
@@ -360,26 +353,23 @@ def write_settings(config: Config, run: RunFolder) -> None:
     replace_file(run.config, json.dumps(config.to_dict(), indent=2) + "\n")
 
 
-# ---- The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer.
-
-
-# The sizes of the tokenizers that the presets name.
+# The vocabularies of the tokenizers that the presets name.
 _KNOWN = dict.fromkeys(("Llama-3.2-1B", "Meta-Llama-3-8B", "Meta-Llama-3-70B"), 128256)
 
 
 def known_vocabulary(config: Config) -> int | None:
-    """The number of tokens; None if only a tokenizer tells that is not here, or that has no tokenizer.json."""
+    """The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer.
+
+    None if only a tokenizer tells that is not here, or that has no tokenizer.json.
+    """
     if config.tokenizer == "bpe":
         return config.vocabulary
     if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:
         return 256
     name = config.tokenizer.removeprefix("hf:")
     path = Path(name) / "tokenizer.json"
-    return _tokens_in(path) if path.is_file() else _KNOWN.get(name.removeprefix("meta-llama/"))
-
-
-def _tokens_in(path: Path) -> int:
-    """The number of distinct tokens in a tokenizer.json: of its model, and those added."""
+    if not path.is_file():
+        return _KNOWN.get(name.removeprefix("meta-llama/"))
     found = read_json(path)
     with reading(path, "a vocabulary, and a list of added tokens"):
         vocabulary = found["model"]["vocab"]  # a mapping to ids, or in a unigram model a list of [token, score]

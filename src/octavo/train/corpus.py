@@ -2,15 +2,14 @@
 
 Documents are sorted by a hash of their content. That order is as good as a shuffle, and it is the same on every
 machine, whatever the files are called. The documents are tokenized and laid end to end, and the last share is held out
-for validation. A sequence is `context` consecutive tokens, and its targets are those one further on; an epoch visits
+for validation. A sequence is `context` consecutive tokens, and its targets are those one further on. An epoch visits
 each sequence once, in a permutation drawn from a counter-based generator keyed by (seed, epoch) (Philox: Salmon et al.,
-SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). So batch `i` depends only on `i` and the seed, and a resumed
-run needs no saved state.
+SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). So batch `i` depends only on `i` and the seed.
 """
 
 import functools
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,29 +44,20 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     elif saved.exists():
         opened = load_tokenizer(saved)
     reading = read_text(config.data, opened.chat if opened else None)
-    return opened or _new_tokenizer(config, reading.texts), reading
-
-
-def _new_tokenizer(config: Config, texts: list[str]) -> Tokenizer:
-    if config.tokenizer == "characters":
-        return CharacterTokenizer.train(texts)
-    return ByteTokenizer() if config.tokenizer == "bytes" else BpeTokenizer.train(texts, config.vocabulary)
-
-
-# --- Tokens ----------------------------------------------------------------------------------------------------
+    if opened is None and config.tokenizer == "bpe":
+        opened = BpeTokenizer.train(reading.texts, config.vocabulary)
+    elif opened is None:
+        opened = CharacterTokenizer.train(reading.texts) if config.tokenizer == "characters" else ByteTokenizer()
+    return opened, reading
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokenized text in two parts.
-
-    `train` and `validation` are one-dimensional arrays of token ids: uint16 up to 65,536 tokens of vocabulary, uint32
-    above. `fingerprint` is the SHA-256, in hexadecimal, of the ids and of the position of the split.
-    """
+    """Tokenized text in two parts, arrays [T] of uint16 up to 65,536 tokens of vocabulary, and of uint32 above."""
 
     train: Tokens
     validation: Tokens
-    fingerprint: str
+    fingerprint: str  # SHA-256 of the ids and of the position of the split
 
 
 def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, validation_fraction: float) -> Corpus:
@@ -112,16 +102,12 @@ def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: flo
     return split
 
 
-# --- Batches ---------------------------------------------------------------------------------------------------
-
-
 class Batches:
-    """Micro-batches of `tokens`, by index. They have no state: resuming needs the index only.
+    """Micro-batches of `tokens`, by index: `sequences` = (len(tokens) - 1) // context sequences without overlap.
 
-    The tokens are cut into `sequences` = (len(tokens) - 1) // context sequences without overlap. With a `seed`, each
-    epoch is a fresh permutation of them; with None, they come in order (validation). After the last sequence of an
-    epoch comes the first of the next, inside a batch too. `share` (index, count): this object gives the index-th of
-    count equal shares of each micro-batch of `batch` sequences, which do not depend on it.
+    With a `seed`, each epoch is a fresh permutation of them; with None, they come in order (validation). After the last
+    sequence of an epoch comes the first of the next, inside a batch too. `share` (index, count): this object gives the
+    index-th of count equal shares of each micro-batch of `batch` sequences, which do not depend on it.
     """
 
     def __init__(
@@ -149,11 +135,7 @@ class Batches:
         return int(self._tokens.max())
 
     def at(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The share of micro-batch `index`, from 0 without end: (inputs, targets), each int64 [size, context] on the
-        CPU, with `size` = batch / count.
-
-        `targets[:, t]` is the token after `inputs[:, t]`.
-        """
+        """(inputs, targets) of micro-batch `index`, from 0 without end: int64 [batch / count, context] on the CPU."""
         if index < 0:
             raise ValueError(f"the index of a batch must be 0 or more; got {index}")
         first = index * self.batch + self._first
@@ -164,19 +146,13 @@ class Batches:
 
     def _starts(self, positions: range) -> npt.NDArray[np.int64]:
         """The offsets of the sequences at `positions` of the endless row of sequences."""
-        rows = [self._order(position // self.sequences)[position % self.sequences] for position in positions]
+        count, seed = self.sequences, self._seed
+        rows = [p % count if seed is None else _permutation(seed, p // count, count)[p % count] for p in positions]
         return np.array(rows, dtype=np.int64) * self.context
-
-    def _order(self, epoch: int) -> Sequence[int] | npt.NDArray[np.int64]:
-        return range(self.sequences) if self._seed is None else _permutation(self._seed, epoch, self.sequences)
 
 
 class RandomBatches(Batches):
-    """Micro-batches of sequences that begin at random offsets, each drawn independently of the others.
-
-    The offset of a sequence is a function of the seed and of its position in the run, so these batches are stateless
-    too. They have no epochs: some tokens are seen more often than others.
-    """
+    """Micro-batches of sequences at random offsets, each a function of the seed and of its position in the run."""
 
     def __init__(self, tokens: Tokens, context: int, batch: int, seed: int, share: tuple[int, int] = (0, 1)) -> None:
         super().__init__(tokens, context, batch, seed, share)

@@ -73,13 +73,14 @@ _LLAMA_3 = 128256
 
 
 def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
-    """The dtype flow of a step: a micro-batch under the autocast, recipe and checkpointing of the settings.
+    """The dtype flow of a step of a preset, TOML file, run, or folder or config.json of a causal language model.
 
-    `source` is a preset, a TOML file, a run, or the folder or config.json of a causal language model. The
-    logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
+    The logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
     """
     config, saved = _read(source, changes)
-    model = make_meta_model(config, _vocabulary(config, saved), saved)
+    known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
+    vocabulary = known or _LLAMA_3  # where nobody knows it: the dtypes do not depend on it
+    model = make_meta_model(config, vocabulary, saved)
     model = cast_weights(model.train(), config)
     convert_model(model, config.change(only_if_faster=False), torch.device("cpu"))
     prepare_blocks(model, config.change(**{"compile.blocks": False}))
@@ -113,10 +114,3 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")
     return Config.load(source).change(**changes), nowhere
-
-
-def _vocabulary(config: Config, saved: Path) -> int:
-    """The size of the vocabulary. Where nobody knows it, that of Llama 3: the dtypes do not depend on it."""
-    if saved.exists():
-        return load_tokenizer(saved).vocabulary_size
-    return known_vocabulary(config) or _LLAMA_3

@@ -1,10 +1,11 @@
 """The loss that a language model is trained on: the mean cross-entropy of the next token.
 
-A `Loss` takes the model, the inputs and the targets. `whole_loss` computes all logits. `ChunkedLoss` puts itself in the
-place of the model's head, so that the head's inputs go to `linear_cross_entropy`, which computes the logits of some
-tokens at a time. The head's weight is read within the model's forward pass: there FSDP2 has gathered it.
+    loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
 
-In training, the gradient of a mixture includes that of its balance loss; the value of the loss does not.
+`whole_loss` computes all logits. `ChunkedLoss` puts itself in the place of the model's head, so that the head's inputs
+go to `linear_cross_entropy`, which computes the logits of some tokens at a time. The head's weight is read within the
+model's forward pass: there FSDP2 has gathered it. The gradient of a mixture includes that of its balance loss; the
+value of the loss does not.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,14 +29,10 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 def make_loss(config: Config, model: nn.Module) -> Loss:
     """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
-    choice = config.loss.logits
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    if not config.loss.is_chunked(widest):
-        return whole_loss
-    name = head_name(model)
-    if name is not None:
+    if config.loss.is_chunked(widest) and (name := head_name(model)) is not None:
         return ChunkedLoss(name, config.loss.chunk)
-    if choice == "auto":
+    if config.loss.logits != "chunked":
         return whole_loss
     raise ConfigError(
         f"loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias; "
@@ -98,25 +95,13 @@ class _LossHead(nn.Module):
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, chunk: int) -> Tensor:
-    """The mean over tokens of the cross-entropy of `x @ weight.T` and `targets`, without the whole product in memory.
+    """The mean cross-entropy, 0-dim, of `x @ weight.T` [..., V] and int64 `targets` [...], `chunk` tokens at a time.
 
-    Products run in the dtype of autocast, if it is on, and otherwise in that of `x`. Softmax, sums over tokens and the
-    gradient of the weight are float32. The gradients can be computed once (no `retain_graph`, no second derivatives).
-
-    Args:
-        x: [..., K], the inputs of the head.
-        weight: [V, K], the head's. A DTensor that is sharded by rows over a mesh of one dimension is the vocabulary's
-            share of each rank: then x holds all tokens, the same on each rank, or each rank's equal share of the
-            tokens along dimension 1, as sequence parallelism has them.
-        targets: int64 [...], from 0 to V - 1, of all tokens.
-        chunk: the tokens whose logits exist at a time.
-
-    Returns:
-        The loss, 0-dim, float32 (float64 if x is).
-
-    Example:
-        >>> x, head = torch.randn(2, 512, 64), torch.nn.Linear(64, 50_000, bias=False)
-        >>> linear_cross_entropy(x, head.weight, torch.randint(50_000, (2, 512)), chunk=128).backward()
+    Products run in the dtype of autocast, if it is on, and otherwise in that of `x` [..., K]. Softmax, sums over tokens
+    and the gradient of `weight` [V, K] are float32 (float64 if x is). The gradients can be computed once (no
+    `retain_graph`, no second derivatives). A DTensor `weight` that is sharded by rows over a mesh of one dimension is
+    the vocabulary's share of each rank: then x holds all tokens, the same on each rank, or each rank's equal share of
+    the tokens along dimension 1, as sequence parallelism has them.
     """
     group, first = None, 0
     if hasattr(weight, "device_mesh"):
@@ -241,9 +226,7 @@ def _add_product(dw: Tensor, g: Tensor, x: Tensor) -> None:
         dw.addmm_(g.t().to(dw.dtype), x.to(dw.dtype))
 
 
-# ---- The loss of a language model on text that it was not trained on.
-#
-# loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
+# ---- The loss of a batch in a precision, and of text that the model was not trained on.
 
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,36 +1,56 @@
-"""Build the model that the settings describe: built-in, or a causal language model of a Hugging Face folder."""
+"""Build the model that the settings describe, ready for training: built-in, or of a Hugging Face folder.
+
+    build -> loss -> convert -> activation checkpointing -> compile each block
+
+Where several processes divide the layers, weights and optimizer state:
+
+    build on the meta device -> loss -> convert -> tensor parallel -> activation checkpointing -> compile each block
+    -> FSDP2: each block a unit, or two small ones, and all else the unit of the model
+    -> gather FP8 weights in eight bits -> memory -> weights
+
+FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
+numbers are the same but for the order of sums. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
+runs; a single process is then a mesh of one.
+"""
 
 import dataclasses
 import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.hf.inputs import token_embedding
 from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models.decoder import is_causal
+from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
-from octavo.train.processes import total_memory
-from octavo.train.settings import unit_size
+from octavo.train.loss import Loss, make_loss
+from octavo.train.processes import rank, same_outcome, total_memory
+from octavo.train.settings import Degrees, unit_size
 from octavo.util import import_extra, open_config, open_local, reading
-
-Forward = Callable[..., Any]  # a model, or a function that calls one
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -60,9 +80,10 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
 
 def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
     """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch."""
+    place = next(model.parameters()).device if device is None else device
     report = convert(
         model,
-        chosen_recipe(config, next(model.parameters()).device if device is None else device),
+        chosen_recipe(config, place),
         skip=config.skip,
         device=device,
         emulate=config.emulate,
@@ -70,7 +91,7 @@ def convert_model(model: nn.Module, config: Config, device: torch.device | None 
         tokens=config.batch // shares * config.context,
     )
     if config.attention.precision == "fp8":
-        _check_attention(config, next(model.parameters()).device if device is None else device)
+        _check_attention(config, place)
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
     return report
 
@@ -103,7 +124,9 @@ def check_memory(config: Config, vocabulary: int, device: torch.device, parts: i
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
-    each = _bytes_of_parameter(config)
+    weight = 2 if config.optimizer.weights == "bf16" else 4
+    gradient = weight if config.accumulate == 1 else 4
+    each = weight + gradient + (8 if config.optimizer.state == "fp32" else 2)
     needed = None if count is None else count * each / parts
     if needed is None or needed > total:
         known = "too many to count" if count is None else f"{count:.3g}"
@@ -115,13 +138,6 @@ def check_memory(config: Config, vocabulary: int, device: torch.device, parts: i
             f"{total / 1e9:,.0f} GB. Lower width, mlp_width or layers"
             + (", or train on more GPUs: torchrun --nproc-per-node N" if device.type == "cuda" else "")
         )
-
-
-def _bytes_of_parameter(config: Config) -> int:
-    """The bytes that a parameter takes in training: its weight, its gradient and two moments."""
-    weight = 2 if config.optimizer.weights == "bf16" else 4
-    gradient = weight if config.accumulate == 1 else 4
-    return weight + gradient + (8 if config.optimizer.state == "fp32" else 2)
 
 
 def _count_parameters(config: ModelConfig) -> int | None:
@@ -175,13 +191,8 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
 
 
 def open_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of the folder `config.model` in FP32, with its weights.
-
-    If `saved`, the folder of a resumed run that describes its model, exists, the model has that architecture and random
-    weights, because the checkpoint holds the weights.
-    """
-    purpose = f"model {config.model!r} is a Hugging Face folder, which transformers opens"
-    transformers = import_extra("transformers", "hf", purpose)
+    """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
+    transformers = _transformers(config.model)
     source = Path(config.model)
     check_folder(saved if saved.exists() else source, config.model)
     if not saved.exists():
@@ -192,17 +203,15 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
                 f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
                 f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
             )
-    with (
-        quiet_transformers(),
-        reading(source, DESCRIPTION, ArtifactError),
-    ):  # `_open` checks the facts that its tables report
+    # `_open` checks the facts that its tables report
+    with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
         model = _open(transformers.AutoModelForCausalLM, source, saved)
     return _prepared(model, config)
 
 
 def describe_language_model(config: Config, saved: Path) -> nn.Module:
     """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
-    transformers = import_extra("transformers", "hf", f"model {config.model!r} is a Hugging Face folder")
+    transformers = _transformers(config.model)
     source = saved if saved.exists() else Path(config.model)
     check_folder(source, config.model)
     described = open_config(source)
@@ -210,6 +219,10 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     compute_buffers(model, "cpu")
     return _prepared(model, config)
+
+
+def _transformers(name: str) -> Any:
+    return import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder, which transformers opens")
 
 
 def positions_of(folder: Path) -> int:
@@ -230,11 +243,7 @@ def _prepared(model: Any, config: Config) -> nn.Module:
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Raise a ConfigError unless transformers has a causal language model of the type that `folder`/config.json
-    states, and its weights are not quantized.
-
-    Messages call the folder by `name`, which the settings give it.
-    """
+    """A ConfigError unless transformers has the causal language model of the folder, and it is not quantized."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
@@ -246,7 +255,7 @@ def check_folder(folder: Path, name: str) -> None:
             f"unpack {name} OUT"
         )
     check_counts(described, folder)
-    transformers = import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder")
+    transformers = _transformers(name)
     if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
         raise ConfigError(
             f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
@@ -305,11 +314,8 @@ _GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.oct
 
 def find_blocks(model: nn.Module) -> nn.ModuleList:
     """The repeated blocks of a model, in order: the list of one class with the most parameters, or a ConfigError."""
-    lists = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(entry) for entry in module}) == 1
-    ]
+    found = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    lists = [module for module in found if len({type(entry) for entry in module}) == 1]
     if not lists:
         raise ConfigError(
             f"{type(model).__name__} must have a list of equal blocks for compile.blocks, activation_checkpointing "
@@ -358,10 +364,7 @@ def eager() -> AbstractContextManager[Any]:
 
 
 def allow_compilations(count: int) -> None:
-    """Let Dynamo compile the code of a block so many times more: beyond its limit it runs the code as it is.
-
-    All blocks share their code. A block with a promoted layer is compiled by itself.
-    """
+    """Let Dynamo compile the code of blocks, which they share, so many times more; beyond its limit it runs eagerly."""
     dynamo: Any = torch._dynamo.config
     dynamo.recompile_limit += count
 
@@ -399,3 +402,171 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+# ---- The mesh of a run's processes (`octavo.train.settings.Degrees`).
+
+
+def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
+    """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
+    for fault in _parallel_faults(config, degrees, device):
+        raise ConfigError(fault)
+
+
+def _parallel_faults(config: Config, degrees: Degrees, device: torch.device) -> Iterator[str]:
+    if config.batch % degrees.data:
+        yield (
+            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
+            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
+            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
+        )
+    if degrees.processes > 1 and config.precision == "fp16":
+        yield (
+            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
+            "process. Use bf16"
+        )
+    tp = degrees.tp
+    if tp == 1:
+        return
+    if config.sample:
+        yield (
+            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
+            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
+        )
+    if config.model == "mixture":
+        yield f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard"
+    sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
+    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
+        if getattr(config, name) % tp:
+            yield f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}"
+    if config.parallel.async_tp and device.type != "cuda":
+        yield f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+
+
+def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
+    """The mesh of all processes. A collective operation fails after `timeout` seconds. Every process must call this."""
+    mesh = init_device_mesh(device.type, tuple(vars(degrees).values()), mesh_dim_names=tuple(vars(degrees)))
+    if degrees.tp > 1:
+        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
+    for group in (None, *mesh.get_all_groups()):
+        _set_pg_timeout(timedelta(seconds=timeout), group)
+    return mesh
+
+
+# ---- A model whose layers, weights and optimizer state are divided among the processes of a run.
+
+
+class TrainedModel(NamedTuple):
+    """A converted model that is ready for training, its loss, and the reports of its preparation."""
+
+    model: nn.Module
+    loss: Loss
+    report: Conversion
+    gathered: GatherReport | None = None
+
+
+def make_trained_model(
+    config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
+) -> TrainedModel:
+    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading.
+
+    Its weights are the same for any number of processes. Every rank must call this.
+    """
+    divided = degrees.processes > 1 or config.optimizer.offload
+    mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
+    with same_outcome():
+        resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
+        weights: dict[str, Any] = {}
+        if mesh is None:
+            model = make_model(config, vocabulary, saved).to(device)
+        elif config.model in BUILT_IN_MODELS:
+            with torch.device("meta"), OneProcessDraws():
+                model = make_model(config, vocabulary, saved)
+        else:
+            if rank() == 0 and not resumed:
+                weights = open_language_model(config, saved).state_dict()
+            model = cast_weights(describe_language_model(config, saved), config)
+        loss = make_loss(config, model)
+        report = convert_model(model, config, None if mesh is None else device, degrees.data)
+    if mesh is None:
+        prepare_blocks(model, config)
+        return TrainedModel(model, loss, report)
+    gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
+    _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
+    if not resumed:  # the checkpoint of a resumed run has the weights
+        _fill(model, weights)
+    torch.manual_seed(config.seed + 1 + degrees.share(rank())[0])  # dropout differs where the sequences do
+    return TrainedModel(model, loss, report, gathered)
+
+
+def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool) -> GatherReport | None:
+    """Divide a model, which may be on the meta device, among the processes of `mesh`. `fp8`: it has FP8 layers."""
+    if mesh["tp"].size() > 1:
+        tensor_parallel(model, mesh["tp"], asynchronous=config.parallel.async_tp)
+    prepare_blocks(model, config)
+    data = mesh["dp_shard"] if mesh["dp_replicate"].size() == 1 else mesh["dp_replicate", "dp_shard"]
+    on_cpu = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    options: dict[str, Any] = {
+        "mesh": data,
+        # The sums of gradients are FP32 for BF16 weights too. The residual stream has the dtype of the embedding.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if config.parallel.gather_dtype == "bf16" else None,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": on_cpu if config.optimizer.offload else OffloadPolicy(),
+    }
+    for unit in blocks_gathered_together(model):
+        fully_shard(unit, **options)
+    fully_shard(model, **options)
+    send_bf16_gradients(model)
+    return fp8_all_gather(model) if fp8 and config.parallel.fp8_all_gather else None
+
+
+def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
+    """Give memory to what is on the meta device, and move the rest: parameters to `storage`, buffers to `device`."""
+
+    def place(t: Tensor) -> Tensor:
+        where = storage if isinstance(t, DTensor) else device
+        return torch.empty_like(t, device=where) if t.is_meta else t.to(where)
+
+    model._apply(place)
+    model.tie_weights()  # a parameter that leaves the meta device is a new one for each module that shares it
+
+
+def _fill(model: Any, weights: dict[str, Any]) -> None:
+    """Give the parameters their values: drawn ones, or the `weights` of rank 0."""
+    if isinstance(model, Decoder):
+        with OneProcessDraws():
+            model.init_weights()
+    else:
+        whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=whole)
+
+
+# ---- Drawing weights that are divided among processes, so that they are those of one process.
+
+
+_DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
+
+
+class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
+
+    Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
+    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it.
+    So the largest parameter, and not the model, must fit in the memory of the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):
+            return func(*args, **(kwargs or {}))
+        tensor, *numbers = args
+        whole = func(torch.empty(tensor.shape, device="cpu"), *numbers, **(kwargs or {}))  # FP32, as one process draws
+        if isinstance(tensor, DTensor):
+            part = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.to_local().copy_(part.to_local())
+        return tensor

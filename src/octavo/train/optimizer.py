@@ -1,9 +1,7 @@
 """AdamW, the dtypes of its weights and moments, and its state as named tensors.
 
-Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on matrices, none on norms and biases.
-
-A parameter takes 16 bytes in training by default: weight, gradient and two moments m and v in FP32. Settings of the
-table `[optimizer]` lower that, by torchao's optimizers:
+Decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101) on matrices, none on norms and biases. A parameter
+takes 16 bytes by default: weight, gradient and two moments m and v in FP32. torchao's optimizers lower that:
 
     state = "8bit"      m and v in a byte each, with an FP32 scale for 256 elements of a row; the values of a byte are
                         spaced as a float with a variable number of exponent bits (Dettmers et al., arXiv:2110.02861)
@@ -34,10 +32,9 @@ _CLASSES = {"fp32": "_AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}  # of torc
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW over the parameters of `model` that are trained, with its whole state, all zero.
+    """AdamW over the trained parameters, with its whole state, all zero: torch's fused one, or torchao's.
 
-    Call it when the parameters are where they stay: on their device, and sharded. With FP32 weights and moments it is
-    the fused implementation of torch (CPU and CUDA have one), otherwise torchao's.
+    Call it when the parameters are on their device, and sharded.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -75,8 +72,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as PARAMETER.ENTRY -> tensor, in the memory of the optimizer: to restore it, write there.
 
-    ENTRY is step, exp_avg or exp_avg_sq. A moment in eight bits is two tensors, exp_avg.codes and exp_avg.scale
-    (`stored_parts`). The tensors of a sharded parameter are sharded in the same way.
+    ENTRY is step, exp_avg or exp_avg_sq, each with the suffixes of `stored_parts`.
     """
     state: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
@@ -91,10 +87,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 class _LocalAdamW(torch.optim.AdamW):
-    """AdamW whose step works on the parts that this rank holds of sharded parameters, gradients and moments.
+    """AdamW on the parts that this rank holds of sharded parameters, gradients and moments: it is element by element.
 
-    AdamW is element by element, so the numbers are the same. A fused step of DTensors takes some three times the host's
-    time: for each tensor of the step's counts DTensor makes a layout anew.
+    A fused step of DTensors takes some three times the host's time: DTensor makes a layout anew for each step count.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # fills the lists
@@ -117,10 +112,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _draw_by_step(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Let a step draw random numbers that depend on `seed` and its number only, and leave the run's random state alone.
-
-    Ranks that hold the same part of a weight must round it alike.
-    """
+    """Let a step draw by `seed` and its number only: ranks that hold the same part of a weight round it alike."""
     drawing = ExitStack()
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
 
@@ -141,20 +133,17 @@ def _draw_by_step(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 SMALLEST = 4096  # elements of a parameter whose moments are quantized, as in bitsandbytes
-KINDS = ("8bit", "fp8")
 
 
 def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
-    """A moment of the parameter `p` before the first step: of a `kind` in KINDS if `p` fits, otherwise float32."""
+    """A moment of the parameter `p` before the first step, of a kind of `_CLASSES`; float32 if `p` does not fit."""
     local = local_part(p)
-    if kind not in KINDS or not _fits(p) or local.numel() == 0:
+    if kind == "fp32" or not _fits(p) or local.numel() == 0:
         return torch.zeros_like(p, dtype=torch.float32)
-    if kind == "8bit":
-        module = import_extra("torchao.optim.subclass_8bit", "optim", "moments in 8 bits are torchao's")
-        zeros = module.OptimState8bit.zeros(local.shape, signed, MOMENT_BLOCK, local.device, dtype=torch.float32)
-    else:
-        module = import_extra("torchao.optim.subclass_fp8", "optim", "moments in FP8 are torchao's")
-        zeros = module.OptimStateFp8.zeros(local.shape, MOMENT_BLOCK, local.device, dtype=torch.float32)
+    name = "OptimState8bit" if kind == "8bit" else "OptimStateFp8"
+    module = import_extra(f"torchao.optim.subclass_{kind}", "optim", "moments in eight bits are torchao's")
+    sign = (signed,) if kind == "8bit" else ()
+    zeros = getattr(module, name).zeros(local.shape, *sign, MOMENT_BLOCK, local.device, dtype=torch.float32)
     return _like(p, zeros, p.shape)
 
 
@@ -164,7 +153,7 @@ def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
     The suffix is "" for a float32 moment; otherwise ".codes", uint8 of the parameter's shape [..., K], and ".scale",
     float32 [..., K / MOMENT_BLOCK].
     """
-    if kind not in KINDS or not _fits(p):
+    if kind == "fp32" or not _fits(p):
         return {"": moment}
     local: Any = local_part(moment)
     scales = torch.Size([*p.shape[:-1], p.shape[-1] // MOMENT_BLOCK])
@@ -198,11 +187,7 @@ def _like(p: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
 
 
 def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
-    """Let the gradients of BF16 parameters be float32 from the first backward pass on.
-
-    A sum of BF16 gradients stops growing when an addend is below 1/512 of it: after some hundred micro-batches most is
-    lost. Each gradient comes from its GEMM in BF16 and is added to a float32 `grad`, which takes 4 bytes an element.
-    """
+    """Let the gradients of BF16 parameters add up in float32: sums in BF16 lose addends below 1/512 of them."""
     for p in parameters:
         if p.dtype == torch.bfloat16:
             p.grad_dtype = None  # any: autograd neither refuses a float32 gradient nor casts it
@@ -220,11 +205,10 @@ def _widen(p: Tensor) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], limit: float) -> Tensor:
-    """Scale all gradients by one factor, in place, so that their norm is at most `limit`.
+    """Scale all gradients by one factor, in place, so that their Euclidean norm over all ranks is at most `limit`.
 
-    The parameters are plain, or sharded by FSDP2, which leaves no gradient that is a sum still to be taken. An infinite
-    limit changes no gradient. Returns the Euclidean norm of all gradients of all ranks before they were scaled: 0-dim,
-    on their device. `torch.nn.utils.clip_grad_norm_` takes more than twice the host's time on DTensors.
+    Returns the norm before, 0-dim, on their device. The parameters are plain, or sharded by FSDP2, which leaves no
+    partial sums. `torch.nn.utils.clip_grad_norm_` takes more than twice the host's time on DTensors.
     """
     layouts: dict[Any, list[Tensor]] = defaultdict(list)
     for p in parameters:
@@ -252,13 +236,12 @@ def _norms(grads: list[Tensor], layout: tuple[Any, Any] | None) -> Tensor:
 # ---- The losses and gradient norms of the last steps, read all at once, and the weights before the first bad gradient.
 #
 # A GPU would wait if the host read the norm in every step. So the step whose gradient is not finite must not change the
-# weights before anybody knows: torch's fused AdamW takes a flag on the device, `found_inf`, which `GradScaler` uses
-# too. From the first such step on the flag stays set, and the weights and moments stay as they were before that step,
-# until the host has read the norms.
+# weights before anybody knows: torch's fused AdamW takes a flag on the device, `found_inf`. From the first such step on
+# the flag stays set, and the weights and moments stay as they were before that step, until the host reads the norms.
 
 
 class StepNumbers(NamedTuple):
-    """The loss, the mean over all ranks, and the norm of the gradient, of the step with this number."""
+    """The number of a step, its mean loss over all ranks, and the norm of its gradient."""
 
     step: int
     loss: float
@@ -277,12 +260,9 @@ class RecentSteps:
         self._bad: Tensor | None = None
 
     def update(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, norm: Tensor) -> Tensor:
-        """Take the optimizer's step, unless a gradient since the last `read` was not finite. The norm, whole.
-
-        With a loss scaler (FP16), that scaler decides instead, for each step by itself.
-        """
+        """Take the optimizer's step, unless a gradient since the last `read` was not finite. The norm, whole."""
         norm = whole(norm)
-        if scaler.is_enabled():
+        if scaler.is_enabled():  # FP16: the scaler decides, for each step by itself
             scaler.step(optimizer)
             return norm
         bad = ~norm.isfinite()
@@ -326,7 +306,7 @@ class RecentSteps:
 
 
 def learning_rate(step: int, config: Config) -> float:
-    """The learning rate of `step`, counted from 0; `config.min_learning_rate` from `config.decay_steps` on."""
+    """The learning rate of `step`, counted from 0."""
     if step < 0:
         raise ValueError(f"step must be 0 or more; got {step}")
     peak, end = config.learning_rate, config.min_learning_rate

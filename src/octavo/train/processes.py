@@ -34,8 +34,7 @@ def run_in_group(main: Callable[[], None]) -> None:
     """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone.
 
     An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
-    alone raises errors; other ranks end with exit code 1. Errors in the settings, the text or a folder have no
-    traceback: the message says what to change.
+    alone raises errors; other ranks end with exit code 1.
     """
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or size == "0":
@@ -82,7 +81,7 @@ def _join(main: Callable[[], None]) -> None:
             dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
             main()
     except (ConfigError, DataError, ArtifactError, WriteError, LockedError, LostRankError, FileExistsError) as error:
-        error.__context__ = None
+        error.__context__ = None  # no traceback: the message says what to change
         raise error.with_traceback(None) from None
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 
@@ -139,7 +138,7 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
-# ---- The processes of a run, its ranks, and how they agree. A run without a process group has the one rank 0.
+# ---- The ranks of a run, and how they agree. A run without a process group has the one rank 0.
 
 
 def rank() -> int:
@@ -161,10 +160,7 @@ def gather(value: Any) -> list[Any]:
 
 @contextmanager
 def same_outcome() -> Iterator[None]:
-    """If the block fails on any rank, it fails on all of them, with the error of the lowest rank that failed.
-
-    So no rank waits in a collective for one that has left. Every rank must enter the block.
-    """
+    """If the block fails on any rank, it fails on all, with the error of the lowest: no rank waits for it."""
     error: Exception | None = None
     try:
         yield
@@ -177,17 +173,16 @@ def same_outcome() -> Iterator[None]:
 
 
 class Agreement:
-    """Takes the maximum over all ranks of a few integers, step after step, without waiting for the slowest rank.
-
-    The all-reduce runs on the CPU while the next step computes, so its result comes one call later, in the same call on
-    all ranks. A single process has its result at once.
-    """
+    """Takes the maximum over all ranks of a few integers, step after step, without waiting for the slowest rank."""
 
     def __init__(self) -> None:
         self._values, self._work = torch.zeros(0), None
 
     def reach(self, *values: int) -> Sequence[int]:
-        """The largest `values` over all ranks, in the call before this one; 0 in the first call."""
+        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once.
+
+        The all-reduce runs on the CPU while the next step computes.
+        """
         if world_size() == 1:
             return values
         if self._work is not None:
@@ -231,9 +226,8 @@ class LostRankError(RuntimeError):
 def attempt_store() -> tuple[Store, int, int]:
     """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`.
 
-    torchrun keeps one store for all attempts (its agent's). The keys of an attempt that failed are still there, so
-    processes would connect to addresses of processes that have ended (pytorch/pytorch#135712, #167288). The number of
-    restarts cannot tell attempts apart: each machine counts its own.
+    torchrun keeps one store for all attempts. The keys of an attempt that failed are still there, so processes would
+    connect to processes that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own.
     """
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     return PrefixStore(agree_on_name(store, rank, ranks), store), rank, ranks

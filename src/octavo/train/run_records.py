@@ -143,9 +143,7 @@ class Decision:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """The groups of runs, in the order of their first run. A group has the name of its recipe, or of a folder where two
-    recipes have one name. A group of disturbed weights is named twin.
-    """
+    """The groups of runs, in the order of their first run, named by recipe, or folder where two have one."""
     found: dict[str, list[RunRecord]] = {}
     for run in runs:
         settings = flatten(run.settings, ("recipe",))

@@ -1,8 +1,7 @@
 """Checkpoints: the state from which a run continues bit for bit, as safetensors and JSON files.
 
-The files have whole tensors, however many ranks wrote them, and any number of ranks
-loads them: each rank reads its parts. The data needs no state: batch i depends only on i and the seed
-(`octavo.train.corpus`).
+The files have whole tensors, however many ranks wrote them, and any number of ranks loads them: each rank reads its
+parts. The data needs no state: batch i depends only on i and the seed (`octavo.train.corpus`).
 """
 
 import hashlib
@@ -10,12 +9,13 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -49,10 +49,7 @@ _DESCRIBED = {"step": int, "skipped_steps": int, "fingerprint": str, "scaler": d
 
 @dataclass
 class TrainState:
-    """The state that training changes and a checkpoint saves. `step` counts the optimizer steps that are done.
-
-    The parameters of `model` may be sharded (DTensor: FSDP2, tensor parallel); the optimizer's state then is, too.
-    """
+    """The state that training changes and a checkpoint saves, sharded or not. `step` counts the steps that are done."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -63,86 +60,68 @@ class TrainState:
     skipped_steps: int = 0
 
 
-def checkpoint_tensors(state: TrainState) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, as FILE/NAME -> tensor. Each rank has the random states of its own."""
-    files = {
-        "model": model_tensors(state.model),
-        "optimizer": optimizer_state(state.model, state.optimizer),
-        "state": random_state(state.device) | scale_state(state.model),
-    }
-    return {f"{file}/{name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+# ---- Reading a checkpoint.
 
 
-def describe_checkpoint(state: TrainState) -> str:
-    """The text of train.json."""
-    described = {
-        "step": state.step,
-        "skipped_steps": state.skipped_steps,
-        "fingerprint": state.fingerprint,
-        "scaler": state.scaler.state_dict(),
-    }
-    return json.dumps(described, indent=2) + "\n"
+class Opened(NamedTuple):
+    """The contents of train.json in a checkpoint, and the readers of its other files."""
+
+    described: Mapping[str, Any]
+    model: ShardReader
+    optimizer: ShardReader
+    state: ShardReader
 
 
-def check_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> None:
-    """Raise an ArtifactError if a checkpoint is truncated, of another model (on any device), or of other data."""
-    if _read_description(folder)["fingerprint"] != fingerprint:
+def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
+    """An ArtifactError if the checkpoint is truncated, of another model (on any device), or of other data."""
+    described = _read_description(folder)
+    if described["fingerprint"] != fingerprint:
         raise ArtifactError(
             f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
         )
-    _check_weights(folder, _open(folder, "model"), model)
-    for stem in ("optimizer", "state"):
-        _open(folder, stem)
+    opened = Opened(described, *(_open(folder, stem) for stem in ("model", "optimizer", "state")))
+    _check_weights(folder, opened.model, model)
+    return opened
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a checkpoint, on every rank. All is checked before anything is changed, but for the numbers,
-    which are checked as they are read.
-    """
-    with same_outcome():
-        opened = _Opened(folder, state)
-        model = _ModelFiles(folder, state.model)
-        check_random_state(model.saved, str(folder / "state.safetensors"))
-    with same_outcome():
-        model.load()
-        _read_into(opened.moments, opened.optimizer)
-    opened.restore_counts(state)
-    if opened.described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
-        state.scaler.load_state_dict(opened.described["scaler"])
-    restore_random_state(model.saved, state.device, state.step)
+    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed."""
+    described, saved = _load_state(folder, state, same_recipe=True)
+    if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
+        state.scaler.load_state_dict(described["scaler"])
+    restore_random_state(saved, state.device, state.step)
 
 
 def load_into_other_recipe(folder: Path, state: TrainState) -> None:
     """Restore weights, moments and step of `state` from a checkpoint of a run with any recipe, on every rank.
 
-    A scale history is restored where both recipes have it; the first step of another scales dynamically. The random
-    state stays.
+    A scale history is restored where both recipes have it; the first step of another scales dynamically.
     """
+    _load_state(folder, state, same_recipe=False)
+
+
+def _load_state(folder: Path, state: TrainState, *, same_recipe: bool) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    """Restore weights, moments, scale histories and step; the contents of train.json and state.safetensors."""
     with same_outcome():
-        opened = _Opened(folder, state)
-        weights, saved = _open(folder, "model"), _open(folder, "state").get_all("cpu")
-    with same_outcome():
-        _read_into(model_tensors(state.model), weights)
-        _read_into(opened.moments, opened.optimizer)
-    histories = scale_state(state.model)
-    known = {name: saved.get(name, tensor) for name, tensor in histories.items()}
-    same = all(known[name].shape == tensor.shape for name, tensor in histories.items())
-    load_scale_state(state.model, known if same else histories)
-    opened.restore_counts(state)
-
-
-class _Opened:
-    """A checkpoint that fits the model, the data and the optimizer of a state."""
-
-    def __init__(self, folder: Path, state: TrainState) -> None:
-        check_checkpoint(folder, state.model, state.fingerprint)
-        self.described, self.optimizer = _read_description(folder), _open(folder, "optimizer")
-        self.moments = optimizer_state(state.model, state.optimizer)
+        opened = open_checkpoint(folder, state.model, state.fingerprint)
+        moments = optimizer_state(state.model, state.optimizer)
         where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
-        _check_fit(self.optimizer, self.moments, where)
-
-    def restore_counts(self, state: TrainState) -> None:
-        state.step, state.skipped_steps = self.described["step"], self.described["skipped_steps"]
+        _check_fit(opened.optimizer, moments, where)
+        described, saved = opened.described, opened.state.get_all("cpu")
+        if same_recipe:
+            scales = _check_scales(folder, saved, state.model)
+            check_random_state(saved, str(folder / "state.safetensors"))
+        else:
+            histories = scale_state(state.model)
+            scales = {name: saved.get(name, tensor) for name, tensor in histories.items()}
+            if any(scales[name].shape != tensor.shape for name, tensor in histories.items()):
+                scales = histories
+    with same_outcome():
+        _read_into(model_tensors(state.model), opened.model)
+        load_scale_state(state.model, scales)
+        _read_into(moments, opened.optimizer)
+    state.step, state.skipped_steps = described["step"], described["skipped_steps"]
+    return described, saved
 
 
 @torch.no_grad()
@@ -157,7 +136,11 @@ def disturb_weights(model: nn.Module, share: float, seed: int) -> None:
 
 def load_model(folder: Path, model: nn.Module) -> None:
     """Restore the weights and the scale histories of a converted model from a checkpoint, without an optimizer."""
-    _ModelFiles(folder, model).load()
+    weights, saved = _open(folder, "model"), _open(folder, "state").get_all("cpu")
+    _check_weights(folder, weights, model)
+    scales = _check_scales(folder, saved, model)
+    _read_into(model_tensors(model), weights)
+    load_scale_state(model, scales)
 
 
 def has_finite_weights(folder: Path) -> bool:
@@ -169,26 +152,8 @@ def has_finite_weights(folder: Path) -> bool:
     return all(bool(is_finite(reader.get(name))) for name, spec in reader.specs.items() if spec.dtype.is_floating_point)
 
 
-class _ModelFiles:
-    """The weights and the scale histories of a checkpoint, which fit the model; `saved` has the random states too."""
-
-    def __init__(self, folder: Path, model: nn.Module) -> None:
-        self.model, self.weights = model, _open(folder, "model")
-        self.saved = _open(folder, "state").get_all("cpu")
-        self.scales = {name: tensor for name, tensor in self.saved.items() if not name.startswith(PREFIX)}
-        _check_weights(folder, self.weights, model)
-        check_match(self.scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
-
-    def load(self) -> None:
-        _read_into(model_tensors(self.model), self.weights)
-        load_scale_state(self.model, self.scales)
-
-
 def _read_into(tensors: Mapping[str, Tensor], reader: ShardReader) -> None:
-    """Fill `tensors` in place. Each rank reads the part of a DTensor that it holds.
-
-    Raises an ArtifactError if one holds inf or NaN.
-    """
+    """Fill `tensors` in place, of a DTensor the part that this rank holds. An ArtifactError if one has inf or NaN."""
 
     @torch.no_grad()
     def fill(name: str) -> None:
@@ -214,22 +179,32 @@ def _held(tensor: Tensor) -> tuple[Tensor, torch.Size]:
     return tensor.to_local(), chunk.offsets
 
 
-def _open(folder: Path, stem: str) -> ShardReader:
+@contextmanager
+def _whole(folder: Path) -> Iterator[None]:
+    """Turn an error of the block into one which says that the checkpoint is not whole, and what to do."""
     try:
-        return ShardReader(folder, stem)
+        yield
     except (FileNotFoundError, ArtifactError) as error:
-        raise _not_whole(folder, error) from error
+        raise ArtifactError(
+            f"the checkpoint {folder} is not whole: {error}. Move that folder out of the run to resume from the one "
+            "before it"
+        ) from error
 
 
-def _not_whole(folder: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(
-        f"the checkpoint {folder} is not whole: {error}. Move that folder out of the run to resume from the one before "
-        "it"
-    )
+def _open(folder: Path, stem: str) -> ShardReader:
+    with _whole(folder):
+        return ShardReader(folder, stem)
 
 
 def _check_weights(folder: Path, weights: ShardReader, model: nn.Module) -> None:
     _check_fit(weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
+
+
+def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The scale histories among the tensors of state.safetensors."""
+    scales = {name: tensor for name, tensor in saved.items() if not name.startswith(PREFIX)}
+    check_match(scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
+    return scales
 
 
 def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
@@ -238,11 +213,9 @@ def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:
     path = folder / "train.json"
-    try:
+    with _whole(folder):
         described = read_json(path)
         check_kinds(described, _DESCRIBED, f"{path}: ", ArtifactError)
-    except (FileNotFoundError, ArtifactError) as error:
-        raise _not_whole(folder, error) from error
     if folder.name != (named := RunFolder(folder.parent).checkpoint(described["step"]).name):
         raise ArtifactError(
             f"{path} says that it is of step {described['step']}, whose folder is {named}: one of the two was changed, "
@@ -254,14 +227,15 @@ def _read_description(folder: Path) -> Mapping[str, Any]:
 # ---- A copy of the state of a run in the memory of the CPU, for writing it while the run goes on.
 
 
-class HostCopy:
-    """A copy of tensors by name; of a DTensor, of the part that this rank holds.
+class HostCopy(DefaultSavePlanner):
+    """A copy of tensors by name, of a DTensor of the part that this rank holds, and the planner that writes it.
 
-    The memory is as large as the tensors, and stays for the next copy. For tensors on a GPU it is pinned, so that they
-    are copied as fast as the bus allows.
+    It plans by the shapes and placements of the tensors of the run. The memory is as large as the tensors, and stays
+    for the next copy. For tensors on a GPU it is pinned, so that they are copied as fast as the bus allows.
     """
 
     def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._copies: dict[str, Tensor] = {}
         self._pinned: list[Tensor] = []
 
@@ -276,8 +250,8 @@ class HostCopy:
         if self._pinned:
             torch.cuda.synchronize()
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._copies[name]
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self._copies[index.fqn]
 
     def close(self) -> None:
         """Give the memory back."""
@@ -308,10 +282,8 @@ _PATIENCE_AFTER_ERROR = 600  # seconds for the last checkpoint, when the run has
 class CheckpointWriter:
     """Writes checkpoints in a thread, with torch.distributed.checkpoint, each whole or not at all; `keep` of them stay.
 
-    `save` copies the state to memory of the CPU (pinned, where it comes from a GPU) and returns; the copy, as large as
-    the state, stays for the next one. As a context manager it waits for the last checkpoint. Every rank of the run
-    must make it, and call `save` at the same steps. Raises a WriteError, on all ranks, if one of them cannot write in
-    the folder of the run.
+    Every rank must make it, and call `save` at the same steps. As a context manager it waits for the last checkpoint.
+    Raises a WriteError, on all ranks, if one of them cannot write in the folder of the run.
     """
 
     def __init__(self, run: RunFolder, keep: int) -> None:
@@ -333,10 +305,17 @@ class CheckpointWriter:
     def save(self, state: TrainState) -> None:
         """Begin to write the checkpoint of `state.step`, after the one before it is done."""
         self.wait()
-        tensors = {name: tensor.detach() for name, tensor in checkpoint_tensors(state).items()}
+        files = {
+            "model": model_tensors(state.model),
+            "optimizer": optimizer_state(state.model, state.optimizer),
+            "state": random_state(state.device) | scale_state(state.model),
+        }
+        tensors = {f"{file}/{name}": t.detach() for file, found in files.items() for name, t in found.items()}
         self._copy.update(tensors)
-        target, description = self.run.checkpoint(state.step), describe_checkpoint(state)
-        self._pending = _Background(lambda: self._write(target, tensors, description))
+        described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
+        described["scaler"] = state.scaler.state_dict()
+        target = self.run.checkpoint(state.step)
+        self._pending = _Background(lambda: self._write(target, tensors, described))
 
     @property
     def failed(self) -> bool:
@@ -364,15 +343,15 @@ class CheckpointWriter:
             if self._pending is None or not self._pending.is_alive():
                 self._copy.close()
 
-    def _write(self, target: Path, tensors: dict[str, Tensor], description: str) -> None:
-        ours, planner = {"octavo_version": __version__}, _CopyPlanner(self._copy)
+    def _write(self, target: Path, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
+        ours, description = {"octavo_version": __version__}, json.dumps(described, indent=2) + "\n"
         metadata = {"model": {"format": "pt", **ours}, "optimizer": ours, "state": ours}
         try:
             with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
                 if self._group is None:
-                    _save_alone(tensors, planner, writer)
+                    _save_alone(tensors, self._copy, writer)
                 else:
-                    save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+                    save(tensors, storage_writer=writer, planner=self._copy, process_group=self._group)
         except CheckpointException as error:
             raise _readable(error, target) from error
         if rank() == 0:
@@ -394,17 +373,6 @@ class _Background(threading.Thread):
             self._call()
         except BaseException as error:
             self.error = error
-
-
-class _CopyPlanner(DefaultSavePlanner):
-    """Plans by the shapes and the placements of the tensors of the run, and writes a copy of them."""
-
-    def __init__(self, copy: HostCopy) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._copy = copy
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._copy[index.fqn]
 
 
 def _save_alone(tensors: dict[str, Tensor], planner: DefaultSavePlanner, writer: SafetensorsWriter) -> None:
@@ -448,11 +416,8 @@ def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
 
 
 def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:
-    """Set the generators of this rank. A run that was trained on a CPU has no state for a GPU; it may continue there.
-
-    If the run continues with another number of ranks, each seeds its generators anew, from its seed and the step.
-    """
-    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():
+    """Set the generators of this rank. A run of a CPU may continue on a GPU, for which it has no state."""
+    if sum(name.startswith(f"{PREFIX}cpu") for name in saved) != world_size():  # then each rank seeds its own anew
         digest = hashlib.sha256(f"{torch.initial_seed()} {step}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7]))
         return

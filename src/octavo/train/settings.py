@@ -1,4 +1,13 @@
-"""The settings of a run: declared as tables, read from a command line, a TOML file or config.json."""
+"""Settings: fields of frozen dataclasses, read from a command line, a TOML file or config.json.
+
+A setting has its default, help and valid values on its line. A field that is another such dataclass is a table, and its
+settings are named TABLE.KEY:
+
+    a file           [parallel]
+                     tp = 2
+    a command line   --parallel.tp 2
+    code             config.parallel.tp
+"""
 
 import difflib
 import functools
@@ -10,7 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.recipe import GEMMS, Recipe, get_recipe
+from octavo.recipe import Recipe, get_recipe
 from octavo.recipe.presets import RECIPE_FILES
 from octavo.util import hub_hint, parse_object
 
@@ -31,35 +40,12 @@ WORDS = "the command line"
 Range = tuple[str, Callable[[Any], bool]]
 POSITIVE: Range = ("at least 1", lambda value: value >= 1)
 NOT_NEGATIVE: Range = ("0 or more", lambda value: value >= 0)
-ABOVE_ZERO: Range = ("above 0", lambda value: value > 0)
-FRACTION: Range = ("between 0 and 1, both included", lambda value: 0 <= value <= 1)
-INSIDE: Range = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
-BELOW_ONE: Range = ("at least 0 and below 1", lambda value: 0 <= value < 1)
-BYTES: Range = ("at least 256 (every byte is a token)", lambda value: value >= 256)
-SOME: Range = ("a list of at least one entry", lambda value: len(value) > 0)
 NAMED: Range = ("a name that is not empty", lambda value: value != "")
-SOME_GEMMS: Range = (f"a list of some of {', '.join(GEMMS)}", lambda value: set(value) <= set(GEMMS))
-SEED: Range = ("an integer from 0 to 2^63 - 1", lambda value: 0 <= value < 1 << 63)
-DEVICE: Range = ("auto, cpu, cuda or cuda:N", lambda value: re.fullmatch(r"auto|cpu|cuda(:\d+)?", value) is not None)
-TOKENIZER: Range = (
-    "one of bytes, characters, bpe, or hf: and the name or folder of a Hugging Face model",
-    lambda value: re.fullmatch(r"bytes|characters|bpe|hf:.+", value) is not None,
-)
 DEGREE: Range = ("at least 1, or -1 for the processes that are left", lambda value: value >= 1 or value == -1)
 
 
 class ConfigError(ValueError):
     """A setting that is unknown, of the wrong type or outside its valid values; the message names it."""
-
-
-# ---- A setting: a field of a frozen dataclass, with its default, help and valid values on its line.
-#
-# A field that is another such dataclass is a table. Its settings are named TABLE.KEY:
-#
-#     a file           [parallel]
-#                      tp = 2
-#     a command line   --parallel.tp 2
-#     code             config.parallel.tp
 
 
 def setting(default: Any, help: str, valid: Range | None = None, choices: tuple[str, ...] = ()) -> Any:
@@ -85,19 +71,22 @@ class Setting:
     valid: Range | None
 
     def read(self, value: object, source: str) -> Any:
-        """`value` in the setting's type. A ConfigError if it is of another type, or outside the valid values."""
+        """`value` in the setting's type; a ConfigError if it is of another type, or outside the valid values."""
         typed = self._typed(value, source)
-        required = "" if self.valid is None or self.valid[1](typed) else self.valid[0]
+        if self.valid is not None and not self.valid[1](typed):
+            raise ConfigError(f"{self.name} must be {self.valid[0]}; got {typed!r}")
         if self.kind is int and typed >= 2**63:
-            required = required or "below 2^63"
-        if required:
-            raise ConfigError(f"{self.name} must be {required}; got {typed!r}")
+            raise ConfigError(f"{self.name} must be below 2^63; got {typed!r}")
         return typed
 
     def _typed(self, value: object, source: str) -> Any:
         """The only conversions are int to float, list to tuple, file to recipe."""
         if self.kind == RECIPE and isinstance(value, str | Recipe | Mapping):
-            return self._recipe(value, source)
+            try:
+                value = Recipe.from_dict(value) if isinstance(value, Mapping) else value
+                return get_recipe(value) if isinstance(value, str) and value.endswith(RECIPE_FILES) else value
+            except ValueError as error:
+                raise ConfigError(f"{self.name} in {source}: {error}") from error
         if self.kind is float and type(value) is int and abs(value) < 2**63:  # a float need not hold a larger one
             return float(value)
         if self.kind == LIST and isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
@@ -109,37 +98,29 @@ class Setting:
             raise ConfigError(f"{self.name} in {source} must be {TYPE_NAMES[self.kind]}; got {got}")
         return value
 
-    def _recipe(self, value: str | Recipe | Mapping[str, Any], source: str) -> str | Recipe:
-        """The name of a recipe as it is, and the recipe that a file or a table of fields describes."""
-        try:
-            if isinstance(value, Mapping):
-                return Recipe.from_dict(value)
-            return get_recipe(value) if isinstance(value, str) and value.endswith(RECIPE_FILES) else value
-        except ValueError as error:
-            raise ConfigError(f"{self.name} in {source}: {error}") from error
-
     def parse(self, words: list[str]) -> Any:
         """The value that `words` of the command line spell; no words are true."""
-        option = f"--{self.name.replace('_', '-')}"
         if not words and self.kind is not bool:
-            raise ConfigError(f"{option} needs a value ({TYPE_NAMES[self.kind]})")
+            raise ConfigError(f"{self.option} needs a value ({TYPE_NAMES[self.kind]})")
         if self.kind == LIST:
             return tuple(word for word in words if word)
         if len(words) > 1:
-            raise ConfigError(f"{option} takes one value; got {' '.join(words)}")
-        word = words[0] if words else "true"
-        if self.kind in NUMBERS and re.fullmatch(NUMBERS[self.kind], word):
-            return self.read(self.kind(word), WORDS)
-        flags = {"true": True, "false": False} if self.kind is bool else {}
-        return self.read(flags.get(word, word), WORDS)
+            raise ConfigError(f"{self.option} takes one value; got {' '.join(words)}")
+        value: Any = words[0] if words else "true"
+        if self.kind in NUMBERS and re.fullmatch(NUMBERS[self.kind], value):
+            value = self.kind(value)
+        elif self.kind is bool:
+            value = {"true": True, "false": False}.get(value, value)
+        return self.read(value, WORDS)
 
-
-Settings = Mapping[str, Setting]
+    @property
+    def option(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
 
 
 @functools.cache
 def settings_of(cls: Any, table: str = "") -> dict[str, Setting]:
-    """The settings of a dataclass by name, in the order of declaration; those of a table as TABLE.KEY."""
+    """The settings of a dataclass by name, in the order of declaration."""
     kinds = typing.get_type_hints(cls)
     found: dict[str, Setting] = {}
     for each in fields(cls):
@@ -155,8 +136,10 @@ def flatten(values: Mapping[str, Any], settings: Collection[str] = ()) -> dict[s
     """`values` with the entries of each table as TABLE.KEY. A mapping under the name of a setting stays as it is."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        table = isinstance(value, Mapping) and key not in settings
-        flat |= {f"{key}.{inner}": entry for inner, entry in value.items()} if table else {key: value}
+        if isinstance(value, Mapping) and key not in settings:
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[key] = value
     return flat
 
 
@@ -169,25 +152,18 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def plain(value: object) -> object:
-    """The value of a setting as JSON has it; `Setting.read` reads it back."""
-    return list(value) if isinstance(value, tuple) else value.to_dict() if isinstance(value, Recipe) else value
-
-
-# ---- Reading settings from a command line, a TOML file, or the config.json of a run. A ConfigError names the source.
+# ---- Reading. A ConfigError names the source.
 
 
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
 
 
-def find_setting(key: str, settings: Settings, source: str) -> Setting:
-    """The setting `key`. A ConfigError with the nearest name if there is none."""
+def find_setting(key: str, settings: Mapping[str, Setting], source: str) -> Setting:
+    """The setting `key`; a ConfigError with the nearest name if there is none."""
     if key in settings:
         return settings[key]
-    if of_table := [name for name in settings if name.startswith(f"{key}.")]:
-        raise ConfigError(
-            f"{key!r} in {source} is a table, not a setting: its settings are {', '.join(map(repr, of_table))}"
-        )
+    if of_table := ", ".join(repr(name) for name in settings if name.startswith(f"{key}.")):
+        raise ConfigError(f"{key!r} in {source} is a table, not a setting: its settings are {of_table}")
     nearest = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
     advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
     raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
@@ -200,8 +176,7 @@ def read_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes()
     except OSError as error:
-        hint = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else ""
-        hint = hint or hub_hint(path)
+        hint = f"; the presets are {', '.join(PRESETS)}" if not path.suffix else hub_hint(path)
         if path.is_dir():
             hint = ": give a TOML file of settings, or the config.json of a run"
         raise ConfigError(f"configuration file {path} cannot be read: {error.strerror}{hint}") from error
@@ -211,7 +186,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def parse(overrides: Sequence[str], settings: Settings) -> dict[str, Any]:
+def parse(overrides: Sequence[str], settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Command-line words to typed values by name; `--flag` alone is true and `--no-flag` is false."""
     groups: list[tuple[Setting, list[str]]] = []
     for word in overrides:
@@ -223,24 +198,23 @@ def parse(overrides: Sequence[str], settings: Settings) -> dict[str, Any]:
                 groups.append((off, ["false"]))
             else:
                 groups.append((find_setting(name, settings, WORDS), [value] if equals else []))
-        elif groups and not word and groups[-1][0].kind == LIST:
-            name = groups[-1][0].name
-            raise ConfigError(f"--{name} has an empty value: give --{name}= for an empty list")
-        elif groups:
-            groups[-1][1].append(word)
-        else:
+        elif not groups:
             raise ConfigError(f"the command line must give settings as --key value; got {word!r}")
+        elif not word and groups[-1][0].kind == LIST:
+            option = groups[-1][0].option
+            raise ConfigError(f"{option} has an empty value: give {option}= for an empty list")
+        else:
+            groups[-1][1].append(word)
     values: dict[str, Any] = {}
     for each, words in groups:
         value = each.parse(words)
         if each.name in values and each.kind != LIST:
-            raise ConfigError(f"--{each.name.replace('_', '-')} must be given once; got it more than once")
+            raise ConfigError(f"{each.option} must be given once; got it more than once")
         values[each.name] = values.get(each.name, ()) + value if each.kind == LIST else value
     return values
 
 
-# ---- The tables of settings: `[attention]`, `[experts]`, `[loss]`, `[optimizer]`, `[compile]`,
-# `[activation_checkpointing]`, `[parallel]` and `[watch]`.
+# ---- The tables.
 
 
 @dataclass(frozen=True)
@@ -295,7 +269,6 @@ class LossSettings:
     chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
 
     def is_chunked(self, vocabulary: int) -> bool:
-        """True if the logits of a head with so many outputs are computed in chunks."""
         return self.logits == "chunked" or (self.logits == "auto" and vocabulary >= LARGE_VOCABULARY)
 
 
@@ -394,7 +367,7 @@ class Degrees:
 
 
 def find_degrees(parallel: Parallel, processes: int) -> Degrees:
-    """The degrees of the table `parallel`, with the number of processes that are left in place of -1."""
+    """The degrees of `parallel`, with the number of processes that are left in place of -1."""
     asked = {each.name: int(getattr(parallel, each.name)) for each in fields(Degrees)}
     open_names = [name for name, degree in asked.items() if degree == -1]
     if len(open_names) > 1:
@@ -402,11 +375,8 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
             "only one degree of parallel can be -1, the processes that are left; got -1 for "
             f"{' and '.join(open_names)}: set all but one to a number, such as 1"
         )
-    fixed = 1
-    for degree in asked.values():
-        fixed *= max(degree, 1)
-    for name in open_names:
-        asked[name] = max(processes // fixed, 1)
+    left = max(processes // math.prod(max(degree, 1) for degree in asked.values()), 1)
+    asked |= dict.fromkeys(open_names, left)
     found = Degrees(**asked)
     if found.processes != processes:
         wanted = " x ".join(f"{name} {degree}" for name, degree in asked.items())
@@ -421,7 +391,6 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
 def unit_size(parameters: int) -> int:
     """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
 
-    For each unit the host calls FSDP2's hooks and starts its collectives, which takes about as long as the other work
-    of a small block, and the GPU would wait.
+    The hooks and collectives of a unit take about as long as the host's other work of a small block.
     """
     return 2 if 2 * parameters <= SMALL else 1

@@ -27,13 +27,14 @@ from octavo.train.model import (
     allow_compilations,
     check_folder,
     check_memory,
+    check_parallel,
     check_vocabulary,
     make_meta_model,
+    make_trained_model,
     positions_of,
     save_description,
 )
 from octavo.train.optimizer import make_optimizer
-from octavo.train.parallel_model import check_parallel, make_trained_model
 from octavo.train.processes import (
     check_same,
     gather,
@@ -46,33 +47,32 @@ from octavo.train.processes import (
 )
 from octavo.train.saving import (
     TrainState,
-    check_checkpoint,
     disturb_weights,
     load_checkpoint,
     load_into_other_recipe,
+    open_checkpoint,
 )
-from octavo.train.settings import Degrees, find_degrees
+from octavo.train.settings import find_degrees
 from octavo.train.step_metrics import event_writer, print_line, wandb
 from octavo.train.trainer import Trainer, TrainingData
 from octavo.util import hub_hint, plural
 
 
 def start_run(config: Config, console: Console) -> Trainer:
-    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
-    `Trainer.run` ends.
+    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint.
 
-    Every rank of a process group must call this. An error of one rank is raised on all of them. Before an error of the
-    settings or the data nothing has been written.
+    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
+    Before an error of the settings or the data nothing has been written.
     """
     check_same(config)
-    run, lock = RunFolder(Path(config.out)), ExitStack()
-    try:
+    run = RunFolder(Path(config.out))
+    with ExitStack() as stack:
         with same_outcome():
             if rank() == 0:
-                lock.enter_context(locked_folder(run.path))
+                stack.enter_context(locked_folder(run.path))
                 _check_empty(run)
             config = settle(config)
-        trainer = prepare_run(config, run, lock, console, Path(config.branch) if config.branch else None)
+        trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
             load_into_other_recipe(Path(config.branch), trainer.state)
             if config.disturb:
@@ -85,24 +85,21 @@ def start_run(config: Config, console: Console) -> Trainer:
         with same_outcome():
             if rank() == 0:
                 _describe(trainer)
-    except BaseException:
-        lock.close()
-        raise
+        trainer.lock = stack.pop_all()
     return trainer
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
     """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
 
-    The run's folder is locked until `Trainer.run` ends. Every rank of a process group must call this. An error of one
-    rank is raised on all of them.
+    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
     """
-    run, lock = RunFolder(path), ExitStack()
-    try:
+    run = RunFolder(path)
+    with ExitStack() as stack:
         with same_outcome():
             run.check()
             if rank() == 0:
-                lock.enter_context(locked_folder(path))
+                stack.enter_context(locked_folder(path))
             newest = run.newest()
             config = _absolute_paths(read_settings(run).replace(overrides))
             if config.out != str(path):
@@ -111,7 +108,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 done = f"the {step} that the run {path} has done"
                 raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
         check_same(config)
-        trainer = prepare_run(config, run, lock, console, newest)
+        trainer = prepare_run(config, run, stack, console, newest)
         trainer.actions.apply(trainer.model)
         allow_compilations(len(trainer.actions.promotions))
         load_checkpoint(newest, trainer.state)
@@ -119,9 +116,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             write_settings(config, run)
         ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
         print_line(console, f"resumed from {newest}{ended}")
-    except BaseException:
-        lock.close()
-        raise
+        trainer.lock = stack.pop_all()
     return trainer
 
 
@@ -135,14 +130,9 @@ def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
 
 
 def settle(config: Config) -> Config:
-    """The settings that a new run writes down: those of `config`, with absolute paths."""
-    if config.model not in BUILT_IN_MODELS:
-        config = _fit_to_folder(config)
-    return _absolute_paths(config)
-
-
-def _fit_to_folder(config: Config) -> Config:
-    """The settings with the absolute path of the model's folder, and a context, if not given, within its positions."""
+    """The settings that a new run writes down: with absolute paths, and a context, if not given, that the model has."""
+    if config.model in BUILT_IN_MODELS:
+        return _absolute_paths(config)
     if not Path(config.model).is_dir():
         names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
         raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
@@ -152,7 +142,7 @@ def _fit_to_folder(config: Config) -> Config:
     check_folder(folder, config.model)
     check_links(folder)
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
-    return config.change(model=str(folder), **context)
+    return _absolute_paths(config.change(model=str(folder), **context))
 
 
 def _absolute_paths(config: Config) -> Config:
@@ -201,18 +191,33 @@ def prepare_run(
     `checkpoint`, which the caller will load, is checked before memory is taken. `data` None reads the data.
     """
     with same_outcome():
-        degrees, device = _check_settings(config)
+        degrees = find_degrees(config.parallel, world_size())
+        device = own_device(config.device)
+        check_parallel(config, degrees, device)
+        if config.recipe != "auto":
+            get_recipe(config.recipe)
+        if config.tensorboard:
+            event_writer()
+        if config.wandb:
+            wandb()
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     tokenizer, read, corpus = read_data(config, run, console) if data is None else data
-    batches = _make_batches(config, corpus, degrees.share(rank()))
+    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
+    training = draw(corpus.train, config.context, config.batch, config.seed, share)
+    if config.batch > training.sequences:
+        raise DataError(
+            f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
+            f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
+        )
+    batches = training, Batches(corpus.validation, config.context, config.batch, None, share)
     storage = torch.device("cpu") if config.optimizer.offload else device
     check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
             meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
-            check_checkpoint(checkpoint, meta_model, corpus.fingerprint)
+            open_checkpoint(checkpoint, meta_model, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(group_of_one())
@@ -231,32 +236,6 @@ def prepare_run(
     return Trainer(config, state, TrainingData(*batches, tokenizer, read), run, lock, console, made.loss)
 
 
-def _make_batches(config: Config, corpus: Corpus, share: tuple[int, int]) -> tuple[Batches, Batches]:
-    """The batches to train and to evaluate on, of which this rank takes its `share`."""
-    draw = RandomBatches if config.sampling == "random" else Batches
-    training = draw(corpus.train, config.context, config.batch, config.seed, share)
-    if config.batch > training.sequences:
-        raise DataError(
-            f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
-            f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
-        )
-    return training, Batches(corpus.validation, config.context, config.batch, None, share)
-
-
-def _check_settings(config: Config) -> tuple[Degrees, torch.device]:
-    """The degrees of parallelism and the device, of settings that this machine and its libraries can run."""
-    degrees = find_degrees(config.parallel, world_size())
-    device = own_device(config.device)
-    check_parallel(config, degrees, device)
-    if config.recipe != "auto":
-        get_recipe(config.recipe)
-    if config.tensorboard:
-        event_writer()
-    if config.wandb:
-        wandb()
-    return degrees, device
-
-
 def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
     """The data of a run. Rank 0 reads it for all; every rank of a process group must call this."""
 
@@ -270,42 +249,32 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
     return on_first(read)
 
 
-# ---- The text that a run prints before its first step: the model, the data, the schedule and the precision.
-
-
 def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
-    """The text to print: one line for each of model, data, steps, rate, device and folder, then the conversion."""
+    """What a run prints before its first step: lines of model, data, steps and the like, then the conversion."""
     size = sum(p.numel() for p in model.parameters())
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     each = config.batch * config.accumulate * config.context
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
+    text = ", ".join(config.data)
+    if config.data == ("stdlib",):
+        text = "stdlib, the source code of Python's standard library (another text: --data PATH)"
     lines = {
         "model": f"{config.model}, {size:,} parameters, {kind}",
-        "data": f"{_sources(config)}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out",
+        "data": f"{text}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out",
         "steps": f"{plural(config.steps, 'step')} of {plural(each, 'token')}, {epochs:.2g} of the training tokens",
         "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
         f"{plural(config.warmup, 'step')} of warmup",
         "device": f"{device}, {config.precision} outside of FP8",
-        **({"ranks": _degrees(config)} if world_size() > 1 else {}),
-        "folder": config.out,
     }
+    if (ranks := world_size()) > 1:
+        degrees = vars(find_degrees(config.parallel, ranks))
+        lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
+    lines["folder"] = config.out
     return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
 
 
-def _degrees(config: Config) -> str:
-    degrees = vars(find_degrees(config.parallel, world_size()))
-    return ", ".join([str(world_size()), *(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)])
-
-
-def _sources(config: Config) -> str:
-    if config.data == ("stdlib",):
-        return "stdlib, the source code of Python's standard library (another text: --data PATH)"
-    return ", ".join(config.data)
-
-
-# ---- Continuing a run whose job is started again with the same command: by torchrun after a failure, or by a
-# scheduler.
+# ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.
 
 
 def was_restarted() -> bool:

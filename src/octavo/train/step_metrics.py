@@ -26,10 +26,10 @@ import shlex
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Protocol, Self, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -58,27 +58,37 @@ from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 
 class Metrics:
-    """Writes records, each with its step. A resumed run drops the records of later steps, so no step occurs twice."""
+    """Writes records, each with its step, and draws their numbers on the boards that `config` names. Rank 0 alone does.
 
-    def __init__(
-        self, path: Path, *, resumed_at: int, open_boards: Callable[[int], Sequence[Board]] = lambda step: ()
-    ) -> None:
-        self._path, self._open_boards = path, open_boards
-        path.touch()
-        self._open(resumed_at)
+    A resumed run drops the records of later steps, so no step occurs twice.
+    """
 
-    def _open(self, step: int) -> None:
-        self.boards = self._open_boards(step)
-        os.truncate(self._path, _length_until(self._path, step))
-        self._file = self._path.open("a")
+    def __init__(self, path: Path, *, resumed_at: int, config: Config | None = None) -> None:
+        self._path, self._config = path, config
+        self._open_files = ExitStack()
+        self.boards: list[TensorBoard | WeightsAndBiases] = []
+        self.go_back(resumed_at)
 
     def go_back(self, step: int) -> None:
         """Drop the records of the steps after `step`, from which the run continues."""
-        self._close()
-        self._open(step)
+        self._open_files.close()
+        if rank() > 0:
+            return
+        self._path.touch()
+        os.truncate(self._path, _length_until(self._path, step))
+        self._file = self._open_files.enter_context(self._path.open("a"))
+        self.boards = []
+        if self._config is not None and self._config.tensorboard:
+            self.boards.append(TensorBoard(self._path.parent, step))
+        if self._config is not None and self._config.wandb:
+            self.boards.append(WeightsAndBiases(self._path.parent, self._config.to_dict()))
+        for board in self.boards:
+            self._open_files.callback(board.close)
 
     def write(self, step: int, **record: Any) -> None:
         """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
+        if rank() > 0:
+            return
         record = {name: None if _no_number(value) else value for name, value in record.items()}
         try:
             self._file.write(json.dumps({"step": step, **record}) + "\n")
@@ -93,51 +103,15 @@ class Metrics:
         for board in self.boards:
             board.numbers(step, drawn)
 
-    def draw_histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """Draw counts [n] between edges [n + 1] on the boards."""
-        for board in self.boards:
-            board.histogram(step, name, edges, counts)
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        self._file.close()
-        for board in self.boards:
-            board.close()
-
-
-class _NoMetrics(Metrics):
-    """The records of a rank that writes none."""
-
-    def __init__(self) -> None:
-        self.boards = ()
-
-    def write(self, step: int, **record: Any) -> None: ...
-
-    def go_back(self, step: int) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-def open_metrics(config: Config, path: Path, resumed_at: int) -> Metrics:
-    """The records of a run, which rank 0 writes, and the boards that its settings name."""
-
-    def open_boards(step: int) -> list[Board]:
-        boards: list[Board] = [TensorBoard(path.parent, step)] if config.tensorboard else []
-        return boards + ([WeightsAndBiases(path.parent, config.to_dict())] if config.wandb else [])
-
-    return Metrics(path, resumed_at=resumed_at, open_boards=open_boards) if rank() == 0 else _NoMetrics()
+        self._open_files.close()
 
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
-    """One line: step, loss, learning rate, gradient norm, tokens a second (also of a GPU, with its MFU), time left.
-
-    On a terminal the live line has them.
-    """
+    """Print one line of the record, and the time left; on a terminal the live line has them."""
     if isinstance(console, LiveConsole):
         console.show("training", step, steps, f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
         return
@@ -156,7 +130,7 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
 def _length_until(path: Path, step: int) -> int:
     """The bytes of the records up to `step`; a last line that a kill cut short does not count.
 
-    Raises an ArtifactError if a whole line holds no record: what follows it would be lost.
+    An ArtifactError if a whole line holds no record: what follows it would be lost.
     """
     length = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
@@ -170,19 +144,8 @@ def _no_number(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-# ---- TensorBoard and Weights & Biases: the numbers of a run, and histograms of its samples, besides metrics.jsonl.
-
-
-class Board(Protocol):
-    """A place where numbers and histograms are drawn by step."""
-
-    def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Draw numbers by name."""
-
-    def histogram(self, step: int, name: str, edges: Sequence[float], counts: Sequence[float]) -> None:
-        """Draw counts [n] between edges [n + 1]."""
-
-    def close(self) -> None: ...
+# ---- TensorBoard and Weights & Biases: the numbers of a run by name, and histograms of its samples, counts [n] between
+# edges [n + 1].
 
 
 class TensorBoard:
@@ -265,8 +228,7 @@ def live_console() -> Iterator[Console]:
 def training_console() -> Console:
     """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
 
-    Standard output may be a pipe whose reader ended (`octavo train | head`), a terminal that was closed, or a file on
-    a full disk. None of these ends a run: its numbers are in metrics.jsonl.
+    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
     """
     if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
         return Console(quiet=True)
@@ -317,8 +279,7 @@ class LastingStream:
     """A text stream whose `write` and `flush` never raise an OSError: after the first one they do nothing."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-        self._gone = False
+        self._stream, self._gone = stream, False
 
     def write(self, text: str) -> int:
         self._attempt(lambda: self._stream.write(text))
@@ -330,7 +291,7 @@ class LastingStream:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _attempt(self, action: Any) -> None:
+    def _attempt(self, action: Callable[[], object]) -> None:
         if self._gone:
             return
         try:
@@ -338,26 +299,20 @@ class LastingStream:
         except OSError as error:
             self._gone = True
             _discard(self._stream)
-            _notify(f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers")
+            said = f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers"
+            if sys.stderr is not None:
+                try:
+                    print(said, file=sys.stderr, flush=True)
+                except OSError:
+                    _discard(sys.stderr)
 
 
 def _discard(stream: IO[str]) -> None:
     """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
-    try:
+    with suppress(OSError, ValueError):  # a stream without a file descriptor
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-    except (OSError, ValueError):
-        return  # a stream without a file descriptor
-
-
-def _notify(message: str) -> None:
-    if sys.stderr is None:
-        return
-    try:
-        print(message, file=sys.stderr, flush=True)
-    except OSError:
-        _discard(sys.stderr)
 
 
 # ---- Measurements of a mixed-precision run: the precision of each layer, all dtypes, and the range of the weights.
@@ -431,11 +386,7 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 
 @torch.no_grad()
 def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(smallest, largest) element of every parameter, read from the device in one transfer.
-
-    Parameters may be sharded (DTensor: FSDP2, tensor parallel): every rank returns the extremes of the whole, and every
-    rank must call this.
-    """
+    """(smallest, largest) element of every whole parameter, in one transfer. Every rank must call this."""
     names = [name for name, _ in model.named_parameters()]
     parameters: list[Any] = list(model.parameters())
     extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
@@ -498,9 +449,8 @@ def draw_sample(metrics: Metrics, watch: Watch, sample: Sample) -> None:
     for record in sample.layer_records:
         name = f"watch/{watch.layers[record['layer']].name}"
         numbers |= {f"{name}/{field}": float(record[field]) for field in OF_LAYERS}
-        _draw_binades(
-            metrics, sample.step, f"{name}/gradient", float(record["gradient_amax"]), record["gradient_binades"]
-        )
+        amax, binades = float(record["gradient_amax"]), record["gradient_binades"]
+        _draw_binades(metrics, sample.step, f"{name}/gradient", amax, binades)
     metrics.draw(sample.step, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
 
@@ -509,4 +459,5 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
         top = math.frexp(amax)[1]  # the first binade ends at 2^top
         edges = [float(top - BINADES + k) for k in range(BINADES + 1)]
         shares = [count / FULL_SHARE for count in reversed(binades.tolist())]
-        metrics.draw_histogram(step, f"{name}/log2", edges, shares)
+        for board in metrics.boards:
+            board.histogram(step, f"{name}/log2", edges, shares)

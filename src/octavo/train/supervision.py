@@ -67,8 +67,7 @@ class TrainingError(RuntimeError):
 class Supervisor:
     """Judges a run as it goes, and acts as its settings say. Every rank must call each function.
 
-    As a context manager it casts each weight once a step, by the recipes that the layers have. `passes` computes the
-    step after so many others.
+    As a context manager it casts each weight once a step. `passes` computes the step after so many others.
     """
 
     config: Config
@@ -85,7 +84,9 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._losses, self._stalls = LossRule(), StallRule(self.state.step)
         self._samples = None if self.watch is None else SampleRules(self.watch.layers)
-        self._weights = _root_mean_square(self.state)
+        matrices = [p.detach() for group in self.state.optimizer.param_groups for p in group["params"] if p.ndim > 1]
+        squares = sum(float(whole(p.float().square().sum())) for p in matrices)
+        self._root_mean_square = math.sqrt(squares / max(sum(p.numel() for p in matrices), 1))
         self._fp16 = self.config.precision == "fp16"
         self._counts = Counter[str]()
         self._cause: Event | None = None
@@ -105,10 +106,11 @@ class Supervisor:
     def check(self) -> bool:
         """Judge the steps and samples since the last check. True if the run went back to an earlier step."""
         steps = self.recent.read()
-        bad = next((numbers for numbers in steps if not (numbers.finite or self._is_skipped(numbers))), None)
-        if bad is not None:
-            self._repeat(bad)
-            return True
+        for numbers in steps:
+            # The loss scaler of FP16 skips a step whose gradient is not finite as it looks for the largest scale.
+            if not (numbers.finite or (self._fp16 and math.isfinite(numbers.loss))):
+                self._repeat(numbers)
+                return True
         spikes = [event for numbers in steps if (event := self._losses.check(numbers.step, numbers.loss))]
         found: list[Event] = gather([*spikes, *self._judge_progress(steps), *self._judge_samples()])[0]
         rolls_back = self.config.watch.on_spike == "rollback"
@@ -120,10 +122,6 @@ class Supervisor:
 
     # ---- Judging.
 
-    def _is_skipped(self, numbers: StepNumbers) -> bool:
-        """True if the loss scaler of FP16 has skipped the step, as it does when it looks for the largest scale."""
-        return self._fp16 and math.isfinite(numbers.loss)
-
     def _judge_samples(self) -> list[Event]:
         if self.watch is None or self._samples is None:
             return []
@@ -131,27 +129,25 @@ class Supervisor:
         return [event for sample in self.watch.take() for event in self._samples.check(*sample)]
 
     def _judge_progress(self, steps: list[StepNumbers]) -> Iterator[Event]:
-        """The learning rate, until it was found too high once; and the losses while it is near its peak.
-
-        A model that was trained before learns less in a step than the noise of the loss.
-        """
+        """The learning rate, until it was found too high once; and the losses while it is near its peak."""
         for step, loss, _ in steps:
             rate = learning_rate(step - 1, self.config)
-            if self._cause is None and (event := judge_rate(step, rate, self._weights)):
+            if self._cause is None and (event := judge_rate(step, rate, self._root_mean_square)):
                 self._cause = event
                 yield event
+            # A model that was trained before learns less in a step than the noise of the loss.
             near = self.config.model in BUILT_IN_MODELS and 2 * rate >= self.config.learning_rate
             if near and (event := self._stalls.check(step, loss)):
                 yield replace(event, message=f"{event.message}. Causes, the likeliest first: {self._causes()}")
 
     def _causes(self) -> str:
         """Possible causes of a loss that stopped falling, by the warnings of the run so far."""
-        casts = [f"{plural(count, 'warning')} of {rule}" for rule, count in self._counts.most_common(1)]
+        causes = [f"{plural(count, 'warning')} of {rule}" for rule, count in self._counts.most_common(1)]
         if self._cause:
-            ranked = [f"the learning rate, too high since step {self._cause.step}", *casts]
+            causes.insert(0, f"the learning rate, too high since step {self._cause.step}")
         else:
-            ranked = [*casts, f"a learning rate, {self.config.learning_rate:.2g}, that is too high or too low"]
-        return "; ".join([*ranked, "data with no more to learn"])
+            causes.append(f"a learning rate, {self.config.learning_rate:.2g}, that is too high or too low")
+        return "; ".join([*causes, "data with no more to learn"])
 
     # ---- Reacting.
 
@@ -170,11 +166,7 @@ class Supervisor:
             )
 
     def _promote(self, events: Iterable[Event]) -> dict[Event, Promotion]:
-        """Give more precision to the layers that events name, if the settings say so: the promotion of each event.
-
-        A layer that is in BF16 already stays as it is, and so does a module that is no converted layer. A layer is
-        promoted once, however many events it has.
-        """
+        """Give more precision to the converted layers that events name, once each, if the settings say so."""
         if self.config.watch.on_warning != "promote":
             return {}
         layers, done, changed = recipe_layers(self.state.model), {}, set()
@@ -213,23 +205,19 @@ class Supervisor:
         suspect = place is not None and place.tensor == "w"  # a saturating cast hides an infinite weight for some steps
         saved = (path for path in reversed(self.run.checkpoints()) if not suspect or has_finite_weights(path))
         good = next(saved, None)
-        return (
-            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. "
-            f"{self._advice(place)}; "
-            + (f"the last good checkpoint is {good}" if good else "no good checkpoint was saved")
-        )
-
-    def _advice(self, place: Place | None) -> str:
-        general = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
+        advice = "Lower learning_rate or clip, or keep sensitive layers in BF16 with skip"
         if self.config.watch.on_warning != "promote":
-            return f"{general}, or set watch.on_warning to promote"
-        if place is None:
-            return general
-        is_converted = place.layer in recipe_layers(self.state.model)
-        why = "runs in BF16 by now" if is_converted else "is not converted: it never ran in FP8"
+            advice += ", or set watch.on_warning to promote"
+        elif place is not None:
+            is_converted = place.layer in recipe_layers(self.state.model)
+            why = "runs in BF16 by now" if is_converted else "is not converted: it never ran in FP8"
+            advice = (
+                f"{place.layer} {why}, so there is nothing to promote. Lower learning_rate or clip, or look at the "
+                f"data of this step; --resume {self.run.path} goes on from the last checkpoint"
+            )
         return (
-            f"{place.layer} {why}, so there is nothing to promote. Lower learning_rate or clip, or look at the data of "
-            f"this step; --resume {self.run.path} goes on from the last checkpoint"
+            f"step {bad.step}: the loss is {bad.loss} and the gradient's norm {bad.norm}; {_found(place)}. {advice}; "
+            + (f"the last good checkpoint is {good}" if good else "no good checkpoint was saved")
         )
 
     def _roll_back(self, spike: Event) -> bool:
@@ -278,14 +266,13 @@ class Supervisor:
     def _say(
         self, step: int, events: Sequence[Event], done: Mapping[Event, Promotion], cause: Event | None = None
     ) -> None:
-        """Report events, with the promotion of each that had one. A `cause` explains the warnings of layers, which are
-        then counted on the terminal in one line.
-        """
+        """Report events and promotions. A `cause` explains the warnings of layers, which then have one line."""
         for event in events:
             self._write(replace(event, action=_ACTIONS[done[event].to]) if event in done else event)
+        action = {event: f"; {made.layer} {_WORDS[made.to]} from now on" for event, made in done.items()}
         first = [event for event in events if cause is None or event.layer is None][:_SHOWN]
         for event in first:
-            self._print(event, _words(done.get(event)))
+            self._print(event, action.get(event, ""))
         rest = [event for event in events if event not in first]
         if rest:
             rules = ", ".join(f"{count} {rule}" for rule, count in Counter(event.rule for event in rest).items())
@@ -293,8 +280,8 @@ class Supervisor:
             said = f"warning: {len(rest)} more of step {step} ({rules}), in {self.run.path / 'watch'}{why}"
             print_line(self.console, said)
         for event in rest:
-            if event in done:
-                print_line(self.console, f"warning: step {event.step}{_words(done[event])}")
+            if event in action:
+                print_line(self.console, f"warning: step {event.step}{action[event]}")
         found = Counter(event.rule for event in events)
         record: dict[str, Any] = {"warnings": dict(found)}
         if done:
@@ -312,17 +299,6 @@ class Supervisor:
     def _print(self, event: Event, action: str) -> None:
         said = f"warning: step {event.step}: {event.describe()}{action} (docs/warnings.md#{event.rule})"
         print_line(self.console, said)
-
-
-def _words(promotion: Promotion | None) -> str:
-    return "" if promotion is None else f"; {promotion.layer} {_WORDS[promotion.to]} from now on"
-
-
-def _root_mean_square(state: TrainState) -> float:
-    """The root mean square of all matrices that are trained."""
-    matrices = [p.detach() for group in state.optimizer.param_groups for p in group["params"] if p.ndim > 1]
-    squares = sum(float(whole(p.float().square().sum())) for p in matrices)
-    return math.sqrt(squares / max(sum(p.numel() for p in matrices), 1))
 
 
 def _event_of(bad: StepNumbers, place: Place | None) -> Event:
@@ -351,7 +327,7 @@ def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str |
     return next((name for name, each in layers.items() if each is layer), None)
 
 
-# ---- What supervision has changed in a run, in RUN/actions.json: promoted layers, and returns to a checkpoint.
+# ---- What supervision has changed in a run, in RUN/actions.json.
 #
 # The file stands beside the checkpoints, not in them: a run that is resumed from any of them keeps its promoted layers,
 # and does not read the batches again that it has skipped.
@@ -369,10 +345,7 @@ class Promotion:
 
 @dataclass(frozen=True)
 class Rollback:
-    """At `step` the run went back to the checkpoint of step `to`; the batches of the next steps begin at `batch`.
-
-    Batches are counted in steps: that of a run without rollbacks is the number of steps done.
-    """
+    """At `step` the run went back to step `to`. The next batches begin at `batch`, counted in steps."""
 
     step: int
     to: int
@@ -437,10 +410,9 @@ def recipe_layers(model: nn.Module) -> Mapping[str, Any]:
 
 # ---- The first number of a step that is inf or NaN: the layer, and the tensor of the layer, that had it.
 #
-# The step is run again, layer by layer. Hooks look at what each layer reads and writes: x and y in the forward pass, dy
-# and dx in the backward pass. A layer with hooks is not fused with others, and compiled blocks run in eager mode, so
-# the layer is found also where the training step has no tensor of its own for it. The numbers may differ a little from
-# those of the fused pass.
+# The step is run again, layer by layer. Hooks look at x and y in the forward pass, dy and dx in the backward pass. A
+# layer with hooks is not fused with others, and compiled blocks run in eager mode, so the layer is found also where the
+# training step has no tensor of its own for it. The numbers may differ a little from those of the fused pass.
 
 
 @dataclass(frozen=True, order=True)
@@ -459,18 +431,21 @@ class Place:
 def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
     """The first place, over all ranks, in the step that `run` computes; None if the step is finite.
 
-    Every rank must call this. Weights, scale histories and the random state of the run are afterwards as
-    they were; the gradients are None.
+    Every rank must call this. Weights, scale histories and the random state stay; the gradients are None afterwards.
     """
     search, experts = _Search(), find_experts(model)
-    for name, parameter in model.named_parameters():
-        owner = name.rpartition(".")[0]
+    owners = [(name.rpartition(".")[0], parameter) for name, parameter in model.named_parameters()]
+    for owner, parameter in owners:
         search.look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
-    with eager(), own_random(device), _pending_amax_restored(model), search.hooks(model):
+    pending = [(history, history.pending.clone()) for _, history in histories(model)]
+    with eager(), own_random(device), search.hooks(model):
         model.zero_grad()
-        run()
-    for name, parameter in model.named_parameters():
-        owner = name.rpartition(".")[0]
+        try:
+            run()
+        finally:
+            for history, amax in pending:
+                history.pending.copy_(amax)
+    for owner, parameter in owners:
         search.look(owner, "dw", parameter.grad, _first_bad_matrix if owner in experts else None)
     model.zero_grad()
     places = [place for place in gather(search.found) if place is not None]
@@ -542,13 +517,3 @@ def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:
 
 def _differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-@contextmanager
-def _pending_amax_restored(model: nn.Module) -> Iterator[None]:
-    found = [(history, history.pending.clone()) for _, history in histories(model)]
-    try:
-        yield
-    finally:
-        for history, pending in found:
-            history.pending.copy_(pending)

@@ -5,13 +5,11 @@ One step, with `accumulate` micro-batches:
     for each:   loss = cross_entropy(logits(inputs), targets) / accumulate;  backward        gradients add up in FP32
     clip the gradient's norm;  AdamW on the FP32 master weights;  close the step of delayed scaling
 
-Every few steps the supervision (`octavo.train.supervision`) looks at what came of them. It may promote layers, and take
-the run back to an earlier step.
-
 The forward pass runs under autocast to BF16, or to FP16 with a scaled loss (Micikevicius et al., arXiv:1710.03740).
 Converted linear layers run in FP8, and their weights are cast once a step. A step depends only on the weights, the
 optimizer, the scale histories, the random state and its number. A checkpoint holds all of these, so a run that is
-killed and resumed repeats its losses bit for bit.
+killed and resumed repeats its losses bit for bit. Every few steps `octavo.train.supervision` looks at what came of
+them: it may promote layers, and take the run back to an earlier step.
 """
 
 from __future__ import annotations
@@ -49,7 +47,6 @@ from octavo.train.saving import CheckpointWriter, TrainState
 from octavo.train.step_metrics import (
     Metrics,
     observed_dtypes,
-    open_metrics,
     precision_of,
     print_line,
     scales_of,
@@ -113,11 +110,14 @@ class Trainer:
             self.lock,
             collect_between_steps(),
             delay_interrupts() as stop,
-            open_metrics(config, self.run_folder.metrics, state.step) as metrics,
+            Metrics(self.run_folder.metrics, resumed_at=state.step, config=config) as metrics,
             watched(config, state, self.run_folder, metrics) as self.watch,
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
-            self._supervised(metrics, checkpoints) as supervisor,
-        ):
+            Supervisor(
+                config, state, self.run_folder, self.actions, self.recent, metrics, self.console, self.watch,
+                checkpoints, self.passes,
+            ) as supervisor,
+        ):  # fmt: skip
             with clock.paused():
                 precision = precision_of(self.model, state.device)
                 start = {"dtypes": self._dtypes(), "started": start_of(state.device)}
@@ -162,8 +162,7 @@ class Trainer:
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
-        limit = config.clip if config.clip > 0 else math.inf
-        norm = clip_gradients(self.trained, limit)
+        norm = clip_gradients(self.trained, config.clip or math.inf)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -176,10 +175,6 @@ class Trainer:
             self.watch.step()
         self.recent.note(state.step, loss, norm)
         return loss, norm
-
-    def _supervised(self, metrics: Metrics, checkpoints: CheckpointWriter) -> Supervisor:
-        own = (self.config, self.state, self.run_folder, self.actions, self.recent)
-        return Supervisor(*own, metrics, self.console, self.watch, checkpoints, self.passes)
 
     def passes(self, step: int) -> Tensor:
         """The forward and backward passes after `step` steps: the mean loss of this rank's sequences, 0-dim."""
@@ -196,15 +191,9 @@ class Trainer:
     def evaluate(self) -> float:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
-        config, device = self.config, self.state.device
-        loss, _ = mean_loss(
-            self.model,
-            self.data.validation,
-            device,
-            precision=config.precision,
-            count=config.evaluate_batches,
-            loss=self.loss,
-        )
+        count, precision = self.config.evaluate_batches, self.config.precision
+        batches, device = self.data.validation, self.state.device
+        loss, _ = mean_loss(self.model, batches, device, precision=precision, count=count, loss=self.loss)
         return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
@@ -237,20 +226,17 @@ class Trainer:
             }
             if config.precision == "fp16":
                 record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
-            record |= self._speed_of_a_gpu(record["tokens_per_second"])
+            each = record["tokens_per_second"] / world_size()
+            if world_size() > 1:
+                record["tokens_per_second_per_gpu"] = each
+            if (share := mfu(self.flops_per_token, each, state.device)) is not None:
+                record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
             show_progress(self.console, state.step, config.steps, record, left)
             metrics.write(state.step, **record)
             if metrics.boards:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
                 metrics.draw(state.step, {f"scales/{name}": value for name, value in scales_of(self.model).items()})
-
-    def _speed_of_a_gpu(self, tokens_per_second: float) -> dict[str, float]:
-        """The tokens a second of each of several processes, and the utilization of a GPU whose peak is known."""
-        each = tokens_per_second / world_size()
-        found = {"tokens_per_second_per_gpu": each} if world_size() > 1 else {}
-        share = mfu(self.flops_per_token, each, self.state.device)
-        return found | ({} if share is None else {"mfu": share})
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
@@ -295,9 +281,9 @@ class _Clock:
 
 # ---- Python's garbage collection in a run: every so many steps, and not in the middle of one.
 #
-# By itself Python collects when enough objects were made. A collection of all the objects of a process that has
-# compiled a model takes some 0.3 s, in another step of each rank, and all ranks wait for it. Steps leave no tensors in
-# cycles of references, only small objects, which a collection of the young generations frees in some 10 ms.
+# A collection of all the objects of a process that has compiled a model takes some 0.3 s, in another step of each rank,
+# and all ranks wait for it. Steps leave no tensors in cycles of references, only small objects, which a collection of
+# the young generations frees in some 10 ms.
 
 
 EVERY = 50  # steps
@@ -305,7 +291,7 @@ EVERY = 50  # steps
 
 @contextmanager
 def collect_between_steps() -> Iterator[None]:
-    """Within the block Python collects only in `collect_young`. Before and after it, as the process has chosen."""
+    """Within the block Python collects only in `collect_young`."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -316,18 +302,15 @@ def collect_between_steps() -> Iterator[None]:
 
 
 def collect_young(step: int) -> None:
-    """Free what the last steps left behind, after every 50th: call it after each step, with its number."""
+    """Free what the last steps left behind, after every 50th. Call it after each step."""
     if step % EVERY == 0:
         gc.collect(1)
 
 
-# ---- SIGINT, SIGTERM and SIGHUP ask a run to stop after its current step; a second signal acts at once.
-#
-# SIGHUP comes when a terminal closes or an ssh connection ends. A signal that is ignored when the run starts, as SIGHUP
-# under `nohup`, stays ignored.
+# ---- Signals ask a run to stop after its current step; a second signal acts at once.
 
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
 
 
 @dataclass
@@ -344,23 +327,28 @@ def name_of(number: int) -> str | None:
 
 @contextmanager
 def delay_interrupts() -> Iterator[Interrupt]:
-    """Note the signals within the block instead of acting on them; give their handlers back after it."""
+    """Note the signals within the block instead of acting on them; give their handlers back after it.
+
+    A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
+    """
     state = Interrupt()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
 
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
     def note(number: int, frame: FrameType | None) -> None:
         state.number = number
-        for each in before:
-            signal.signal(each, before[each])
+        give_back()
 
     for number in before:
         signal.signal(number, note)
     try:
         yield state
     finally:
-        for number in before:
-            signal.signal(number, before[number])
+        give_back()
 
 
 # ---- Model FLOPs utilization (MFU): the share of a GPU's peak that the arithmetic of the model alone amounts to.
@@ -374,10 +362,7 @@ def delay_interrupts() -> Iterator[Interrupt]:
 
 
 def flops_per_token(model: nn.Module, context: int) -> float | None:
-    """The FLOPs of the forward and backward pass for a token of a sequence of `context` tokens.
-
-    None for a model with stacked experts: a token uses some of them only, and the shapes do not say how many.
-    """
+    """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
     if any(p.ndim > 2 for p in model.parameters()):
         return None
     layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
