@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,6 @@ class PackOptions:
 # training computed.
 
 
-# The rules in octavo.json for scales from a checkpoint, and for scales that are given.
-HISTORY, FROZEN = "history", "frozen"
-
-
 @dataclass(frozen=True)
 class StaticScales:
     """Stored scales, and their origin, the entry "calibration" of octavo.json.
@@ -119,10 +116,40 @@ class StaticScales:
     the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
     """
 
-    inputs: Mapping[str, Tensor]
-    keys_and_values: Mapping[str, Tensor]
-    record: Mapping[str, object]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    keys_and_values: Mapping[str, Tensor] = field(default_factory=dict)
+    record: Mapping[str, object] | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def static_scales(
+    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
+) -> StaticScales:
+    """The scales of the inputs of static layers and experts: those of `options.input_scales`, those in the checkpoint
+    of a run, or those of a calibration, which gives the scales of experts and of keys and values in any case."""
+    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
+    names = [*layers, *experts]
+    if not names and options.kv_cache is None:
+        if options.calibration is not None:
+            # nothing of it is stored, but a wrong folder is an error
+            load_calibration(options.calibration, source.origin, source.description)
+        return StaticScales()
+    inputs: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    rule, others = "", names
+    if options.input_scales is not None:
+        inputs, rule, others = _given(options.input_scales, names), "frozen", []
+        weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
+    # Without --scheme a run keeps the scales that it was trained with.
+    elif source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
+        (inputs, weights), rule, others = _histories(source, layers), "history", experts
+    found = StaticScales()
+    if others or options.kv_cache is not None:
+        found = calibrated_scales(options, source, others)
+    record = dict(found.record or {})
+    if rule:
+        record |= {"rule": rule} | ({"calibration_rule": record["rule"]} if record else {})
+    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, record, weights)
 
 
 def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
@@ -142,44 +169,22 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
 
 
-def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
-    """The scales of `options.input_scales`; with `options.kv_cache` those of keys and values from a calibration, and of
-    a run that was trained with the recipe `delayed` the scales of its weights."""
-    given = options.input_scales or {}
-    if missing := [name for name in layers if name not in given]:
+def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
+    if missing := [name for name in layers if name not in scales]:
         raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
-    inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
-    cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
-    weights = _histories(source, layers)[1] if source.recipe == "delayed" else {}
-    return StaticScales(inputs, cached.keys_and_values, _with_rule(FROZEN, cached), weights)
-
-
-def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], experts: Sequence[str]) -> StaticScales:
-    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`; from a
-    calibration those of the inputs of `experts`, and with `options.kv_cache` of keys and values. An ArtifactError if
-    the checkpoint has no scales at all, a damaged one, or one of a layer that no step has used."""
-    inputs, weights = _histories(source, layers)
-    if options.kv_cache is None and not experts:
-        return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
-    found = calibrated_scales(options, source, experts)
-    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, _with_rule(HISTORY, found), weights)
-
-
-def _with_rule(rule: str, calibrated: StaticScales) -> dict[str, object]:
-    """The record of scales by `rule`, beside those that a calibration gave by a rule of its own."""
-    others = {"calibration_rule": calibrated.record["rule"]} if calibrated.record else {}
-    return {**calibrated.record, "rule": rule, **others}
+    return {name: scales[name].float().reshape(1).cpu() for name in layers}
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`."""
+    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`. An
+    ArtifactError if it has no scales at all, a damaged one, or one of a layer that no step has used."""
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
     inputs, weights = {}, {}
     for name in layers:
         trained = source.trained_as.get(name, name)
-        scales = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
-        if (x := scales["x"]) is not None and (w := scales["w"]) is not None:
+        x, w = (_scale(state, f"{trained}.histories.{operand}", path) for operand in "xw")
+        if x is not None and w is not None:
             inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
@@ -230,8 +235,12 @@ class ChosenLayers:
 
     schemes: Mapping[str, Scheme]
     skipped: Mapping[str, str]
-    static: StaticScales | None
-    experts: Mapping[str, Scheme] = field(default_factory=dict)
+    static: StaticScales
+    experts: Mapping[str, Scheme]
+
+    @cached_property
+    def all(self) -> dict[str, Scheme]:
+        return {**self.schemes, **self.experts}
 
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
@@ -252,8 +261,8 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     check_experts(of_experts, experts, source, options)
     layout = get_layout(options.layout)
     check_layout(layout, chosen.values(), options.kv_cache is not None)
-    static = _static_scales(source, schemes, of_experts, options)
-    unscaled = [] if static is None else [n for n, each in schemes.items() if each.static and n not in static.inputs]
+    static = static_scales(source, schemes, of_experts, options)
+    unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
     schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
     check_groups(linears, schemes)
     shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
@@ -266,8 +275,8 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
 
 def _select(source: Source, options: PackOptions) -> dict[str, str]:
     """The linear layers, each with the reason why it stays in BF16, or "" if it is packed."""
-    files = source.meta_model.experts if options.experts else None
-    others = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
+    files = source.meta_model.experts
+    others = [*(name.rpartition(".")[0] for name in files.stacks), *files.experts] if options.experts else []
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
     names = [layer.name for layer in linears]
     left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
@@ -297,23 +306,6 @@ def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict
     }
 
 
-def _static_scales(
-    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
-) -> StaticScales | None:
-    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
-    if not layers and not experts and options.kv_cache is None:
-        if options.calibration is not None:
-            # nothing of it is stored, but a wrong folder is an error
-            load_calibration(options.calibration, source.origin, source.description)
-        return None
-    if options.input_scales is not None:
-        return given_scales(options, source, [*layers, *experts])
-    # Without --scheme a run keeps the scales that it was trained with.
-    if source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
-        return trained_scales(options, source, layers, experts)
-    return calibrated_scales(options, source, [*layers, *experts])
-
-
 # ---- The experts of a mixture that are packed.
 
 
@@ -323,7 +315,7 @@ def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int,
     files = source.meta_model.experts
     if not options.experts:
         return {}
-    if files is None:
+    if not files.stacks:
         raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
     stacked = {name: source.specs[name].meta() for name in files.stacks}
@@ -351,10 +343,9 @@ def check_experts(
             )
         if scheme.integers:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-    stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
-    for stack, parts in stacks.items():
-        names = [part.removesuffix(".weight") for part in reversed(parts)]
-        chosen = {schemes[name].name if name in schemes else "BF16": name for name in names}  # the first of each scheme
+    for stack, names in source.meta_model.experts.stacks.items() if schemes else ():
+        of = {name: schemes[name].name if name in schemes else "BF16" for name in names}
+        chosen = {of[name]: name for name in reversed(names)}  # the first of each scheme
         if len(chosen) > 1:
             raise ValueError(
                 f"the matrices of {stack}, which readers stack, need one scheme, they have "
@@ -436,7 +427,8 @@ def check_degrees(
         if degree < 1:
             raise ValueError(f"a model is split over 1 device or more, not {degree}")
         heads = config.get("num_attention_heads")
-        kept = _key_heads(config)
+        stated = config.get("num_key_value_heads", heads)
+        kept = stated if isinstance(stated, int) else None
         if isinstance(heads, int) and heads % degree:
             raise ValueError(f"{heads} heads of attention do not divide over {degree} devices: {_others(heads)}")
         if kept is not None and kept % degree and degree % kept:
@@ -445,11 +437,6 @@ def check_degrees(
             )
         found = {name: _misfit(name, scheme, sizes[name], degree, kept) for name, scheme in schemes.items()}
         check_reasons({name: reason for name, reason in found.items() if reason}, schemes, ", take a smaller degree")
-
-
-def _key_heads(config: Mapping[str, Any]) -> int | None:
-    kept = config.get("num_key_value_heads", config.get("num_attention_heads"))
-    return kept if isinstance(kept, int) else None
 
 
 def _others(count: int) -> str:
