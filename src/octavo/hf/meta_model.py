@@ -21,7 +21,7 @@ from octavo.checkpoint.run import check_expert_counts
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
 from octavo.hf.inputs import KINDS, TOKENS, is_language_model, main_input, token_embedding
 from octavo.hf.stored_tensors import ExpertFiles, ExpertReader, config_as_opt, open_tensors, transformers_names
-from octavo.models import build, from_hf_config
+from octavo.models import BUILT_IN_MODELS, build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
@@ -105,6 +105,19 @@ def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     return ours or transformers_meta_model(config, folder)
 
 
+def run_meta_model(config: Mapping[str, Any], folder: Path, model: object) -> MetaModel:
+    """The model of a run, of which `model` is a setting, as the trainer built it. A fine-tuned one is of transformers,
+    even where the architecture is ours. So is a mixture, whose tensors have the names of transformers' model."""
+    if model not in BUILT_IN_MODELS or model == "mixture":
+        return transformers_meta_model(config, folder)
+    check_counts(config, folder)
+    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
+        found = our_meta_model(config)
+    if found is None:
+        raise ArtifactError(f"{folder / 'config.json'} must be of a {model}, the model of the run")
+    return found
+
+
 def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
     """The model of `octavo.models` that a parsed config.json describes; None if its architecture is not there. A
     ValueError if it is there, and a feature of it is not."""
@@ -153,18 +166,15 @@ def _positions(model: Any, where: Path) -> int:
     """The tokens that a model can see; `UNLIMITED` if none is stated, which a language model must do to generate."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(stated, int):
-        return stated - _reserved_positions(model)
+        # In RoBERTa no token takes the positions up to that of the padding.
+        tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+        paddings = (t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None)
+        return stated - (next(paddings, -1) + 1)
     if is_language_model(model):
         raise ArtifactError(
             f"{where} must state max_position_embeddings, got {stated!r}: add the most tokens that the model is to see"
         )
     return UNLIMITED
-
-
-def _reserved_positions(model: nn.Module) -> int:
-    """The positions that no token takes: in RoBERTa the first token is behind that of the padding."""
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    return next((t.padding_idx + 1 for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None), 0)
 
 
 def _model(transformers: Any, config: Any) -> Any:

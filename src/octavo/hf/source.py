@@ -16,6 +16,7 @@ from octavo.checkpoint.files import (
     ArtifactError,
     ShardReader,
     Spec,
+    bytes_of,
     check_match,
     failing,
     is_finite,
@@ -27,19 +28,10 @@ from octavo.checkpoint.files import (
 from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
 from octavo.checkpoint.layouts.layout import write_config
 from octavo.checkpoint.run import RunFolder, find_model
-from octavo.hf.meta_model import (
-    DESCRIPTION,
-    MetaModel,
-    check_counts,
-    fill_model,
-    open_model_files,
-    our_meta_model,
-    transformers_meta_model,
-)
+from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
-from octavo.models import BUILT_IN_MODELS
 from octavo.recipe import Recipe, similar_preset
-from octavo.util import Progress, reading
+from octavo.util import Progress
 from octavo.version import __version__
 
 
@@ -132,7 +124,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
 def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> Source:
     config = read_json(folder.model / "config.json")
-    meta_model = _meta_model(folder.model, config, settings)
+    meta_model = run_meta_model(config, folder.model, settings.get("model"))
     reader = open_tensors(checkpoint, config)
     found = {name: spec.meta() for name, spec in reader.specs.items()}
     check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
@@ -146,21 +138,6 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
         skip = [name for name in skip if name in meta_model.linears()]
         promoted = {ours: promoted[name] for ours, name in trained.items() if name in promoted}
     return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained, promoted=promoted)
-
-
-def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> MetaModel:
-    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours.
-
-    So is a mixture, whose tensors have the names of transformers' model, and its files the names of its files.
-    """
-    if settings.get("model") not in BUILT_IN_MODELS or settings["model"] == "mixture":
-        return transformers_meta_model(config, folder)
-    check_counts(config, folder)
-    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
-        found = our_meta_model(config)
-    if found is None:
-        raise ArtifactError(f"{folder / 'config.json'} must be of a {settings['model']}, the model of the run")
-    return found
 
 
 # ---- A model folder written from another model, one tensor at a time.
@@ -212,7 +189,7 @@ def write_model(
         yield from added.items()
         for done, name in enumerate(source.specs, start=1):
             tensor = source.get(name)
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor.contiguous()))
             yield from change(name, tensor).items()
             progress(done, len(source.specs), doing)
 

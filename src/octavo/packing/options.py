@@ -1,7 +1,7 @@
 """The options of packing. They choose the layers, their schemes, and the stored scales, before a weight is read."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -123,12 +123,12 @@ class StaticScales:
 
 
 def static_scales(
-    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
+    source: Source, schemes: Mapping[str, Scheme], experts: Collection[str], options: PackOptions
 ) -> StaticScales:
     """The scales of the inputs of static layers and experts: those of `options.input_scales`, those in the checkpoint
     of a run, or those of a calibration, which gives the scales of experts and of keys and values in any case."""
-    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
-    names = [*layers, *experts]
+    names = [name for name, scheme in schemes.items() if scheme.static]
+    layers = [name for name in names if name not in experts]
     if not names and options.kv_cache is None:
         if options.calibration is not None:
             # nothing of it is stored, but a wrong folder is an error
@@ -142,7 +142,7 @@ def static_scales(
         weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
     # Without --scheme a run keeps the scales that it was trained with.
     elif source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
-        (inputs, weights), rule, others = _histories(source, layers), "history", experts
+        (inputs, weights), rule, others = _histories(source, layers), "history", names[len(layers) :]
     found = StaticScales()
     if others or options.kv_cache is not None:
         found = calibrated_scales(options, source, others)
@@ -230,17 +230,17 @@ KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """The schemes of the packed linear layers of a model, by their names in it, and of packed experts, by their names
-    in the files. `skipped` has the reason for each other layer, and `static` the stored scales, if any are needed."""
+    """The schemes of the packed linear layers of a model, by their names in it, and behind them of packed `experts`, by
+    their names in the files. `skipped` has the reason for each other layer, and `static` the stored scales."""
 
     schemes: Mapping[str, Scheme]
+    experts: Collection[str]
     skipped: Mapping[str, str]
     static: StaticScales
-    experts: Mapping[str, Scheme]
 
     @cached_property
-    def all(self) -> dict[str, Scheme]:
-        return {**self.schemes, **self.experts}
+    def linears(self) -> list[str]:
+        return [name for name in self.schemes if name not in self.experts]
 
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
@@ -256,21 +256,21 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
             f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
             "(--step), or name layers in --layer to pack them all the same"
         )
-    chosen = _schemes([*names, *experts], source, options)
-    schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
-    check_experts(of_experts, experts, source, options)
+    schemes = _schemes([*names, *experts], source, options)
+    check_experts(schemes, experts, source, options)
     layout = get_layout(options.layout)
-    check_layout(layout, chosen.values(), options.kv_cache is not None)
-    static = static_scales(source, schemes, of_experts, options)
+    check_layout(layout, schemes.values(), options.kv_cache is not None)
+    static = static_scales(source, schemes, experts, options)
     unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
     schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
-    check_groups(linears, schemes)
-    shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
-    check_shapes(schemes | of_experts, shapes)
-    layout.check_experts(of_experts, shapes)
-    check_degrees(schemes, shapes, source.config, options.tensor_parallel)
     left = linears | dict.fromkeys(unscaled, "training left it in BF16")
-    return ChosenLayers(schemes, {name: reason for name, reason in left.items() if reason}, static, of_experts)
+    chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
+    check_groups([*linears, *experts], schemes)
+    shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
+    check_shapes(schemes, shapes)
+    layout.check_experts({name: schemes[name] for name in experts}, shapes)
+    check_degrees({name: schemes[name] for name in chosen.linears}, shapes, source.config, options.tensor_parallel)
+    return chosen
 
 
 def _select(source: Source, options: PackOptions) -> dict[str, str]:
@@ -329,12 +329,10 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def check_experts(
-    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source, options: PackOptions
-) -> None:
-    """Raise a ValueError for a scheme that experts cannot have, or matrices of one GEMM with different schemes.
-    `schemes` and `shapes` (of `choose_experts`) have the names in the files."""
-    for name, scheme in schemes.items():
+def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source: Source, options: PackOptions) -> None:
+    """Raise a ValueError for a scheme that `experts` cannot have, or a stack of which parts have different schemes."""
+    for name in experts:
+        scheme = schemes[name]
         if scheme.static and (options.calibration is None or options.input_scales is not None):
             raise ValueError(
                 f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
@@ -343,7 +341,7 @@ def check_experts(
             )
         if scheme.integers:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-    for stack, names in source.meta_model.experts.stacks.items() if schemes else ():
+    for stack, names in source.meta_model.experts.stacks.items() if options.experts else ():
         of = {name: schemes[name].name if name in schemes else "BF16" for name in names}
         chosen = {of[name]: name for name in reversed(names)}  # the first of each scheme
         if len(chosen) > 1:
@@ -352,7 +350,6 @@ def check_experts(
                 f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
                 "--layer"
             )
-    check_groups(shapes, schemes)
 
 
 # ---- Layers whose sizes a scheme cannot have: one message names all of them, with the options that pack the model.

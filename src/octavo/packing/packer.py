@@ -33,32 +33,18 @@ from octavo.util import Progress, no_progress
 
 @dataclass(frozen=True)
 class PackReport(WrittenModel):
-    """The packed folder that `pack` wrote.
+    """The packed folder that `pack` wrote."""
 
-    Attributes:
-        packed: the scheme of each packed layer.
-        skipped: why each other linear layer stays in BF16.
-        bf16_bytes: the size of the packed layers' weights in BF16.
-        packed_bytes: the size of these weights and their scales in the files.
-        gains: the dB of SQNR that each weight gained by the rule mse.
-        ratios: layers that readers fuse ("q, k, v") and that keep their own scales -> the largest scale over the
-            smallest.
-        cached: the number of attention layers whose keys and values have scales.
-        lacks_tokenizer: whether the model takes text and the folder holds no tokenizer.
-        unpacked_expert_bytes: the size of the experts of a mixture that stay in BF16.
-        not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
-    """
-
-    packed: Mapping[str, str]
-    skipped: Mapping[str, str]
-    bf16_bytes: int
-    packed_bytes: int
-    gains: Mapping[str, float]
-    ratios: Mapping[str, float]
-    cached: int
-    lacks_tokenizer: bool
-    unpacked_expert_bytes: int
-    not_linear: Sequence[Leftover]
+    packed: Mapping[str, str]  # the scheme of each packed layer
+    skipped: Mapping[str, str]  # why each other linear layer stays in BF16
+    bf16_bytes: int  # of the packed layers' weights in BF16
+    packed_bytes: int  # of these weights and their scales in the files
+    gains: Mapping[str, float]  # the dB of SQNR that each weight gained by the rule mse
+    ratios: Mapping[str, float]  # fused layers ("q, k, v") with scales of their own -> the largest over the smallest
+    cached: int  # the number of attention layers whose keys and values have scales
+    lacks_tokenizer: bool  # the model takes text, and the folder holds no tokenizer
+    unpacked_expert_bytes: int  # of the experts of a mixture that stay in BF16
+    not_linear: Sequence[Leftover]  # the matrices in BF16 that no linear layer holds, such as stacks of experts
 
     @property
     def ratio(self) -> float:
@@ -112,9 +98,9 @@ def pack_source(
     written = write_model(source, out, job.change, config, record, progress, "packing", job.kv_scales, card)
     return PackReport(
         **vars(written),
-        packed={name: scheme.name for name, scheme in layers.all.items()},
+        packed={name: scheme.name for name, scheme in layers.schemes.items()},
         skipped=layers.skipped,
-        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel for n in layers.schemes) + job.expert_bytes(packed=True),
+        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel for n in layers.linears) + job.expert_bytes(packed=True),
         packed_bytes=job.packed_bytes(written.specs),
         gains=job.weights.gains,
         ratios=job.weights.ratios,
@@ -130,10 +116,10 @@ class PackJob:
     of the files."""
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
-        self.source, self.layers, self.experts = source, layers, layers.experts
+        self.source, self.layers = source, layers
         in_files = {source.meta_model.file_name(name): scheme for name, scheme in layers.schemes.items()}
         keys_and_values = layers.static.keys_and_values
-        self.packing = Packing(get_layout(options.layout), in_files | dict(self.experts), bool(keys_and_values))
+        self.packing = Packing(get_layout(options.layout), in_files, bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
         self.weights = WeightScales(source, layers, options)
 
@@ -141,8 +127,8 @@ class PackJob:
     def not_linear(self) -> list[Leftover]:
         """The matrices that stay in BF16 because no linear layer holds them."""
         stacks = self.source.meta_model.experts.stacks.items()
-        packed = [name for name, parts in stacks if all(part in self.experts for part in parts)]
-        left = find_coverage(self.source.meta_model.model, [*self.layers.schemes, *packed]).left
+        packed = [name for name, parts in stacks if all(part in self.layers.schemes for part in parts)]
+        left = find_coverage(self.source.meta_model.model, [*self.layers.linears, *packed]).left
         return [entry for entry in left if entry.kind != "linear layer"]
 
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -154,12 +140,12 @@ class PackJob:
         stored: dict[str, Tensor] = {}
         for part, t in in_files({name: tensor.to(self.source.meta_model.dtypes[name])}).items():
             expert = part.removesuffix(".weight")
-            stored |= self._packed(expert, t.contiguous()) if expert in self.experts else {part: t}
+            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t}
         return self.packing.to_files(stored)
 
     def _packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
         """The bytes and the scales in place of the weight of a layer or an expert."""
-        scheme, q = self.layers.all[layer], self.weights.quantize(layer, w)
+        scheme, q = self.layers.schemes[layer], self.weights.quantize(layer, w)
         stored = {f"{layer}.weight": q.data, f"{layer}.{SCALE_NAME}": scheme.stored_scale(q)}
         if scheme.static:
             stored[f"{layer}.{INPUT_SCALE_NAME}"] = self.layers.static.inputs[layer].to(w.device)
@@ -169,13 +155,13 @@ class PackJob:
         """The bytes in BF16 of the experts that are packed, or of those that are not."""
         size = 0
         for stack, parts in self.source.meta_model.experts.stacks.items():
-            count = sum((part in self.experts) == packed for part in parts)
+            count = sum((part in self.layers.schemes) == packed for part in parts)
             size += 2 * self.source.specs[stack].numel // len(parts) * count  # the parts of a stack are of one size
         return size
 
     def config(self) -> dict[str, Any]:
         meta_model, config = self.source.meta_model, dict(self.source.config)
-        linears = meta_model.linears() + meta_model.experts.unpacked(self.packing.layout, self.experts)
+        linears = meta_model.linears() + meta_model.experts.unpacked(self.packing.layout, self.layers.experts)
         config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
         config["quantization_config"] = quantization_config(self.packing, linears, self.source.description)
         if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
@@ -189,7 +175,7 @@ class PackJob:
                 "weight": self.weights.cast(scheme).to_dict(),
                 "input": scheme.inputs and scheme.inputs.to_dict(),
             }
-            for scheme in self.layers.all.values()
+            for scheme in self.layers.schemes.values()
         }
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
         return {
@@ -228,7 +214,7 @@ class WeightScales:
     amax, if the rule is mse."""
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
-        self.source, self.schemes, self.options = source, layers.all, options
+        self.source, self.schemes, self.options = source, layers.schemes, options
         keeps = source.recipe in _OWN_SCALES and options.weights == "amax" and not options.pow2
         self.own = layers.static.weights if keeps else {}
         self._shares = not keeps if options.share is None else options.share

@@ -51,17 +51,11 @@ from octavo.version import __version__
 
 @dataclass(frozen=True)
 class Repacked:
-    """A folder that was made from a packed one.
-
-    Attributes:
-        folder: the new folder.
-        sqnr: of each packed layer in dB; infinite if its weight did not change.
-        unused: scales that no layer reads and that were left out.
-    """
+    """A folder that was made from a packed one."""
 
     folder: Path
-    sqnr: Mapping[str, float] = field(default_factory=dict)
-    unused: Sequence[str] = ()
+    sqnr: Mapping[str, float] = field(default_factory=dict)  # of each layer in dB; infinite if its weight is the same
+    unused: Sequence[str] = ()  # scales that no layer reads and that were left out
 
     @property
     def lossless(self) -> bool:
@@ -117,11 +111,8 @@ def convert_layout(
         progress: called after each layer (`octavo.util`).
 
     Raises:
-        FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
         ValueError: an unknown layout or scheme, a layout that does not hold the scheme, or sizes that the scheme cannot
-            have.
-        WriteError: the disk refused.
+            have; and the errors of `unpack`.
     """
     folder, out = Path(folder), Path(out)
     packed = _open(folder)

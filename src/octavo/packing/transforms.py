@@ -31,7 +31,7 @@ from octavo.checkpoint.files import ArtifactError, is_finite
 from octavo.checkpoint.folder import check_absent
 from octavo.hf.layer_map import Map, Pair, read_map
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
-from octavo.numerics import hadamard
+from octavo.numerics.scaling import block_size, hadamard
 from octavo.util import Progress, no_progress
 
 # ---- The changes of one weight by folding, exact but for one rounding at the end.
@@ -62,7 +62,7 @@ def rotated(size: int, signs: Tensor | None = None) -> Step:
     Sylvester's matrix of order a * b is the Kronecker product of those of a and b. So a run viewed as X [a, b] becomes
     H_a X H_b: two small GEMMs, ten times faster than a pass over the weight for each doubling.
     """
-    order = block_of(size)
+    order = block_size(size)
     a = 2 ** (order.bit_length() // 2)
     left, right = (hadamard(torch.eye(n, dtype=torch.float64)) for n in (a, order // a))
 
@@ -73,11 +73,6 @@ def rotated(size: int, signs: Tensor | None = None) -> Step:
         return (left.to(x.dtype) @ turned.view(-1, a, order // a)).view(x.shape)
 
     return step
-
-
-def block_of(size: int) -> int:
-    """The order of the Hadamard blocks for `size`: the largest power of two that divides it."""
-    return size & -size
 
 
 def random_signs(n: int, seed: int) -> Tensor:
@@ -254,7 +249,7 @@ class FoldJob:
         for values, output in places.heads:
             self._on_outputs(values, turn_head)
             self.changes[f"{output}.weight"].inputs.append(turn_head)
-        stream, head = self.rotated = block_of(places.width), block_of(places.head_dim)
+        stream, head = self.rotated = block_size(places.width), block_size(places.head_dim)
         self.record_of["rotate"] = {"seed": seed, "stream_block": stream, "head_block": head}
 
     @property
