@@ -250,14 +250,14 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, 
     switched = PartlyPackedModel(open_source(source), tmp_path / "packed", names, "cpu")
     plain, packed = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval() for _ in range(2))
     ids = torch.arange(40).view(2, 20)
-    assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
+    assert torch.equal(switched.run(ids), plain(ids).logits)
     tensors = PackedTensors(tmp_path / "packed")
     layer = packed.get_submodule(SENSITIVE)
     layer.forward = lambda x: by_hand(x, tensors.weight(SENSITIVE), tensors.packing.schemes[SENSITIVE])
-    found, truth = switched.with_packed({SENSITIVE})(ids), packed(ids).logits
+    found, truth = switched.run(ids, {SENSITIVE}), packed(ids).logits
     assert torch.equal(found, truth)
     assert not torch.equal(found, plain(ids).logits)
-    assert torch.equal(switched.with_packed(())(ids), plain(ids).logits)
+    assert torch.equal(switched.run(ids), plain(ids).logits)
     weight = 128 * 128
     assert switched.saved[SENSITIVE] == weight - {"channel": 128 * 4, "mx": weight // 32, "block": 4}[scheme]
 

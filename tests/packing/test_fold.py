@@ -27,7 +27,7 @@ from octavo.evaluation import PromptOptions
 from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.packing import pack
-from octavo.packing.transforms import Change, block_of, fold, random_signs, rotated, scaled, smoothing_factors
+from octavo.packing.transforms import Change, fold, random_signs, rotated, scaled, smoothing_factors
 from octavo.verification.verifier import verify
 
 DECODERS = ["llama", "mistral", "qwen2", "qwen3"]
@@ -269,7 +269,6 @@ def test_rotated_is_hadamards_matrix(size: int, runs: int) -> None:
     turned = rotated(size, signs)(x).numpy()
     expected = x.numpy() * np.tile(signs.numpy(), runs) @ matrix(size, runs)
     assert np.allclose(turned, expected, rtol=0, atol=1e-13)
-    assert block_of(size) == size & -size
 
 
 def test_signs_are_of_both_kinds_and_of_the_seed() -> None:

@@ -15,8 +15,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -72,12 +73,12 @@ class Calibration:
     prompts: int
     tokens: int
 
-    @property
+    @cached_property
     def sites(self) -> dict[str, Statistics]:
         """The statistics by the name of the site."""
         return {name: observed.statistics for name, observed in self.observed.items()}
 
-    @property
+    @cached_property
     def layers(self) -> dict[str, str]:
         """The name of the site that each linear layer reads, by the name of the layer."""
         return {layer: name for name, observed in self.observed.items() for layer in observed.layers}
@@ -85,20 +86,20 @@ class Calibration:
     @property
     def unseen(self) -> list[str]:
         """The matrices of experts to which no token came, by their names in the files."""
-        return [layer for layer, site in self.layers.items() if not self.observed[site].statistics.tokens]
+        return [layer for layer, site in self.layers.items() if not self.sites[site].tokens]
 
     @property
     def input_histories(self) -> dict[str, list[float]]:
         """The amax of the input in each batch, oldest first, by the linear layer's name, for `seed_scales`."""
-        return {layer: self.observed[site].statistics.history for layer, site in self.layers.items()}
+        return {layer: self.sites[site].history for layer, site in self.layers.items()}
 
     @property
     def record(self) -> dict[str, object]:
         """The origin of the statistics, for octavo.json."""
-        settings = dict(self.settings)
-        unseen = {"unseen_experts": self.unseen} if self.unseen else {}
-        origin = {"prompts": self.prompts, "tokens": self.tokens, "settings": settings, "model_hash": self.model_hash}
-        return origin | unseen
+        return {
+            "prompts": self.prompts, "tokens": self.tokens, "settings": dict(self.settings),
+            "model_hash": self.model_hash, **({"unseen_experts": self.unseen} if self.unseen else {}),
+        }  # fmt: skip
 
     def scale(self, site: str, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
         """A static e4m3 scale of a site, or of the input of a linear layer, see `Statistics.scale`.
@@ -111,18 +112,14 @@ class Calibration:
             raise KeyError(
                 f"{site} is no site and no linear layer of this calibration, which has {list(self.observed)[:4]}"
             )
-        found = [self.observed[name].statistics]
+        found = [self.sites[name]]
         if not found[0].tokens:
             found = [s for other, s in self.sites.items() if s.tokens and _of_any(other) == _of_any(name)] or found
         return torch.stack([statistics.scale(rule, percentile) for statistics in found]).amax()
 
     def save(self, folder: Path) -> None:
-        """Write `folder`, which appears whole or not at all.
-
-        Raises:
-            FileExistsError: the folder exists.
-            WriteError: the disk refused.
-        """
+        """Write `folder`, which appears whole or not at all. A FileExistsError if it exists, a WriteError if the disk
+        refuses."""
         described = {
             "format_version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in _FIELDS if name != "sites"},
@@ -134,12 +131,8 @@ class Calibration:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Open a folder of `octavo calibrate`.
-
-        Raises:
-            FileNotFoundError: a file is missing.
-            ArtifactError: a file is damaged, or of another version of the format.
-        """
+        """Open a folder of `octavo calibrate`. An ArtifactError if a file is damaged, or of another version of the
+        format."""
         where = Path(folder) / DESCRIPTION
         if not where.is_file():
             raise FileNotFoundError(f"{where} is missing: give a folder that octavo calibrate wrote")
@@ -213,11 +206,8 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class CalibrationWorkdir:
-    """The work folder of a calibration over `tokens` tokens.
-
-    `part-007.safetensors` holds the sites of part 7 and says that it is done. `hidden-007.bf16` holds the hidden states
-    after it, from which part 8 starts.
-    """
+    """The work folder of a calibration over `tokens` tokens: `part-007.safetensors` holds the sites of part 7 and says
+    that it is done, `hidden-007.bf16` the hidden states after it, BF16 [tokens, width], from which part 8 starts."""
 
     path: Path
     tokens: int
@@ -248,15 +238,19 @@ class CalibrationWorkdir:
     def hidden(
         self, part: int, last: bool
     ) -> Iterator[tuple[Callable[[torch.Size], Tensor], Callable[[Tensor], None]]]:
-        """Functions that read the hidden states before this part, and write those after it, one batch at a time."""
-        before = _Reader(self._hidden(part - 1), self.tokens) if part else None
+        """Functions that read the hidden states before this part, BF16 [B, T, width] for ids of a shape [B, T], and
+        write those after it, one batch at a time, in order."""
+        before, start = self._states(part - 1) if part else None, 0
         partial = self._hidden(part).with_suffix(".partial")
         with self._writing():
             file = partial.open("wb")
 
         def read(shape: torch.Size) -> Tensor:
+            nonlocal start
             assert before is not None
-            return before.read(shape)
+            states = torch.from_numpy(np.array(before[start : start + shape.numel()]))
+            start += shape.numel()
+            return states.view(torch.bfloat16).view(*shape, -1)
 
         def write(hidden: Tensor) -> None:
             with self._writing():
@@ -270,6 +264,17 @@ class CalibrationWorkdir:
             with self._writing():
                 file.close()
         partial.unlink() if last else partial.rename(self._hidden(part))
+
+    def _states(self, part: int) -> npt.NDArray[np.int16]:
+        """The hidden states after a part, mapped into memory."""
+        path = self._hidden(part)
+        size = path.stat().st_size
+        if size == 0 or size % (2 * self.tokens):
+            raise ArtifactError(
+                f"{path} has {size} bytes, no multiple of 2 for each of {self.tokens} tokens: move its folder "
+                "elsewhere to start anew"
+            )
+        return np.memmap(path, np.int16, "r").reshape(self.tokens, -1)
 
     def finish(self, part: int, sites: dict[str, Observed]) -> None:
         """Store the sites of a part, which is then done."""
@@ -286,9 +291,6 @@ class CalibrationWorkdir:
         described = open_file(path).metadata() or {}
         return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)
 
-    def remove(self) -> None:
-        shutil.rmtree(self.path)
-
     def _part(self, part: int) -> Path:
         return self.path / f"part-{part:03d}.safetensors"
 
@@ -303,26 +305,6 @@ class CalibrationWorkdir:
             raise WriteError(
                 f"{write_error(self.path, error)}. The same command continues with the part of the work that it was in"
             ) from error
-
-
-class _Reader:
-    """Hidden states BF16 [tokens, width] of all prompts, read in order from a memory-mapped file."""
-
-    def __init__(self, path: Path, tokens: int) -> None:
-        size = path.stat().st_size
-        if size == 0 or size % (2 * tokens):
-            raise ArtifactError(
-                f"{path} has {size} bytes, no multiple of 2 for each of {tokens} tokens: move its folder elsewhere "
-                "to start anew"
-            )
-        self._states: npt.NDArray[np.int16] = np.memmap(path, np.int16, "r").reshape(tokens, -1)
-        self._next = 0
-
-    def read(self, shape: torch.Size) -> Tensor:
-        """The next hidden states, BF16 [B, T, width], for ids of `shape` [B, T]."""
-        start, self._next = self._next, self._next + shape.numel()
-        states = torch.from_numpy(np.array(self._states[start : self._next]))
-        return states.view(torch.bfloat16).view(*shape, -1)
 
 
 def _flush(file: BinaryIO) -> None:
@@ -347,7 +329,7 @@ def calibrate(
     """Run a model on text in BF16, block by block, and write the statistics of its tensors.
 
     Args:
-        model: a Hugging Face folder with safetensors (one file or shards) and a tokenizer, or a run of `octavo train`.
+        model: a Hugging Face folder with safetensors and a tokenizer, or a run of `octavo train`.
         data: sources of text, see `octavo.data.read_text`.
         out: the folder to make. `.OUT.calibrating` beside it holds the work until then.
         prompts: which prompts are taken from `data`; 128 to 512 samples are usual.
@@ -384,7 +366,7 @@ def calibrate(
         settings["data"] = chosen.report.to_dict()
         calibration = Calibration(observed, model_hash, settings, versions, len(chosen.ids), chosen.tokens)
         calibration.save(out)
-        workdir.remove()
+        shutil.rmtree(workdir.path)
     return calibration
 
 
@@ -401,7 +383,7 @@ def _run_all(
             with workdir.hidden(part, last=part == count - 1) as (read, write):
                 _run_part(parts, part, batches, observer, read, write)
             sites = observer.take()
-            if part in range(1, count - 1):
+            if 0 < part < count - 1:
                 _check_block(sites, linears, parts.blocks[part - 1])
             workdir.finish(part, sites)
     observed = {name: site for part in range(count) for name, site in workdir.load(part).items()}
@@ -418,16 +400,15 @@ def _run_part(
     read: Callable[[torch.Size], Tensor],
     write: Callable[[Tensor], None],
 ) -> None:
-    if part == 0:
+    is_block = 0 < part <= len(parts.blocks)
+    with parts.loaded_block(part - 1) if is_block else nullcontext():
         for ids in batches:
-            write(parts.embed(ids, observer.looking))
-    elif part <= len(parts.blocks):
-        with parts.loaded_block(part - 1):
-            for ids in batches:
+            if part == 0:
+                write(parts.embed(ids, observer.looking))
+            elif is_block:
                 write(parts.run_block(part - 1, ids, read(ids.shape), observer.looking))
-    else:
-        for ids in batches:
-            parts.finish(ids, read(ids.shape), observer.looking)
+            else:
+                parts.finish(ids, read(ids.shape), observer.looking)
 
 
 def _check_block(sites: dict[str, Observed], linears: list[str], block: str) -> None:

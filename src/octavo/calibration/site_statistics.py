@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -50,8 +51,6 @@ class Statistics:
         self.channel_amax = torch.empty(0)
         self.history: list[float] = []
         self.histogram = torch.zeros(BINS, dtype=torch.int64)
-
-    # --- Updates ---------------------------------------------------------------------------------------------------
 
     def update(self, x: Tensor) -> Self:
         """Count a batch x[.., K], a floating-point tensor on any device. A batch without tokens changes nothing. A
@@ -94,8 +93,6 @@ class Statistics:
         self.tokens += tokens
         self.history += history
 
-    # --- Results ---------------------------------------------------------------------------------------------------
-
     @property
     def amax(self) -> float:
         self._require_tokens()
@@ -123,12 +120,8 @@ class Statistics:
     def scale(self, rule: str = "amax", percentile: float = PERCENTILES[-1]) -> Tensor:
         """A static scale for e4m3 (x ≈ x_q * scale), float32 with no dimension, finite and positive.
 
-        Args:
-            rule: "amax"; "percentile"; or "mse", the least mean squared error over amax/448 * 2^(-i/8), i = 0..40.
-            percentile: in percent, for that rule.
-
-        Raises:
-            ValueError: an unknown rule, no tokens, or a percentile that is 0 where amax is not.
+        `rule` is "amax"; "percentile"; or "mse", the least mean squared error over amax/448 * 2^(-i/8), i = 0..40. A
+        ValueError for an unknown rule, no tokens, or a percentile that is 0 where amax is not.
         """
         if rule not in SCALE_RULES:
             raise ValueError(f"unknown rule {rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
@@ -153,8 +146,6 @@ class Statistics:
     def _require_tokens(self) -> None:
         if self.tokens == 0:
             raise ValueError(f"{self.site} saw no token, so it has no statistics: give other data")
-
-    # --- As tensors ------------------------------------------------------------------------------------------------
 
     def to_tensors(self) -> dict[str, Tensor]:
         """The statistics as tensors on the CPU: tokens int64 [], channel_amax float32 [K], history float32 [batches],
@@ -245,11 +236,11 @@ class Observer:
         with ExitStack() as hooks:
             for name, module in self._model.named_modules():
                 if name in self._linears:
-                    hook = module.register_forward_pre_hook(self._before_linear(name), with_kwargs=True)
+                    hook = module.register_forward_pre_hook(partial(self._before_linear, name), with_kwargs=True)
                 elif name in self._experts:
-                    hook = module.register_forward_pre_hook(self._before_experts(self._experts[name]))
+                    hook = module.register_forward_pre_hook(partial(self._before_experts, self._experts[name]))
                 elif is_norm(module):
-                    hook = module.register_forward_hook(self._after_norm(name))
+                    hook = module.register_forward_hook(partial(self._after_norm, name))
                 else:
                     continue
                 hooks.enter_context(hook)
@@ -268,59 +259,43 @@ class Observer:
             self._read.clear()
 
     def take(self) -> dict[str, Observed]:
-        """Return the sites observed since the last call, by name, and forget them."""
+        """The sites observed since the last call, by name."""
         found, self._found = self._found, {}
         return found
 
-    # --- Hooks -------------------------------------------------------------------------------------------------------
+    def _before_linear(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._looking:
+            self._see_input(name, args[0] if args else kwargs["input"])
 
-    def _before_linear(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._looking:
-                self._see_input(name, args[0] if args else kwargs["input"])
+    def _before_experts(
+        self, experts: Sequence[ExpertMatrices], module: Any, args: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        x, index, _ = args
+        for e, names in enumerate(experts) if self._looking else ():
+            n = x[(index == e).any(1)]
+            gate, up = linear(n, module.gate_up_proj[e]).chunk(2, -1)
+            self._see(f"{names.gate}.input", "input", n, (names.gate, names.up))
+            self._see(f"{names.down}.input", "input", module.act_fn(gate) * up, (names.down,))
 
-        return hook
+    def _after_norm(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self._looking:
+            self._see(f"{name}.output", "norm", output)
 
-    def _before_experts(self, experts: Sequence[ExpertMatrices]) -> Callable[..., None]:
-        def hook(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> None:
-            if self._looking:
-                x, index, _ = args
-                for e, names in enumerate(experts):
-                    n = x[(index == e).any(1)]
-                    gate, up = linear(n, module.gate_up_proj[e]).chunk(2, -1)
-                    self._see(f"{names.gate}.input", "input", n, (names.gate, names.up))
-                    self._see(f"{names.down}.input", "input", module.act_fn(gate) * up, (names.down,))
-
-        return hook
-
-    def _after_norm(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            if self._looking:
-                self._see(f"{name}.output", "norm", output)
-
-        return hook
-
-    def _attention(self, sdpa: Callable[..., Any]) -> Callable[..., Any]:
-        def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if self._looking:
-                name = self._names[id(module)]
-                for kind, x in (("query", query), ("key", key), ("value", value)):  # [B, heads, T, d]
-                    self._see(f"{name}.{kind[0]}", kind, x.transpose(1, 2).flatten(2))  # [B, T, heads * d]
-            return sdpa(module, query, key, value, *args, **kwargs)
-
-        return attention
-
-    # --- Statistics --------------------------------------------------------------------------------------------------
+    def _attention(
+        self, attend: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        if self._looking:
+            name = self._names[id(module)]
+            for kind, x in (("query", query), ("key", key), ("value", value)):  # [B, heads, T, d]
+                self._see(f"{name}.{kind[0]}", kind, x.transpose(1, 2).flatten(2))  # [B, T, heads * d]
+        return attend(module, query, key, value, *args, **kwargs)
 
     def _see_input(self, name: str, x: Tensor) -> None:
-        for site, measured in self._read.items():
-            if measured.is_of(x):
-                layers = self._found[site].layers
-                if name not in layers:
-                    layers.append(name)
-                return
-        site = f"{name}.input"
-        self._read[site] = self._see(site, "input", x)
+        site = next((site for site, measured in self._read.items() if measured.is_of(x)), None)
+        if site is None:
+            site = f"{name}.input"
+            self._read[site] = self._see(site, "input", x)
         if name not in self._found[site].layers:
             self._found[site].layers.append(name)
 
@@ -349,15 +324,16 @@ def is_norm(module: nn.Module) -> bool:
 
 
 @contextmanager
-def _attention(model: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Let `model` attend by wrap(sdpa), or by wrap(eager) if transformers opens it so, with the masks of that."""
+def _attention(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Let `model` attend by `function`, which is given sdpa, or eager if transformers opens the model so, and gets the
+    masks of that."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     functions: Any = ALL_ATTENTION_FUNCTIONS
     before = model.config._attn_implementation
     kind = "eager" if before == "eager" else "sdpa"
-    functions[_ATTENTION] = wrap(_eager if kind == "eager" else functions["sdpa"])
+    functions[_ATTENTION] = partial(function, _eager if kind == "eager" else functions["sdpa"])
     AttentionMaskInterface.register(_ATTENTION, ALL_MASK_ATTENTION_FUNCTIONS[kind])
     try:
         model.set_attn_implementation(_ATTENTION)
@@ -373,10 +349,8 @@ def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_seen(found: dict[str, Observed], linears: Sequence[str], where: str) -> None:
-    """Raise a ValueError unless each of `linears` read exactly one site, which saw a token.
-
-    `where` names the part of the model that has run, for the message.
-    """
+    """Raise a ValueError unless each of `linears` read exactly one site, which saw a token. `where` names the part of
+    the model that has run."""
     sites: dict[str, list[str]] = {}
     for site, observed in found.items():
         for layer in observed.layers if observed.statistics.tokens else ():

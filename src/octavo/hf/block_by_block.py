@@ -77,23 +77,10 @@ class _Stop(Exception):  # noqa: N818, it is no error
 class BlockModel:
     """The model that `folder` describes, run in parts on `device`, all of them within a `loaded_frame` block.
 
-    Args:
-        folder: with a config.json.
-        device: where a part runs.
-        stored: the folder with the files of tensors; None if it is the same. The checkpoint of a run of octavo train
-            holds stacks of experts whole.
-
-    Attributes:
-        model: on the meta device, except the weights that are loaded.
-        blocks: the names of its blocks.
-        meta_model: the same, with its context and vocabulary.
-        experts: the matrices of the experts of each module of experts, by their names in the files.
-
-    Raises:
-        FileNotFoundError: there is no config.json, or a file of tensors is missing.
-        ArtifactError: the model is packed already, its architecture cannot run block by block, or a tensor is in no
-            file or has another shape there; the message says which.
-        ImportError: transformers is not installed.
+    The tensors are in the files of `stored`, or of `folder` itself. `model` is on the meta device, except the weights
+    that are loaded. `blocks` are the names of its blocks; `experts` has the matrices of each module of experts, by
+    their names in the files. An ArtifactError if the model is packed already, its architecture cannot run block by
+    block, or a tensor is in no file or has another shape there.
     """
 
     def __init__(self, folder: Path, device: str | torch.device, stored: Path | None = None) -> None:
@@ -104,8 +91,7 @@ class BlockModel:
         self.device = torch.device(device)
         self._files = open_model_files(stored or folder, config, meta_model)
         [stack] = _stacks(self.model)
-        modules: Any = self.model.get_submodule(stack)
-        self._modules: list[Any] = list(modules)
+        self._modules: list[Any] = list(self.model.get_submodule(stack))
         self.blocks = [f"{stack}.{i}" for i in range(len(self._modules))]
         self._head: Any = self.model.get_output_embeddings()
         tied: dict[Tensor, list[str]] = {}  # tensors hash by identity
@@ -128,8 +114,7 @@ class BlockModel:
 
     @contextmanager
     def loaded_frame(self) -> Iterator[None]:
-        """Load every weight that a module outside the blocks and the head uses, and compute the buffers that no file
-        holds."""
+        """Load the weights outside of the blocks and the head, and compute the buffers that no file holds."""
         compute_buffers(self.model, self.device)
         with self._loaded(self.outside(self._on_disk)):
             yield
@@ -145,11 +130,10 @@ class BlockModel:
         with ExitStack() as emptied:
             for name in names:
                 owner, leaf = self._owner(name)
-                disk = self._on_disk[name]
-                tensors: dict[str, Any] = owner._parameters if leaf in owner._parameters else owner._buffers
+                disk, is_parameter = self._on_disk[name], leaf in owner._parameters
+                tensors: dict[str, Any] = owner._parameters if is_parameter else owner._buffers
                 if disk not in filled:
                     tensor = self._files.get(disk).to(self.device, tensors[leaf].dtype)
-                    is_parameter = leaf in owner._parameters
                     filled[disk] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
                 emptied.callback(tensors.__setitem__, leaf, tensors[leaf])
                 tensors[leaf] = filled[disk]

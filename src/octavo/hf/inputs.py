@@ -32,11 +32,8 @@ def token_embedding(model: Any) -> nn.Embedding | None:
 
 
 def main_input(model: Any) -> str | None:
-    """The main input of a model: `TOKENS`, `IMAGES`, `SOUNDS`, or None if it takes another, or several.
-
-    Args:
-        model: of `octavo.models` or of transformers. It needs no weights.
-    """
+    """The main input of a model, which needs no weights: `TOKENS`, `IMAGES`, `SOUNDS`, or None if it takes another, or
+    several."""
     if isinstance(model, Decoder):
         return TOKENS
     named = model.main_input_name
@@ -48,7 +45,7 @@ def main_input(model: Any) -> str | None:
 
 
 def has_decoder(model: Any) -> bool:
-    """Whether a model has an encoder and a decoder, which takes tokens, as T5, BART and Whisper."""
+    """True if a model has an encoder and a decoder, which takes tokens, as T5, BART and Whisper."""
     if isinstance(model, Decoder) or not model.config.is_encoder_decoder:
         return False
     return DECODER_TOKENS in inspect.signature(model.forward).parameters
@@ -62,11 +59,8 @@ def _spectrogram(model: Any) -> tuple[int, int] | None:
 
 
 def image_shape(model: Any) -> tuple[int, int, int]:
-    """The channels, the height and the width of the images that a model of transformers takes.
-
-    Raises:
-        ArtifactError: its configuration does not state them.
-    """
+    """The channels, the height and the width of the images that a model of transformers takes; an ArtifactError if its
+    configuration does not state them."""
     config = getattr(model.config, "vision_config", model.config)
     channels, size = getattr(config, "num_channels", None), getattr(config, "image_size", None)
     sides = [size, size] if isinstance(size, int) else size
@@ -79,16 +73,11 @@ def image_shape(model: Any) -> tuple[int, int, int]:
 
 
 def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
-    """The arguments of a model of transformers for its main input.
+    """The arguments of a model of transformers for its main input: token ids int64 [B, T]; images [B, channels, height,
+    width] or spectrograms [B, bands, frames], which get the dtype of the model.
 
-    Args:
-        model: of transformers.
-        inputs: token ids int64 [B, T]; images [B, channels, height, width] or spectrograms [B, bands, frames], which
-            get the dtype of the model.
-
-    Returns:
-        The main input by its name. A decoder behind an encoder is given the same ids; behind an encoder of sounds,
-        `DECODED` tokens that depend on nothing but the vocabulary.
+    A decoder behind an encoder is given the same ids; behind an encoder of sounds, `DECODED` tokens that depend on
+    nothing but the vocabulary.
     """
     if not inputs.is_floating_point():
         return {TOKENS: inputs} | ({DECODER_TOKENS: inputs} if has_decoder(model) else {})
@@ -101,17 +90,8 @@ def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def random_inputs(model: Any, context: int, seed: int = 0) -> Tensor:
-    """Two random inputs: token ids int64 [2, T] of up to 32 tokens, images [2, channels, height, width], or
-    spectrograms [2, bands, frames]. Images and spectrograms are normally distributed.
-
-    Args:
-        model: of a main input that is known.
-        context: the most tokens.
-        seed: of the numbers.
-
-    Raises:
-        ArtifactError: see `image_shape`.
-    """
+    """Two random inputs: token ids int64 [2, T] of up to 32 tokens, and no more than `context`; or images [2, channels,
+    height, width] or spectrograms [2, bands, frames], which are normally distributed."""
     generator = torch.Generator().manual_seed(seed)
     embedding = token_embedding(model)
     spectrogram = _spectrogram(model) if main_input(model) == SOUNDS else None
@@ -133,18 +113,9 @@ def _random_ids(embedding: nn.Embedding, shape: tuple[int, int], generator: torc
 
 
 def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> Tensor:
-    """Run a model on its main input.
-
-    Args:
-        model: of `octavo.models` or of transformers.
-        inputs: token ids int64 [B, T], images [B, channels, height, width], or spectrograms [B, bands, frames].
-        logits: whether its outputs are logits, see `predicts_tokens`.
-        options: further arguments of the model.
-
-    Returns:
-        Logits float32 [B, T, V]; of another model its last hidden states float32, such as [B, T, width]. A model with
-        an encoder and a decoder gives those of its decoder, for the same tokens.
-    """
+    """Run a model on its main input (`arguments_of`), with further arguments `options`. The result is float32: with
+    `logits` (see `predicts_tokens`) those [B, T, V], else the last hidden states, such as [B, T, width], of a model
+    with an encoder and a decoder those of the decoder."""
     part = measured_part(model, logits)
     result = part(inputs, **options) if isinstance(model, Decoder) else part(**arguments_of(model, inputs), **options)
     if isinstance(result, Tensor):
@@ -160,22 +131,18 @@ def measured_part(model: Any, logits: bool) -> Any:
 
 
 def is_language_model(model: Any) -> bool:
-    """Whether a model predicts the next token of its input: any of `octavo.models`, and of transformers by the name of
-    its class.
-
-    The model needs no weights. Training, which has them, asks `octavo.models.decoder.is_causal` instead.
-    """
+    """True if a model predicts the next token of its input: any of `octavo.models`, and of transformers by the name of
+    its class. The model needs no weights. Training, which has them, asks `octavo.models.decoder.is_causal` instead."""
     if isinstance(model, Decoder):
         return True
-    named = (*(model.config.architectures or ()), type(model).__name__)[0]
-    return names_language_model(named)
+    return names_language_model((*(model.config.architectures or ()), type(model).__name__)[0])
 
 
 def names_language_model(architecture: str) -> bool:
-    """Whether a class of transformers, such as "LlamaForCausalLM", predicts the next token."""
+    """True if a class of transformers, such as "LlamaForCausalLM", predicts the next token."""
     return architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
 
 def predicts_tokens(model: Any) -> bool:
-    """Whether a model gives logits of tokens: a language model, or an encoder and a decoder with an output head."""
+    """True if a model gives logits of tokens: a language model, or an encoder and a decoder with an output head."""
     return is_language_model(model) or (has_decoder(model) and model.get_output_embeddings() is not None)

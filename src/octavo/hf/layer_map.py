@@ -9,9 +9,8 @@ across it. A norm whose output is also a residual (BERT, and OPT with norms afte
 all of its readers are linear layers.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.architectures import ARCHITECTURES, BERT, OPT, Architecture
@@ -35,33 +34,20 @@ class Pair:
 
 @dataclass(frozen=True)
 class Map:
-    """The places of one model, by the names of its modules.
+    """The places of one model, by the names of its modules. All but `pairs` is for rotation."""
 
-    Attributes:
-        pairs: the tensors that can be smoothed.
-        norms: for rotation, norm -> the linear layers that read it, in order; the last norm and the head are included.
-        writers: the layers that write to the residual stream.
-        heads: (v, o) of each layer.
-        embedding, head: the modules, which may share their weight.
-        width, head_dim: of the residual stream, and of a head of the values.
-    """
-
-    pairs: tuple[Pair, ...]
-    norms: Mapping[str, tuple[str, ...]]
-    writers: tuple[str, ...]
-    heads: tuple[tuple[str, str], ...]
-    embedding: str
-    head: str
-    width: int
-    head_dim: int
+    pairs: Sequence[Pair]  # the tensors that can be smoothed
+    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # norm -> its readers, the head among them
+    writers: Sequence[str] = ()  # the layers that write to the residual stream
+    heads: Sequence[tuple[str, str]] = ()  # (v, o) of each layer
+    embedding: str = ""
+    head: str = ""  # it may share its weight with the embedding
+    width: int = 0  # of the residual stream
+    head_dim: int = 0  # of the values
 
 
 def read_map(source: Source, *, rotate: bool) -> Map:
-    """The places of `source`.
-
-    Raises:
-        ArtifactError: the architecture cannot be folded, or not rotated. The message says why.
-    """
+    """The places of `source`. An ArtifactError, which says why, if it cannot be folded, or not rotated."""
     where, config = source.description / "config.json", source.config
     architecture = str((config.get("architectures") or ["of no named architecture"])[0])
     rotated = ", ".join(f"{each.name}ForCausalLM" for each in ARCHITECTURES.values() if each.fusable)
@@ -71,24 +57,21 @@ def read_map(source: Source, *, rotate: bool) -> Map:
     names = {name for name, _ in source.meta_model.model.named_modules()}
     known = ARCHITECTURES.get(architecture.removesuffix("ForCausalLM"))
     if known is not None and known.fusable:
-        return _decoder(known, config)
+        found = _decoder(known, config)
+        for what, size in (("width", found.width), ("head width", found.head_dim)):
+            if rotate and size % 2:
+                raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
+        return found
     if rotate and architecture.startswith(("OPT", "Bert")):
         raise ArtifactError(
             f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
             f"models with RMSNorm are rotated ({rotated})"
         )
     if architecture == "OPTForCausalLM":
-        return _smoothed(_opt(config, names))
+        return Map(_opt(config, names))
     if architecture.startswith("Bert"):
-        return _smoothed(_bert(names))
+        return Map([Pair(layer + BERT.qkv[2], (layer + BERT.o,)) for layer in _layers(names, BERT.qkv[2])])
     raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
-
-
-def check_rotation(found: Map, where: Path) -> None:
-    """Raise an ArtifactError unless Hadamard matrices exist for the width and the heads."""
-    for what, size in (("width", found.width), ("head width", found.head_dim)):
-        if size % 2:
-            raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
 
 
 def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
@@ -108,10 +91,10 @@ def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
         ]
     norms[architecture.norm] = (architecture.head,)
     return Map(
-        pairs=tuple(pairs),
+        pairs=pairs,
         norms=norms,
-        writers=tuple(layer + name for layer in layers for name in (block.o, block.down)),
-        heads=tuple((layer + block.qkv[2], layer + block.o) for layer in layers),
+        writers=[layer + name for layer in layers for name in (block.o, block.down)],
+        heads=[(layer + block.qkv[2], layer + block.o) for layer in layers],
         embedding=architecture.embeddings[0],
         head=architecture.head,
         width=config["hidden_size"],
@@ -131,19 +114,9 @@ def _opt(config: Mapping[str, Any], names: set[str]) -> list[Pair]:
     return pairs
 
 
-def _bert(names: set[str]) -> list[Pair]:
-    value = BERT.qkv[2]
-    return [Pair(layer + value, (layer + BERT.o,)) for layer in _layers(names, value)]
-
-
 def _layers(names: set[str], module: str) -> list[str]:
     """The names of the layers that have such a module, each with a dot behind it."""
     return sorted(name.removesuffix(module) for name in names if name.endswith(f".{module}"))
-
-
-def _smoothed(pairs: list[Pair]) -> Map:
-    """The places of a model that is never rotated."""
-    return Map(tuple(pairs), {}, (), (), "", "", 0, 0)
 
 
 # ---- Linear layers that readers fuse into one GEMM: q, k and v; gate and up, which Mixtral calls w1 and w3.
@@ -173,12 +146,7 @@ def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def check_groups(names: Iterable[str], schemes: Mapping[str, Scheme]) -> None:
-    """Raise a ValueError unless the layers of each group have one scheme, or none.
-
-    Args:
-        names: of all linear layers.
-        schemes: of the packed layers, by name.
-    """
+    """Raise a ValueError unless the layers of each group of all linear layers `names` have one scheme, or none."""
     for group in groups(names):
         chosen = {name: schemes[name].name if name in schemes else "BF16" for name in group}
         if len(set(chosen.values())) > 1:

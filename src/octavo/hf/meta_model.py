@@ -20,16 +20,8 @@ from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE, without_code
 from octavo.checkpoint.run import check_expert_counts
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
 from octavo.hf.inputs import KINDS, TOKENS, is_language_model, main_input, token_embedding
-from octavo.hf.stored_tensors import (
-    ExpertFiles,
-    ExpertReader,
-    config_as_opt,
-    expert_files,
-    is_gpt2,
-    open_tensors,
-    transformers_names,
-)
-from octavo.models import build, from_hf_config
+from octavo.hf.stored_tensors import ExpertFiles, ExpertReader, config_as_opt, open_tensors, transformers_names
+from octavo.models import BUILT_IN_MODELS, build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
@@ -38,32 +30,21 @@ from octavo.util import import_extra, reading
 DESCRIPTION = "a description that a model can be built from: mend the setting, or save the model again"
 UNLIMITED = sys.maxsize  # the context of a model that states none, such as T5, whose positions are relative
 _FEW = 1000  # layers, or experts of a layer: no more are counted against the tensors, of which one may hold many
+_NONE_STACKED = ExpertFiles(nn.Module())
 
 
 @dataclass(frozen=True, eq=False)
 class MetaModel:
-    """A model in BF16 on the meta device.
+    """A model of `octavo.models` or of transformers, in BF16 (float32 where transformers keeps it) on the meta device.
 
-    Attributes:
-        model: of `octavo.models`, or of transformers. The tensors that transformers keeps in float32 are float32.
-        config: the parsed config.json; that of a GPT-2 of transformers as OPT's (`octavo.hf.stored_tensors`).
-        positions: the number of tokens that the model can see; `UNLIMITED` if it does not state one.
-        experts: the names of its tensors in files, where experts are stacked; None for other models, whose tensors have
-            one name.
+    `config` is its config.json, that of a GPT-2 of transformers as OPT's (`octavo.hf.stored_tensors`); `positions` the
+    number of tokens that it can see, `UNLIMITED` if it states none; `experts` has the names of its tensors in files.
     """
 
     model: nn.Module
     config: Mapping[str, Any]
     positions: int
-    experts: ExpertFiles | None = None
-
-    def split_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turn tensors of the model into those of its files: unchanged, unless experts are stacked."""
-        return dict(tensors) if self.experts is None else self.experts.split(tensors)
-
-    def stack_experts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `split_experts`, for all tensors of the files."""
-        return dict(tensors) if self.experts is None else self.experts.merge(tensors)
+    experts: ExpertFiles = _NONE_STACKED
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -72,22 +53,22 @@ class MetaModel:
 
     @property
     def takes_text(self) -> bool:
-        """Whether the main input of the model is token ids."""
+        """True if the main input of the model is token ids."""
         return main_input(self.model) == TOKENS
 
     @property
     def context(self) -> int:
-        """The number of tokens that the model can see. Raises an ArtifactError if it takes no text."""
+        """The number of tokens that the model can see. An ArtifactError if it takes no text."""
         self.require_text()
         return self.positions
 
     @property
     def vocabulary(self) -> int:
-        """The number of rows of the token embedding. Raises an ArtifactError if there is none."""
+        """The number of rows of the token embedding. An ArtifactError if there is none."""
         return self.require_text().num_embeddings
 
     def require_text(self) -> nn.Embedding:
-        """The token embedding. Raises an ArtifactError, which says what to do, if the model takes images."""
+        """The token embedding. An ArtifactError, which says what to do, if the model takes images."""
         embedding, kind = token_embedding(self.model), KINDS[main_input(self.model) or TOKENS]
         if embedding is None or not self.takes_text:
             raise ArtifactError(
@@ -106,7 +87,7 @@ class MetaModel:
 
     def file_name(self, layer: str) -> str:
         """The name that a linear layer of the model has in files."""
-        return layer if self.experts is None else self.experts.file_name(f"{layer}.weight").removesuffix(".weight")
+        return self.experts.file_name(f"{layer}.weight").removesuffix(".weight")
 
     def linears(self) -> list[str]:
         """The linear layers, by their names in files."""
@@ -124,11 +105,22 @@ def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     return ours or transformers_meta_model(config, folder)
 
 
-def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
-    """The model of `octavo.models` that a parsed config.json describes; None if its architecture is not there.
+def run_meta_model(config: Mapping[str, Any], folder: Path, model: object) -> MetaModel:
+    """The model of a run, of which `model` is a setting, as the trainer built it. A fine-tuned one is of transformers,
+    even where the architecture is ours. So is a mixture, whose tensors have the names of transformers' model."""
+    if model not in BUILT_IN_MODELS or model == "mixture":
+        return transformers_meta_model(config, folder)
+    check_counts(config, folder)
+    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
+        found = our_meta_model(config)
+    if found is None:
+        raise ArtifactError(f"{folder / 'config.json'} must be of a {model}, the model of the run")
+    return found
 
-    Raises a ValueError if the architecture is there, and a feature of it is not.
-    """
+
+def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
+    """The model of `octavo.models` that a parsed config.json describes; None if its architecture is not there. A
+    ValueError if it is there, and a feature of it is not."""
     found = from_hf_config(config)
     if found is None:
         return None
@@ -137,23 +129,13 @@ def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
 
 
 def transformers_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
-    """The model of transformers that the parsed config.json of `folder` describes.
-
-    Its class is the one in `architectures`, or a causal language model if that names none. A GPT-2 is read as OPT
-    (`octavo.hf.stored_tensors`).
-
-    Raises:
-        ArtifactError: transformers does not implement the model, or fails to build it; it has too many layers
-            (`check_counts`), its main input is unknown (`octavo.hf.inputs`), a language model does not state its
-            context, or tokens run through more experts than there are.
-        ImportError: transformers is not installed.
-    """
+    """The model of transformers that the parsed config.json of `folder` describes, a GPT-2 as OPT. Its class is the one
+    in `architectures`, or a causal language model if that names none. An ArtifactError if transformers does not build
+    it, or if the model cannot run (`check_counts`, `octavo.hf.inputs`)."""
     where = folder / "config.json"
     transformers = import_extra("transformers", "hf", f"{where} describes a model that runs through transformers")
     with reading(where, DESCRIPTION, ArtifactError):
-        return _transformers_meta_model(
-            transformers, config_as_opt(config, where) if is_gpt2(config) else config, folder
-        )
+        return _transformers_meta_model(transformers, config_as_opt(config, where), folder)
 
 
 def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folder: Path) -> MetaModel:
@@ -177,25 +159,22 @@ def _transformers_meta_model(transformers: Any, config: Mapping[str, Any], folde
             "models with an encoder and a decoder, and encoders of text or images (Llama, T5, Whisper, BERT, ViT, "
             "...). octavo.convert trains other models, which are saved in BF16"
         )
-    return MetaModel(model.eval(), config, _positions(model, where), expert_files(model))
+    return MetaModel(model.eval(), config, _positions(model, where), ExpertFiles(model))
 
 
 def _positions(model: Any, where: Path) -> int:
     """The tokens that a model can see; `UNLIMITED` if none is stated, which a language model must do to generate."""
     stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(stated, int):
-        return stated - _reserved_positions(model)
+        # In RoBERTa no token takes the positions up to that of the padding.
+        tables = [m for name, m in model.named_modules() if name.endswith("position_embeddings")]
+        paddings = (t.padding_idx for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None)
+        return stated - (next(paddings, -1) + 1)
     if is_language_model(model):
         raise ArtifactError(
             f"{where} must state max_position_embeddings, got {stated!r}: add the most tokens that the model is to see"
         )
     return UNLIMITED
-
-
-def _reserved_positions(model: nn.Module) -> int:
-    """The positions that no token takes: in RoBERTa the first token is behind that of the padding."""
-    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
-    return next((t.padding_idx + 1 for t in tables if isinstance(t, nn.Embedding) and t.padding_idx is not None), 0)
 
 
 def _model(transformers: Any, config: Any) -> Any:
@@ -243,11 +222,8 @@ def _counts(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def compute_buffers(model: Any, device: torch.device | str) -> None:
     """Let transformers compute, on `device`, the buffers that no file holds (rotary frequencies), as its own loading
-    does. It initializes the parameters of the same module too, so call this before any of them is filled.
-
-    Raises:
-        ArtifactError: transformers does not compute one of the buffers.
-    """
+    does; an ArtifactError if it does not. It initializes the parameters of the same module too, so call this before any
+    of them is filled."""
     for module in model.modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         names = [name for name in names if name in module._non_persistent_buffers_set]
@@ -265,13 +241,8 @@ def compute_buffers(model: Any, device: torch.device | str) -> None:
 
 
 def fill_model(meta_model: MetaModel, tensors: Mapping[str, Tensor]) -> Any:
-    """The model with `tensors`, by their names in it. They are not copied, and none requires a gradient.
-
-    The buffers that no file holds are on the CPU.
-
-    Raises:
-        ArtifactError: `tensors` lacks a tensor of the model, and transformers does not compute it.
-    """
+    """The model with `tensors`, by their names in it. They are not copied, and none requires a gradient. Buffers that
+    no file holds are on the CPU. An ArtifactError if `tensors` lacks one that transformers does not compute."""
     model: Any = meta_model.model
     compute_buffers(model, "cpu")
     model.load_state_dict(tensors, strict=False, assign=True)  # strict: a tied head is not stored
@@ -295,32 +266,20 @@ _WEIGHT_SCALES = (SCALE_NAME, *(name for name, ours in OTHER_NAMES.items() if ou
 
 
 def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaModel) -> ShardReader:
-    """The tensors in `folder` by their names in the model; a tensor that the model does not have keeps its name.
-
-    Args:
-        folder: with safetensors files.
-        config: the parsed config.json of the model, as it is stored.
-        meta_model: the model that it describes.
-
-    Raises what `ShardReader` and `check_unpacked` raise.
-    """
-    if meta_model.experts is not None:
-        stacked = ExpertReader(folder, meta_model.experts)
-        check_unpacked(stacked)
-        return stacked
-    reader = open_tensors(folder, config)
+    """The tensors in `folder` by their names in `meta_model`, which its `config` describes as it is stored; a tensor
+    that the model does not have keeps its name. The errors are those of `ShardReader` and `check_unpacked`."""
+    stacked = bool(meta_model.experts.stacks)
+    reader = ExpertReader(folder, meta_model.experts) if stacked else open_tensors(folder, config)
     check_unpacked(reader)
-    if model_tensors(meta_model.model).keys() <= reader.specs.keys():
+    if stacked or model_tensors(meta_model.model).keys() <= reader.specs.keys():
         return reader
     renamed = _model_names(meta_model.model, reader.specs)
     return reader if renamed is None else RenamedReader(reader, renamed)
 
 
 def check_unpacked(reader: ShardReader) -> None:
-    """Raise an ArtifactError if tensors look packed, and the config.json of their model states no quantization.
-
-    The codes of a packed model, read as numbers without their scales, would be a model of noise.
-    """
+    """Raise an ArtifactError if tensors look packed, though config.json states no quantization: codes that are read
+    without their scales are a model of noise."""
     for name, spec in reader.specs.items():
         is_scale = name.endswith(_WEIGHT_SCALES)
         if is_scale or spec.dtype in WEIGHT_DTYPES or (name.endswith(".weight") and spec.dtype not in WIDE):
@@ -343,12 +302,7 @@ def _model_names(model: Any, names: Iterable[str]) -> dict[str, str] | None:
 
 
 class RenamedReader(ShardReader):
-    """The tensors of another reader under other names.
-
-    Args:
-        reader: of the files.
-        names: the new name of each of its tensors.
-    """
+    """The tensors of another reader under other names: `names` has the new name of each."""
 
     def __init__(self, reader: ShardReader, names: Mapping[str, str]) -> None:
         self.folder, self._reader = reader.folder, reader
@@ -373,14 +327,12 @@ class ExpertMatrices(NamedTuple):
 
 def expert_matrices(meta_model: MetaModel) -> dict[str, list[ExpertMatrices]]:
     """The experts of each module of the model whose mathematics is known, by number."""
-    files, found = meta_model.experts, {}
-    if files is None:
-        return {}
-    for name in find_experts(meta_model.model):
-        inner, outer = (files.parts.get(f"{name}.{leaf}", []) for leaf in Experts.matrices)
+    stacks, found = meta_model.experts.stacks, {}
+    for name in find_experts(meta_model.model) if stacks else ():
+        inner, outer = (stacks.get(f"{name}.{leaf}", []) for leaf in Experts.matrices)
         if outer and len(inner) == 2 * len(outer):
-            parts = zip(inner[: len(outer)], inner[len(outer) :], outer, strict=True)  # the gates of all, then the ups
-            found[name] = [ExpertMatrices(*(part.removesuffix(".weight") for part in each)) for each in parts]
+            gates, ups = inner[: len(outer)], inner[len(outer) :]  # the gates of all experts come first
+            found[name] = [ExpertMatrices(*each) for each in zip(gates, ups, outer, strict=True)]
     return found
 
 

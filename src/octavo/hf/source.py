@@ -16,6 +16,7 @@ from octavo.checkpoint.files import (
     ArtifactError,
     ShardReader,
     Spec,
+    bytes_of,
     check_match,
     failing,
     is_finite,
@@ -27,48 +28,26 @@ from octavo.checkpoint.files import (
 from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
 from octavo.checkpoint.layouts.layout import write_config
 from octavo.checkpoint.run import RunFolder, find_model
-from octavo.hf.meta_model import (
-    DESCRIPTION,
-    MetaModel,
-    check_counts,
-    fill_model,
-    open_model_files,
-    our_meta_model,
-    transformers_meta_model,
-)
+from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
-from octavo.models import BUILT_IN_MODELS
 from octavo.recipe import Recipe, similar_preset
-from octavo.util import Progress, reading
+from octavo.util import Progress
 from octavo.version import __version__
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A model whose tensors are still in its files.
+    """A model whose tensors, named as in `meta_model`, are still in its files."""
 
-    Args:
-        origin: the folder with the files of tensors.
-        description: the folder with its config.json and its tokenizer.
-        meta_model: the model on the meta device; tensors are named as in it.
-        recipe: the preset of the run, or the one most like its recipe (`octavo.recipe.similar_preset`); "" for a model
-            folder.
-        skip: globs of the layers that training left in BF16.
-        reader: of the files.
-        left_out: tensors of the files that have no place in the model.
-        trained_as: the name that a layer had in training, by its name here, where the two differ.
-        promoted: the layers that training moved to BF16 (`octavo.nn.selection`), and why.
-    """
-
-    origin: Path
-    description: Path
+    origin: Path  # the folder with the files of tensors
+    description: Path  # the folder with its config.json and its tokenizer
     meta_model: MetaModel
-    recipe: str
-    skip: Sequence[str]
+    recipe: str  # the preset of the run, or the one most like its recipe; "" for a model folder
+    skip: Sequence[str]  # globs of the layers that training left in BF16
     reader: ShardReader
-    left_out: Sequence[str] = ()
-    trained_as: Mapping[str, str] = field(default_factory=dict)
-    promoted: Mapping[str, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()  # tensors of the files that have no place in the model
+    trained_as: Mapping[str, str] = field(default_factory=dict)  # the names of layers in training, where they differ
+    promoted: Mapping[str, str] = field(default_factory=dict)  # the layers that training moved to BF16, and why
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -76,11 +55,7 @@ class Source:
         return self.meta_model.config
 
     def get(self, name: str) -> Tensor:
-        """A tensor of the model.
-
-        Raises:
-            ArtifactError: it holds inf or NaN.
-        """
+        """A tensor of the model. An ArtifactError if it holds inf or NaN."""
         tensor = self.reader.get(name)
         if tensor.is_floating_point() and not is_finite(tensor):
             raise self._diverged(name)
@@ -88,10 +63,9 @@ class Source:
 
     def get_from_file(self, name: str) -> Tensor:
         """A tensor by its name in the files, such as one matrix of one expert, which the model holds in a stack."""
-        experts = self.meta_model.experts
         if isinstance(self.reader, ExpertReader):
             return self.reader.in_file(name)  # without reading the stack of all
-        return self.get(name) if experts is None else experts.part(name, self.get)
+        return self.meta_model.experts.part(name, self.get)
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -99,20 +73,14 @@ class Source:
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def fill_bf16(self, device: torch.device | str = "cpu") -> Any:
-        """The model with its weights, in BF16 except what transformers keeps in float32, on `device`.
-
-        Raises:
-            ArtifactError: a tensor holds inf or NaN.
-        """
+        """The model with its weights on `device`, each in the dtype that it has where it is not packed. An
+        ArtifactError if one holds inf or NaN."""
         place = "cpu" if isinstance(self.reader, ExpertReader) else device  # stacks need room beside their parts
-        tensors = read_all(self.get_unpacked, self.specs, place)
+        dtypes = self.meta_model.dtypes
+        tensors = read_all(lambda name: self.reader.get(name).to(dtypes[name]), self.specs, place)
         for name in failing({name: is_finite(t) for name, t in tensors.items() if t.is_floating_point()}):
             raise self._diverged(name)
         return fill_model(self.meta_model, tensors).to(device)
-
-    def get_unpacked(self, name: str) -> Tensor:
-        """A tensor of the model in the dtype that it has where it is not packed."""
-        return self.reader.get(name).to(self.meta_model.dtypes[name])
 
     def _diverged(self, name: str) -> ArtifactError:
         return ArtifactError(
@@ -127,18 +95,9 @@ class Source:
 
 
 def open_source(path: Path, step: int | None = None) -> Source:
-    """Open a run or a model folder. Nothing is read but the headers of its files.
-
-    Args:
-        path: a run of `octavo train`, or a folder with a config.json and safetensors files; a GPT-2 of transformers is
-            read as OPT (`octavo.hf.stored_tensors`).
-        step: the checkpoint of a run; None takes the newest.
-
-    Raises:
-        FileNotFoundError, ArtifactError: the folder is not whole, not of one of these kinds, or holds pickles.
-        ImportError: the model is of transformers, which is not installed.
-        ValueError: a step was asked for, and the folder is no run.
-    """
+    """Open a run of `octavo train` (None takes the newest checkpoint) or a model folder, of which a GPT-2 is read as
+    OPT. Nothing is read but the headers of its files. An ArtifactError or a FileNotFoundError if the folder is neither,
+    or not whole; a ValueError for the step of a folder that is no run."""
     described, checkpoint = find_model(path, step)
     config = read_json(path / "config.json")  # of a run: the settings of its training
     if described != path:
@@ -148,8 +107,8 @@ def open_source(path: Path, step: int | None = None) -> Source:
     meta_model = transformers_meta_model(config, path)
     reader = open_model_files(path, config, meta_model)
     required = model_tensors(meta_model.model)
-    stored = meta_model.split_experts({name: spec.meta() for name, spec in reader.specs.items()})
-    needed = meta_model.split_experts(required)
+    stored = meta_model.experts.split({name: spec.meta() for name, spec in reader.specs.items()})
+    needed = meta_model.experts.split(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
     missing, left = sorted(needed.keys() - found.keys()), sorted(stored.keys() - found.keys())
     if missing and left:
@@ -165,7 +124,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
 def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> Source:
     config = read_json(folder.model / "config.json")
-    meta_model = _meta_model(folder.model, config, settings)
+    meta_model = run_meta_model(config, folder.model, settings.get("model"))
     reader = open_tensors(checkpoint, config)
     found = {name: spec.meta() for name, spec in reader.specs.items()}
     check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
@@ -181,21 +140,6 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained, promoted=promoted)
 
 
-def _meta_model(folder: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> MetaModel:
-    """The model as the trainer built it: a fine-tuned one is of transformers, even where the architecture is ours.
-
-    So is a mixture, whose tensors have the names of transformers' model, and its files the names of its files.
-    """
-    if settings.get("model") not in BUILT_IN_MODELS or settings["model"] == "mixture":
-        return transformers_meta_model(config, folder)
-    check_counts(config, folder)
-    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
-        found = our_meta_model(config)
-    if found is None:
-        raise ArtifactError(f"{folder / 'config.json'} must be of a {settings['model']}, the model of the run")
-    return found
-
-
 # ---- A model folder written from another model, one tensor at a time.
 
 
@@ -206,21 +150,13 @@ the meta device gives tensors on the meta device."""
 
 @dataclass(frozen=True)
 class WrittenModel:
-    """A folder that was written.
-
-    Attributes:
-        folder: the new folder.
-        source: the folder whose tensors were read.
-        left_out: tensors of the source's files that have no place in its model.
-        specs: dtype and shape of every tensor of the new files.
-        folder_bytes: the size of all files of the new folder.
-    """
+    """A folder that was written."""
 
     folder: Path
-    source: Path
-    left_out: Sequence[str]
-    specs: Mapping[str, Spec]
-    folder_bytes: int
+    source: Path  # the folder whose tensors were read
+    left_out: Sequence[str]  # tensors of the source's files that have no place in its model
+    specs: Mapping[str, Spec]  # of every tensor of the new files
+    folder_bytes: int  # of all files of the new folder
 
 
 def write_model(
@@ -234,24 +170,13 @@ def write_model(
     added: Mapping[str, Tensor] | None = None,
     card: Callable[[Mapping[str, object]], str] | None = None,
 ) -> WrittenModel:
-    """Write the folder `out`, which appears whole or not at all.
+    """Write the folder `out`, which appears whole or not at all, with the new `config` as its config.json.
 
-    Args:
-        source: whose tensors are read.
-        out: the folder to make.
-        change: from a tensor of the model to tensors of the files. It is called twice for each tensor, first on the
-            meta device, which gives the headers of the files, then with the numbers.
-        config: the new config.json.
-        record: called when all tensors are written; octavo.json gets its entries.
-        progress: called after each tensor.
-        doing: the name of the work for `progress`.
-        added: tensors of the files beside those of the model.
-        card: makes README.md of the entries of octavo.json.
+    `change` is called twice for each tensor: first on the meta device, which gives the headers of the files, then with
+    the numbers. `record` is called when all tensors are written, and gives the entries of octavo.json, of which `card`
+    makes README.md. `added` are tensors of the files beside those of the model. `doing` names the work for `progress`.
 
-    Raises:
-        FileExistsError: `out` exists.
-        ArtifactError: a tensor holds inf or NaN, or a file of the source is a link out of its folder.
-        WriteError: the disk refused.
+    An ArtifactError if a tensor holds inf or NaN, or a file of the source is a link out of its folder.
     """
     for folder in {source.description, source.origin}:
         check_links(folder)
@@ -264,12 +189,13 @@ def write_model(
         yield from added.items()
         for done, name in enumerate(source.specs, start=1):
             tensor = source.get(name)
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            digest.update(bytes_of(tensor.contiguous()))
             yield from change(name, tensor).items()
             progress(done, len(source.specs), doing)
 
     with whole_folder(out) as partial:
-        write_config(partial, config)
+        current = {key: value for key, value in config.items() if key != "torch_dtype"}  # an older name of dtype
+        write_config(partial, current)
         copy_description(source.description, partial)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": source.origin.name}
         checksums = write_shards(partial, specs, tensors(), metadata)

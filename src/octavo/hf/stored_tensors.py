@@ -26,41 +26,39 @@ from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
 
 class ExpertFiles:
-    """The names of a model's tensors in its files, for a model whose experts are stacked.
+    """The names of a model's tensors in its files. Where no experts are stacked, all tensors have one name, and nothing
+    is changed here.
 
-    Attributes:
-        shapes: of each tensor of the model.
-        parts: the file tensors of each tensor of the model, in order: several for a stack, one for any other.
+    `parts` has the tensors of the files that hold a tensor of the model, in order: several for a stack, one for any
+    other. `stacks` has the layers of the files in each stack: one projection of each expert, or two.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Any = model
         named = (*model.named_parameters(), *model.named_buffers())
         self.shapes = {name: tuple(t.shape) for name, t in named}
-        meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
-        self.parts = {name: list(self._revert(name, tensor)) for name, tensor in meta.items()}
-        self._stack_of = {part: name for name in self.stacks for part in self.parts[name]}
-        self._name_of = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
-
-    @property
-    def stacks(self) -> list[str]:
-        """The stacks: tensors of the model that are several tensors in the files."""
-        return [name for name, parts in self.parts.items() if len(parts) > 1]
-
-    @property
-    def parts_of_stacks(self) -> dict[str, list[str]]:
-        return {name: self.parts[name] for name in self.stacks}
+        self.parts: dict[str, list[str]] = {}
+        if any(parameter.ndim == 3 for parameter in model.parameters()):
+            meta = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
+            self.parts = {name: list(self._revert(name, tensor)) for name, tensor in meta.items()}
+        self._stack_of = {part: name for name, parts in self.parts.items() if len(parts) > 1 for part in parts}
+        if not self._stack_of:
+            self.parts = {}
+        self.stacks: dict[str, list[str]] = {}
+        for part, name in self._stack_of.items():
+            self.stacks.setdefault(name, []).append(part.removesuffix(".weight"))
+        self._in_files = {name: parts[0] for name, parts in self.parts.items()}
+        self._in_model = {parts[0]: name for name, parts in self.parts.items() if len(parts) == 1}
 
     @property
     def experts(self) -> list[str]:
         """Each projection of each expert, by its name in the files."""
-        return [part.removesuffix(".weight") for part in self._stack_of]
+        return [layer for layers in self.stacks.values() for layer in layers]
 
     @property
     def modules(self) -> list[str]:
         """The modules that hold the experts of a layer, by their names in the files."""
-        firsts = (self.parts[name][0] for name in self.stacks)
-        return list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*(\.weight)?$", "", first) for first in firsts))
+        return list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*$", "", layers[0]) for layers in self.stacks.values()))
 
     @property
     def routers(self) -> list[str]:
@@ -80,27 +78,24 @@ class ExpertFiles:
         """
         if packed:
             return [*(name for name in self.experts if name not in packed), *self.routers]
-        names = [layout.experts] if layout.experts else self.modules
+        names = [layout.experts] if layout.experts and self.stacks else self.modules
         return [*names, *self.routers]
 
     def split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the files that hold these tensors of the model."""
         found: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            is_stack = len(self.parts.get(name, ())) > 1
-            found |= self._revert(name, tensor) if is_stack else {self.file_name(name): tensor}
+            found |= self._revert(name, tensor) if name in self.stacks else {self.file_name(name): tensor}
         return found
 
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of the model from all tensors of its files. The parts of an incomplete stack keep their names."""
-        whole = [name for name in self.stacks if all(part in tensors for part in self.parts[name])]
-        found = {name: self.stack(name, tensors.__getitem__) for name in whole}
-        used = {part for name in whole for part in self.parts[name]}
-        return found | {self._model_name(name): t for name, t in tensors.items() if name not in used}
+        """The inverse of `split`, for all tensors of the files. The parts of an incomplete stack keep their names."""
+        get, names = self.by_model_names(tensors.__getitem__, tensors)
+        return {name: get(name) for name in names}
 
     def part(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One tensor of the files, from the tensors of the model, which `get` reads."""
-        whole = self._stack_of.get(name) or self._model_name(name)
+        whole = self._stack_of.get(name) or _renamed(name, self._in_model)
         return self.split({whole: get(whole)})[name]
 
     def stack(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
@@ -122,15 +117,11 @@ class ExpertFiles:
     def by_model_names(
         self, get: Callable[[str], Tensor], names: Iterable[str]
     ) -> tuple[Callable[[str], Tensor], list[str]]:
-        """Turn a reader of files into one that takes the names of the model; also returns these names.
-
-        Args:
-            get: reads a tensor by its name in the files.
-            names: of the tensors in the files.
-        """
+        """Turn `get`, which reads a tensor by its name in the files, into a reader by the names of the model; also
+        return these names. The files have the tensors `names`."""
         there = dict.fromkeys(names)
         whole = {name for name in self.stacks if all(part in there for part in self.parts[name])}
-        files = {self._model_name(name): name for name in there if self._stack_of.get(name) not in whole}
+        files = {_renamed(name, self._in_model): name for name in there if self._stack_of.get(name) not in whole}
 
         def read(name: str) -> Tensor:
             return self.stack(name, get) if name in whole else get(files[name])
@@ -144,26 +135,16 @@ class ExpertFiles:
 
     def file_name(self, name: str) -> str:
         """The name in the files of a tensor of the model that is no stack, or of a layer's scale."""
-        if name in self.parts or "." not in name:
-            return self.parts.get(name, [name])[0]
-        module, _, leaf = name.rpartition(".")  # a scale, whose layer is known by its weight
-        weight = self.parts.get(f"{module}.weight", [f"{module}.weight"])[0]
-        return f"{weight.removesuffix('.weight')}.{leaf}"
-
-    def _model_name(self, name: str) -> str:
-        if name in self._name_of or "." not in name:
-            return self._name_of.get(name, name)
-        module, _, leaf = name.rpartition(".")
-        weight = self._name_of.get(f"{module}.weight", f"{module}.weight")
-        return f"{weight.removesuffix('.weight')}.{leaf}"
+        return _renamed(name, self._in_files)
 
 
-def expert_files(model: nn.Module) -> ExpertFiles | None:
-    """The names of the tensors of a model of transformers in its files, if some are stacks; else None."""
-    if not any(parameter.ndim == 3 for parameter in model.parameters()):
-        return None
-    files = ExpertFiles(model)
-    return files if files.stacks else None
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """The other name of a tensor among `names`, or of a scale, whose layer is known by its weight."""
+    if name in names or "." not in name:
+        return names.get(name, name)
+    module, _, leaf = name.rpartition(".")
+    weight = names.get(f"{module}.weight", f"{module}.weight")
+    return f"{weight.removesuffix('.weight')}.{leaf}"
 
 
 class ExpertReader(ShardReader):
@@ -232,28 +213,16 @@ _BLOCK = {
 _MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias")  # older files hold the causal mask
 
 
-def is_gpt2(config: Mapping[str, Any]) -> bool:
-    """Whether a parsed config.json is that of a GPT-2."""
-    return config.get("model_type") == "gpt2"
-
-
 def open_tensors(folder: Path, config: Mapping[str, Any]) -> ShardReader:
-    """The tensors in `folder`, those of a GPT-2 under OPT's names.
-
-    Args:
-        folder: with safetensors files.
-        config: the parsed config.json of the model, as it is stored.
-
-    Raises what `ShardReader` raises.
-    """
-    return Conv1DReader(folder) if is_gpt2(config) else ShardReader(folder)
+    """The tensors in `folder`, those of a GPT-2 under OPT's names. `config` is its config.json, as it is stored."""
+    return Conv1DReader(folder) if config.get("model_type") == "gpt2" else ShardReader(folder)
 
 
-def config_as_opt(config: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The config.json of the OPT that computes the same as the GPT-2 of `config`.
-
-    Raises an ArtifactError, which names the setting and the file `where`, if no OPT does.
-    """
+def config_as_opt(config: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
+    """The config.json of the OPT that computes the same as a GPT-2; that of another model as it is. An ArtifactError,
+    which names the setting and the file `where`, if no OPT does."""
+    if config.get("model_type") != "gpt2":
+        return config
     if (named := config.get("architectures") or ["GPT2LMHeadModel"]) != ["GPT2LMHeadModel"]:
         raise ArtifactError(f"{where}: of GPT-2's classes GPT2LMHeadModel is supported, got {', '.join(named)}")
     if missing := [key for key in _SIZES if not isinstance(config.get(key), int)]:

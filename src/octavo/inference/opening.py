@@ -103,12 +103,12 @@ def _filled(
 ) -> tuple[nn.Module, KvScales]:
     """The model with the tensors of the files. At the end, it alone holds them: fusion copies some, and frees them."""
     folder, disks = reader.folder, meta_model.linears()
-    unpacked = meta_model.split_experts(model_tensors(meta_model.model))
+    unpacked = meta_model.experts.split(model_tensors(meta_model.model))
     swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
     kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
     experts.swap(packing)
     # The stacks of experts need room beside their parts, which a GPU may lack.
-    place = torch.device("cpu") if meta_model.experts is not None else device
+    place = torch.device("cpu") if meta_model.experts.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
         tensors, kv_scales = _read_tensors(packing, reader, disks, place)
     experts.widen(tensors)
@@ -120,10 +120,10 @@ def _filled(
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
-    required = meta_model.split_experts(others) | experts.required
+    required = meta_model.experts.split(others) | experts.required
     check_tensors(_in_dtypes(tensors, unpacked), required, folder)
     stacks = experts.stack(tensors)
-    return fill_model(meta_model, meta_model.stack_experts(tensors) | stacks), kv_scales
+    return fill_model(meta_model, meta_model.experts.merge(tensors) | stacks), kv_scales
 
 
 def _plain(disks: list[str], reader: ShardReader) -> set[str]:
@@ -271,7 +271,7 @@ def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
     """The model with two layers at most and a small vocabulary, on the meta device; None if it does not predict the
     next token, or has experts."""
     config = dict(meta_model.config)
-    if "num_hidden_layers" not in config or meta_model.experts is not None or not is_language_model(meta_model.model):
+    if "num_hidden_layers" not in config or meta_model.experts.stacks or not is_language_model(meta_model.model):
         return None
     layers = min(2, config["num_hidden_layers"])
     config |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "pad_token_id": None}

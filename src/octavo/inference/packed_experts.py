@@ -200,8 +200,7 @@ class ExpertLoading:
 
     def __init__(self, meta_model: MetaModel, reader: ShardReader, device: torch.device) -> None:
         self._model, self._files, self._device = meta_model.model, meta_model.experts, device
-        parts = {} if self._files is None else self._files.parts_of_stacks
-        self._parts = {stack: [name.removesuffix(".weight") for name in names] for stack, names in parts.items()}
+        self._parts = self._files.stacks
         specs = {name: reader.specs.get(f"{name}.weight") for names in self._parts.values() for name in names}
         self.names = [name for name, spec in specs.items() if spec is not None and spec.dtype == EXPERT_DTYPE]
         self._schemes: dict[str, Scheme] = {}  # of the matrices
@@ -294,7 +293,6 @@ class ExpertLoading:
 
     def _buffers(self, stack: str, scheme: Scheme, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         def stacked(leaf: str, read: Callable[[Tensor], Tensor]) -> Tensor:
-            assert self._files is not None
             return self._files.stack(stack, lambda part: read(tensors[f"{part.removesuffix('.weight')}.{leaf}"]))
 
         rows = len(self.required[f"{self._parts[stack][0]}.weight"])

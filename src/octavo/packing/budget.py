@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,8 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import check_absent
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME
-from octavo.evaluation.metrics import (
-    Budget,
-    EmbeddingSums,
-    LogitQuality,
-    LogitSums,
-    Quality,
-    check_budgets,
-    compare_many,
-)
+from octavo.evaluation import Budget
+from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.inputs import model_outputs, predicts_tokens
 from octavo.hf.layer_map import groups
@@ -81,36 +75,26 @@ class PartlyPackedModel:
             others = layer.state_dict().keys() - state.keys()
             layer.load_state_dict(state | {leaf: tensors.other(f"{disk}.{leaf}") for leaf in others}, assign=True)
             self._forms[name] = (linear, layer.to(device))
-            stored = [spec.nbytes for key, spec in specs.items() if _is_of(key, disk)]
-            self.saved[name] = 2 * linear.weight.numel() - sum(stored)
+            stored = [key for key in specs if key.rpartition(".")[0] == disk and not key.endswith(".bias")]
+            self.saved[name] = 2 * linear.weight.numel() - sum(specs[key].nbytes for key in stored)
         if not isinstance(self._model, Decoder):
             self._model.config.use_cache = False
         self._model.to(device)
         self._device = torch.device(device)
 
-    def with_packed(self, names: Collection[str], *, cache: bool = False) -> Callable[[Tensor], Tensor]:
-        """The model with exactly the layers `names` packed: ids int64 [B, T] -> logits [B, T, V], or the last
+    def run(self, ids: Tensor, packed: Collection[str] = (), *, cache: bool = False) -> Tensor:
+        """Run the model with exactly the layers `packed` packed: ids int64 [B, T] -> logits [B, T, V], or the last
         hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
-        scales = self._kv_scales if cache else {}
-
-        def run(ids: Tensor) -> Tensor:
-            for name, forms in self._forms.items():
-                self._model.set_submodule(name, forms[name in names])
-            kept = {"past_key_values": _rounded_cache(scales)} if scales else {}
-            result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
-            if result.shape[:-1] != ids.shape:
-                raise ArtifactError(
-                    f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "
-                    "measure"
-                )
-            return result
-
-        return run
-
-
-def _is_of(key: str, disk: str) -> bool:
-    """True if the tensor `key` of the files is the weight of the layer `disk`, or a scale of it."""
-    return key.rpartition(".")[0] == disk and not key.endswith(".bias")
+        for name, forms in self._forms.items():
+            self._model.set_submodule(name, forms[name in packed])
+        kept = {"past_key_values": _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
+        result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
+        if result.shape[:-1] != ids.shape:
+            raise ArtifactError(
+                f"{type(self._model).__name__} gives {list(result.shape)} for {list(ids.shape)} tokens: nothing to "
+                "measure"
+            )
+        return result
 
 
 def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
@@ -126,23 +110,20 @@ def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
 def _update(
     store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor]:
-    k, v = (_through_e4m3(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True))
-    return store(k, v, *args)
+    def rounded(x: Tensor, scale: Tensor) -> Tensor:
+        scale = scale.to(x.device)
+        return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
+
+    return store(rounded(k, scales[0]), rounded(v, scales[1]), *args)
 
 
-def _through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
-
-
-# ---- Packing within a budget: measurement decides which layers stay in BF16.
+# ---- The choice of the layers.
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that are packed together.
-
-    `harm` is the KL divergence, or 1 - cosine, with them alone packed. `saved` is the bytes that packing them saves.
-    """
+    """Layers that are packed together. `harm` is the KL divergence, or 1 - cosine, with them alone packed; `saved` is
+    the bytes that packing them saves."""
 
     layers: tuple[str, ...]
     harm: float
@@ -150,8 +131,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The name of the module that has the layers, and their own names, such as
-        model.layers.0.mlp.gate_proj+up_proj."""
+        """Such as model.layers.0.mlp.gate_proj+up_proj."""
         parent = self.layers[0].rpartition(".")[0]
         return f"{parent}.{'+'.join(layer.rpartition('.')[2] for layer in self.layers)}"
 
@@ -286,7 +266,8 @@ def choose_groups(
     def measure(kept: int) -> Quality:
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
-            measured[kept] = _compare(model, {"": model.with_packed(packed, cache=True)}, batches)[""]
+            whole = _compare(model, {"": lambda ids: model.run(ids, packed, cache=True)}, batches)
+            measured[kept] = whole[""]
             progress(len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)), "measuring the whole")
         return measured[kept]
 
@@ -313,32 +294,22 @@ def choose_groups(
 def _rank(
     model: PartlyPackedModel, layers: Sequence[tuple[str, ...]], batches: Sequence[Tensor], progress: Progress
 ) -> list[Group]:
-    seen = 0
+    seen = count(1)
 
-    def counted(names: tuple[str, ...]) -> Callable[[Tensor], Tensor]:
-        run = model.with_packed(names)
+    def outputs(group: tuple[str, ...], ids: Tensor) -> Tensor:
+        progress(next(seen), len(layers) * len(batches), "measuring each group")
+        return model.run(ids, group)
 
-        def outputs(ids: Tensor) -> Tensor:
-            nonlocal seen
-            seen += 1
-            progress(seen, len(layers) * len(batches), "measuring each group")
-            return run(ids)
-
-        return outputs
-
-    alone = _compare(model, {g[0]: counted(g) for g in layers}, batches)
-    ranked = [Group(g, _harm(alone[g[0]]), sum(model.saved[layer] for layer in g)) for g in layers]
+    alone = _compare(model, {group[0]: partial(outputs, group) for group in layers}, batches)
+    harms = [q.kl.value if isinstance(q, LogitQuality) else 1 - q.cosine.value for q in alone.values()]
+    saved = [sum(model.saved[layer] for layer in group) for group in layers]
+    ranked = [Group(*each) for each in zip(layers, harms, saved, strict=True)]
     return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
 
 
 def _compare(
     model: PartlyPackedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
 ) -> Mapping[str, Quality]:
-    plain = model.with_packed(())
     if model.logits:
-        return compare_many(plain, candidates, batches, LogitSums)
-    return compare_many(plain, candidates, batches, EmbeddingSums)
-
-
-def _harm(quality: Quality) -> float:
-    return quality.kl.value if isinstance(quality, LogitQuality) else 1 - quality.cosine.value
+        return compare_many(model.run, candidates, batches, LogitSums)
+    return compare_many(model.run, candidates, batches, EmbeddingSums)

@@ -15,6 +15,7 @@ In its architecture "qwen2" llama.cpp rotates halves too.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from octavo.architectures import ARCHITECTURES
-from octavo.checkpoint.files import ArtifactError, Spec, read_json
+from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import check_links, locked_folder, write_error
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, import_extra, no_progress
@@ -37,21 +38,13 @@ _LARGEST = {"f16": 65504.0, "q8_0": 127 * 65504.0}
 
 @dataclass(frozen=True)
 class GgufReport:
-    """The result of `export_gguf`.
-
-    Attributes:
-        path: the file.
-        bytes: its size.
-        architecture: the name of the architecture in GGUF.
-        types: the number of tensors of each type.
-        remarks: what a reader of the file gets wrong.
-    """
+    """The file that `export_gguf` wrote."""
 
     path: Path
     bytes: int
-    architecture: str
-    types: Mapping[str, int]
-    remarks: Sequence[str] = ()
+    architecture: str  # its name in GGUF
+    types: Mapping[str, int]  # the number of tensors of each type
+    remarks: Sequence[str] = ()  # what a reader of the file gets wrong
 
 
 def export_gguf(
@@ -66,20 +59,14 @@ def export_gguf(
     """Write a model to one GGUF file, which appears whole or not at all. Memory: about one tensor.
 
     Args:
-        source: the folder of a run of `octavo train`, or of a Hugging Face model: Llama, Mistral or Qwen2.
+        source: the folder of a run of `octavo train`, of which `step` counts, or the newest checkpoint, or of a Hugging
+            Face model: Llama, Mistral or Qwen2.
         out: the file to make.
         weights: the type of linear weights, q8_0 or f16.
         tokenizer: write the tokenizer too.
-        step: the checkpoint of a run; None takes the newest.
-        progress: called after each tensor (`octavo.util`).
 
-    Raises:
-        FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: the source is incomplete, holds inf, NaN or a number beyond F16, has a link
-            out of its folder, or has a tokenizer of a kind that is not supported.
-        ImportError: the package gguf is not installed.
-        ValueError: an architecture, a feature of it, or a size that is not supported.
-        WriteError: the disk refused.
+    Raises the errors of `octavo.packing.pack`: a ValueError for an architecture, a feature of it, or a size that is not
+    supported, an ArtifactError for a number beyond F16, or a tokenizer of a kind that is not supported.
     """
     source, out = Path(source), Path(out)
     if weights not in WEIGHTS:
@@ -91,12 +78,11 @@ def export_gguf(
     for folder in {opened.description, opened.origin}:
         check_links(folder)
     model = _Model(gguf, opened, weights)
-    rows = model.specs["token_embd.weight"].shape[0]
     no_words = {"tokenizer.ggml.model": "none"}
-    metadata = _metadata(model) | (_tokenizer(opened.description, opened.config, rows) if tokenizer else no_words)
+    words = _tokenizer(opened.description, opened.config, model.vocabulary) if tokenizer else no_words
     with locked_folder(out):
-        size = _write(model, out, metadata, model.data(progress))
-    return GgufReport(out, size, model.architecture, model.types(), _remarks(model))
+        size = _write(model, out, _metadata(model) | words, model.data(progress))
+    return GgufReport(out, size, model.architecture, model.types, _remarks(model))
 
 
 class _Model:
@@ -114,11 +100,14 @@ class _Model:
         arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[self.architecture]
         self._names = gguf.get_tensor_name_map(arch, int(self.required("num_hidden_layers")))
         linears = set(source.meta_model.linears())
-        self.specs: dict[str, Spec] = {}
-        self._types: dict[str, str] = {}
+        # The shape and the type (f32, f16 or q8_0) of every tensor, in the order of `data`.
+        self.tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.frequencies is not None:
+            self.tensors["rope_freqs.weight"] = tuple(self.frequencies.shape), "f32"
         for name, spec in source.specs.items():
-            self.specs[self.name(name)] = spec
-            self._types[self.name(name)] = self._type(name, spec, linears, weights)
+            self.tensors[self.name(name)] = spec.shape, self._type(name, spec.shape, linears, weights)
+        self.types = dict(Counter(kind for _, kind in self.tensors.values()))
+        self.vocabulary = self.tensors["token_embd.weight"][0][0]
 
     def required(self, key: str) -> Any:
         if self.config.get(key) is None:
@@ -133,25 +122,13 @@ class _Model:
             )
         return str(found)
 
-    @property
-    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """The shape and the type (f32, f16 or q8_0) of every tensor, in the order of `data`."""
-        freqs = self.frequencies
-        first = {} if freqs is None else {"rope_freqs.weight": (tuple(freqs.shape), "f32")}
-        return first | {name: (spec.shape, self._types[name]) for name, spec in self.specs.items()}
-
-    def types(self) -> dict[str, int]:
-        types = [kind for _, kind in self.shapes.values()]
-        return {kind: types.count(kind) for kind in dict.fromkeys(types)}
-
-    def _type(self, name: str, spec: Spec, linears: set[str], weights: str) -> str:
-        if len(spec.shape) == 1:
+    def _type(self, name: str, shape: tuple[int, ...], linears: set[str], weights: str) -> str:
+        if len(shape) == 1:
             return "f32"
         linear = name.removesuffix(".weight") in linears and self.name(name) != "output.weight"
-        if linear and weights == "q8_0" and spec.shape[1] % _BLOCK:
+        if linear and weights == "q8_0" and shape[1] % _BLOCK:
             raise ValueError(
-                f"{name}: [{spec.shape[0]}, {spec.shape[1]}] has no whole blocks of {_BLOCK} along K, which q8_0 "
-                "needs: --weights f16"
+                f"{name}: {list(shape)} has no whole blocks of {_BLOCK} along K, which q8_0 needs: --weights f16"
             )
         return weights if linear else "f16"
 
@@ -160,7 +137,7 @@ class _Model:
         if self.frequencies is not None:
             yield self.frequencies
         for done, name in enumerate(self.source.specs, start=1):
-            tensor, kind = self.source.get(name), self._types[self.name(name)]
+            tensor, (_, kind) = self.source.get(name), self.tensors[self.name(name)]
             if tensor.abs().max() > (largest := _LARGEST.get(kind, math.inf)):
                 raise ArtifactError(f"{self.source.origin}: {name} exceeds {largest:g}, the largest of {kind}")
             yield self._ordered(name, tensor).float()
@@ -223,7 +200,7 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
 
 def _remarks(model: _Model) -> list[str]:
     """The mistakes of transformers' reader, which assumes the architecture "llama" without biases."""
-    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.specs):
+    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.tensors):
         return []
     return [
         "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
@@ -231,22 +208,15 @@ def _remarks(model: _Model) -> list[str]:
     ]
 
 
-def _name(model: _Model) -> str:
-    """The name of the model in the file. transformers takes a Llama with the name "mistral" for an architecture of that
-    name, which GGUF does not have."""
-    name = model.source.origin.name
-    return name.capitalize() if name == "mistral" else name
-
-
 def _metadata(model: _Model) -> dict[str, Any]:
     """The keys and values of the file, without those of its tokenizer."""
-    config, arch = model.config, model.architecture
-    rope = _rope(config)
+    arch, name = model.architecture, model.source.origin.name
     return {
-        "general.name": _name(model),
-        "general.file_type": 7 if "q8_0" in model.types() else 1,
+        # transformers takes a Llama with the name "mistral" for an architecture of that name, which GGUF does not have.
+        "general.name": name.capitalize() if name == "mistral" else name,
+        "general.file_type": 7 if "q8_0" in model.types else 1,
         "general.quantization_version": 2,
-        f"{arch}.vocab_size": model.specs["token_embd.weight"].shape[0],
+        f"{arch}.vocab_size": model.vocabulary,
         f"{arch}.context_length": int(model.required("max_position_embeddings")),
         f"{arch}.embedding_length": model.width,
         f"{arch}.block_count": int(model.required("num_hidden_layers")),
@@ -257,7 +227,7 @@ def _metadata(model: _Model) -> dict[str, Any]:
         f"{arch}.attention.key_length": model.head_width,
         f"{arch}.attention.value_length": model.head_width,
         f"{arch}.rope.dimension_count": model.head_width,
-        f"{arch}.rope.freq_base": rope["rope_theta"],
+        f"{arch}.rope.freq_base": _rope(model.config)["rope_theta"],
     }
 
 
@@ -265,25 +235,23 @@ def _metadata(model: _Model) -> dict[str, Any]:
 
 
 def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterable[Tensor]) -> int:
-    """Write the tensors `data`, in the order of `model.shapes`, to the file `path`, which appears whole or not at all;
+    """Write the tensors `data`, in the order of `model.tensors`, to the file `path`, which appears whole or not at all;
     return its size in bytes. Values of `metadata` are numbers, booleans, strings, and lists of them."""
     gguf, partial = model.gguf, path.parent / f".{path.name}.partial"
     writer = gguf.GGUFWriter(partial, model.architecture)
-    types = {name: gguf.GGMLQuantizationType[kind.upper()] for name, (_, kind) in model.shapes.items()}
+    values, types = gguf.GGUFValueType, gguf.GGMLQuantizationType
     try:
         for key, value in metadata.items():
-            _add(writer, key, value)
-        for name, (shape, _) in model.shapes.items():
-            stored = gguf.quant_shape_to_byte_shape(shape, types[name]) if types[name].name == "Q8_0" else shape
-            dtype = np.dtype({"F32": "float32", "F16": "float16"}.get(types[name].name, "uint8"))
-            writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw_dtype=types[name])
+            if value not in ("", []):  # an empty list would have no type of its elements
+                writer.add_key_value(key, value, values.UINT32 if type(value) is int else values.get_type(value))
+        for name, (shape, kind) in model.tensors.items():
+            in_bytes = gguf.quant_shape_to_byte_shape(shape, types[kind.upper()])
+            writer.add_tensor_info(name, in_bytes, np.dtype("uint8"), math.prod(in_bytes), types[kind.upper()])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for (name, (shape, _)), tensor in zip(model.shapes.items(), data, strict=True):
-            if tuple(tensor.shape) != tuple(shape):
-                raise ValueError(f"{name} must have the shape {list(shape)}, got {list(tensor.shape)}")
-            writer.write_tensor_data(gguf.quantize(tensor.contiguous().numpy(), types[name]))
+        for (_, kind), tensor in zip(model.tensors.values(), data, strict=True):
+            writer.write_tensor_data(gguf.quantize(tensor.contiguous().numpy(), types[kind.upper()]))
         writer.close()
         partial.rename(path)
         return path.stat().st_size
@@ -292,20 +260,6 @@ def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterabl
     finally:
         writer.close()
         partial.unlink(missing_ok=True)
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a key and its value, in the type that readers expect."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    elif value:  # the format has no type for the elements of an empty list
-        writer.add_array(key, value)
 
 
 # ---- A tokenizer.json as the metadata of a GGUF file.
@@ -334,10 +288,11 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, 
     are the rows of the embedding; one without a token is an unused token."""
     path = folder / "tokenizer.json"
     found = read_json(path)
-    pieces = is_sentencepiece(found)
+    model = found.get("model") or {}
+    pieces = model.get("type") == "BPE" and bool(model.get("byte_fallback"))  # spells text without a piece as bytes
     pre = "default" if pieces else _pre_tokenizer(found, path)
     blank = {"tokenizer.ggml.add_space_prefix": prepends_blank(found, path)} if pieces else {}
-    ids = {token: int(i) for token, i in found["model"]["vocab"].items()}
+    ids = {token: int(i) for token, i in model["vocab"].items()}
     added = {str(entry["content"]): entry for entry in found.get("added_tokens") or []}
     ids |= {content: int(entry["id"]) for content, entry in added.items()}
     if ids and max(ids.values()) >= size:
@@ -352,8 +307,9 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, 
         if token in ids:
             kinds[ids[token]] = kind
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    special, template = _special(settings, config, ids), _template(folder, settings)
-    merges = _merges(found, path)
+    special, merges = _special(settings, config, ids), _merges(found, path)
+    beside = folder / "chat_template.jinja"
+    template = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
     return {
         "tokenizer.ggml.model": "llama" if pieces else "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -364,13 +320,13 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, 
         "tokenizer.ggml.add_bos_token": _adds_bos(found, settings, special, ids),
         **{f"tokenizer.ggml.{_SPECIAL[name]}": number for name, number in special.items()},
         **blank,
-        **({"tokenizer.chat_template": template} if template else {}),
+        "tokenizer.chat_template": template if isinstance(template, str) else "",
     }
 
 
 def _pre_tokenizer(found: Mapping[str, Any], path: Path) -> str:
-    model, normalizer = found.get("model") or {}, found.get("normalizer")
-    steps = _steps(found.get("pre_tokenizer"))
+    model, normalizer, cut = found.get("model") or {}, found.get("normalizer"), found.get("pre_tokenizer") or {}
+    steps = cut["pretokenizers"] if cut.get("type") == "Sequence" else [cut]
     kinds = [step.get("type") for step in steps]
     if model.get("type") != "BPE" or kinds not in (["ByteLevel"], ["Split", "ByteLevel"]):
         raise ArtifactError(
@@ -389,12 +345,6 @@ def _pre_tokenizer(found: Mapping[str, Any], path: Path) -> str:
             "--no-tokenizer writes the weights only"
         )
     return name
-
-
-def _steps(pre: Any) -> list[Mapping[str, Any]]:
-    if not isinstance(pre, dict):
-        return []
-    return list(pre["pretokenizers"]) if pre.get("type") == "Sequence" else [pre]
 
 
 def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
@@ -433,14 +383,6 @@ def _adds_bos(
     return any(isinstance(token, str) and token in ids and ids[token] == special.get("bos") for token in first)
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str:
-    beside = folder / "chat_template.jinja"
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
-    found = settings.get("chat_template")
-    return found if isinstance(found, str) else ""
-
-
 # ---- A SentencePiece-like BPE (the tokenizer.json of Llama 2 and Mistral) in llama.cpp's form: pieces with scores.
 #
 # A tokenizer.json lists merges in order. SentencePiece has scores of pieces instead, and joins the two neighbours whose
@@ -453,12 +395,6 @@ UNKNOWN, BYTE = 2, 6  # ggml's kinds of tokens
 _BLANK = "▁"
 _PREPEND = {"type": "Prepend", "prepend": _BLANK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
-
-
-def is_sentencepiece(found: Mapping[str, Any]) -> bool:
-    """True if a tokenizer.json spells text without a piece as bytes, as SentencePiece does."""
-    model = found.get("model") or {}
-    return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
 
 
 def prepends_blank(found: Mapping[str, Any], path: Path) -> bool:
@@ -487,10 +423,8 @@ def special_kinds(found: Mapping[str, Any]) -> dict[str, int]:
 def scores(
     found: Mapping[str, Any], merges: Sequence[tuple[str, str]], tokens: Sequence[str], path: Path
 ) -> list[float]:
-    """The score of each token: minus the position of the first merge that makes it; the lowest for all others.
-
-    Raises an ArtifactError if SentencePiece would join other neighbours than the `merges` do.
-    """
+    """The score of each token: minus the position of the first merge that makes it; the lowest for all others. An
+    ArtifactError if SentencePiece would join other neighbours than the `merges` do."""
     places: dict[str, list[int]] = {}
     for place, (left, right) in enumerate(merges):
         places.setdefault(left + right, []).append(place)

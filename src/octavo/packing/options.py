@@ -1,9 +1,10 @@
 """The options of packing. They choose the layers, their schemes, and the stored scales, before a weight is read."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,6 @@ class PackOptions:
 # training computed.
 
 
-# The rules in octavo.json for scales from a checkpoint, and for scales that are given.
-HISTORY, FROZEN = "history", "frozen"
-
-
 @dataclass(frozen=True)
 class StaticScales:
     """Stored scales, and their origin, the entry "calibration" of octavo.json.
@@ -119,10 +116,40 @@ class StaticScales:
     the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
     """
 
-    inputs: Mapping[str, Tensor]
-    keys_and_values: Mapping[str, Tensor]
-    record: Mapping[str, object]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    keys_and_values: Mapping[str, Tensor] = field(default_factory=dict)
+    record: Mapping[str, object] | None = None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def static_scales(
+    source: Source, schemes: Mapping[str, Scheme], experts: Collection[str], options: PackOptions
+) -> StaticScales:
+    """The scales of the inputs of static layers and experts: those of `options.input_scales`, those in the checkpoint
+    of a run, or those of a calibration, which gives the scales of experts and of keys and values in any case."""
+    names = [name for name, scheme in schemes.items() if scheme.static]
+    layers = [name for name in names if name not in experts]
+    if not names and options.kv_cache is None:
+        if options.calibration is not None:
+            # nothing of it is stored, but a wrong folder is an error
+            load_calibration(options.calibration, source.origin, source.description)
+        return StaticScales()
+    inputs: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    rule, others = "", names
+    if options.input_scales is not None:
+        inputs, rule, others = _given(options.input_scales, names), "frozen", []
+        weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
+    # Without --scheme a run keeps the scales that it was trained with.
+    elif source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
+        (inputs, weights), rule, others = _histories(source, layers), "history", names[len(layers) :]
+    found = StaticScales()
+    if others or options.kv_cache is not None:
+        found = calibrated_scales(options, source, others)
+    record = dict(found.record or {})
+    if rule:
+        record |= {"rule": rule} | ({"calibration_rule": record["rule"]} if record else {})
+    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, record, weights)
 
 
 def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
@@ -142,44 +169,22 @@ def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str
     return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
 
 
-def given_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
-    """The scales of `options.input_scales`; with `options.kv_cache` those of keys and values from a calibration, and of
-    a run that was trained with the recipe `delayed` the scales of its weights."""
-    given = options.input_scales or {}
-    if missing := [name for name in layers if name not in given]:
+def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
+    if missing := [name for name in layers if name not in scales]:
         raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
-    inputs = {name: given[name].float().reshape(1).cpu() for name in layers}
-    cached = StaticScales({}, {}, {}) if options.kv_cache is None else calibrated_scales(options, source, [])
-    weights = _histories(source, layers)[1] if source.recipe == "delayed" else {}
-    return StaticScales(inputs, cached.keys_and_values, _with_rule(FROZEN, cached), weights)
-
-
-def trained_scales(options: PackOptions, source: Source, layers: Sequence[str], experts: Sequence[str]) -> StaticScales:
-    """The scales in the checkpoint of a run, for those of `layers` that were trained with the recipe `delayed`; from a
-    calibration those of the inputs of `experts`, and with `options.kv_cache` of keys and values. An ArtifactError if
-    the checkpoint has no scales at all, a damaged one, or one of a layer that no step has used."""
-    inputs, weights = _histories(source, layers)
-    if options.kv_cache is None and not experts:
-        return StaticScales(inputs, {}, {"rule": HISTORY}, weights)
-    found = calibrated_scales(options, source, experts)
-    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, _with_rule(HISTORY, found), weights)
-
-
-def _with_rule(rule: str, calibrated: StaticScales) -> dict[str, object]:
-    """The record of scales by `rule`, beside those that a calibration gave by a rule of its own."""
-    others = {"calibration_rule": calibrated.record["rule"]} if calibrated.record else {}
-    return {**calibrated.record, "rule": rule, **others}
+    return {name: scales[name].float().reshape(1).cpu() for name in layers}
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`."""
+    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`. An
+    ArtifactError if it has no scales at all, a damaged one, or one of a layer that no step has used."""
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
     inputs, weights = {}, {}
     for name in layers:
         trained = source.trained_as.get(name, name)
-        scales = {operand: _scale(state, f"{trained}.histories.{operand}", path) for operand in ("x", "w")}
-        if (x := scales["x"]) is not None and (w := scales["w"]) is not None:
+        x, w = (_scale(state, f"{trained}.histories.{operand}", path) for operand in "xw")
+        if x is not None and w is not None:
             inputs[name], weights[name] = x.reshape(1), w.reshape(1, 1)
     if not inputs:
         raise ArtifactError(f"{path} has no scales of {layers[0]}: it is not of a run that was trained with delayed")
@@ -225,13 +230,17 @@ KEPT_WIDE = "transformers quantizes no such layer of this class, it is sensitive
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """The schemes of the packed linear layers of a model, by their names in it, and of packed experts, by their names
-    in the files. `skipped` has the reason for each other layer, and `static` the stored scales, if any are needed."""
+    """The schemes of the packed linear layers of a model, by their names in it, and behind them of packed `experts`, by
+    their names in the files. `skipped` has the reason for each other layer, and `static` the stored scales."""
 
     schemes: Mapping[str, Scheme]
+    experts: Collection[str]
     skipped: Mapping[str, str]
-    static: StaticScales | None
-    experts: Mapping[str, Scheme] = field(default_factory=dict)
+    static: StaticScales
+
+    @cached_property
+    def linears(self) -> list[str]:
+        return [name for name in self.schemes if name not in self.experts]
 
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
@@ -247,27 +256,27 @@ def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
             f"training moved every layer of {source.origin} that could be packed to BF16: pack an earlier step "
             "(--step), or name layers in --layer to pack them all the same"
         )
-    chosen = _schemes([*names, *experts], source, options)
-    schemes, of_experts = ({name: chosen[name] for name in some} for some in (names, experts))
-    check_experts(of_experts, experts, source, options)
+    schemes = _schemes([*names, *experts], source, options)
+    check_experts(schemes, experts, source, options)
     layout = get_layout(options.layout)
-    check_layout(layout, chosen.values(), options.kv_cache is not None)
-    static = _static_scales(source, schemes, of_experts, options)
-    unscaled = [] if static is None else [n for n, each in schemes.items() if each.static and n not in static.inputs]
+    check_layout(layout, schemes.values(), options.kv_cache is not None)
+    static = static_scales(source, schemes, experts, options)
+    unscaled = [name for name, scheme in schemes.items() if scheme.static and name not in static.inputs]
     schemes = {name: scheme for name, scheme in schemes.items() if name not in unscaled}
-    check_groups(linears, schemes)
-    shapes = experts | {name: tuple(source.specs[f"{name}.weight"].shape) for name in schemes}
-    check_shapes(schemes | of_experts, shapes)
-    layout.check_experts(of_experts, shapes)
-    check_degrees(schemes, shapes, source.config, options.tensor_parallel)
     left = linears | dict.fromkeys(unscaled, "training left it in BF16")
-    return ChosenLayers(schemes, {name: reason for name, reason in left.items() if reason}, static, of_experts)
+    chosen = ChosenLayers(schemes, experts.keys(), {name: why for name, why in left.items() if why}, static)
+    check_groups([*linears, *experts], schemes)
+    shapes = {name: tuple(source.specs[f"{name}.weight"].shape) for name in chosen.linears} | experts
+    check_shapes(schemes, shapes)
+    layout.check_experts({name: schemes[name] for name in experts}, shapes)
+    check_degrees({name: schemes[name] for name in chosen.linears}, shapes, source.config, options.tensor_parallel)
+    return chosen
 
 
 def _select(source: Source, options: PackOptions) -> dict[str, str]:
     """The linear layers, each with the reason why it stays in BF16, or "" if it is packed."""
-    files = source.meta_model.experts if options.experts else None
-    others = [] if files is None else [*(name.rpartition(".")[0] for name in files.stacks), *files.experts]
+    files = source.meta_model.experts
+    others = [*(name.rpartition(".")[0] for name in files.stacks), *files.experts] if options.experts else []
     linears = select_linears(source.meta_model.model, (*source.skip, *options.skip), others)
     names = [layer.name for layer in linears]
     left = dict.fromkeys(source.meta_model.kept_wide(names), KEPT_WIDE) | _promoted(source, names, options.layers)
@@ -297,23 +306,6 @@ def _schemes(names: Sequence[str], source: Source, options: PackOptions) -> dict
     }
 
 
-def _static_scales(
-    source: Source, schemes: Mapping[str, Scheme], of_experts: Mapping[str, Scheme], options: PackOptions
-) -> StaticScales | None:
-    layers, experts = ([name for name, scheme in some.items() if scheme.static] for some in (schemes, of_experts))
-    if not layers and not experts and options.kv_cache is None:
-        if options.calibration is not None:
-            # nothing of it is stored, but a wrong folder is an error
-            load_calibration(options.calibration, source.origin, source.description)
-        return None
-    if options.input_scales is not None:
-        return given_scales(options, source, [*layers, *experts])
-    # Without --scheme a run keeps the scales that it was trained with.
-    if source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
-        return trained_scales(options, source, layers, experts)
-    return calibrated_scales(options, source, [*layers, *experts])
-
-
 # ---- The experts of a mixture that are packed.
 
 
@@ -323,7 +315,7 @@ def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int,
     files = source.meta_model.experts
     if not options.experts:
         return {}
-    if files is None:
+    if not files.stacks:
         raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
     stacked = {name: source.specs[name].meta() for name in files.stacks}
@@ -337,12 +329,10 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def check_experts(
-    schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]], source: Source, options: PackOptions
-) -> None:
-    """Raise a ValueError for a scheme that experts cannot have, or matrices of one GEMM with different schemes.
-    `schemes` and `shapes` (of `choose_experts`) have the names in the files."""
-    for name, scheme in schemes.items():
+def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source: Source, options: PackOptions) -> None:
+    """Raise a ValueError for a scheme that `experts` cannot have, or a stack of which parts have different schemes."""
+    for name in experts:
+        scheme = schemes[name]
         if scheme.static and (options.calibration is None or options.input_scales is not None):
             raise ValueError(
                 f"{name}: the scheme {scheme.name} stores scales of inputs, and those of experts come from a "
@@ -351,17 +341,15 @@ def check_experts(
             )
         if scheme.integers:
             raise ValueError(f"{name}: experts are packed in FP8, not int8 (--layer '*.experts.*=channel')")
-    stacks = source.meta_model.experts.parts_of_stacks if source.meta_model.experts and schemes else {}
-    for stack, parts in stacks.items():
-        names = [part.removesuffix(".weight") for part in reversed(parts)]
-        chosen = {schemes[name].name if name in schemes else "BF16": name for name in names}  # the first of each scheme
+    for stack, names in source.meta_model.experts.stacks.items() if options.experts else ():
+        of = {name: schemes[name].name if name in schemes else "BF16" for name in names}
+        chosen = {of[name]: name for name in reversed(names)}  # the first of each scheme
         if len(chosen) > 1:
             raise ValueError(
                 f"the matrices of {stack}, which readers stack, need one scheme, they have "
                 f"{', '.join(f'{name} {scheme}' for scheme, name in chosen.items())}: name all of them in --skip or "
                 "--layer"
             )
-    check_groups(shapes, schemes)
 
 
 # ---- Layers whose sizes a scheme cannot have: one message names all of them, with the options that pack the model.
@@ -436,7 +424,8 @@ def check_degrees(
         if degree < 1:
             raise ValueError(f"a model is split over 1 device or more, not {degree}")
         heads = config.get("num_attention_heads")
-        kept = _key_heads(config)
+        stated = config.get("num_key_value_heads", heads)
+        kept = stated if isinstance(stated, int) else None
         if isinstance(heads, int) and heads % degree:
             raise ValueError(f"{heads} heads of attention do not divide over {degree} devices: {_others(heads)}")
         if kept is not None and kept % degree and degree % kept:
@@ -445,11 +434,6 @@ def check_degrees(
             )
         found = {name: _misfit(name, scheme, sizes[name], degree, kept) for name, scheme in schemes.items()}
         check_reasons({name: reason for name, reason in found.items() if reason}, schemes, ", take a smaller degree")
-
-
-def _key_heads(config: Mapping[str, Any]) -> int | None:
-    kept = config.get("num_key_value_heads", config.get("num_attention_heads"))
-    return kept if isinstance(kept, int) else None
 
 
 def _others(count: int) -> str:

@@ -1,16 +1,7 @@
 """From a model to a packed folder, one tensor at a time.
 
 The weights of the chosen linear layers are cast by their schemes (`octavo.checkpoint.scheme`). All other tensors
-are stored in BF16. The way of a model through the files:
-
-    open_source     hf/source.py               config.json, the modules on the meta device, the shapes of tensors
-    choose_layers   packing/options.py         the scheme of each linear layer, or the reason why it stays in BF16
-    PackJob         packing/packer.py          the config.json of the packed folder
-    write_model     hf/source.py               takes each tensor through
-      Source.get      hf/source.py               which reads it,
-      PackJob.change  packing/packer.py          which casts it, and
-      write_shards    checkpoint/files.py        which writes it
-    PackReport      packing/packer.py          the sizes, and the layers in BF16
+are stored in BF16.
 """
 
 import math
@@ -29,6 +20,7 @@ from octavo.checkpoint.files import Spec
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
 from octavo.checkpoint.layouts.layout import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme
+from octavo.hf.inputs import names_language_model
 from octavo.hf.layer_map import groups
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
 from octavo.nn.conversion_report import Leftover, find_coverage
@@ -41,32 +33,18 @@ from octavo.util import Progress, no_progress
 
 @dataclass(frozen=True)
 class PackReport(WrittenModel):
-    """The packed folder that `pack` wrote.
+    """The packed folder that `pack` wrote."""
 
-    Attributes:
-        packed: the scheme of each packed layer.
-        skipped: why each other linear layer stays in BF16.
-        bf16_bytes: the size of the packed layers' weights in BF16.
-        packed_bytes: the size of these weights and their scales in the files.
-        gains: the dB of SQNR that each weight gained by the rule mse.
-        ratios: layers that readers fuse ("q, k, v") and that keep their own scales -> the largest scale over the
-            smallest.
-        cached: the number of attention layers whose keys and values have scales.
-        lacks_tokenizer: whether the model takes text and the folder holds no tokenizer.
-        unpacked_expert_bytes: the size of the experts of a mixture that stay in BF16.
-        not_linear: the matrices that stay in BF16 because no linear layer holds them, such as stacks of experts.
-    """
-
-    packed: Mapping[str, str]
-    skipped: Mapping[str, str]
-    bf16_bytes: int
-    packed_bytes: int
-    gains: Mapping[str, float]
-    ratios: Mapping[str, float]
-    cached: int
-    lacks_tokenizer: bool
-    unpacked_expert_bytes: int
-    not_linear: Sequence[Leftover]
+    packed: Mapping[str, str]  # the scheme of each packed layer
+    skipped: Mapping[str, str]  # why each other linear layer stays in BF16
+    bf16_bytes: int  # of the packed layers' weights in BF16
+    packed_bytes: int  # of these weights and their scales in the files
+    gains: Mapping[str, float]  # the dB of SQNR that each weight gained by the rule mse
+    ratios: Mapping[str, float]  # fused layers ("q, k, v") with scales of their own -> the largest over the smallest
+    cached: int  # the number of attention layers whose keys and values have scales
+    lacks_tokenizer: bool  # the model takes text, and the folder holds no tokenizer
+    unpacked_expert_bytes: int  # of the experts of a mixture that stay in BF16
+    not_linear: Sequence[Leftover]  # the matrices in BF16 that no linear layer holds, such as stacks of experts
 
     @property
     def ratio(self) -> float:
@@ -120,20 +98,17 @@ def pack_source(
     written = write_model(source, out, job.change, config, record, progress, "packing", job.kv_scales, card)
     return PackReport(
         **vars(written),
-        packed={name: scheme.name for name, scheme in {**layers.schemes, **layers.experts}.items()},
+        packed={name: scheme.name for name, scheme in layers.schemes.items()},
         skipped=layers.skipped,
-        bf16_bytes=job.bf16_bytes,
+        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel for n in layers.linears) + job.expert_bytes(packed=True),
         packed_bytes=job.packed_bytes(written.specs),
         gains=job.weights.gains,
         ratios=job.weights.ratios,
         cached=len(job.kv_scales) // 2,
         lacks_tokenizer=source.meta_model.takes_text and not has_tokenizer(out),
-        unpacked_expert_bytes=job.unpacked_expert_bytes,
+        unpacked_expert_bytes=job.expert_bytes(packed=False),
         not_linear=job.not_linear,
     )
-
-
-# ---- The packing of one model: from its tensors to those of the packed folder.
 
 
 class PackJob:
@@ -141,71 +116,52 @@ class PackJob:
     of the files."""
 
     def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
-        self.source, self.schemes, self.static = source, layers.schemes, layers.static
-        self.experts = layers.experts
-        in_files = {source.meta_model.file_name(name): scheme for name, scheme in self.schemes.items()}
-        keys_and_values = {} if self.static is None else self.static.keys_and_values
-        self.packing = Packing(get_layout(options.layout), in_files | dict(self.experts), bool(keys_and_values))
+        self.source, self.layers = source, layers
+        in_files = {source.meta_model.file_name(name): scheme for name, scheme in layers.schemes.items()}
+        keys_and_values = layers.static.keys_and_values
+        self.packing = Packing(get_layout(options.layout), in_files, bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
-        trained = {} if self.static is None else self.static.weights
-        self.weights = WeightScales(source, {**self.schemes, **self.experts}, options, trained)
+        self.weights = WeightScales(source, layers, options)
 
     @cached_property
     def not_linear(self) -> list[Leftover]:
         """The matrices that stay in BF16 because no linear layer holds them."""
-        files = self.source.meta_model.experts
-        stacks = {} if files is None else files.parts_of_stacks
-        packed = [name for name, parts in stacks.items() if all(_layer(part) in self.experts for part in parts)]
-        left = find_coverage(self.source.meta_model.model, [*self.schemes, *packed]).left
+        stacks = self.source.meta_model.experts.stacks.items()
+        packed = [name for name, parts in stacks if all(part in self.layers.schemes for part in parts)]
+        left = find_coverage(self.source.meta_model.model, [*self.layers.linears, *packed]).left
         return [entry for entry in left if entry.kind != "linear layer"]
 
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the files that hold the model's tensor `name`, see `octavo.hf.source.Change`."""
         module, _, leaf = name.rpartition(".")
-        in_files = self.source.meta_model.split_experts
-        if leaf == "weight" and module in self.schemes:
-            return self.packing.to_files(in_files(self._packed(module, self.schemes[module], tensor)))
+        in_files = self.source.meta_model.experts.split
+        if leaf == "weight" and module in self.layers.schemes:
+            return self.packing.to_files(in_files(self._packed(module, tensor)))
         stored: dict[str, Tensor] = {}
-        rounded = in_files({name: tensor.to(self.source.meta_model.dtypes[name])})
-        for part, t in rounded.items():
-            expert = _layer(part)
-            packed = expert in self.experts
-            stored |= self._packed(expert, self.experts[expert], t.contiguous()) if packed else {part: t}
+        for part, t in in_files({name: tensor.to(self.source.meta_model.dtypes[name])}).items():
+            expert = part.removesuffix(".weight")
+            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t}
         return self.packing.to_files(stored)
 
-    def _packed(self, module: str, scheme: Scheme, w: Tensor) -> dict[str, Tensor]:
-        """The bytes and the scales in place of a weight."""
-        q = self.weights.quantize(module, w)
-        stored = {f"{module}.weight": q.data, f"{module}.{SCALE_NAME}": scheme.stored_scale(q)}
-        if self.static is not None and scheme.static:
-            stored[f"{module}.{INPUT_SCALE_NAME}"] = self.static.inputs[module].to(w.device)
+    def _packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
+        """The bytes and the scales in place of the weight of a layer or an expert."""
+        scheme, q = self.layers.schemes[layer], self.weights.quantize(layer, w)
+        stored = {f"{layer}.weight": q.data, f"{layer}.{SCALE_NAME}": scheme.stored_scale(q)}
+        if scheme.static:
+            stored[f"{layer}.{INPUT_SCALE_NAME}"] = self.layers.static.inputs[layer].to(w.device)
         return stored
 
-    @property
-    def bf16_bytes(self) -> int:
-        """The bytes of the packed weights in BF16."""
-        linears = 2 * sum(self.source.specs[f"{name}.weight"].numel for name in self.schemes)
-        return linears + self._expert_bytes(packed=True)
-
-    @property
-    def unpacked_expert_bytes(self) -> int:
-        """The bytes of the experts that stay in BF16."""
-        return self._expert_bytes(packed=False)
-
-    def _expert_bytes(self, *, packed: bool) -> int:
+    def expert_bytes(self, *, packed: bool) -> int:
         """The bytes in BF16 of the experts that are packed, or of those that are not."""
-        files, size = self.source.meta_model.experts, 0
-        for stack, parts in ({} if files is None else files.parts_of_stacks).items():
-            count = sum((_layer(part) in self.experts) == packed for part in parts)
+        size = 0
+        for stack, parts in self.source.meta_model.experts.stacks.items():
+            count = sum((part in self.layers.schemes) == packed for part in parts)
             size += 2 * self.source.specs[stack].numel // len(parts) * count  # the parts of a stack are of one size
         return size
 
     def config(self) -> dict[str, Any]:
-        meta_model = self.source.meta_model
-        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
-        linears = meta_model.linears()
-        if meta_model.experts is not None:
-            linears += meta_model.experts.unpacked(self.packing.layout, self.experts)
+        meta_model, config = self.source.meta_model, dict(self.source.config)
+        linears = meta_model.linears() + meta_model.experts.unpacked(self.packing.layout, self.layers.experts)
         config["dtype"] = str(UNQUANTIZED_DTYPE).removeprefix("torch.")
         config["quantization_config"] = quantization_config(self.packing, linears, self.source.description)
         if self.packing.kv_cache and "num_attention_heads" in config:  # compressed-tensors needs it, OPT lacks it
@@ -219,7 +175,7 @@ class PackJob:
                 "weight": self.weights.cast(scheme).to_dict(),
                 "input": scheme.inputs and scheme.inputs.to_dict(),
             }
-            for scheme in (*self.schemes.values(), *self.experts.values())
+            for scheme in self.layers.schemes.values()
         }
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
         return {
@@ -227,7 +183,7 @@ class PackJob:
             "schemes": schemes,
             "layers": {name: scheme.name for name, scheme in self.packing.schemes.items()},
             "weight_scales": self.weights.record(),
-            "calibration": None if self.static is None else self.static.record,
+            "calibration": self.layers.static.record,
             **left,
             **remarks,
         }
@@ -237,11 +193,6 @@ class PackJob:
         packed = {f"{name}.weight" for name in self.packing.schemes}
         packed |= {self.packing.layout.rename(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
         return sum(specs[name].nbytes for name in packed)
-
-
-def _layer(weight: str) -> str:
-    """The name of the layer whose weight is called `weight`."""
-    return weight.removesuffix(".weight")
 
 
 # ---- The scales of the weights of packed layers.
@@ -255,24 +206,17 @@ def _layer(weight: str) -> str:
 # change its bytes, unless the option `share` is set.
 
 
-# Recipes that train with one scale for a weight, which packing keeps.
-_OWN_SCALES = ("tensorwise", "delayed")
+_OWN_SCALES = ("tensorwise", "delayed")  # recipes that train with one scale for a weight, which packing keeps
 
 
 class WeightScales:
-    """Casts the weights of a source, one at a time.
+    """Casts the weights of a source, one at a time. `gains` is the dB of SQNR that each weight gained over the rule
+    amax, if the rule is mse."""
 
-    `schemes` has the layers to pack by their names in the model, and experts by their names in the files. `own` has the
-    scales, float32 [1, 1], that weights had in training. `gains` is the dB of SQNR that each weight gained over the
-    rule amax, if the rule is mse.
-    """
-
-    def __init__(
-        self, source: Source, schemes: Mapping[str, Scheme], options: PackOptions, own: Mapping[str, Tensor]
-    ) -> None:
-        self.source, self.schemes, self.options = source, schemes, options
+    def __init__(self, source: Source, layers: ChosenLayers, options: PackOptions) -> None:
+        self.source, self.schemes, self.options = source, layers.schemes, options
         keeps = source.recipe in _OWN_SCALES and options.weights == "amax" and not options.pow2
-        self.own = own if keeps else {}
+        self.own = layers.static.weights if keeps else {}
         self._shares = not keeps if options.share is None else options.share
         self.gains: dict[str, float] = {}
         self._used: dict[str, float] = {}
@@ -286,7 +230,14 @@ class WeightScales:
         cast = self.cast(self.schemes[module])
         if w.is_meta:
             return quantize(w, cast)
-        q = self._quantize(module, w, cast)
+        if (scale := self._shared.get(module, self.own.get(module))) is not None:
+            q = quantize_scaled(w, scale, cast)[0]
+        else:
+            q = quantize(w, cast)
+            if self.options.weights == "mse":
+                searched = search_scale(w, q.scale.float(), cast)
+                self._note([module], searched)
+                q = replace(cast_by(w, searched.scale, cast), scale=searched.scale.to(q.scale.dtype))
         if cast.granularity == TENSOR:
             self._used[module] = float(q.scale)
         return q
@@ -311,18 +262,6 @@ class WeightScales:
         if not self._shares:
             return {}
         return {name: scale for group in self._groups() for scale in [self._one_scale(group)] for name in group}
-
-    def _quantize(self, module: str, w: Tensor, cast: Cast) -> QTensor:
-        scale = self._shared.get(module, self.own.get(module))
-        if scale is not None:
-            return quantize_scaled(w, scale, cast)[0]
-        q = quantize(w, cast)
-        if self.options.weights == "amax":
-            return q
-        searched = search_scale(w, q.scale.float(), cast)
-        self._note([module], searched)
-        exact = cast_by(w, searched.scale, cast)
-        return replace(exact, scale=searched.scale.to(q.scale.dtype))
 
     def _groups(self) -> list[tuple[str, ...]]:
         """The layers that readers fuse, if their scales are of whole tensors."""
@@ -359,7 +298,7 @@ _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 
 
 def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[str, Any], original: str) -> str:
-    """The text of README.md of the folder `name`, packed from the model called `source`. `config` and `record` are its
+    """README.md of the folder `name`, which was packed from the model called `source`. `config` and `record` are its
     config.json and octavo.json; `original` is the card of the source, or ""."""
     counts = Counter(record["layers"].values())
     schemes = ", ".join(f"{count} by `{scheme}`" for scheme, count in counts.items())
@@ -380,7 +319,7 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
 
 def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) -> list[str]:
     """The ways to open the folder."""
-    writes = architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    writes = names_language_model(architecture)
     shell = [f'octavo generate {name} --prompt "Once"'] if writes else []
     if writes and not any(scheme.startswith("group") for scheme in schemes):  # float32 groups are not for vLLM
         shell.insert(0, f"vllm serve {name}")

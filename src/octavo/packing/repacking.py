@@ -51,17 +51,11 @@ from octavo.version import __version__
 
 @dataclass(frozen=True)
 class Repacked:
-    """A folder that was made from a packed one.
-
-    Attributes:
-        folder: the new folder.
-        sqnr: of each packed layer in dB; infinite if its weight did not change.
-        unused: scales that no layer reads and that were left out.
-    """
+    """A folder that was made from a packed one."""
 
     folder: Path
-    sqnr: Mapping[str, float] = field(default_factory=dict)
-    unused: Sequence[str] = ()
+    sqnr: Mapping[str, float] = field(default_factory=dict)  # of each layer in dB; infinite if its weight is the same
+    unused: Sequence[str] = ()  # scales that no layer reads and that were left out
 
     @property
     def lossless(self) -> bool:
@@ -84,8 +78,7 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
     }
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in packed.others:
-            yield name, packed.other(name)
+        yield from ((name, packed.other(name)) for name in packed.others)
         for done, name in enumerate(packed.packing.schemes, start=1):
             yield f"{name}.weight", packed.weight(name).dequantize(UNQUANTIZED_DTYPE)
             progress(done, len(packed.packing.schemes), "unpacking")
@@ -118,11 +111,8 @@ def convert_layout(
         progress: called after each layer (`octavo.util`).
 
     Raises:
-        FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: `folder` is no packed folder, or damaged.
         ValueError: an unknown layout or scheme, a layout that does not hold the scheme, or sizes that the scheme cannot
-            have.
-        WriteError: the disk refused.
+            have; and the errors of `unpack`.
     """
     folder, out = Path(folder), Path(out)
     packed = _open(folder)
@@ -130,8 +120,7 @@ def convert_layout(
     sqnr: dict[str, float] = {}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in packed.others:
-            yield name, packed.other(name)
+        yield from ((name, packed.other(name)) for name in packed.others)
         yield from packed.kv_tensors(packing).items()
         for done, (name, new) in enumerate(packing.schemes.items(), start=1):
             data, scale, sqnr[name] = _cast_again(packed, name, new)
@@ -147,7 +136,8 @@ def convert_layout(
         packed.describe(partial, packing)
         metadata = {"format": "pt", "octavo_version": __version__, "octavo_source": folder.name}
         checksums = write_shards(partial, packed.specs_as(packing), tensors(), metadata)
-        made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": _finite(sqnr)}
+        finite = {name: None if math.isinf(db) else db for name, db in sqnr.items()}  # JSON has no infinity
+        made = {"octavo_version": __version__, "source": folder.name, "layout": layout, "sqnr_db": finite}
         record = {**made, **_still_true(packed, packing, sqnr, input_scales is None), "checksums": checksums}
         (partial / "octavo.json").write_text(json.dumps(record, indent=2) + "\n")
         layers = {name: each.name for name, each in packing.schemes.items()}
@@ -162,11 +152,6 @@ def _open(folder: Path) -> PackedTensors:
     if suspects := packed.suspects():
         warnings.warn(f"{folder}: {reciprocal_warning(suspects, len(packed.packing.schemes))}", stacklevel=3)
     return packed
-
-
-def _finite(sqnr: Mapping[str, float]) -> dict[str, float | None]:
-    """The SQNR for JSON, which has no infinity: None if nothing was lost."""
-    return {name: None if math.isinf(db) else db for name, db in sqnr.items()}
 
 
 def _still_true(
@@ -268,13 +253,15 @@ def pack_frozen(
     _check_options(opened, options)
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     model = opened.fill_bf16(place).eval()
-    layers = {
-        each.name: each.module for each in select_linears(model, (*opened.skip, *options.skip)) if not each.reason
-    }
+    selected = select_linears(model, (*opened.skip, *options.skip))
+    layers = {each.name: each.module for each in selected if not each.reason}
     scales = _warm_up(model, layers, chosen, prompts, place, progress)
     del model
-    options = replace(options, input_scales=scales)
-    return pack_source(opened, out, options, progress, {"warm_up": _record(chosen, prompts)})
+    record = {
+        "prompts": len(chosen.ids), "tokens": chosen.tokens, "context": chosen.context, "seed": prompts.seed,
+        "fingerprint": chosen.fingerprint, "read": chosen.report.to_dict(),
+    }  # fmt: skip
+    return pack_source(opened, out, replace(options, input_scales=scales), progress, {"warm_up": record})
 
 
 def _check_options(source: Source, options: PackOptions) -> None:
@@ -342,11 +329,3 @@ def _warm_up(
 
     seen = observe_inputs(measured_part(model, predicts_tokens(model)), layers, moved())
     return {name: scale_from_amax(amax, STATIC_INPUTS.fmt).reshape(1).cpu() for name, amax in seen.items()}
-
-
-def _record(chosen: Prompts, prompts: PromptOptions) -> dict[str, object]:
-    """The entry "warm_up" of octavo.json."""
-    return {
-        "prompts": len(chosen.ids), "tokens": chosen.tokens, "context": chosen.context, "seed": prompts.seed,
-        "fingerprint": chosen.fingerprint, "read": chosen.report.to_dict(),
-    }  # fmt: skip

@@ -29,9 +29,9 @@ from torch import Tensor
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.checkpoint.files import ArtifactError, is_finite
 from octavo.checkpoint.folder import check_absent
-from octavo.hf.layer_map import Map, Pair, check_rotation, read_map
+from octavo.hf.layer_map import Map, Pair, read_map
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
-from octavo.numerics import hadamard
+from octavo.numerics.scaling import block_size, hadamard
 from octavo.util import Progress, no_progress
 
 # ---- The changes of one weight by folding, exact but for one rounding at the end.
@@ -62,7 +62,7 @@ def rotated(size: int, signs: Tensor | None = None) -> Step:
     Sylvester's matrix of order a * b is the Kronecker product of those of a and b. So a run viewed as X [a, b] becomes
     H_a X H_b: two small GEMMs, ten times faster than a pass over the weight for each doubling.
     """
-    order = block_of(size)
+    order = block_size(size)
     a = 2 ** (order.bit_length() // 2)
     left, right = (hadamard(torch.eye(n, dtype=torch.float64)) for n in (a, order // a))
 
@@ -73,11 +73,6 @@ def rotated(size: int, signs: Tensor | None = None) -> Step:
         return (left.to(x.dtype) @ turned.view(-1, a, order // a)).view(x.shape)
 
     return step
-
-
-def block_of(size: int) -> int:
-    """The order of the Hadamard blocks for `size`: the largest power of two that divides it."""
-    return size & -size
 
 
 def random_signs(n: int, seed: int) -> Tensor:
@@ -133,19 +128,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True)
 class FoldReport(WrittenModel):
-    """The model that `fold` wrote.
+    """The model that `fold` wrote."""
 
-    Attributes:
-        smoothed: the smallest and the largest factor of each pair, by the module that writes the tensor.
-        rotated: the orders of the Hadamard blocks of the residual stream and of the values' heads, or None.
-        untied: whether the head, which shared the embedding's weight, has its own now.
-        changed: the number of tensors that changed.
-    """
-
-    smoothed: Mapping[str, tuple[float, float]]
-    rotated: tuple[int, int] | None
-    untied: bool
-    changed: int
+    smoothed: Mapping[str, tuple[float, float]]  # the smallest and the largest factor of a pair, by its writer
+    rotated: tuple[int, int] | None  # the orders of the Hadamard blocks of the residual stream and of values' heads
+    untied: bool  # the head, which shared the embedding's weight, has its own now
+    changed: int  # the number of tensors that changed
 
 
 def fold(
@@ -164,23 +152,15 @@ def fold(
 
     Args:
         model: a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3; to smooth also OPT and BERT-like encoders), or a run
-            of `octavo train` of a Llama.
+            of `octavo train` of a Llama, of which `step` counts, or the newest checkpoint.
         out: the Hugging Face folder to make. It appears whole or not at all.
         smooth: the folder that `octavo calibrate` wrote for this model: move outliers of activations to weights.
         alpha: how much of the outliers moves, 0 (none) to 1 (all).
-        rotate: rotate the residual stream and the values. Then only `down_proj`'s input is smoothed.
-        seed: of the rotation's signs.
+        rotate: rotate the residual stream and the values, with signs by `seed`. Then only `down_proj`'s input is
+            smoothed.
         dtype: of the new weights: bfloat16 or float32.
-        step: the checkpoint of a run. None takes the newest.
-        progress: called after each tensor (`octavo.util`).
 
-    Raises:
-        FileExistsError: `out` exists.
-        FileNotFoundError, ArtifactError: the model is not whole, holds inf or NaN, or has an architecture that cannot
-            be folded.
-        ValueError: neither `smooth` nor `rotate` is given, a setting is out of range, or the calibration is of another
-            model.
-        WriteError: the disk refused.
+    Raises the errors of `octavo.packing.pack`, and an ArtifactError if the architecture cannot be folded.
     """
     model, out = Path(model), Path(out)
     check_absent(out)
@@ -212,8 +192,6 @@ class FoldJob:
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
         self.rotated: tuple[int, int] | None = None
-
-    # --- Smoothing ---------------------------------------------------------------------------------------------------
 
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
@@ -255,13 +233,9 @@ class FoldJob:
             if name in self.source.specs:
                 self.changes[name].outputs.append(step)
 
-    # --- Rotation ----------------------------------------------------------------------------------------------------
-
     def rotate(self, seed: int) -> None:
         """Absorb the weights of norms, and rotate the residual stream and the values."""
         places = self.places
-        check_rotation(places, self.source.description / "config.json")
-        blocks = block_of(places.width), block_of(places.head_dim)
         turn = rotated(places.width, random_signs(places.width, seed))
         turn_head = rotated(places.head_dim)
         for norm, readers in places.norms.items():
@@ -275,16 +249,14 @@ class FoldJob:
         for values, output in places.heads:
             self._on_outputs(values, turn_head)
             self.changes[f"{output}.weight"].inputs.append(turn_head)
-        self.rotated = blocks
-        self.record_of["rotate"] = {"seed": seed, "stream_block": blocks[0], "head_block": blocks[1]}
+        stream, head = self.rotated = block_size(places.width), block_size(places.head_dim)
+        self.record_of["rotate"] = {"seed": seed, "stream_block": stream, "head_block": head}
 
     @property
     def untied(self) -> bool:
         """True if the head, which shared the embedding's weight, gets its own."""
         head = f"{self.places.head}.weight"
         return head in self.changes and head not in self.source.specs
-
-    # --- What is written ---------------------------------------------------------------------------------------------
 
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the new files that hold the tensor `name`, see `octavo.hf.source.Change`."""
@@ -302,5 +274,4 @@ class FoldJob:
         return changed
 
     def config(self, dtype: str) -> dict[str, Any]:
-        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}  # dtype's older name
-        return config | {"dtype": dtype} | ({"tie_word_embeddings": False} if self.untied else {})
+        return {**self.source.config, "dtype": dtype, **({"tie_word_embeddings": False} if self.untied else {})}

@@ -57,7 +57,7 @@ class StreamedModel:
         experts = {
             name: m for name, m in known.items() if all(f"{part}.weight" in stored for each in m for part in each)
         }
-        if meta_model.experts is not None:
+        if meta_model.experts.stacks:
             get, stored = meta_model.experts.by_model_names(get, stored)
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
@@ -88,9 +88,9 @@ class StreamedModel:
 def required_by(meta_model: MetaModel) -> Required:
     """The tensors that the files of a model must hold."""
     model = meta_model.model
-    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.split_experts(model.state_dict()).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.experts.split(model.state_dict()).items()}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    linears += [] if meta_model.experts is None else meta_model.experts.experts
+    linears += meta_model.experts.experts
     return Required(shapes, linears, _tied_names(model))
 
 
@@ -138,7 +138,7 @@ class BaselineModel:
         self.folder = self._source.description
         self.meta_model = self._source.meta_model
         self.logits = predicts_tokens(self.meta_model.model)
-        metas = self.meta_model.split_experts(model_tensors(self.meta_model.model))
+        metas = self.meta_model.experts.split(model_tensors(self.meta_model.model))
         self.shapes = {name: tuple(t.shape) for name, t in metas.items()}
         self._dtypes = {name: t.dtype for name, t in metas.items()}
         self.folded = self._source.folded().get("folded")
@@ -154,8 +154,8 @@ class BaselineModel:
 
     def get_as_packed(self, name: str) -> Tensor:
         """Read a tensor, in the dtype from which packing casts it: that of its file, and of experts BF16."""
-        experts = self.meta_model.experts
-        return self.get_served(name) if experts and name.removesuffix(".weight") in experts.experts else self.get(name)
+        experts = self.meta_model.experts.experts
+        return self.get_served(name) if name.removesuffix(".weight") in experts else self.get(name)
 
     def get_served(self, name: str) -> Tensor:
         """Read a tensor, in the dtype in which the model is served: BF16 for all weights of linear layers."""

@@ -223,7 +223,7 @@ class Verification:
             causal=is_language_model(meta_model.model),
             logits=predicts_tokens(meta_model.model),
             cache=bool(self.kv_scales),
-            mixture=meta_model.experts is not None,
+            mixture=bool(meta_model.experts.stacks),
             inputs=given,
             reference=run(round_input),
             emulated=run(round_input_by_compressed_tensors),
@@ -251,7 +251,7 @@ class Verification:
     def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
         """The reference. Keys and values are rounded unless inputs are left as they are."""
         meta_model, stored = self._meta_model(), self.files.shapes
-        experts = [] if meta_model.experts is None else meta_model.experts.experts
+        experts = meta_model.experts.experts
         unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
         rounds_cache = self.kv_scales and rounding is not leave_input
