@@ -1,7 +1,5 @@
 """Attention over a cache of stored keys and values, and the functions that store them.
 
-Attention over a cache of keys and values in plain PyTorch. The kernels must equal it, and a CPU runs it.
-
 The queries belong to the last T of the `length` tokens in the cache. Query t has the position p = length - T + t and
 sees the keys first[b] <= j <= p:
 
@@ -21,140 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3, LARGEST, ROUNDS_TO_LARGEST, cast, widen
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import Cache, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
-
-# ---- the reference
-
-
-def append_kv_reference(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
-    """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
-    new = k.shape[2]
-    at = length - new + torch.arange(new, device=k.device)
-    for i, (x, data, scale) in enumerate(((k, keys, k_scale), (v, values, v_scale))):
-        stored, lost = to_stored(x, scale, data.dtype)
-        _bytes(data).index_copy_(2, at, _bytes(stored))
-        clipped[i] += lost
-
-
-def _bytes(data: Tensor) -> Tensor:
-    """Eight-bit floats as integers: `index_copy_` does not take the floats."""
-    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
-
-
-def cached_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
-    (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
-    if used > keys.shape[2]:
-        return torch.full_like(q, torch.nan)
-    wide_k, wide_v = from_stored(keys[:, :, :used]), from_stored(values[:, :, :used])
-    seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
-    rows = q.float().view(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
-    with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
-        s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
-        s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
-        p = torch.where(seen.any(3, keepdim=True), s.softmax(3), 0.0)
-        y = p.view(batch, kv_heads, -1, used) @ wide_v
-    if v_scale is not None:
-        y = y * v_scale.view(-1, 1, 1)
-    y = y.view_as(q).to(q.dtype)
-    return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
-
-
-@wraps(cached_attention_reference)
-def _without_the_kernel(q: Tensor, *rest: Any) -> Tensor:
-    return (cached_attention_reference if q.device.type == "cpu" else widened_attention)(q.contiguous(), *rest)
-
-
-def widened_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """The same with PyTorch's attention, for more queries than the kernel takes: keys and values are widened first.
-
-    During the call they are repeated for each head of queries. Given a mask and fewer heads of keys than of queries,
-    PyTorch would instead store every product of a query and a key.
-    """
-    shared = q.shape[1] // keys.shape[1]
-    k, v = (widened(data, s, q.dtype).repeat_interleave(shared, 1) for data, s in ((keys, k_scale), (values, v_scale)))
-    seen = _visible(q.shape[2], keys.shape[2], length, first)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    y = torch.where(seen.any(3, keepdim=True), y, 0.0)
-    bad = length > keys.shape[2]
-    if first is not None:
-        bad = bad | (first < 0).view(-1, 1, 1, 1)
-    return y.masked_fill(bad, torch.nan)
-
-
-def _visible(new: int, keys: int, length: Tensor, first: Tensor | None) -> Tensor:
-    """The mask of the last `new` queries over `keys` keys: boolean [B, 1, T, S] or [1, 1, T, S], True if seen."""
-    j = torch.arange(keys, device=length.device)
-    position = length - new + torch.arange(new, device=length.device)
-    seen = (j <= position.unsqueeze(1)).view(1, 1, new, keys)
-    return seen if first is None else seen & (j >= first.view(-1, 1, 1, 1))
-
-
-# ---- The numbers that a cache of keys and values stores, and their conversion from and to float32.
-#
-# A stored number is x * (1 / scale), rounded to nearest even and saturated. INT8 is symmetric, -127 to 127.
-
-
-def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert x [B, G, T, D] to the dtype of a cache.
-
-    NaN stays NaN in E4M3. INT8 has no NaN: it becomes 0.
-
-    Args:
-        scale: [G], one for each head of keys; None for a dtype without scales.
-
-    Returns:
-        The stored numbers, and how many of them saturated or were NaN (int64, no dimension).
-    """
-    if scale is None:
-        return x.to(dtype), torch.zeros((), dtype=torch.int64, device=x.device)
-    y = x.float() * (1 / scale).view(-1, 1, 1)
-    lost = (~(y.abs() <= ROUNDS_TO_LARGEST[dtype])).sum()
-    if dtype == torch.int8:
-        return y.nan_to_num(0, torch.inf, -torch.inf).clamp(-LARGEST[dtype], LARGEST[dtype]).round().to(dtype), lost
-    return cast(y, E4M3), lost
-
-
-def from_stored(data: Tensor) -> Tensor:
-    """The stored numbers as float32, not yet multiplied by their scale."""
-    return widen(data) if data.dtype == torch.float8_e4m3fn else data.float()
-
-
-def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Stored keys or values [B, G, S, D], multiplied by their scale [G], as numbers of `dtype`."""
-    return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)
-
-
-# ---- the operation
-
 
 STORED = (torch.bfloat16, torch.float16, torch.float32, *LARGEST)
 MAX_ROWS = 32  # queries of one head of keys that a program of the kernel holds
@@ -190,13 +56,9 @@ def cached_attention(
 
     Returns:
         [B, H, T, D] in q's dtype. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
-
-    Raises:
-        ValueError: for another shape or dtype.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result: Tensor = _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
-    return result
+    return _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
 
 
 def append_kv(
@@ -218,15 +80,110 @@ def append_kv(
         length: int64, no dimension: the number of tokens in the cache after this call. If it exceeds S, a GPU drops
             the tokens that do not fit (and `cached_attention` returns NaN); a CPU raises IndexError.
         clipped: int64 [2], for keys and values: the count of numbers that saturated or were NaN is added to it.
-
-    Raises:
-        ValueError: for another shape or dtype.
     """
     _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
 
 
-def check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor) -> None:
+# ---- The references, and the numbers that a cache stores.
+
+
+def append_kv_reference(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
+    """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
+    keys, values, k_scale, v_scale, length = cache
+    new = k.shape[2]
+    at = length - new + torch.arange(new, device=k.device)
+    for i, (x, data, scale) in enumerate(((k, keys, k_scale), (v, values, v_scale))):
+        stored, lost = to_stored(x, scale, data.dtype)
+        _bytes(data).index_copy_(2, at, _bytes(stored))
+        clipped[i] += lost
+
+
+def _bytes(data: Tensor) -> Tensor:
+    """Eight-bit floats as integers: `index_copy_` does not take the floats."""
+    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
+
+
+def cached_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
+    """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
+    keys, values, k_scale, v_scale, length = cache
+    (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
+    if used > keys.shape[2]:
+        return torch.full_like(q, torch.nan)
+    wide_k, wide_v = from_stored(keys[:, :, :used]), from_stored(values[:, :, :used])
+    seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
+    rows = q.float().view(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
+    with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
+        s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
+        s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
+        p = torch.where(seen.any(3, keepdim=True), s.softmax(3), 0.0)
+        y = p.view(batch, kv_heads, -1, used) @ wide_v
+    if v_scale is not None:
+        y = y * v_scale.view(-1, 1, 1)
+    y = y.view_as(q).to(q.dtype)
+    return y if first is None else y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
+
+
+@wraps(cached_attention_reference)
+def _without_the_kernel(q: Tensor, *rest: Any) -> Tensor:
+    return (cached_attention_reference if q.device.type == "cpu" else widened_attention)(q.contiguous(), *rest)
+
+
+def widened_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
+    """The same with PyTorch's attention, for more queries than the kernel takes: keys and values are widened first.
+
+    During the call they are repeated for each head of queries. Given a mask and fewer heads of keys than of queries,
+    PyTorch would instead store every product of a query and a key.
+    """
+    keys, values, k_scale, v_scale, length = cache
+    shared = q.shape[1] // keys.shape[1]
+    k, v = (widened(data, s, q.dtype).repeat_interleave(shared, 1) for data, s in ((keys, k_scale), (values, v_scale)))
+    seen = _visible(q.shape[2], keys.shape[2], length, first)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    y = torch.where(seen.any(3, keepdim=True), y, 0.0)
+    bad = length > keys.shape[2]
+    if first is not None:
+        bad = bad | (first < 0).view(-1, 1, 1, 1)
+    return y.masked_fill(bad, torch.nan)
+
+
+def _visible(new: int, keys: int, length: Tensor, first: Tensor | None) -> Tensor:
+    """The mask of the last `new` queries over `keys` keys: boolean [B, 1, T, S] or [1, 1, T, S], True if seen."""
+    j = torch.arange(keys, device=length.device)
+    position = length - new + torch.arange(new, device=length.device)
+    seen = (j <= position.unsqueeze(1)).view(1, 1, new, keys)
+    return seen if first is None else seen & (j >= first.view(-1, 1, 1, 1))
+
+
+def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x [B, G, T, D] as numbers of the dtype of a cache, and how many of them saturated or were NaN (int64, 0-dim).
+
+    `scale` is [G], None for a dtype without scales. NaN stays NaN in E4M3. INT8 has no NaN: it becomes 0.
+    """
+    if scale is None:
+        return x.to(dtype), torch.zeros((), dtype=torch.int64, device=x.device)
+    y = x.float() * (1 / scale).view(-1, 1, 1)
+    lost = (~(y.abs() <= ROUNDS_TO_LARGEST[dtype])).sum()
+    if dtype == torch.int8:
+        return y.nan_to_num(0, torch.inf, -torch.inf).clamp(-LARGEST[dtype], LARGEST[dtype]).round().to(dtype), lost
+    return cast(y, E4M3), lost
+
+
+def from_stored(data: Tensor) -> Tensor:
+    """The stored numbers as float32, not yet multiplied by their scale."""
+    return widen(data) if data.dtype == torch.float8_e4m3fn else data.float()
+
+
+def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Stored keys or values [B, G, S, D], multiplied by their scale [G], as numbers of `dtype`."""
+    return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)
+
+
+# ---- The registered operations.
+
+
+def check_cache(cache: Cache) -> None:
     """Raise ValueError unless these are the tensors of a cache, as `cached_attention` describes them."""
+    keys, values, k_scale, v_scale, length = cache
     if keys.ndim != 4 or keys.dtype not in STORED or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
             f"keys must be contiguous [B, G, S, D] of one of {', '.join(map(str, STORED))}, and values alike, got "
@@ -240,9 +197,9 @@ def check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: T
         check_tensor(name, scale, (keys.shape[1],), torch.float32)
 
 
-def _check(q: Tensor, keys: Tensor, *rest: Any) -> None:
-    *cache, first, _ = rest
-    check_cache(keys, *cache)
+def _check(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> None:
+    check_cache(cache)
+    keys = cache.keys
     batch, kv_heads, _, dim = keys.shape
     if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != dim or q.shape[1] % kv_heads or q.dtype not in FLOATS:
         raise ValueError(
@@ -252,7 +209,8 @@ def _check(q: Tensor, keys: Tensor, *rest: Any) -> None:
     check_tensor("first", first, (batch,), torch.int32)
 
 
-def _attends(q: Tensor, keys: Tensor, *rest: Any) -> bool:
+def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
+    keys = cache.keys
     rows = q.shape[1] // keys.shape[1] * q.shape[2]
     dim = q.shape[3]
     small = rows <= MAX_ROWS and dim <= MAX_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
@@ -260,31 +218,24 @@ def _attends(q: Tensor, keys: Tensor, *rest: Any) -> bool:
     return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device)
 
 
-_cached_attention = operation(
-    "cached_attention",
-    kernels="attention",
-    runs=_attends,
-    check=_check,
-    like=lambda q, *rest: q.new_empty(q.shape),
-    strided=True,
-)(_without_the_kernel)
+_cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
+    _without_the_kernel
+)
 
 
-def _check_append(k: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> None:
-    *cache, clipped = rest
-    check_cache(keys, *cache)
-    shape = (keys.shape[0], keys.shape[1], k.shape[2] if k.ndim == 4 else 1, keys.shape[3])
+def _check_append(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
+    check_cache(cache)
+    batch, kv_heads, _, dim = cache.keys.shape
+    shape = (batch, kv_heads, k.shape[2] if k.ndim == 4 else 1, dim)
     check_tensor("k", k, shape, *FLOATS)
     check_tensor("v", v, shape, *FLOATS)
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
 _append_kv = operation(
-    "append_kv",
-    kernels="attention",
-    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
     check=_check_append,
     like=lambda *args: None,
+    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
     mutates=("keys", "values", "clipped"),
     strided=True,
 )(append_kv_reference)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.qtensor import TENSOR, Cast
+from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 
 # ---- Launches of Triton kernels, and the memory of their results, in eager code.
 #
@@ -310,7 +310,50 @@ def takes_fnuz(place: Place) -> bool:
     return place.type == "cuda" and find_architecture(place).key == "mi300"
 
 
-# ---- Matrices that are quantized together.
+# ---- Tensors that operations take together.
+
+
+class Operands(NamedTuple):
+    """Both operands of a scaled GEMM, a [M, K] and b [N, K] or [E, N, K], contracted over their last axis."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    by_a: Granularity
+    by_b: Granularity
+
+    @classmethod
+    def of(cls, a: QTensor, b: QTensor) -> Operands:
+        return cls(a.data, b.data, a.scale, b.scale, a.granularity, b.granularity)
+
+
+class Cache(NamedTuple):
+    """Keys and values [B, G, S, D] with their scales [G], and the tokens that are there (`ops.cached_attention`)."""
+
+    keys: Tensor
+    values: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    length: Tensor
+
+
+class Heads(NamedTuple):
+    """Queries [B, H, T, D], and keys and values [B, G, S, D], of which H / G heads of queries share one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Turn(NamedTuple):
+    """Rotary embedding of heads: cos and sin [B or 1, T, D], and a norm by weights [D] that comes first."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 class RowBatch:

@@ -1,7 +1,5 @@
 """Rotary embedding of queries and keys, stored in a cache in the same pass.
 
-Rotary embedding and the storing of keys and values in plain PyTorch. The kernel must equal it, and a CPU runs it.
-
 A pair (x[i], x[i + D/2]) of a head is turned by the angle of its token's position (Su et al., arXiv:2104.09864):
 
     y = x * cos + (-x[D/2:], x[:D/2]) * sin
@@ -18,59 +16,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import Cache, Turn, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
-
-# ---- the reference
-
-
-def rotate_append_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-    keep_k: bool,
-) -> tuple[Tensor, Tensor]:
-    """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
-    eps = float(np.float32(eps))  # Triton rounds it so: the reference takes the same number
-    q, k, v = (_heads(x, keys.shape[3]) for x in (q, k, v))
-    q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
-    append_kv_reference(k, v, keys, values, k_scale, v_scale, length, clipped)
-    kept = k.transpose(1, 2).contiguous() if keep_k else None
-    return q.transpose(1, 2).contiguous(), kept  # type: ignore[return-value]
-
-
-def _heads(x: Tensor, dim: int) -> Tensor:
-    """[B, T, n * D] -> [B, n, T, D]."""
-    return x.reshape(*x.shape[:2], x.shape[2] // dim, dim).transpose(1, 2)
-
-
-def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The mean and the root in float64: no order of summation changes the number that is rounded to float32."""
-    if weight is None:
-        return x
-    rstd = 1 / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
-    return weight * (x.float() * rstd.float()).to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
-    wide = x.to(cos.dtype)
-    low, high = wide.chunk(2, -1)
-    return (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
-
-
-# ---- the operation
 
 
 def rotate_append(
@@ -105,36 +52,54 @@ def rotate_append(
     Returns:
         The rotated queries [B, H, T, D] and keys [B, G, T, D], views of contiguous [B, T, H, D] and [B, T, G, D]: so
         the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is None.
-
-    Raises:
-        ValueError: for another shape or dtype.
     """
     stored = keys, values, k_scale, v_scale, length, clipped
     q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
     return q.transpose(1, 2), k.transpose(1, 2) if keep_k else None
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    keys: Tensor,
-    *stored: Any,
-) -> None:
-    *cache, clipped, _ = stored
-    check_cache(keys, *cache)
-    batch, heads, _, dim = keys.shape
+def rotate_append_reference(
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: Tensor, keep_k: bool
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
+    cos, sin, q_norm, k_norm, eps = turn
+    eps = float(np.float32(eps))  # Triton rounds it so: the reference takes the same number
+    q, k, v = (_heads(x, cache.keys.shape[3]) for x in (q, k, v))
+    q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
+    append_kv_reference(k, v, cache, clipped)
+    kept = k.transpose(1, 2).contiguous() if keep_k else None
+    return q.transpose(1, 2).contiguous(), kept  # type: ignore[return-value]
+
+
+def _heads(x: Tensor, dim: int) -> Tensor:
+    """[B, T, n * D] -> [B, n, T, D]."""
+    return x.reshape(*x.shape[:2], x.shape[2] // dim, dim).transpose(1, 2)
+
+
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The mean and the root in float64: no order of summation changes the number that is rounded to float32."""
+    if weight is None:
+        return x
+    rstd = 1 / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    return weight * (x.float() * rstd.float()).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # the same for all heads
+    wide = x.to(cos.dtype)
+    low, high = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: Tensor, keep_k: bool) -> None:
+    check_cache(cache)
+    batch, heads, _, dim = cache.keys.shape
     if q.ndim != 3 or q.shape[0] != batch or q.dtype not in FLOATS or not q.shape[2] or q.shape[2] % dim or dim % 2:
         raise ValueError(
             f"q must be [{batch}, T, a multiple of {dim}] of float32, bfloat16 or float16, for keys "
-            f"{list(keys.shape)} of an even size, got {q.dtype} {list(q.shape)}"
+            f"{list(cache.keys.shape)} of an even size, got {q.dtype} {list(q.shape)}"
         )
-    tokens = q.shape[1]
+    tokens, (cos, sin, q_norm, k_norm, _) = q.shape[1], turn
     check_tensor("k", k, (batch, tokens, heads * dim), q.dtype)
     check_tensor("v", v, (batch, tokens, heads * dim), q.dtype)
     check_tensor("cos", cos, (batch if cos.ndim == 3 and cos.shape[0] != 1 else 1, tokens, dim), q.dtype, torch.float32)
@@ -144,20 +109,16 @@ def _check(
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
-def _like(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    keys, keep_k = rest[6], rest[12]
-    batch, tokens, width = q.shape
-    dim = keys.shape[3]
+def _like(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> tuple[Tensor, Tensor]:
+    (batch, tokens, width), (_, heads, _, dim) = q.shape, cache.keys.shape
     rotated = q.new_empty((batch, tokens, width // dim, dim))
-    return rotated, k.new_empty((batch, tokens, keys.shape[1], dim) if keep_k else 0)
+    return rotated, k.new_empty((batch, tokens, heads, dim) if rest[-1] else 0)
+
+
+def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> bool:
+    return q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and has_kernels(q.device)
 
 
 _rotate_append = operation(
-    "rotate_append",
-    kernels="rotary",
-    runs=lambda q, *rest: q.numel() > 0 and rest[7].shape[3] <= MAX_DIM and has_kernels(q.device),
-    check=_check,
-    like=_like,
-    mutates=("keys", "values", "clipped"),
-    strided=True,
+    check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=True
 )(rotate_append_reference)
