@@ -19,8 +19,6 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433)
 Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -4,8 +4,6 @@ A program holds in shared memory the loads in flight of keys and values, one blo
 queries and the block's probabilities. A Hopper has 227 KiB for a program, Ada and RTX Blackwell have 99 KiB.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

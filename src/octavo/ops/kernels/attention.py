@@ -13,8 +13,6 @@ the queries into the range of float16. BF16 is multiplied as BF16. Sums are floa
 bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

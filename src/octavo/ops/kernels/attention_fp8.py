@@ -1,11 +1,9 @@
 """FP8 attention in cuDNN, and the widening of its results as a Triton kernel."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -108,7 +106,7 @@ class Shape(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Shape:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Self:
         return cls(tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), v.stride(), scale)
 
 
@@ -119,14 +117,7 @@ class _Graph(NamedTuple):
 
 
 def run(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
-    """Run the graph "forward" or "backward" of `shape` on the current stream.
-
-    Args:
-        tensors: every input and output of the graph by name; outputs are written.
-
-    Raises:
-        RuntimeError: cuDNN does not support the graph.
-    """
+    """Run the graph "forward" or "backward" of `shape` on the current stream. `tensors` has each input and output."""
     device = tensors["q"].get_device()
     cudnn, handle = _handle(device)
     graphs: dict[Any, _Graph] = _local.graphs
@@ -239,10 +230,7 @@ def _backward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
 
 def _causal(cudnn: Any, shape: Shape) -> dict[str, Any]:
     """The mask: query t sees the keys up to t + S - T."""
-    return {
-        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
-        "right_bound": shape.k[2] - shape.q[2],
-    }
+    return {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": shape.k[2] - shape.q[2]}
 
 
 def _by_token(shape: Sequence[int]) -> tuple[int, ...]:

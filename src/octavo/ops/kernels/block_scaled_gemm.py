@@ -7,8 +7,6 @@ float32 sum. A step of the loop multiplies several groups. As in the kernels of 
 b @ a^T, and K is split where y has too few tiles for the multiprocessors.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ A program takes some tokens of one head of q, k or v. It loads a head twice, the
 cheaper than an exchange between threads, since the second load comes from the cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
