@@ -124,13 +124,11 @@ class ActivationGradient(NamedTuple):
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
-    """Compute h = activation(u) and quantize it by row, in one pass.
+    """Compute h = activation(u) [M, F] and quantize it by row, in one pass.
 
-    Args:
-        u: float32, bfloat16 or float16. [M, 2F] for the kinds "swiglu", with the columns of gate before those of up,
-            and "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not
-            the tanh approximation.
-        cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
+    u is float32, bfloat16 or float16: [M, 2F] for the kinds "swiglu", with the columns of gate before those of up, and
+    "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not the tanh
+    approximation. The cast is by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
     """
     check_row_cast("activation_quantize", cast)
     data, scale = _activation_quantize(u, kind, cast.spec)
@@ -168,8 +166,7 @@ def activation_backward(
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
-        dh, u: [M, F], and u as in `activation_quantize`.
-        cast: of the gradient of u, with the limits of `activation_quantize`.
+        dh, u, cast: dh [M, F], u, and the cast of its gradient, as in `activation_quantize`.
         column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first. With
             `group`, column_scale is [E, columns of u].
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed

@@ -38,24 +38,18 @@ def cached_attention(
     first: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of the last T tokens over a cache of stored keys and values.
+    """Attention of the queries q [B, H, T, D] of the last T tokens over a cache, in q's dtype.
 
     On a GPU, up to `MAX_ROWS` queries for each head of keys run on the kernel, which reads each stored byte once. More
     queries run on PyTorch's attention, over keys and values that are widened to q's dtype for the call. No call waits
-    for the device.
+    for the device. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
 
     Args:
-        q: [B, H, T, D], the queries of the last T tokens.
-        keys, values: [B, G, S, D] of bfloat16, float16, float32, float8_e4m3fn or int8. The first `length` of the S
-            tokens are used. H is a multiple of G.
-        k_scale, v_scale: float32 [G], multiplied into the stored numbers. Required for eight-bit dtypes, None for
-            others.
-        length: int64, no dimension: the number of tokens in the cache, the T new ones included.
+        keys, values: [B, G, S, D] of bfloat16, float16, float32, float8_e4m3fn or int8; H is a multiple of G.
+        k_scale, v_scale: float32 [G] for eight-bit dtypes, multiplied into the stored numbers; None for others.
+        length: int64, no dimension: how many of the S tokens are there, the T new ones included.
         first: int32 [B], the first token of each sequence that is not padding. A negative one makes the result NaN.
         scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
-
-    Returns:
-        [B, H, T, D] in q's dtype. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     return _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
@@ -71,15 +65,11 @@ def append_kv(
     length: Tensor,
     clipped: Tensor,
 ) -> None:
-    """Store the keys and values of new tokens in place, each number rounded once and saturated.
+    """Store k and v [B, G, T, D] of new tokens as in `cached_attention`, each number rounded once and saturated.
 
-    Args:
-        k, v: [B, G, T, D] of float32, bfloat16 or float16.
-        keys, values: as in `cached_attention`, written in place.
-        k_scale, v_scale: as in `cached_attention`.
-        length: int64, no dimension: the number of tokens in the cache after this call. If it exceeds S, a GPU drops
-            the tokens that do not fit (and `cached_attention` returns NaN); a CPU raises IndexError.
-        clipped: int64 [2], for keys and values: the count of numbers that saturated or were NaN is added to it.
+    `length` counts them already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives
+    NaN); a CPU raises IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2]
+    for keys and values.
     """
     _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
 

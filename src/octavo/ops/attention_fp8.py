@@ -56,8 +56,7 @@ def fp8_attention(
     computes the same in plain PyTorch, and so does a GPU for one query, which cuDNN does not take.
 
     Args:
-        q: float8_e4m3fn [B, H, T, D]. Any strides, but the last dimension contiguous.
-        k, v: float8_e4m3fn [B, G, S, D], with S at least T, and H a multiple of G.
+        q, k, v: float8_e4m3fn [B, H, T, D] and [B, G, S, D], with S at least T, and H a multiple of G.
         q_scale, k_scale, v_scale: float32, one element each, multiplied into the numbers.
         scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
         dtype: of y.
@@ -86,17 +85,13 @@ def fp8_attention_backward(
     scale: float | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of `fp8_attention`, in E4M3.
+    """The gradient of `fp8_attention`: dq [B, H, T, D], dk and dv [B, G, S, D] of `dtype`, and their largest magnitudes
+    before they were rounded, float32 [3].
 
     Args:
         dy: float8_e4m3fn [B, T, H, D], contiguous, with the scale `dy_scale`.
-        q, k, v, q_scale, k_scale, v_scale, scale: those of `fp8_attention`.
-        o, stats: its results.
+        q, k, v, o, stats, q_scale, k_scale, v_scale, scale: arguments and results of `fp8_attention`.
         out_scales: float32 [3] of dq, dk and dv, which are rounded to E4M3 with them. Larger numbers saturate.
-        dtype: of the gradients.
-
-    Returns:
-        dq [B, H, T, D], dk and dv [B, G, S, D], and their largest magnitudes before they were rounded, float32 [3].
 
     Raises:
         RuntimeError: as `fp8_attention`; also on a GPU, unless T and S are equal and a multiple of `GRADIENT_TILE`.

@@ -25,14 +25,7 @@ TILES = {
 
 @cache
 def choose_tile(element_size: int, block_m: int, block_d: int, limit: int) -> Tile:
-    """The first tile that fits.
-
-    Args:
-        element_size: bytes of a stored element.
-        block_m: queries of a program, padded.
-        block_d: the width of a head, padded.
-        limit: bytes of shared memory that a program may take.
-    """
+    """The first tile that fits `limit` bytes of shared memory, for `block_m` queries and heads of `block_d`, padded."""
     tiles = TILES[element_size]
     return next((tile for tile in tiles if shared_bytes(tile, element_size, block_m, block_d) <= limit), tiles[-1])
 

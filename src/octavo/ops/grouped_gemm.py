@@ -39,12 +39,8 @@ def grouped_mm(
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
         out_dtype: of y. Sums are float32. A Hopper rounds promoted sums of many rows to BF16 first (`takes_cutlass`).
             With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands
-            and the sums to BF16.
+            and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
-
-    Raises:
-        ValueError: the shapes do not match, or a GPU gets N or K that are no multiples of 16.
-        RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
     backend = _backend(a.data.device, (a.format.name, b.format.name), (a.granularity, b.granularity), emulate)
     return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
@@ -69,7 +65,6 @@ def grouped_mm_dw(
         scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
         offsets: int32 [E], where each group of columns ends.
         formats: of a and b.
-        out_dtype, fast_accumulation, emulate: as in `grouped_mm`, which raises the same errors.
     """
     backend = _backend(a.device, formats, (ROW, ROW), emulate)
     return _grouped_mm_dw(a, scale, b, offsets, out_dtype, backend, fast_accumulation)

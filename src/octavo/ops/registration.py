@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial, wraps
 from hashlib import sha256
@@ -378,11 +378,13 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
     leaves, spec = tree_flatten(fakes)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not _static(leaves[i] for i in where) or not runs_kernels(*fakes):
+    dynamic = not all(isinstance(size, int) for i in where for size in leaves[i].shape)
+    if dynamic or not runs_kernels(*fakes):
         return call(*args)
 
     known = _launches.setdefault(V.graph, {})
-    key = (call, spec, *(_facts(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    facts = [(tuple(t.shape), t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]
+    key = (call, spec, *facts)
     if key not in known:
         known[key] = _trace(function, leaves, where, spec)
     launches, inputs = known[key], tree_flatten(args)[0]
@@ -405,14 +407,6 @@ def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -
     assert mode is not None
     with mode, _kernels_wrapped():
         return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
-
-
-def _facts(t: Tensor) -> tuple[Any, ...]:
-    return tuple(t.shape), t.stride(), t.dtype, t.device
-
-
-def _static(tensors: Iterable[Tensor]) -> bool:
-    return all(isinstance(size, int) for t in tensors for size in t.shape)
 
 
 @contextmanager

@@ -59,15 +59,9 @@ def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
 def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
     """The data of an earlier `quantize` (of one matrix), `quantize_stack` or `quantize_scaled`, transposed.
 
-    Args:
-        tensors: [M_i, K], the matrices that were quantized.
-        scale: float32 or E8M0, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's
-            granularity. Numbers beyond the format's max saturate.
-        cast: the cast of the earlier call, by row, tensor or square block, rounded to nearest.
-        after: as in `transpose`.
-
-    Returns:
-        [K, sum of M_i] of the cast's dtype.
+    [K, sum of M_i], from the matrices [M_i, K] that were quantized, the scales of the stacked matrix, float32 or E8M0
+    in the shape of the cast's granularity, and the cast of the earlier call, by row, tensor or square block, rounded to
+    nearest. Numbers beyond the format's max saturate. `after` is that of `transpose`.
     """
     return _requantize_transposed(list(tensors), scale.float(), cast.format, cast.granularity.name, after)
 

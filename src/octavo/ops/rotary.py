@@ -40,18 +40,15 @@ def rotate_append(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply rotary embedding to the queries and keys of new tokens, and store keys and values in place: one kernel.
 
+    The rotated queries [B, H, T, D] and, if `keep_k`, keys [B, G, T, D] are views of contiguous [B, T, H, D] and
+    [B, T, G, D]: so the result of PyTorch's attention becomes [B, T, H * D] without a copy.
+
     Args:
-        q: [B, T, H * D] of float32, bfloat16 or float16.
-        k, v: [B, T, G * D] of q's dtype.
+        q, k, v: [B, T, H * D] of float32, bfloat16 or float16, and [B, T, G * D] of the same dtype.
         cos, sin: [B or 1, T, D] of q's dtype or float32, each of the D / 2 angles twice.
         keys, values, k_scale, v_scale, length, clipped: as in `append_kv`.
         q_norm, k_norm: [D] of q's dtype, the weights of a root-mean-square norm of each head, which comes first.
         eps: of the norms, rounded to float32.
-        keep_k: also return the rotated keys.
-
-    Returns:
-        The rotated queries [B, H, T, D] and keys [B, G, T, D], views of contiguous [B, T, H, D] and [B, T, G, D]: so
-        the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is None.
     """
     stored = keys, values, k_scale, v_scale, length, clipped
     q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)

@@ -33,18 +33,14 @@ KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 def transpose(
     data: Tensor, shift: Tensor | None = None, after: Tensor | None = None, place: Tensor | None = None
 ) -> Tensor:
-    """Transpose an eight-bit matrix.
+    """The transpose [K, M] of an eight-bit matrix `data` [M, K], or [K, M'] with `place`, contiguous.
 
     Args:
-        data: [M, K], of an eight-bit dtype.
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
         after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
             pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
         place: int32 [M'], the row of data that becomes each column of the result, or -1 for a column of zeros
             (`octavo.ops.aligned_groups`). None takes all rows in order.
-
-    Returns:
-        [K, M], or [K, M'] with `place`, contiguous, the same dtype.
     """
     return _transpose(data, shift, place, after)
 
