@@ -57,6 +57,7 @@ from octavo.models import LlamaConfig
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import find_backend, quantize
 from octavo.ops.attention import widened_attention
+from octavo.ops.launching import Cache, Operands
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 
 CONTEXT, BATCHES = 1024, (1, 64)
@@ -268,7 +269,7 @@ def gemm(m: int, n: int, k: int) -> Result:
         return scaled_mm_triton(a.data, a.scale, b.data, b.scale, None, torch.bfloat16, True)
 
     def native(b: QTensor) -> Tensor:
-        return scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, torch.bfloat16, True)
+        return scaled_mm_cublaslt(Operands.of(a, b), None, torch.bfloat16, True)
 
     y, exact = ours(bs[0]), (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
     assert decibels(exact, y) > 40, f"{m} x {n} x {k}: {decibels(exact, y)} dB"
@@ -310,8 +311,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def check_cache(q: Tensor, cache: LayerKVCache) -> None:
     """The kernel against PyTorch in float32 over the same bytes; a wrong one ends the benchmark."""
     found = cache.attend(q)[:1]
-    held = (cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
-    exact = widened_attention(q[:1].float(), *held, None, DIM**-0.5)
+    held = Cache(cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
+    exact = widened_attention(q[:1].float(), held, None, DIM**-0.5)
     assert decibels(exact, found) > 40, f"{cache.dtype}: {decibels(exact, found):.1f} dB"
 
 

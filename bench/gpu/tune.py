@@ -34,7 +34,7 @@ from octavo.ops.attention_tiles import TILES, Tile, choose_tile
 from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, int8_gemm, weight_only
 from octavo.ops.kernels import gemm as row_gemm
-from octavo.ops.launching import compile_only
+from octavo.ops.launching import Operands, compile_only
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 from octavo.recipe import ROW_W
 
@@ -83,7 +83,7 @@ def gemm(m: int, n: int, k: int) -> None:
         return in_turn(lambda b: row_gemm.scaled_mm(a.data, a.scale, b.data, b.scale, None, BF16, True, tiling), bs)
 
     def native(b: QTensor) -> None:
-        scaled_mm_cublaslt(a.data, a.scale, ROW, b.data, b.scale, ROW, None, BF16, True)
+        scaled_mm_cublaslt(Operands.of(a, b), None, BF16, True)
 
     many = product((64, 128), (128, 256), (3, 4, 6), (4,), (1, 2, 4, 8))
     tilings = product((2, 4, 8, 16), (512, 1024, 2048), (1, 3, 4), (4,)) if m == 1 else many
@@ -100,8 +100,7 @@ def block(m: int, n: int, k: int) -> None:
         cast, size = Cast(granularity=left), left.cols or 1
         a, bs = quantize(x, cast), [quantize(w, Cast(granularity=right)) for w in wide]
 
-        operands = a.data, a.scale, a.granularity
-        by = partial(time_products, operands, bs)
+        by = partial(time_products, a, bs)
         native = f", cuBLASLt {by(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
         print(f"  {name}: quantize {in_turn(partial(quantize, cast=cast), [x] * len(wide)):.1f} us{native}", flush=True)
         print(f"    widened to BF16 {by(block_scaled_gemm.dequantized_mm):8.1f} us")
@@ -110,9 +109,9 @@ def block(m: int, n: int, k: int) -> None:
         show(fastest(chosen, tilings, partial(by, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
 
 
-def time_products(a: tuple[Any, ...], bs: Sequence[QTensor], call: Callable[..., Any], *options: Any) -> float:
+def time_products(a: QTensor, bs: Sequence[QTensor], call: Callable[..., Any], *options: Any) -> float:
     """Microseconds of a product of a with each of bs in turn."""
-    return in_turn(lambda b: call(*a, b.data, b.scale, b.granularity, None, BF16, *options), bs)
+    return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
 
 
 def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
@@ -144,7 +143,8 @@ def grouped(tokens: int, *_: int) -> None:
             chosen = block_scaled_gemm.choose(rows, n, k, 128, x.device)
             tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
             others = [block_scaled_gemm.Tiling(*each) for each in tilings]
-            ours = partial(grouped_gemm.block_scaled_grouped_mm, a.data, a.scale, data, scale, SQUARE, offsets, BF16)
+            operands = Operands(a.data, data, a.scale, scale, STRIP, SQUARE)
+            ours = partial(grouped_gemm.block_scaled_grouped_mm, operands, offsets, BF16)
             with compile_only():  # in several threads
                 for tiling in (chosen, *others):
                     ours(tiling)

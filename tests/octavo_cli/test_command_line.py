@@ -22,9 +22,10 @@ from octavo.checkpoint.layouts.layout import LAYOUTS
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import ATTENTIONS, DTYPES, Length
-from octavo.numerics import FORMATS
-from octavo.numerics.qtensor import ROW
+from octavo.numerics import FORMATS, Cast
+from octavo.ops import quantize
 from octavo.ops.gemm import scaled_mm_reference
+from octavo.ops.launching import Operands
 from octavo.packing.gguf_export import WEIGHTS
 from octavo.plan.serving import CACHE_BYTES
 from octavo.rates.measured import known_gpus
@@ -223,14 +224,13 @@ def raising(error: BaseException) -> Callable[[], Any]:
     return fail
 
 
-_OPERAND = (torch.zeros(2, 3).to(torch.float8_e4m3fn), torch.ones(2, 1), ROW)
-_NO_MATRIX = (torch.zeros(2, 4).to(torch.float8_e4m3fn), torch.ones(2, 1), ROW)
+_MISFITS = (quantize(torch.zeros(2, 3), Cast()), quantize(torch.zeros(2, 4), Cast()))
 FAULTS = {
     "TypeError": raising(TypeError("Octavo added a word to a number")),
     "KeyError": raising(KeyError("x")),
     "RecursionError": raising(RecursionError("too deep")),
     "NotImplementedError": lambda: torch.zeros(2).to(torch.float8_e4m3fn).amax(),
-    "RuntimeError": lambda: scaled_mm_reference(*_OPERAND, *_NO_MATRIX),  # raised by torch in a function of Octavo
+    "RuntimeError": lambda: scaled_mm_reference(Operands.of(*_MISFITS)),  # raised by torch in a function of Octavo
     "ModuleNotFoundError": raising(ModuleNotFoundError("No module named 'regex'")),
 }
 

@@ -13,6 +13,7 @@ from hopper import ONLY_HOPPER
 from octavo.numerics import QTensor
 from octavo.ops import find_backend, scaled_mm
 from octavo.ops.dispatch import MAX_M_OF_GROUPS, MAX_SMALL_M
+from octavo.ops.launching import Operands
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -25,8 +26,7 @@ def product(a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, residual=No
 
     poison()
     how = kernel.Tiling(*tiling) if tiling else None
-    operands = (a.data, a.scale, a.granularity, b.data, b.scale, b.granularity)
-    return kernel.scaled_mm(*operands, bias, dtype, residual, how)
+    return kernel.scaled_mm(Operands.of(a, b), bias, dtype, residual, how)
 
 
 def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, widen=wide) -> None:

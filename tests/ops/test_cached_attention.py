@@ -7,6 +7,7 @@ from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wid
 from octavo.ops import append_kv, cached_attention
 from octavo.ops.attention import cached_attention_reference, widened_attention
 from octavo.ops.attention_tiles import splits_of
+from octavo.ops.launching import Cache
 
 SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
     (2, 8, 2, 1, 32, 50, 37),
@@ -34,7 +35,7 @@ def test_reference_against_float64(kind, shape, padded):
     actual = cached_attention(q, *cache, length_of(used), first=places, scale=scale)
     assert actual.dtype == torch.float32
     assert ((actual - expected).abs() <= 3e-5 * size).all()
-    wider = widened_attention(q, *cache, length_of(used), places, scale)
+    wider = widened_attention(q, Cache(*cache, length_of(used)), places, scale)
     assert ((wider - expected).abs() <= 3e-5 * size).all()
 
 
@@ -57,8 +58,8 @@ def test_a_query_that_sees_nothing_gets_zeros():
 @pytest.mark.parametrize("run", [cached_attention_reference, widened_attention])
 def test_more_tokens_than_room_or_a_torn_mask_give_nan(run):
     q, *cache = given("fp8", 2, 2, 1, 1, 16, 20)
-    assert run(q, *cache, length_of(21), None, 0.25).isnan().all()
-    actual = run(q, *cache, length_of(20), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
+    assert run(q, Cache(*cache, length_of(21)), None, 0.25).isnan().all()
+    actual = run(q, Cache(*cache, length_of(20)), torch.tensor([-1, 3], dtype=torch.int32), 0.25)
     assert actual[0].isnan().all()
     assert not actual[1].isnan().any()
 

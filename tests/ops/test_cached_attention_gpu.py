@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 from octavo.inference.kv_cache import LayerKVCache
 from octavo.ops import append_kv, cached_attention
 from octavo.ops.attention import widened_attention
+from octavo.ops.launching import Cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
@@ -97,7 +98,7 @@ def test_32768_tokens_again_and_again(kind):
     q, *cache = on_gpu(given(kind, 8, 32, 8, 1, 128, 32768))
     expected = [
         widened_attention(
-            q[b : b + 1].float(), *(t[b : b + 1] for t in cache[:2]), *cache[2:], length_of(32700), None, 0.05
+            q[b : b + 1].float(), Cache(*(t[b : b + 1] for t in cache[:2]), *cache[2:], length_of(32700)), None, 0.05
         )
         for b in range(8)
     ]

@@ -10,6 +10,7 @@ from octavo.numerics import ROW, TENSOR, Cast
 from octavo.ops import library_gemms as cublaslt
 from octavo.ops import quantize
 from octavo.ops.dispatch import MX, SQUARE, STRIP
+from octavo.ops.launching import Operands
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (128, 4), (129, 5), (300, 9), (16, 12)])
@@ -64,7 +65,7 @@ def test_amd_reads_mx_scales_as_they_are(monkeypatch):
     )
     cast = Cast(granularity=MX, scale="e8m0")
     a, b = quantize(torch.randn(5, 96), cast), quantize(torch.randn(40, 96), cast)
-    y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, MX, b.data, b.scale, MX, None, torch.bfloat16, False)
+    y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), None, torch.bfloat16, False)
     ((a_data, b_data, (scale_a, _, scale_b, _), names),) = calls
     assert (tuple(a_data.shape), tuple(b_data.shape), tuple(y.shape)) == ((32, 128), (128, 64), (5, 40))
     assert (tuple(scale_a.shape), tuple(scale_b.shape)) == ((32, 4), (64, 4))
@@ -101,13 +102,13 @@ def test_pytorchs_checks_take_the_scales_of_mx(m, k, n):
     """On the meta device `scaled_mm` checks the sizes and the swizzling of the scales that NVIDIA's GEMM reads."""
     cast = Cast(granularity=MX, scale="e8m0")
     a, b = (quantize(torch.randn(rows, k), cast) for rows in (m, n))
-    tensors = [t.to("meta") for t in (a.data, a.scale, b.data, b.scale)]
-    y = cublaslt.scaled_mm_cublaslt(tensors[0], tensors[1], MX, *tensors[2:], MX, None, torch.float32, False)
+    tensors = [t.to("meta") for t in (a.data, b.data, a.scale, b.scale)]
+    y = cublaslt.scaled_mm_cublaslt(Operands(*tensors, MX, MX), None, torch.float32, False)
     assert (y.shape, y.dtype) == ((m, n), torch.float32)
     unswizzled = {"swizzle_a": SwizzleType.NO_SWIZZLE, "swizzle_b": SwizzleType.NO_SWIZZLE}
     with pytest.raises((RuntimeError, ValueError)):
         torch.nn.functional.scaled_mm(
-            tensors[0], tensors[2].t(), tensors[1], ScalingType.BlockWise1x32, tensors[3], ScalingType.BlockWise1x32,
+            tensors[0], tensors[1].t(), tensors[2], ScalingType.BlockWise1x32, tensors[3], ScalingType.BlockWise1x32,
             **unswizzled, output_dtype=torch.bfloat16,
         )  # fmt: skip
 
@@ -124,7 +125,7 @@ def test_padding_is_cut_off_again(m, k, n, with_bias):
     """On the CPU PyTorch's scaled_mm has tensor scales: enough to run the whole path."""
     a, b = operands("tensor", m, k, n)
     bias = torch.randn(n) if with_bias else None
-    y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, bias, torch.bfloat16, False)
+    y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), bias, torch.bfloat16, False)
     exact = wide(a) @ wide(b).T + (0 if bias is None else bias.double().numpy())
     assert (y.shape, y.dtype) == ((m, n), torch.bfloat16)
     assert worst_row(y, exact) < 2.0**-8
@@ -140,7 +141,7 @@ def test_the_gemm_adds_the_bias(monkeypatch):
     for a, b in [operands("tensor", 16, 32, 48), operands("tensor", 16, 32, 47)]:
         for dtype in (torch.bfloat16, torch.float32):
             cut = bias[: len(b.data)]
-            y = cublaslt.scaled_mm_cublaslt(a.data, a.scale, TENSOR, b.data, b.scale, TENSOR, cut, dtype, False)
+            y = cublaslt.scaled_mm_cublaslt(Operands.of(a, b), cut, dtype, False)
             assert worst_row(y, wide(a) @ wide(b).T + cut.double().numpy()) < 2.0**-8
     first, *others = (each["bias"] for each in given)
     assert torch.equal(first, bias.bfloat16())

@@ -12,7 +12,7 @@ from octavo.numerics import Cast
 from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import quantize
 from octavo.ops.dispatch import LINES, architecture_key
-from octavo.ops.launching import find_architecture
+from octavo.ops.launching import Operands, find_architecture
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 
 pytestmark = pytest.mark.gpu
@@ -33,11 +33,8 @@ def test_a_line(scales, fast):
         torch.manual_seed(0)
         casts = [Cast(f + suffix, g, kind) for f, g, kind in zip(formats, granularities, kinds, strict=True)]
         a, b = (quantize(torch.randn(rows, K), cast) for rows, cast in zip((M, N), casts, strict=True))
-        gpu_a, gpu_b = on_gpu(a), on_gpu(b)
         for name, dtype in DTYPES.items():
-            arguments = (
-                gpu_a.data, gpu_a.scale, a.granularity, gpu_b.data, gpu_b.scale, b.granularity, None, dtype, fast,
-            )  # fmt: skip
+            arguments = Operands.of(on_gpu(a), on_gpu(b)), None, dtype, fast
             poison()
             if f"{a.format.name} x {b.format.name}" not in line.formats or (name not in line.out and _outer(a)):
                 with pytest.raises(REFUSED) as error:

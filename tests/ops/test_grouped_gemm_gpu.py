@@ -12,6 +12,7 @@ from hopper import ONLY_HOPPER
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, transpose
 from octavo.ops import dispatch as backend
 from octavo.ops.dispatch import MAX_MEAN_ROWS
+from octavo.ops.launching import Operands
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
@@ -94,12 +95,10 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
     a, b = on_gpu(a), on_gpu(b)
     poison()
-    y = kernel.block_scaled_grouped_mm(
-        a.data, a.scale, b.data, b.scale, b.granularity, offsets.cuda(), torch.float32, how
-    )
+    y = kernel.block_scaled_grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, how)
     for e, rows in enumerate(rows_of(sizes)):
-        alone = (a.data[rows], a.scale[rows], a.granularity, b.data[e], b.scale[e], b.granularity)
-        assert torch.equal(y[rows], dense.scaled_mm(*alone, None, torch.float32, None, how))
+        alone = Operands(a.data[rows], b.data[e], a.scale[rows], b.scale[e], a.granularity, b.granularity)
+        assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how))
 
 
 def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():

@@ -5,6 +5,7 @@ import torch
 from offline_triton import Compiled, compile_for, on_cpu
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
+from octavo.ops.launching import Cache, Operands
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
@@ -153,7 +154,7 @@ def test_attention_over_a_cache(capability, dim, rows, dtype, monkeypatch):
     compiled = compile_for(capability, kernel, monkeypatch)
     q, keys = on_cpu(1, rows, 1, dim, dtype=torch.bfloat16), on_cpu(1, 1, 4096, dim, dtype=dtype)
     scale = None if dtype == torch.bfloat16 else torch.ones(1)
-    kernel.cached_attention(q, keys, keys, scale, scale, torch.tensor([1]), None, 1.0)
+    kernel.cached_attention(q, Cache(keys, keys, scale, scale, torch.tensor([1])), None, 1.0)
     size = keys.element_size()
     tile = tiles.choose_tile(size, max(rows, 16), dim, compiled.limit)
     assert compiled.shared[0] == tiles.shared_bytes(tile, size, max(rows, 16), dim)
@@ -193,7 +194,7 @@ def test_gemm_of_groups(capability, m, size, monkeypatch):
 
     compiled = compile_for(capability, kernel, monkeypatch)
     a, b, scales = on_cpu(m, 4096), on_cpu(4096, 4096), torch.ones(4096, 4096 // size)
-    kernel.scaled_mm(a, scales[:m], group(size), b, scales, group(size), None, torch.bfloat16)
+    kernel.scaled_mm(Operands(a, b, scales[:m], scales, group(size), group(size)), None, torch.bfloat16)
     assert compiled.fit()
 
 
@@ -207,9 +208,9 @@ def test_grouped_gemm(capability, m, granularities, monkeypatch):
     compile_for(capability, block_scaled_kernel, monkeypatch)  # whose `choose` it calls
     compiled = compile_for(capability, kernel, monkeypatch)
     a, b = on_cpu(m, 4096), on_cpu(8, 512, 4096)
-    scale_a, scale_b = (torch.ones(g.scale_shape(t.shape)) for g, t in zip(granularities, (a, b), strict=True))
+    scales = (torch.ones(g.scale_shape(t.shape)) for g, t in zip(granularities, (a, b), strict=True))
     offsets = torch.zeros(8, dtype=torch.int32)
-    kernel.block_scaled_grouped_mm(a, scale_a, b, scale_b, granularities[1], offsets, torch.bfloat16)
+    kernel.block_scaled_grouped_mm(Operands(a, b, *scales, *granularities), offsets, torch.bfloat16)
     assert compiled.fit()
 
 

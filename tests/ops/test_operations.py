@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import octavo.ops.int8_gemm  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH
+from octavo.observation.operands import BRIEF_WIDTH, WIDTH
 from octavo.ops import quantize, quantize_matrices
-from octavo.ops.registration import OPERATIONS
+from octavo.ops.gemm import operands_of
+from octavo.ops.registration import OPERATIONS, check_matrix, check_tensor, operation
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 ROW = Cast().spec
@@ -81,8 +82,7 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
-        scales = (q.scale, stack.scale, q.granularity.name, stack.granularity.name)
-        yield "grouped_mm", (q.data, stack.data, torch.bfloat16, *scales, ends, "emulated", False)
+        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, "emulated", False)
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
@@ -101,8 +101,7 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
 def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
         a, b = operands(pair, 3, 64, 5)
-        scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-        yield "scaled_mm", (a.data, b.data, torch.bfloat16, *scales, *added, False, False)
+        yield "scaled_mm", (*operands_of(a, b), *added, torch.bfloat16, False, False)
     for kind in attention_oracle.DTYPES:
         q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
         yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
@@ -142,7 +141,35 @@ def test_every_operation_is_tested_here():
     ours = {name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
     listed = *cases((5, 70)), *cases_of_experts(), *cases_of_gemm_and_attention()
-    assert OPERATIONS.keys() == {name for name, _ in listed}
+    assert OPERATIONS.keys() - {"toy"} == {name for name, _ in listed}
+
+
+def test_an_operation_is_registered():
+    """As CONTRIBUTING describes it. Without `runs` it has no kernel: every device runs the reference."""
+
+    def toy_reference(x: Tensor, factor: Tensor | None, cast: Cast) -> Tensor:
+        return (x if factor is None else x * factor).to(cast.fmt.dtype)
+
+    def check(x: Tensor, factor: Tensor | None, cast: Cast) -> None:
+        check_matrix("toy", x)
+        check_tensor("factor", factor, (x.shape[1],), torch.float32)
+
+    def like(x: Tensor, factor: Tensor | None, cast: Cast) -> Tensor:
+        return x.new_empty(x.shape, dtype=cast.fmt.dtype)
+
+    toy = operation(check=check, like=like)(toy_reference)
+    x, factor = torch.randn(3, 4), torch.rand(4)
+    compiled = torch.compile(toy, backend="aot_eager", fullgraph=True)
+    for given in (None, factor):
+        expected = bits(toy_reference(x, given, Cast()))
+        for call in (toy, toy.overload, compiled):
+            assert torch.equal(bits(call(x, given, ROW)), expected)
+    assert toy.overload(x.to("meta"), None, Cast("e5m2").spec).dtype == torch.float8_e5m2
+    for values, message in (((x[0], None), "toy takes a matrix"), ((x, factor[:3]), r"factor must be .* \[4\], got")):
+        with pytest.raises(ValueError, match=message):
+            toy(*values, ROW)
+    with pytest.raises(RuntimeError, match="called by itself, has no gradient"):
+        toy(x.requires_grad_(), factor, Cast().spec).float().sum().backward()
 
 
 def calls_of_operations(source: str) -> Iterator[tuple[str, list[ast.expr]]]:

@@ -19,8 +19,6 @@ Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433)
 Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +48,7 @@ class Format:
 
     @property
     def signed(self) -> bool:
-        """True if the format has a sign bit (all but E8M0)."""
+        """All formats have a sign bit but E8M0."""
         return self.family != "e8m0"
 
     @property
@@ -148,15 +146,10 @@ def format_of(dtype: torch.dtype) -> Format:
 
 
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
-    """The codes of `x` in `fmt`, rounded to nearest even, or stochastically if `noise` is given.
+    """The codes of `x`, any floating dtype, in `fmt`: int64 of the same shape, rounded to nearest even.
 
-    Args:
-        x: any shape, any floating dtype up to float64.
-        noise: uniform in [0, 1), the shape of x. x is then rounded up with a probability equal to its distance from its
-            lower neighbour in units of the spacing, so that E[decode(encode(x))] = x up to the format's max.
-
-    Returns:
-        int64 codes, the shape of x.
+    With `noise`, uniform in [0, 1), x is rounded up with a probability equal to the distance from its lower neighbour
+    in units of the spacing, so that E[decode(encode(x))] = x up to the format's max.
     """
     x = x.double()
     if not fmt.signed:

@@ -53,14 +53,12 @@ class QTensor:
                 f"got {list(self.scale.shape)}"
             )
         if self.scale.device != self.data.device:
-            raise ValueError(
-                f"data is on {self.data.device} and its scale on {self.scale.device}: move one to the other"
-            )
+            where = f"data is on {self.data.device} and its scale on {self.scale.device}"
+            raise ValueError(f"{where}: move one to the other")
 
     def __repr__(self) -> str:
-        scale = (
-            f"{self.granularity.name} scales {str(self.scale.dtype).removeprefix('torch.')} {list(self.scale.shape)}"
-        )
+        dtype = str(self.scale.dtype).removeprefix("torch.")
+        scale = f"{self.granularity.name} scales {dtype} {list(self.scale.shape)}"
         return f"QTensor({self.format.name} {list(self.shape)}, {scale}, {self.data.device})"
 
     @property

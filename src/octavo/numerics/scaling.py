@@ -37,10 +37,9 @@ def scale_from_amax(
     relative_floor: float = 0.0,
     largest_scale: Tensor | None = None,
 ) -> Tensor:
-    """The float32 scales that map `amax` onto the largest number of `fmt`; NaN for an amax that is not finite.
+    """The float32 scales that map `amax`, of any shape, onto the largest number of `fmt`; NaN where it is not finite.
 
     Args:
-        amax: float tensor, any shape.
         power_of_two: round the scales up to powers of two.
         relative_floor: the smallest scale allowed, as a fraction of the largest in the tensor.
         largest_scale: the largest in the tensor, before rounding to a power of two, where `amax` is of a part of it.
@@ -48,15 +47,11 @@ def scale_from_amax(
     largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # a GPU's division by a Python number is not exact
     scale = (amax / largest).clamp(min=SMALLEST_SCALE)
     if relative_floor and scale.numel():
-        largest_scale = _largest_finite(scale) if largest_scale is None else largest_scale
+        largest_scale = scale.nan_to_num(0, 0, 0).amax() if largest_scale is None else largest_scale  # of the finite
         scale = torch.maximum(scale, largest_scale * relative_floor)
     if power_of_two:
         scale = ceil_power_of_two(scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
-
-
-def _largest_finite(scale: Tensor) -> Tensor:
-    return scale.nan_to_num(0, 0, 0).amax()
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:

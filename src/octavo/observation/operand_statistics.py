@@ -10,7 +10,7 @@ histogram counts the exponents of float32 as they are: it is shifted when the am
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
@@ -105,8 +105,14 @@ def row_statistics(rows: Rows, of_scales: Found, fmt: Format) -> tuple[Tensor, F
     if rows.x is None:
         found |= dict.fromkeys(("saturated", "flushed", "noise"), _constant(math.nan, x.device))
     else:
-        found |= _quantization_statistics(x, rows.numbers, rows.scales, fmt)
-    return x, found if rows.least is None else found | _shift_statistics(rows.numbers, rows.least)
+        error = (x - rows.numbers * rows.scales).double().flatten().nan_to_num_(0, 0, 0)
+        found["saturated"] = _count(x.abs() > rows.scales * (fmt.max * ROUNDING))
+        found["flushed"] = _count((rows.numbers == 0) & (x != 0))
+        found["noise"] = error.dot(error)
+    if rows.least is not None:
+        codes = torch.linalg.vector_norm(rows.numbers, 0).double()  # that are not zero
+        found |= {"codes": codes, "lost": codes - _count(rows.numbers.abs() > rows.least)}
+    return x, found
 
 
 def histogram_statistics(x: Tensor) -> Found:
@@ -116,16 +122,6 @@ def histogram_statistics(x: Tensor) -> Found:
         "elements": _constant(x.numel(), x.device),
         "nonfinite": _count(finite != x),
         "exponents": _histogram(finite.abs().view(torch.int32) >> 23),
-    }
-
-
-def _quantization_statistics(x: Tensor, numbers: Tensor, scale: Tensor, fmt: Format) -> Found:
-    """The errors of sampled rows x [R, K], finite, all float32."""
-    error = (x - numbers * scale).double().flatten().nan_to_num_(0, 0, 0)
-    return {
-        "saturated": _count(x.abs() > scale * (fmt.max * ROUNDING)),
-        "flushed": _count((numbers == 0) & (x != 0)),
-        "noise": error.dot(error),
     }
 
 
@@ -156,12 +152,6 @@ def least_numbers(scale: Tensor, shift_scale: Tensor, index: Tensor, fmt: Format
     exponent = (scale.view(torch.int32) >> 23) + (shift_scale.view(torch.int32) >> 23)  # of positive normal numbers
     shift = exponent.amax() - exponent[index]
     return torch.exp2(shift.clamp(max=100).float()) * (fmt.smallest_subnormal / 2)  # a tie rounds to zero
-
-
-def _shift_statistics(numbers: Tensor, least: Tensor) -> Found:
-    """The numbers of g, sampled rows [R, N], that are not zero, and those that are after the shift."""
-    given = torch.linalg.vector_norm(numbers, 0).double()
-    return {"codes": given, "lost": given - _count(numbers.abs() > least)}
 
 
 @lru_cache(maxsize=256)
@@ -314,8 +304,8 @@ def statistics(operands: Sequence[Operand]) -> Tensor:
     scale = torch.stack([low if each.scale is None else each.scale for each in operands])
     known = torch.stack([low if each.known is None else each.known for each in operands])
     expected = scale * _numbers(tuple(each.largest for each in operands), device)
-    is_amax = _holds((each.scaled_by_amax for each in operands), device)
-    is_shifted = _holds((each.shifted is not None for each in operands), device)
+    is_amax = _numbers(tuple(float(each.scaled_by_amax) for each in operands), device) > 0
+    is_shifted = _numbers(tuple(float(each.shifted is not None) for each in operands), device) > 0
     over = [
         None if each.known is None else each.x.float() / (limit * ROUNDING)
         for each, limit in zip(operands, expected, strict=True)
@@ -371,10 +361,6 @@ def _of_some(
     given = [t for t in tensors if t is not None]
     values = iter(function(given)) if given else iter(())
     return torch.stack([default if t is None else next(values) for t in tensors])
-
-
-def _holds(flags: Iterable[bool], device: torch.device) -> Tensor:
-    return _numbers(tuple(map(float, flags)), device) > 0
 
 
 @lru_cache(maxsize=256)

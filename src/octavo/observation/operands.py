@@ -235,13 +235,11 @@ def observe(
     Args:
         slot: the first row of `stats` to add to; each of stacked layers has the next one.
         kind: of the operand, and with it what `source` holds:
-            "x"                 x [T, K]
+            "x", "dy"           x [T, K]; dy [T, N]
             "norm", "center"    total [T, K], mean and rstd [T, 1], weight [K] and perhaps bias [K] of a norm
             "swiglu", "geglu", "gelu"               u [T, 2F] or [T, F], the input of the activation
-            "w"                 the weights [N_i, K]
-            "bytes"             nothing: the weights exist as bytes only
-            "dy"                dy [T, N]
             "swiglu_gradient", and so on            dh [T, F] and u
+            "w", "bytes"        the weights [N_i, K]; nothing, where the weights exist as bytes only
         sizes: N_i of the stacked layers: rows of w, columns of dy; empty for x, which they share.
         data, scale, spec: of the quantized operand, and the `Cast.spec` of its cast; None where the GEMM reads the
             operand in high precision.

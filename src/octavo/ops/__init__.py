@@ -1,6 +1,7 @@
 """The operations. Each is declared in one file, with its checks and its reference; `kernels` has the Triton kernels.
 
-A CPU runs the reference, a GPU the kernels. Both give the same bytes, but for `attention_fp8`, which cuDNN runs.
+A CPU runs the reference, a GPU the kernels. Both give the same bytes, but for `attention_fp8`, which cuDNN runs. A
+tensor of another shape or dtype than a docstring names, and a cast that an operation does not do, raise a ValueError.
 """
 
 from importlib import import_module
@@ -50,52 +51,15 @@ if TYPE_CHECKING:
     from octavo.ops.weight_only import grouped_weight_only_mm, weight_only_mm
 
 __all__ = [
-    "Attended",
-    "Backend",
-    "FoldedScales",
-    "Rows",
-    "activation_backward",
-    "activation_quantize",
-    "activation_quantize_scaled",
-    "activation_scales",
-    "aligned_groups",
-    "append_kv",
-    "cached_attention",
-    "combine",
-    "combine_weight_gradient",
-    "find_backend",
-    "find_grouped_backend",
-    "find_weight_only_backend",
-    "fold_scales",
-    "fp8_attention",
-    "fp8_attention_backward",
-    "fp8_attention_limit",
-    "gather_quantize",
-    "group_of_rows",
-    "group_shifts",
-    "grouped_mm",
-    "grouped_mm_dw",
-    "grouped_weight_only_mm",
-    "norm_backward",
-    "norm_quantize",
-    "norm_quantize_inference",
-    "quantize",
-    "quantize_matrices",
-    "quantize_scaled",
-    "quantize_stack",
-    "quantize_transposed",
-    "requantize",
-    "requantize_norm",
-    "requantize_transposed",
-    "rotate",
-    "rotate_append",
-    "row_scales",
-    "scaled_mm",
-    "sort_by_expert",
-    "transpose",
-    "weight_only_mm",
-]
-
+    "Attended", "Backend", "FoldedScales", "Rows", "activation_backward", "activation_quantize",
+    "activation_quantize_scaled", "activation_scales", "aligned_groups", "append_kv", "cached_attention", "combine",
+    "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales",
+    "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
+    "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "norm_backward", "norm_quantize",
+    "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_scaled", "quantize_stack",
+    "quantize_transposed", "requantize", "requantize_norm", "requantize_transposed", "rotate", "rotate_append",
+    "row_scales", "scaled_mm", "sort_by_expert", "transpose", "weight_only_mm",
+]  # fmt: skip
 _FILES = (
     "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "norm", "permutation",
     "quantization", "requantization", "rotary", "rotation", "transposition", "weight_only",

@@ -1,7 +1,5 @@
 """Activations with a quantized output, and their quantized gradients.
 
-The activations in plain PyTorch. The kernels must equal them, and a CPU runs them.
-
     swiglu  u = [gate, up] (halves of each row),  h = gate * sigmoid(gate) * up      Shazeer (arXiv:2002.05202)
     geglu   u = [up, gate],  h = up * gelu(gate), in the order of diffusers          Shazeer (arXiv:2002.05202)
     gelu    h = u * (1 + erf(u / sqrt(2))) / 2                                      Hendrycks and Gimpel (1606.08415)
@@ -22,9 +20,6 @@ from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.ops.launching import quantizes_rows, runs_fused
 from octavo.ops.quantization import quantize_reference, to_data
 from octavo.ops.registration import FLOATS, check_row_cast, check_tensor, operation
-
-# ---- the reference
-
 
 HALF_SQRT = 2**-0.5
 DENSITY = (2 * math.pi) ** -0.5  # the density of the normal distribution at 0
@@ -117,9 +112,6 @@ def _erfc(z: Tensor, e: Tensor) -> Tensor:
     return (t * series + 0.254829592) * t * e
 
 
-# ---- the operation
-
-
 WIDTHS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of h
 
 
@@ -132,16 +124,11 @@ class ActivationGradient(NamedTuple):
 
 
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
-    """Compute h = activation(u) and quantize it by row, in one pass.
+    """Compute h = activation(u) [M, F] and quantize it by row, in one pass.
 
-    Args:
-        u: float32, bfloat16 or float16. [M, 2F] for the kinds "swiglu", with the columns of gate before those of up,
-            and "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not
-            the tanh approximation.
-        cast: of h [M, F], by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
-
-    Raises:
-        ValueError: for another kind, cast, shape or dtype.
+    u is float32, bfloat16 or float16: [M, 2F] for the kinds "swiglu", with the columns of gate before those of up, and
+    "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not the tanh
+    approximation. The cast is by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
     """
     check_row_cast("activation_quantize", cast)
     data, scale = _activation_quantize(u, kind, cast.spec)
@@ -154,8 +141,7 @@ def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
     Where a row of h is cut over several ranks, the largest of their scales is that of the whole row.
     """
     check_row_cast("activation_scales", cast)
-    result: Tensor = _activation_scales(u, kind, cast.spec)
-    return result
+    return _activation_scales(u, kind, cast.spec)
 
 
 def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> QTensor:
@@ -180,8 +166,7 @@ def activation_backward(
     """Compute the gradient through an activation and quantize it by row, in one pass.
 
     Args:
-        dh, u: [M, F], and u as in `activation_quantize`.
-        cast: of the gradient of u, with the limits of `activation_quantize`.
+        dh, u, cast: dh [M, F], u, and the cast of its gradient, as in `activation_quantize`.
         column_scale, row_scale: float32 [1, columns of u] and [M, 1], multiplied into that gradient first. With
             `group`, column_scale is [E, columns of u].
         h_cast, h_scale: the cast of h in forward and the scale [M, 1] (float32) that it got. The data of h is computed
@@ -189,9 +174,6 @@ def activation_backward(
         biased: also return the gradient of a bias in u, float32 [columns of u]: the sum of the rows of du, before du is
             multiplied by the scales.
         group: int32 [M], the line of column_scale that each row is multiplied by, from 0 to E - 1.
-
-    Raises:
-        ValueError: for another kind, cast, shape or dtype.
     """
     check_row_cast("activation_backward", cast)
     check_row_cast("activation_backward", h_cast)
@@ -243,23 +225,13 @@ def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> 
     return du, _like_scales(u), h, u.new_empty(u.shape[1] if biased else 0, dtype=torch.float32)
 
 
-_activation_quantize = operation(
-    "activation_quantize",
-    kernels="activation",
-    runs=_quantizes,
-    check=_check,
-    like=lambda *args: (_like(*args), _like_scales(*args)),
-)(activation_quantize_reference)
-_activation_scales = operation(
-    "activation_scales", kernels="activation", runs=_quantizes, check=_check, like=_like_scales
-)(activation_scales_reference)
-_activation_quantize_scaled = operation(
-    "activation_quantize_scaled", kernels="activation", runs=_quantizes, check=_check, like=_like
-)(activation_quantize_scaled_reference)
+_activation_quantize = operation(check=_check, like=lambda *args: (_like(*args), _like_scales(*args)), runs=_quantizes)(
+    activation_quantize_reference
+)
+_activation_scales = operation(check=_check, like=_like_scales, runs=_quantizes)(activation_scales_reference)
+_activation_quantize_scaled = operation(check=_check, like=_like, runs=_quantizes)(activation_quantize_scaled_reference)
 _activation_backward = operation(
-    "activation_backward",
-    kernels="activation",
-    runs=lambda dh, u, kind, cast, *rest: runs_fused(u, dh.shape[1], cast.format, rest[2].format),
     check=_check_backward,
     like=_like_backward,
+    runs=lambda dh, u, kind, cast, *rest: runs_fused(u, dh.shape[1], cast.format, rest[2].format),
 )(activation_backward_reference)

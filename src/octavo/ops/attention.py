@@ -1,7 +1,5 @@
 """Attention over a cache of stored keys and values, and the functions that store them.
 
-Attention over a cache of keys and values in plain PyTorch. The kernels must equal it, and a CPU runs it.
-
 The queries belong to the last T of the `length` tokens in the cache. Query t has the position p = length - T + t and
 sees the keys first[b] <= j <= p:
 
@@ -21,13 +19,43 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3, LARGEST, ROUNDS_TO_LARGEST, cast, widen
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import Cache, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
-# ---- the reference
+STORED = (torch.bfloat16, torch.float16, torch.float32, *LARGEST)
+MAX_ROWS = 32  # queries of one head of keys that a program of the kernel holds
+MAX_DIM = 256
 
 
-def append_kv_reference(
+def cached_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    *,
+    first: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of the queries q [B, H, T, D] of the last T tokens over a cache, in q's dtype.
+
+    On a GPU, up to `MAX_ROWS` queries for each head of keys run on the kernel, which reads each stored byte once. More
+    queries run on PyTorch's attention, over keys and values that are widened to q's dtype for the call. No call waits
+    for the device. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
+
+    Args:
+        keys, values: [B, G, S, D] of bfloat16, float16, float32, float8_e4m3fn or int8; H is a multiple of G.
+        k_scale, v_scale: float32 [G] for eight-bit dtypes, multiplied into the stored numbers; None for others.
+        length: int64, no dimension: how many of the S tokens are there, the T new ones included.
+        first: int32 [B], the first token of each sequence that is not padding. A negative one makes the result NaN.
+        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
+
+
+def append_kv(
     k: Tensor,
     v: Tensor,
     keys: Tensor,
@@ -37,7 +65,21 @@ def append_kv_reference(
     length: Tensor,
     clipped: Tensor,
 ) -> None:
+    """Store k and v [B, G, T, D] of new tokens as in `cached_attention`, each number rounded once and saturated.
+
+    `length` counts them already. If it exceeds S, a GPU drops the tokens that do not fit (and `cached_attention` gives
+    NaN); a CPU raises IndexError. The counts of numbers that saturated or were NaN are added to `clipped`, int64 [2]
+    for keys and values.
+    """
+    _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
+
+
+# ---- The references, and the numbers that a cache stores.
+
+
+def append_kv_reference(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     """Store k and v [B, G, T, D] as the last T of `length` tokens; add the counts of saturated numbers to `clipped`."""
+    keys, values, k_scale, v_scale, length = cache
     new = k.shape[2]
     at = length - new + torch.arange(new, device=k.device)
     for i, (x, data, scale) in enumerate(((k, keys, k_scale), (v, values, v_scale))):
@@ -51,17 +93,9 @@ def _bytes(data: Tensor) -> Tensor:
     return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
-def cached_attention_reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
+def cached_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
+    keys, values, k_scale, v_scale, length = cache
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
         return torch.full_like(q, torch.nan)
@@ -84,21 +118,13 @@ def _without_the_kernel(q: Tensor, *rest: Any) -> Tensor:
     return (cached_attention_reference if q.device.type == "cpu" else widened_attention)(q.contiguous(), *rest)
 
 
-def widened_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
+def widened_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """The same with PyTorch's attention, for more queries than the kernel takes: keys and values are widened first.
 
     During the call they are repeated for each head of queries. Given a mask and fewer heads of keys than of queries,
     PyTorch would instead store every product of a query and a key.
     """
+    keys, values, k_scale, v_scale, length = cache
     shared = q.shape[1] // keys.shape[1]
     k, v = (widened(data, s, q.dtype).repeat_interleave(shared, 1) for data, s in ((keys, k_scale), (values, v_scale)))
     seen = _visible(q.shape[2], keys.shape[2], length, first)
@@ -118,21 +144,10 @@ def _visible(new: int, keys: int, length: Tensor, first: Tensor | None) -> Tenso
     return seen if first is None else seen & (j >= first.view(-1, 1, 1, 1))
 
 
-# ---- The numbers that a cache of keys and values stores, and their conversion from and to float32.
-#
-# A stored number is x * (1 / scale), rounded to nearest even and saturated. INT8 is symmetric, -127 to 127.
-
-
 def to_stored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert x [B, G, T, D] to the dtype of a cache.
+    """x [B, G, T, D] as numbers of the dtype of a cache, and how many of them saturated or were NaN (int64, 0-dim).
 
-    NaN stays NaN in E4M3. INT8 has no NaN: it becomes 0.
-
-    Args:
-        scale: [G], one for each head of keys; None for a dtype without scales.
-
-    Returns:
-        The stored numbers, and how many of them saturated or were NaN (int64, no dimension).
+    `scale` is [G], None for a dtype without scales. NaN stays NaN in E4M3. INT8 has no NaN: it becomes 0.
     """
     if scale is None:
         return x.to(dtype), torch.zeros((), dtype=torch.int64, device=x.device)
@@ -153,80 +168,12 @@ def widened(data: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return data.to(dtype) if scale is None else data.float().mul_(scale.view(-1, 1, 1)).to(dtype)
 
 
-# ---- the operation
+# ---- The registered operations.
 
 
-STORED = (torch.bfloat16, torch.float16, torch.float32, *LARGEST)
-MAX_ROWS = 32  # queries of one head of keys that a program of the kernel holds
-MAX_DIM = 256
-
-
-def cached_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    *,
-    first: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention of the last T tokens over a cache of stored keys and values.
-
-    On a GPU, up to `MAX_ROWS` queries for each head of keys run on the kernel, which reads each stored byte once. More
-    queries run on PyTorch's attention, over keys and values that are widened to q's dtype for the call. No call waits
-    for the device.
-
-    Args:
-        q: [B, H, T, D], the queries of the last T tokens.
-        keys, values: [B, G, S, D] of bfloat16, float16, float32, float8_e4m3fn or int8. The first `length` of the S
-            tokens are used. H is a multiple of G.
-        k_scale, v_scale: float32 [G], multiplied into the stored numbers. Required for eight-bit dtypes, None for
-            others.
-        length: int64, no dimension: the number of tokens in the cache, the T new ones included.
-        first: int32 [B], the first token of each sequence that is not padding. A negative one makes the result NaN.
-        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
-
-    Returns:
-        [B, H, T, D] in q's dtype. A query that sees no key gets zeros. If `length` exceeds S, all is NaN.
-
-    Raises:
-        ValueError: for another shape or dtype.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    result: Tensor = _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
-    return result
-
-
-def append_kv(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
-    """Store the keys and values of new tokens in place, each number rounded once and saturated.
-
-    Args:
-        k, v: [B, G, T, D] of float32, bfloat16 or float16.
-        keys, values: as in `cached_attention`, written in place.
-        k_scale, v_scale: as in `cached_attention`.
-        length: int64, no dimension: the number of tokens in the cache after this call. If it exceeds S, a GPU drops
-            the tokens that do not fit (and `cached_attention` returns NaN); a CPU raises IndexError.
-        clipped: int64 [2], for keys and values: the count of numbers that saturated or were NaN is added to it.
-
-    Raises:
-        ValueError: for another shape or dtype.
-    """
-    _append_kv(k, v, keys, values, k_scale, v_scale, length, clipped)
-
-
-def check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor) -> None:
+def check_cache(cache: Cache) -> None:
     """Raise ValueError unless these are the tensors of a cache, as `cached_attention` describes them."""
+    keys, values, k_scale, v_scale, length = cache
     if keys.ndim != 4 or keys.dtype not in STORED or not (keys.is_contiguous() and values.is_contiguous()):
         raise ValueError(
             f"keys must be contiguous [B, G, S, D] of one of {', '.join(map(str, STORED))}, and values alike, got "
@@ -240,9 +187,9 @@ def check_cache(keys: Tensor, values: Tensor, k_scale: Tensor | None, v_scale: T
         check_tensor(name, scale, (keys.shape[1],), torch.float32)
 
 
-def _check(q: Tensor, keys: Tensor, *rest: Any) -> None:
-    *cache, first, _ = rest
-    check_cache(keys, *cache)
+def _check(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> None:
+    check_cache(cache)
+    keys = cache.keys
     batch, kv_heads, _, dim = keys.shape
     if q.ndim != 4 or q.shape[0] != batch or q.shape[3] != dim or q.shape[1] % kv_heads or q.dtype not in FLOATS:
         raise ValueError(
@@ -252,7 +199,8 @@ def _check(q: Tensor, keys: Tensor, *rest: Any) -> None:
     check_tensor("first", first, (batch,), torch.int32)
 
 
-def _attends(q: Tensor, keys: Tensor, *rest: Any) -> bool:
+def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
+    keys = cache.keys
     rows = q.shape[1] // keys.shape[1] * q.shape[2]
     dim = q.shape[3]
     small = rows <= MAX_ROWS and dim <= MAX_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
@@ -260,31 +208,24 @@ def _attends(q: Tensor, keys: Tensor, *rest: Any) -> bool:
     return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device)
 
 
-_cached_attention = operation(
-    "cached_attention",
-    kernels="attention",
-    runs=_attends,
-    check=_check,
-    like=lambda q, *rest: q.new_empty(q.shape),
-    strided=True,
-)(_without_the_kernel)
+_cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
+    _without_the_kernel
+)
 
 
-def _check_append(k: Tensor, v: Tensor, keys: Tensor, *rest: Any) -> None:
-    *cache, clipped = rest
-    check_cache(keys, *cache)
-    shape = (keys.shape[0], keys.shape[1], k.shape[2] if k.ndim == 4 else 1, keys.shape[3])
+def _check_append(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
+    check_cache(cache)
+    batch, kv_heads, _, dim = cache.keys.shape
+    shape = (batch, kv_heads, k.shape[2] if k.ndim == 4 else 1, dim)
     check_tensor("k", k, shape, *FLOATS)
     check_tensor("v", v, shape, *FLOATS)
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
 _append_kv = operation(
-    "append_kv",
-    kernels="attention",
-    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
     check=_check_append,
     like=lambda *args: None,
+    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
     mutates=("keys", "values", "clipped"),
     strided=True,
 )(append_kv_reference)

@@ -1,6 +1,6 @@
 """Causal attention of many queries in E4M3, forward and backward.
 
-Causal attention in E4M3 in plain PyTorch: the arithmetic of cuDNN's kernels, on whole matrices. A CPU runs it.
+A GPU runs it in cuDNN. The reference computes the arithmetic of its kernels, on whole matrices:
 
     s = scale * s_q * s_k * q k^T      query t of T sees the keys 0 .. t + S - T        H / G heads share a head of keys
     p = exp(s - max)                   l = sum p        stats = max + log l
@@ -22,22 +22,96 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3, cast, widen
 from octavo.ops.dispatch import GRADIENT_TILE, fp8_attention_limit
+from octavo.ops.launching import Heads
 from octavo.ops.registration import check_tensor, operation
 
-# ---- the reference
+P_SCALE = 2.0**-8  # of the probabilities, which are at most 1; a power of two, so that it rounds nothing
+# |ds| reaches about a fifth of this many times scale * amax(dO) * amax(v) (docs/decisions.md), so that none saturates.
+DS_LIMIT = 1.75
+
+
+class Attended(NamedTuple):
+    """A result of `fp8_attention`, and what its gradient needs."""
+
+    y: Tensor  # [B, H, T, D], a view of contiguous [B, T, H, D]
+    o: Tensor  # E4M3 [B, T, H, D]: y ≈ o * v_scale
+    stats: Tensor  # float32 [B, H, T]: the logarithm of the sum of each softmax
+
+
+def fp8_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    *,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Attended:
+    """Causal attention of the last T tokens of a text to its S tokens, in E4M3.
+
+    Products are of E4M3 numbers, and sums float32. The probabilities are rounded to E4M3, and so is the result, with
+    the scale of v: it is an average of values. On a GPU it runs in cuDNN, and no call waits for the device. A CPU
+    computes the same in plain PyTorch, and so does a GPU for one query, which cuDNN does not take.
+
+    Args:
+        q, k, v: float8_e4m3fn [B, H, T, D] and [B, G, S, D], with S at least T, and H a multiple of G.
+        q_scale, k_scale, v_scale: float32, one element each, multiplied into the numbers.
+        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
+        dtype: of y.
+
+    Raises:
+        RuntimeError: the GPU, its libraries or the head size do not have FP8 attention.
+    """
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    y, o, stats = _fp8_attention(q, k, v, q_scale, k_scale, v_scale, factor, dtype)
+    return Attended(y.transpose(1, 2), o, stats)
+
+
+def fp8_attention_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    stats: Tensor,
+    dy_scale: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    out_scales: Tensor,
+    *,
+    scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of `fp8_attention`: dq [B, H, T, D], dk and dv [B, G, S, D] of `dtype`, and their largest magnitudes
+    before they were rounded, float32 [3].
+
+    Args:
+        dy: float8_e4m3fn [B, T, H, D], contiguous, with the scale `dy_scale`.
+        q, k, v, o, stats, q_scale, k_scale, v_scale, scale: arguments and results of `fp8_attention`.
+        out_scales: float32 [3] of dq, dk and dv, which are rounded to E4M3 with them. Larger numbers saturate.
+
+    Raises:
+        RuntimeError: as `fp8_attention`; also on a GPU, unless T and S are equal and a multiple of `GRADIENT_TILE`.
+    """
+    _check_scales(q_scale, k_scale, v_scale)
+    check_tensor("out_scales", out_scales, (3,), torch.float32)
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    scales = torch.cat([x.view(1) for x in (q_scale, k_scale, v_scale, dy_scale)] + [out_scales])
+    dq, dk, dv, amax = _fp8_attention_backward(dy, q, k, v, o, stats, scales, factor, dtype)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), amax
 
 
 def attend_reference(
-    q: Tensor, k: Tensor, v: Tensor, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
+    heads: Heads, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [B, T, H, D] of `dtype`, o [B, T, H, D] of E4M3 and stats float32 [B, H, T].
 
-    Args:
-        q, k, v: E4M3 [B, H, T, D] and [B, G, S, D].
-        scales: float32 [1] of q, k and v.
-        p_scale: of the probabilities.
-        scale: of q k^T.
+    `scales` are float32 [1] of q, k and v, `p_scale` that of the probabilities, and `scale` multiplies q k^T.
     """
+    q, k, v = heads
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
         s = _scores(q, k, scales["q"] * scales["k"] * scale)
         top = s.amax(-1, keepdim=True)
@@ -50,9 +124,7 @@ def attend_reference(
 
 def attend_backward_reference(
     dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    heads: Heads,
     o: Tensor,
     stats: Tensor,
     scales: Mapping[str, Tensor],
@@ -62,10 +134,9 @@ def attend_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq [B, T, H, D], dk and dv [B, S, G, D] of `dtype`, and their largest magnitudes, float32 [3].
 
-    Args:
-        dy, o: E4M3 [B, T, H, D].
-        scales: float32 [1] of q, k, v, o, dO, dP, dQ, dK and dV.
+    dy and o are E4M3 [B, T, H, D], and `scales` those of q, k, v, o, dO, dP, dQ, dK and dV.
     """
+    q, k, v = heads
     shared = q.shape[1] // k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         p = (_scores(q, k, scales["q"] * scales["k"] * scale) - stats.unsqueeze(-1)).exp()
@@ -103,111 +174,23 @@ def _rounded(x: Tensor, scale: Tensor | float) -> Tensor:
     return widen(cast(x / scale, E4M3)) * scale
 
 
-# ---- the operation
-
-
-P_SCALE = 2.0**-8  # of the probabilities, which are at most 1; a power of two, so that it rounds nothing
-# |ds| reaches about a fifth of this many times scale * amax(dO) * amax(v) (docs/decisions.md), so that none saturates.
-DS_LIMIT = 1.75
-
-
-class Attended(NamedTuple):
-    """A result of `fp8_attention`, and what its gradient needs."""
-
-    y: Tensor  # [B, H, T, D], a view of contiguous [B, T, H, D]
-    o: Tensor  # E4M3 [B, T, H, D]: y ≈ o * v_scale
-    stats: Tensor  # float32 [B, H, T]: the logarithm of the sum of each softmax
-
-
-def fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    *,
-    scale: float | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Attended:
-    """Causal attention of the last T tokens of a text to its S tokens, in E4M3.
-
-    Products are of E4M3 numbers, and sums float32. The probabilities are rounded to E4M3, and so is the result, with
-    the scale of v: it is an average of values. On a GPU it runs in cuDNN, and no call waits for the device. A CPU
-    computes the same in plain PyTorch, and so does a GPU for one query, which cuDNN does not take.
-
-    Args:
-        q: float8_e4m3fn [B, H, T, D]. Any strides, but the last dimension contiguous.
-        k, v: float8_e4m3fn [B, G, S, D], with S at least T, and H a multiple of G.
-        q_scale, k_scale, v_scale: float32, one element each, multiplied into the numbers.
-        scale: multiplied into q @ k^T; 1 / sqrt(D) by default.
-        dtype: of y.
-
-    Raises:
-        ValueError: for another shape or dtype.
-        RuntimeError: the GPU, its libraries or the head size do not have FP8 attention.
-    """
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    y, o, stats = _fp8_attention(q, k, v, q_scale, k_scale, v_scale, factor, dtype)
-    return Attended(y.transpose(1, 2), o, stats)
-
-
-def fp8_attention_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    stats: Tensor,
-    dy_scale: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    out_scales: Tensor,
-    *,
-    scale: float | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradient of `fp8_attention`, in E4M3.
-
-    Args:
-        dy: float8_e4m3fn [B, T, H, D], contiguous, with the scale `dy_scale`.
-        q, k, v, q_scale, k_scale, v_scale, scale: those of `fp8_attention`.
-        o, stats: its results.
-        out_scales: float32 [3] of dq, dk and dv, which are rounded to E4M3 with them. Larger numbers saturate.
-        dtype: of the gradients.
-
-    Returns:
-        dq [B, H, T, D], dk and dv [B, G, S, D], and their largest magnitudes before they were rounded, float32 [3].
-
-    Raises:
-        ValueError: for another shape or dtype.
-        RuntimeError: as `fp8_attention`; also on a GPU, unless T and S are equal and a multiple of `GRADIENT_TILE`.
-    """
-    _check_scales(q_scale, k_scale, v_scale)
-    check_tensor("out_scales", out_scales, (3,), torch.float32)
-    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    scales = torch.cat([x.view(1) for x in (q_scale, k_scale, v_scale, dy_scale)] + [out_scales])
-    dq, dk, dv, amax = _fp8_attention_backward(dy, q, k, v, o, stats, scales, factor, dtype)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), amax
-
-
 def _check_scales(*scales: Tensor) -> None:
     for name, s in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
         if s.numel() != 1 or s.dtype != torch.float32:
             raise ValueError(f"{name} must be float32 with one element, got {s.dtype} {list(s.shape)}")
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
-    _check_heads(q, k, v)
+def _check(heads: Heads, *rest: Any) -> None:
+    _check_heads(*heads)
     _check_scales(*rest[:3])
 
 
-def _check_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, stats: Tensor, *rest: Any) -> None:
-    _check_heads(q, k, v)
-    check_tensor("dy", dy, (q.shape[0], q.shape[2], q.shape[1], q.shape[3]), E4M3.dtype)
+def _check_backward(dy: Tensor, heads: Heads, o: Tensor, stats: Tensor, *rest: Any) -> None:
+    _check_heads(*heads)
+    batch, count, tokens, dim = heads.q.shape
+    check_tensor("dy", dy, (batch, tokens, count, dim), E4M3.dtype)
     check_tensor("o", o, tuple(dy.shape), E4M3.dtype)
-    check_tensor("stats", stats, tuple(q.shape[:3]), torch.float32)
+    check_tensor("stats", stats, (batch, count, tokens), torch.float32)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -223,70 +206,57 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensor(name, x, (batch, kv_heads, keys, dim), E4M3.dtype)
 
 
-def _by_token(x: Tensor, *rest: Any) -> Tensor:
-    """[B, T, H, D] like x [B, H, T, D], of the dtype that the arguments end with."""
-    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=rest[-1])
+def _by_token(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, T, H, D] like x [B, H, T, D]."""
+    return x.new_empty((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), dtype=dtype)
 
 
-def _like(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _by_token(q, *rest), _by_token(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _like(heads: Heads, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q = heads.q
+    return _by_token(q, rest[-1]), _by_token(q, q.dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _like_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return *(_by_token(x, *rest) for x in (q, k, v)), q.new_empty(3, dtype=torch.float32)
+def _like_backward(dy: Tensor, heads: Heads, *rest: Any) -> tuple[Tensor, ...]:
+    return *(_by_token(x, rest[-1]) for x in heads), dy.new_empty(3, dtype=torch.float32)
 
 
-@operation("fp8_attention", check=_check, like=_like)
+@operation(check=_check, like=_like)
 def _fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_scale: Tensor,
-    k_scale: Tensor,
-    v_scale: Tensor,
-    scale: float,
-    dtype: torch.dtype,
+    heads: Heads, q_scale: Tensor, k_scale: Tensor, v_scale: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     scales = {"q": q_scale.view(1), "k": k_scale.view(1), "v": v_scale.view(1)}
-    values: Any = *_by_rows(q, k, v), scales, P_SCALE, scale, dtype
-    if not _runs_cudnn(q) or q.shape[2] == 1:  # cuDNN 9.19 leaves one query to its kernels for Ampere, without FP8
-        return attend_reference(*values)
+    values: Any = _by_rows(heads), scales, P_SCALE, scale, dtype
+    if not _runs_cudnn(heads.q) or heads.q.shape[2] == 1:  # cuDNN 9.19 leaves one query to its kernels for Ampere,
+        return attend_reference(*values)  # which have no FP8
     from octavo.ops.kernels import attention_fp8 as kernel
 
     return kernel.attend(*values)
 
 
-@operation("fp8_attention_backward", check=_check_backward, like=_like_backward)
+@operation(check=_check_backward, like=_like_backward)
 def _fp8_attention_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    stats: Tensor,
-    scales: Tensor,
-    scale: float,
-    dtype: torch.dtype,
+    dy: Tensor, heads: Heads, o: Tensor, stats: Tensor, scales: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     named = dict(zip(("q", "k", "v", "dO", "dQ", "dK", "dV"), (s.view(1) for s in scales.unbind()), strict=True))
     named["o"] = named["v"]
     named["dP"] = named["dO"] * named["v"] * (DS_LIMIT * E4M3.max * scale)
-    values: Any = dy.contiguous(), *_by_rows(q, k, v), o.contiguous(), stats, named, P_SCALE, scale, dtype
-    if not _runs_cudnn(q):
+    values: Any = dy.contiguous(), _by_rows(heads), o.contiguous(), stats, named, P_SCALE, scale, dtype
+    if not _runs_cudnn(heads.q):
         return attend_backward_reference(*values)
-    if q.shape[2] % GRADIENT_TILE or k.shape[2] != q.shape[2]:
+    tokens, keys = heads.q.shape[2], heads.k.shape[2]
+    if tokens % GRADIENT_TILE or keys != tokens:
         raise RuntimeError(
             f"the gradient of FP8 attention needs as many keys as queries, and a multiple of {GRADIENT_TILE} on a GPU, "
-            f"got {q.shape[2]} queries and {k.shape[2]} keys: take attention in BF16"
+            f"got {tokens} queries and {keys} keys: take attention in BF16"
         )
     from octavo.ops.kernels import attention_fp8 as kernel
 
     return kernel.attend_backward(*values)
 
 
-def _by_rows(*tensors: Tensor) -> list[Tensor]:
+def _by_rows(heads: Heads) -> Heads:
     """The tensors with a last dimension that is contiguous."""
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in tensors]
+    return Heads(*(x if x.stride(-1) == 1 else x.contiguous() for x in heads))
 
 
 def _runs_cudnn(q: Tensor) -> bool:

@@ -4,8 +4,6 @@ A program holds in shared memory the loads in flight of keys and values, one blo
 queries and the block's probabilities. A Hopper has 227 KiB for a program, Ada and RTX Blackwell have 99 KiB.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -27,14 +25,7 @@ TILES = {
 
 @cache
 def choose_tile(element_size: int, block_m: int, block_d: int, limit: int) -> Tile:
-    """The first tile that fits.
-
-    Args:
-        element_size: bytes of a stored element.
-        block_m: queries of a program, padded.
-        block_d: the width of a head, padded.
-        limit: bytes of shared memory that a program may take.
-    """
+    """The first tile that fits `limit` bytes of shared memory, for `block_m` queries and heads of `block_d`, padded."""
     tiles = TILES[element_size]
     return next((tile for tile in tiles if shared_bytes(tile, element_size, block_m, block_d) <= limit), tiles[-1])
 

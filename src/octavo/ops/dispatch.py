@@ -57,16 +57,10 @@ class Line:
 
 def _read_lines() -> dict[tuple[str, str], Line]:
     found: dict[tuple[str, str], Line] = {}
-    rows = json.loads((files("octavo.ops") / "dispatch.json").read_text())["gemms"]
-    for row in rows:
-        line = Line(
-            row.get("library", ""),
-            tuple(row.get("formats", ())),
-            tuple(row.get("out", "").split()),
-            row.get("fast_accumulation", False),
-            row.get("refusal", ""),
-        )
-        found |= {(gpu, row["scales"]): line for gpu in row["gpus"].split()}
+    for row in json.loads((files("octavo.ops") / "dispatch.json").read_text())["gemms"]:
+        gpus, scales, _ = row.pop("gpus").split(), row.pop("scales"), row.pop("source")
+        line = Line(formats=tuple(row.pop("formats", ())), out=tuple(row.pop("out", "").split()), **row)
+        found |= {(gpu, scales): line for gpu in gpus}
     return found
 
 
@@ -74,9 +68,9 @@ def _read_lines() -> dict[tuple[str, str], Line]:
 LINES = _read_lines()
 
 
-# ---- The choice of the implementation that a scaled GEMM runs on. One function decides, and reports call it too.
+# ---- The choice of the implementation that a scaled GEMM runs on.
 #
-# PyTorch's `scaled_mm` has these kernels. `dispatch.json` records each with its source (octavo.ops.dispatch):
+# PyTorch's `scaled_mm` has these kernels:
 #
 #     scales                     GPU
 #     tensor                     cuBLASLt from Ada (8.9), hipBLASLt from MI300
@@ -119,12 +113,10 @@ _ROW_SCALED_DTYPES = {"cutlass": (torch.bfloat16, torch.float16), "hipblaslt": (
 
 @dataclass(frozen=True)
 class Backend:
-    """The implementation of a scaled GEMM, and the reason for it.
+    """The implementation of a scaled GEMM, and the reason for it, for people.
 
-    Args:
-        name: "cublaslt", "cutlass", "hipblaslt", "triton", "dequantized" (a BF16 GEMM of the widened operands),
-            "emulated" or "none".
-        reason: for people.
+    The names are cublaslt, cutlass, hipblaslt, triton, dequantized (a BF16 GEMM of the widened operands), emulated and
+    none.
     """
 
     name: str
@@ -140,14 +132,9 @@ def find_backend(
     *,
     e8m0: tuple[bool, bool] = (False, False),
 ) -> Backend:
-    """The implementation that `device` has for operands of these granularities and formats.
+    """The implementation that `device` has for operands of these granularities and formats (by their names).
 
-    Args:
-        device: of the operands.
-        granularity_a, granularity_b: of the scales of a and b.
-        formats: the names of the formats of a and b.
-        size: [M, N] of y; None for a large M.
-        e8m0: whether the scales of a and b are E8M0 instead of float32.
+    `size` is [M, N] of y, None for a large M. `e8m0` tells whether the scales of a and b are E8M0 instead of float32.
     """
     if device.type != "cuda":
         return Backend("emulated", f"{device.type} has no FP8 GEMM: exact in float32, slower than BF16")
@@ -246,7 +233,7 @@ def find_grouped_backend(
     """The implementation that a device or a GPU has for operands of these formats and granularities."""
     if isinstance(place, torch.device) and place.type != "cuda":
         return Backend("emulated", f"{place.type} has no FP8 GEMM: exact in float32, slower than BF16")
-    gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
+    gpu = find_architecture(place)
     names = f"{granularity_a.name} x {granularity_b.name} scales"
     by_row = (granularity_a, granularity_b) == (ROW, ROW)
     if not runs_our_kernels(gpu, formats) or not (by_row or takes_blocks(granularity_a, granularity_b)):
@@ -259,8 +246,7 @@ def find_grouped_backend(
 def takes_cutlass(a: Tensor, b: Tensor, groups: int, fast: bool) -> bool:
     """True if PyTorch's kernel is faster than ours for operands with row scales.
 
-    Args:
-        a, b: [M, K] and [E, N, K], or [N, M] and [K, M] with groups of columns.
+    a and b are [M, K] and [E, N, K], or [N, M] and [K, M] with groups of columns.
     """
     if b.ndim == 3:
         rows, least = a.shape[0], CUTLASS_ROWS_OF_WIDE if min(b.shape[1:]) >= WIDE else CUTLASS_ROWS
@@ -314,13 +300,9 @@ _GPUS_INT8 = tuple(gpu.key for gpu in NVIDIA if gpu.lowest >= LOWEST_INT8)
 
 def find_int8_backend(device: Place) -> Backend:
     """The implementation that `device` has for operands in int8. torch.compile traces this."""
-    if isinstance(device, GpuArchitecture):
-        has_kernel = device.key in _GPUS_INT8
-    elif device.type == "cuda":
-        has_kernel = HAS_TRITON and find_architecture(device).key in _GPUS_INT8
-    else:
+    if isinstance(device, torch.device) and device.type != "cuda":
         return Backend("emulated", f"{device.type}: exact, in float64")
-    if has_kernel:
+    if find_architecture(device).key in _GPUS_INT8 and (HAS_TRITON or isinstance(device, GpuArchitecture)):
         return Backend("triton", "INT8 tensor cores")
     return Backend("emulated", "no kernel for this GPU: exact, in float64, and slow")
 
@@ -357,20 +339,15 @@ def fp8_attention_limit(device: Place, head_dim: int) -> str:
     return ""
 
 
-# ---- The backends of the three GEMMs of a recipe: the same decision that a scaled GEMM makes when it is called.
-#
-# Each function takes a device, or the architecture of a GPU that need not be here.
+# ---- The backends of the three GEMMs of a recipe, and the recipe of a setting: the same decision that a scaled GEMM
+# makes when it is called, on a device or on the architecture of a GPU that need not be here.
 
 
 def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
-    backends = {}
-    for name, gemm in (("y", recipe.y), ("dx", recipe.dx), ("dw", recipe.dw)):
-        if gemm is None:
-            backends[name] = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
-        else:
-            backends[name] = product_backend(gemm.a, gemm.b, place)
-    return backends
+    in_bf16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
+    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
+    return {name: in_bf16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
 
 
 def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
@@ -392,9 +369,6 @@ def product_backend(a: Cast, b: Cast, place: Place) -> Backend:
 def in_formats_of(place: Place, recipe: Recipe) -> Recipe:
     """A preset in the eight-bit formats of a GPU: FNUZ on an MI300."""
     return fnuz(recipe) if recipe.quantized and takes_fnuz(place) else recipe
-
-
-# ---- The recipe of a setting, on a device or on the architecture of a GPU that need not be here.
 
 
 def choose_recipe(recipe: str | Path | Recipe, place: Place) -> Recipe:
@@ -434,9 +408,8 @@ def pick_recipe(place: Place) -> Recipe:
     for recipe in (in_formats_of(place, rowwise()), in_formats_of(place, tensorwise())):
         if _runs(recipe, place):
             return recipe
-    gpu = place if isinstance(place, GpuArchitecture) else find_architecture(place)
     raise ValueError(
-        f"{gpu.name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
+        f"{find_architecture(place).name} has no FP8 GEMM: FP8 needs an Ada, Hopper or Blackwell GPU of NVIDIA, or an "
         "MI300 or MI350 of AMD; train in BF16 here"
     )
 

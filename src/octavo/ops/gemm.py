@@ -1,10 +1,8 @@
 """The scaled GEMM: eight-bit operands, float32 sums.
 
-The scaled GEMM in plain PyTorch, exact but for the order of its float32 sums.
-
-The product of two E4M3 or E5M2 numbers has at most eight significant bits. float32 holds it exactly, so only the sums
-are rounded. A scale that is constant along the reduction multiplies the result. Other scales multiply the operand
-before the product.
+The product of two E4M3 or E5M2 numbers has at most eight significant bits. float32 holds it exactly, so in the
+reference only the sums are rounded. A scale that is constant along the reduction multiplies the result. Other scales
+multiply the operand before the product.
 """
 
 from functools import lru_cache
@@ -16,33 +14,9 @@ from torch import Tensor
 from octavo.numerics.formats import format_of, widen
 from octavo.numerics.qtensor import Granularity, QTensor
 from octavo.ops.dispatch import Backend, find_backend, returned_dtype
+from octavo.ops.launching import Operands
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.registration import check_tensor, operation
-
-# ---- the reference
-
-
-def scaled_mm_reference(
-    a: Tensor, scale_a: Tensor, granularity_a: Granularity, b: Tensor, scale_b: Tensor, granularity_b: Granularity
-) -> Tensor:
-    """(a * scale_a) @ (b * scale_b)^T as float32 [M, N], from a [M, K] and b [N, K]."""
-    scale_a, scale_b = scale_a.float(), scale_b.float()
-    with torch.autocast(a.device.type, enabled=False):  # it would run this product in BF16
-        y = _operand(a, scale_a, granularity_a) @ _operand(b, scale_b, granularity_b).t()  # [M,K] @ [N,K]^T
-    if granularity_a.outer:
-        y *= scale_a
-    if granularity_b.outer and not bool((scale_b == 1).all()):  # they are ones if the scale was folded into a
-        y *= scale_b.t()
-    return y
-
-
-def _operand(data: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
-    wide = widen(data)
-    return wide if granularity.outer else wide.mul_(granularity.expand(scale, tuple(data.shape)))
-
-
-# ---- the operation
-
 
 _find_cached = lru_cache(maxsize=4096)(find_backend)
 
@@ -57,7 +31,7 @@ def scaled_mm(
     fast_accumulation: bool = False,
     emulate: bool = False,
 ) -> Tensor:
-    """y = (a.data * a.scale) @ (b.data * b.scale)^T + bias, then + residual.
+    """y [M, N] = (a.data * a.scale) @ (b.data * b.scale)^T + bias, then + residual.
 
     Args:
         a, b: [M, K] and [N, K], both contracted over their last axis.
@@ -69,65 +43,75 @@ def scaled_mm(
             exact, and on block-scaled GEMMs, which add each block to a float32 sum.
         emulate: allow emulation in float32 on a GPU that has no kernel for these granularities.
 
-    Returns:
-        [M, N] of `out_dtype`.
-
     Raises:
         ValueError: the shapes do not match, or the residual has another dtype.
         RuntimeError: the GPU has no kernel, and `emulate` is False.
     """
-    scales = (a.granularity.name, a.scale, b.granularity.name, b.scale)
-    y: Tensor = _scaled_mm(a.data, b.data, out_dtype, *scales, bias, residual, fast_accumulation, emulate)
+    return _scaled_mm(*operands_of(a, b), bias, residual, out_dtype, fast_accumulation, emulate)
+
+
+def operands_of(a: QTensor, b: QTensor) -> tuple[Tensor, Tensor, Tensor, Tensor, str, str]:
+    """The fields of `Operands` as operations take them."""
+    return a.data, b.data, a.scale, b.scale, a.granularity.name, b.granularity.name
+
+
+def scaled_mm_reference(operands: Operands) -> Tensor:
+    """(a * scale_a) @ (b * scale_b)^T as float32 [M, N]."""
+    a, b, scale_a, scale_b, by_a, by_b = operands
+    scale_a, scale_b = scale_a.float(), scale_b.float()
+    with torch.autocast(a.device.type, enabled=False):  # it would run this product in BF16
+        y = _wide(a, scale_a, by_a) @ _wide(b, scale_b, by_b).t()  # [M,K] @ [N,K]^T
+    if by_a.outer:
+        y *= scale_a
+    if by_b.outer and not bool((scale_b == 1).all()):  # they are ones if the scale was folded into a
+        y *= scale_b.t()
     return y
 
 
-def _check(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> None:
-    residual = rest[5]
+def _wide(data: Tensor, scale: Tensor, by: Granularity) -> Tensor:
+    wide = widen(data)
+    return wide if by.outer else wide.mul_(by.expand(scale, tuple(data.shape)))
+
+
+def _check(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> None:
+    a, b = operands.a, operands.b
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [M, K] and b [N, K] with the same K, got {list(a.shape)} and {list(b.shape)}")
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
 
 
-def _backend(
-    a: Tensor, b: Tensor, by_a: Granularity, scale_a: Tensor, by_b: Granularity, scale_b: Tensor
-) -> Backend:  # chosen within the operation, so that torch.compile does not trace the choice
+def _like(operands: Operands, bias: Tensor | None, residual: Tensor | None, out_dtype: torch.dtype, *_: Any) -> Tensor:
+    return operands.a.new_empty((operands.a.shape[0], operands.b.shape[0]), dtype=out_dtype)
+
+
+def _backend(operands: Operands) -> Backend:  # chosen within the operation, so that torch.compile does not trace it
+    a, b, scale_a, scale_b, by_a, by_b = operands
     formats, size = (format_of(a.dtype).name, format_of(b.dtype).name), (a.shape[0], b.shape[0])
     e8m0 = scale_a.dtype == torch.float8_e8m0fnu, scale_b.dtype == torch.float8_e8m0fnu
     return _find_cached(a.device, by_a, by_b, formats, size, e8m0=e8m0)
 
 
-def _inlines(a: Tensor, b: Tensor, out_dtype: torch.dtype, *rest: Any) -> bool:
+def _inlines(operands: Operands, *rest: Any) -> bool:
     """True if Inductor may inline the GEMM: not emulation, and of those with scales along K only our kernel's launches.
 
     The fake implementation of cuBLASLt's in torch 2.11 refuses the scales that the GEMMs need.
     """
-    by_a, scale_a = rest[:2]
-    backend = _backend(a, b, *rest[:4]).name
-    if backend == "triton" and not by_a.outer:
-        return scale_a.dtype == torch.float32 and a.shape[1] % ALIGNMENT == 0
-    return backend not in ("emulated", "none") and bool(by_a.outer)
+    backend, by_row = _backend(operands).name, operands.by_a.outer
+    if backend == "triton" and not by_row:
+        return operands.scale_a.dtype == torch.float32 and operands.a.shape[1] % ALIGNMENT == 0
+    return backend not in ("emulated", "none") and bool(by_row)
 
 
-@operation(
-    "scaled_mm",
-    runs=_inlines,
-    check=_check,
-    like=lambda a, b, out_dtype, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype),
-)
+@operation(check=_check, like=_like, inlines=_inlines)
 def _scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    out_dtype: torch.dtype,
-    by_a: Granularity,
-    scale_a: Tensor,
-    by_b: Granularity,
-    scale_b: Tensor,
+    operands: Operands,
     bias: Tensor | None,
     residual: Tensor | None,
+    out_dtype: torch.dtype,
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    found = _backend(a, b, by_a, scale_a, by_b, scale_b)
+    found = _backend(operands)
     backend = found.name
     if backend == "none" and not emulate:
         raise RuntimeError(
@@ -135,21 +119,21 @@ def _scaled_mm(
             "or pass emulate=True to compute it slowly in float32"
         )
     if backend == "triton":
-        from octavo.ops.kernels import block_scaled_gemm as block_scaled_kernel
-        from octavo.ops.kernels import gemm as kernel
+        from octavo.ops.kernels import block_scaled_gemm, gemm
 
         added = None if residual is None else residual.contiguous()
-        if not by_a.outer:
-            return block_scaled_kernel.scaled_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype, added)
-        return kernel.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
+        if not operands.by_a.outer:
+            return block_scaled_gemm.scaled_mm(operands, bias, out_dtype, added)
+        a, b, scale_a, scale_b, _, _ = operands
+        return gemm.scaled_mm(a, scale_a, b, scale_b, bias, out_dtype, fast_accumulation, residual=added)
     if backend in ("emulated", "none"):
-        y = scaled_mm_reference(a, scale_a, by_a, b, scale_b, by_b)
+        y = scaled_mm_reference(operands)
         y = (y if bias is None else y.add_(bias)).to(out_dtype)
     elif backend == "dequantized":
-        from octavo.ops.kernels import block_scaled_gemm as block_scaled_kernel
+        from octavo.ops.kernels import block_scaled_gemm
 
-        y = block_scaled_kernel.dequantized_mm(a, scale_a, by_a, b, scale_b, by_b, bias, out_dtype)
+        y = block_scaled_gemm.dequantized_mm(operands, bias, out_dtype)
     else:
-        dtype = returned_dtype(backend, by_a, out_dtype)
-        y = scaled_mm_cublaslt(a, scale_a, by_a, b, scale_b, by_b, bias, dtype, fast_accumulation).to(out_dtype)
+        dtype = returned_dtype(backend, operands.by_a, out_dtype)
+        y = scaled_mm_cublaslt(operands, bias, dtype, fast_accumulation).to(out_dtype)
     return y if residual is None else y + residual

@@ -1,11 +1,9 @@
 """The INT8 GEMM: both operands in int8 with a scale for each row, sums in int32.
 
-The INT8 GEMM in plain PyTorch. Every implementation must equal it, byte for byte.
-
     y[M,N] = float32(sum over k of a[M,K] * b[N,K]) * s_a[M] * s_b[N]
 
 The sums are exact integers: float64 holds every integer up to 2^53. They are rounded to float32 once, and each of the
-two products is rounded once.
+two products is rounded once. Every implementation equals the reference, byte for byte.
 """
 
 from typing import Any
@@ -18,19 +16,6 @@ from octavo.ops.dispatch import LOWEST_INT8
 from octavo.ops.launching import has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
-# ---- the reference
-
-
-def int8_mm_reference(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
-    """y float32 [M, N] from a [M, K] and b [N, K], both int8, and their scales [M, 1] and [N, 1]."""
-    with torch.autocast(a.device.type, enabled=False):
-        sums = a.double() @ b.double().t()  # [M,K] @ [N,K]^T
-    return sums.float() * scale_a * scale_b.t()
-
-
-# ---- the operation
-
-
 LONGEST_K = (2**31 - 1) // 127**2
 
 
@@ -42,19 +27,11 @@ def int8_mm(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """y = (a.data * a.scale) @ (b.data * b.scale)^T + bias, then + residual, for operands in int8.
+    """y [M, N] of `out_dtype`: (a.data * a.scale) @ (b.data * b.scale)^T + bias, then + residual, for int8 operands.
 
-    The sum of the integer products is exact. It is rounded to float32, multiplied by the scale of a and then by that of
-    b, and the bias is added, each in float32.
-
-    Args:
-        a, b: [M, K] and [N, K] in int8, with a scale for each row, as `quantize` makes them by `Cast("int8", ROW)`.
-        bias: [N], added before y is rounded to `out_dtype`.
-        residual: [M, N] of `out_dtype`, added after y is rounded. The sum is rounded again.
-        out_dtype: of y.
-
-    Returns:
-        [M, N] of `out_dtype`.
+    a [M, K] and b [N, K] have a scale for each row, as `quantize` makes them by `Cast("int8", ROW)`. The exact sum is
+    rounded to float32, multiplied by the scale of a and then by that of b, and bias [N] is added, each in float32. The
+    residual [M, N] of `out_dtype` is added after y is rounded, and the sum is rounded again.
 
     Raises:
         ValueError: operands that are not in int8 by row, shapes or dtypes that do not match, or a K above 133,144, for
@@ -66,8 +43,14 @@ def int8_mm(
                 f"int8_mm takes matrices in int8 with a scale for each row, got {name} in {q.format.name} with "
                 f"{q.granularity.name} scales, {list(q.shape)}: quantize it by Cast('int8')"
             )
-    y: Tensor = _int8_mm(a.data, a.scale, b.data, b.scale, bias, residual, out_dtype)
-    return y
+    return _int8_mm(a.data, a.scale, b.data, b.scale, bias, residual, out_dtype)
+
+
+def int8_mm_reference(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+    """y float32 [M, N] from a [M, K] and b [N, K], both int8, and their scales [M, 1] and [N, 1]."""
+    with torch.autocast(a.device.type, enabled=False):
+        sums = a.double() @ b.double().t()  # [M,K] @ [N,K]^T
+    return sums.float() * scale_a * scale_b.t()
 
 
 def _check(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *rest: Any) -> None:
@@ -80,8 +63,12 @@ def _check(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, *rest: Any) -
     check_tensor("residual", residual, (a.shape[0], b.shape[0]), out_dtype)
 
 
-def _is_launches(a: Tensor, scale_a: Tensor, b: Tensor, *_: Any) -> bool:
-    """True if the operation only launches our kernels. Inductor inlines it then."""
+def _like(a: Tensor, scale_a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1])
+
+
+def _inlines(a: Tensor, scale_a: Tensor, b: Tensor, *_: Any) -> bool:
+    """True if the operation only launches our kernels."""
     if not has_kernels(a.device, LOWEST_INT8):
         return False
     from octavo.ops.kernels import int8_gemm as kernel
@@ -89,12 +76,7 @@ def _is_launches(a: Tensor, scale_a: Tensor, b: Tensor, *_: Any) -> bool:
     return not kernel.uses_cublas(a.shape[0], b.shape[0], a.shape[1])
 
 
-@operation(
-    "int8_mm",
-    runs=_is_launches,
-    check=_check,
-    like=lambda a, scale_a, b, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=rest[-1]),
-)
+@operation(check=_check, like=_like, inlines=_inlines)
 def _int8_mm(
     a: Tensor,
     scale_a: Tensor,

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.qtensor import TENSOR, Cast
+from octavo.numerics.qtensor import TENSOR, Cast, Granularity, QTensor
 
 # ---- Launches of Triton kernels, and the memory of their results, in eager code.
 #
@@ -53,12 +53,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launch `kernel` on `grid`.
+    """Launch `kernel`, a function of `triton.jit`, on `grid`, with tensors, integers and None for its first parameters.
 
-    Args:
-        kernel: a function of `triton.jit`, whose constants are its last parameters.
-        args: tensors, integers and None for its first parameters; the first is a tensor on the current device.
-        constants: its constants, and options of the compiler such as `num_warps`.
+    The first is a tensor on the current device. `constants` are its last parameters, and options of the compiler.
     """
     device = args[0].get_device()
     kinds, values = _read(args, device)
@@ -251,19 +248,12 @@ def fits(cast: Cast, columns: int) -> bool:
 
 @dataclass(frozen=True)
 class GpuArchitecture:
-    """A family of GPUs that run the same GEMMs.
+    """A family of GPUs that run the same GEMMs."""
 
-    Args:
-        key: the name in tables and options.
-        name: the name for people, with an example.
-        lowest: the lowest compute capability that belongs to it.
-        measured: whether Octavo's speed and results were measured on such a GPU.
-    """
-
-    key: str
-    name: str
-    lowest: tuple[int, int]
-    measured: bool = False
+    key: str  # the name in tables and options
+    name: str  # for people, with an example
+    lowest: tuple[int, int]  # compute capability that belongs to it
+    measured: bool = False  # whether Octavo's speed and results were measured on such a GPU
 
 
 # A GPU belongs to the last architecture whose lowest compute capability it reaches.
@@ -288,42 +278,73 @@ Place = torch.device | GpuArchitecture  # a GPU that is here, or one that need n
 ARCHITECTURES = {each.key: each for each in NVIDIA + AMD}
 
 
-def find_architecture(device: torch.device) -> GpuArchitecture:
-    """The architecture of the GPU `device`."""
-    capability = torch.cuda.get_device_capability(device)
-    return architecture_of(capability, amd=torch.version.hip is not None)
+def find_architecture(place: Place) -> GpuArchitecture:
+    """The architecture of a GPU that is here, or the one given."""
+    if isinstance(place, GpuArchitecture):
+        return place
+    return architecture_of(torch.cuda.get_device_capability(place), amd=torch.version.hip is not None)
 
 
 def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> GpuArchitecture:
     """The architecture of this compute capability."""
-    found = AMD[0] if amd else NVIDIA[0]
-    for each in AMD if amd else NVIDIA:
-        if each.lowest <= capability:
-            found = each
-    return found
+    known = AMD if amd else NVIDIA
+    return [known[0], *(each for each in known if each.lowest <= capability)][-1]
 
 
 def takes_fnuz(place: Place) -> bool:
     """True if the GEMMs of a device, or of a GPU that need not be here, take the FNUZ formats: those of an MI300."""
-    if isinstance(place, GpuArchitecture):
-        return place.key == "mi300"
-    return place.type == "cuda" and find_architecture(place).key == "mi300"
+    return (isinstance(place, GpuArchitecture) or place.type == "cuda") and find_architecture(place).key == "mi300"
 
 
-# ---- Matrices that are quantized together.
+# ---- Tensors that operations take together.
+
+
+class Operands(NamedTuple):
+    """Both operands of a scaled GEMM, a [M, K] and b [N, K] or [E, N, K], contracted over their last axis."""
+
+    a: Tensor
+    b: Tensor
+    scale_a: Tensor
+    scale_b: Tensor
+    by_a: Granularity
+    by_b: Granularity
+
+    @classmethod
+    def of(cls, a: QTensor, b: QTensor) -> Operands:
+        return cls(a.data, b.data, a.scale, b.scale, a.granularity, b.granularity)
+
+
+class Cache(NamedTuple):
+    """Keys and values [B, G, S, D] with their scales [G], and the tokens that are there (`ops.cached_attention`)."""
+
+    keys: Tensor
+    values: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    length: Tensor
+
+
+class Heads(NamedTuple):
+    """Queries [B, H, T, D], and keys and values [B, G, S, D], of which H / G heads of queries share one."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Turn(NamedTuple):
+    """Rotary embedding of heads: cos and sin [B or 1, T, D], and a norm by weights [D] that comes first."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
 
 
 class RowBatch:
-    """Matrices of one dtype, device and number of columns. Row r of matrix i is row `starts[i]` + r of the batch.
-
-    Args:
-        matrices: [M_i, K], contiguous, one at least; M_i may be 0.
-        starts: of the matrices, in the rows of the batch.
-
-    Attributes:
-        addresses: of the matrices; aligned: whether all are multiples of 16 bytes.
-        longest: the largest M_i.
-        table: on a GPU, [matrices, 3] int64: address, M_i and start of each matrix.
+    """Matrices [M_i, K] of one dtype and device, contiguous, one at least; M_i may be 0. Row r of matrix i is row
+    `starts[i]` + r of the batch.
     """
 
     def __init__(self, matrices: Sequence[Tensor], starts: Sequence[int]) -> None:
@@ -331,7 +352,7 @@ class RowBatch:
         self.addresses = [m.data_ptr() for m in matrices]
         self.aligned = all(address % 16 == 0 for address in self.addresses)
         self.longest = max(m.shape[0] for m in matrices)
-        self.table: Tensor | None = None
+        self.table: Tensor | None = None  # on a GPU, [matrices, 3] int64: address, M_i and start of each
         if matrices[0].is_cuda:
             rows = [[m.data_ptr(), m.shape[0], start] for m, start in zip(matrices, starts, strict=True)]
             self.table = torch.tensor(rows, dtype=torch.int64, device=matrices[0].device)

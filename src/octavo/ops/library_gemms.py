@@ -9,6 +9,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.numerics.qtensor import Granularity
 from octavo.ops.dispatch import MX, SQUARE, STRIP
+from octavo.ops.launching import Operands
 
 # ---- The scaled GEMM on a GPU's tensor cores: cuBLASLt and CUTLASS on NVIDIA, hipBLASLt on AMD.
 #
@@ -27,56 +28,35 @@ _RECIPES = {STRIP: ScalingType.BlockWise1x128, SQUARE: ScalingType.BlockWise128x
 
 
 def scaled_mm_cublaslt(
-    a: Tensor,
-    scale_a: Tensor,
-    granularity_a: Granularity,
-    b: Tensor,
-    scale_b: Tensor,
-    granularity_b: Granularity,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    fast_accumulation: bool,
+    operands: Operands, bias: Tensor | None, out_dtype: torch.dtype, fast_accumulation: bool
 ) -> Tensor:
     """Same as `scaled_mm` of the operation. Block-scaled GEMMs return BF16 and always add blocks to a float32 sum.
 
     A GEMM with a result in BF16 takes the bias in BF16, as that of `nn.Linear` under autocast does.
     """
+    a, b, scale_a, scale_b, by_a, by_b = operands
     m, n = a.shape[0], b.shape[0]
-    rows, cols = (32, 128) if AMD and granularity_a == MX else (ALIGNMENT, ALIGNMENT)
-    a, scale_a = _pad(a, scale_a, granularity_a, 1 if granularity_a.outer else rows, cols)
-    b, scale_b = _pad(b, scale_b, granularity_b, rows, cols)
-    scale_a, scale_b = _scale(scale_a, granularity_a), _scale(scale_b, granularity_b, right=True)
-    if granularity_a.outer:
+    rows, cols = (32, 128) if AMD and by_a == MX else (ALIGNMENT, ALIGNMENT)
+    a, scale_a = _pad(a, scale_a, by_a, 1 if by_a.outer else rows, cols)
+    b, scale_b = _pad(b, scale_b, by_b, rows, cols)
+    scale_a, scale_b = _scale(scale_a, by_a), _scale(scale_b, by_b, right=True)
+    if by_a.outer:
         takes_bias = out_dtype == torch.bfloat16 and b.shape[0] == n and not AMD
         added, bias = (bias.to(out_dtype), None) if bias is not None and takes_bias else (None, bias)
         y = torch._scaled_mm(
             a, b.t(), scale_a, scale_b, bias=added, out_dtype=out_dtype, use_fast_accum=fast_accumulation
         )
     else:
-        y = _block_scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b)
+        swizzle = SwizzleType.SWIZZLE_32_4_4 if by_a == MX and not AMD else SwizzleType.NO_SWIZZLE
+        y = F.scaled_mm(
+            a, b.t(), scale_a, _RECIPES[by_a], scale_b, _RECIPES[by_b], swizzle_a=swizzle, swizzle_b=swizzle,
+            output_dtype=torch.bfloat16, use_fast_accum=False,
+        )  # fmt: skip
     if y.shape != (m, n):
         y = y[:m, :n].contiguous()
     if bias is not None:
         y = y + bias
     return y.to(out_dtype)
-
-
-def _block_scaled_mm(
-    a: Tensor, scale_a: Tensor, granularity_a: Granularity, b: Tensor, scale_b: Tensor, granularity_b: Granularity
-) -> Tensor:
-    swizzle = SwizzleType.SWIZZLE_32_4_4 if granularity_a == MX and not AMD else SwizzleType.NO_SWIZZLE
-    return F.scaled_mm(
-        a,
-        b.t(),
-        scale_a,
-        _RECIPES[granularity_a],
-        scale_b,
-        _RECIPES[granularity_b],
-        swizzle_a=swizzle,
-        swizzle_b=swizzle,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )
 
 
 def _pad(data: Tensor, scale: Tensor, granularity: Granularity, rows: int, cols: int) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,12 @@
 """Norms with a quantized output, and their gradients.
 
-The norms in plain PyTorch. The kernels must equal them, and a CPU runs them.
-
     mean = sum(x) / K (layer norm; 0 for the root mean square),  rstd = 1 / sqrt(sum((x - mean)^2) / K + eps)
     n = (x - mean) * rstd * weight + bias
 
 Each of the two sums first adds groups of 8 neighbours in float32, pairwise and in a fixed order. It then adds the
 groups in float64: their order does not change mean and rstd, which are rounded to float32. All other steps are in
-float32, each rounded once. n is quantized from float32; it is not rounded to BF16 first.
+float32, each rounded once. n is quantized from float32; it is not rounded to BF16 first. The kernels equal the
+references.
 
 Sources: Ba et al. (arXiv:1607.06450); Zhang and Sennrich (arXiv:1910.07467).
 """
@@ -23,8 +22,6 @@ from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.ops.launching import quantizes_rows, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
-
-# ---- the reference
 
 
 def norm_quantize_reference(
@@ -77,9 +74,6 @@ def norm_backward_reference(
     return dx.to(x.dtype), (dn * unit).sum(0).to(weight.dtype), dbias.to(weight.dtype)
 
 
-# ---- the operation
-
-
 class Normed(NamedTuple):
     """The input of a norm with its residual added, the quantized output, and the statistics [M, 1] for backward."""
 
@@ -95,15 +89,11 @@ def norm_quantize(
     """Add a residual, norm and quantize by row, in one pass.
 
     Args:
-        x: [M, K], float32, bfloat16 or float16, as are the next three.
-        residual: [M, K], added to x first.
+        x, residual: [M, K], float32, bfloat16 or float16. The residual is added to x first.
         weight, bias: [K].
         eps: added under the square root, rounded to float32.
         cast: of the output, by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
         center: subtract the mean (layer norm) or not (root-mean-square norm).
-
-    Raises:
-        ValueError: for another cast, shape or dtype.
     """
     check_row_cast("norm_quantize", cast)
     total, data, scale, mean, rstd = _norm_quantize(x, residual, weight, bias, eps, cast.spec, center, True)
@@ -122,23 +112,15 @@ def norm_quantize_inference(
 def norm_backward(
     dn: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, residual: Tensor | None, *, center: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients through a norm.
+    """dx [M, K] in x's dtype, and dweight [K] and dbias [K] in weight's, summed in float32. Without `center`, dbias is
+    empty.
 
     Args:
         dn, x: [M, K], the gradient of the output, and the input of the norm (its residual included).
         weight, mean, rstd: [K], and float32 [M, 1], as given to and returned by `norm_quantize`.
         residual: [M, K], a gradient that reaches x on another path, added to the result.
-        center: as in `norm_quantize`.
-
-    Returns:
-        dx [M, K] in x's dtype, and dweight [K] and dbias [K] in weight's, summed in float32. Without `center`, dbias is
-        empty.
-
-    Raises:
-        ValueError: for another shape or dtype.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _norm_backward(dn, x, weight, mean, rstd, residual, center)
-    return result
+    return _norm_backward(dn, x, weight, mean, rstd, residual, center)
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, *rest: Any) -> None:
@@ -171,16 +153,8 @@ def _like_backward(dn: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> tuple[T
 
 
 _norm_quantize = operation(
-    "norm_quantize",
-    kernels="norm",
-    runs=lambda x, *rest: quantizes_rows(x, x.shape[1], rest[4].format),
-    check=_check,
-    like=_like,
+    check=_check, like=_like, runs=lambda x, *rest: quantizes_rows(x, x.shape[1], rest[4].format)
 )(norm_quantize_reference)
 _norm_backward = operation(
-    "norm_backward",
-    kernels="norm",
-    runs=lambda dn, x, *rest: runs_fused(x, x.shape[1]),
-    check=_check_backward,
-    like=_like_backward,
+    check=_check_backward, like=_like_backward, runs=lambda dn, x, *rest: runs_fused(x, x.shape[1])
 )(norm_backward_reference)

@@ -1,7 +1,5 @@
 """Rows of tokens sorted by expert and back, fused with quantization.
 
-The permutation of rows in plain PyTorch.
-
 A token t that is sent to `top_k` experts has the slots t * top_k, t * top_k + 1, ... Sorting the slots by expert gives
 the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and a group may be empty.
 """
@@ -16,8 +14,6 @@ from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
-
-# ---- the reference
 
 
 def gather_quantize_reference(
@@ -55,9 +51,6 @@ def _rows(y: Tensor, row: Tensor) -> Tensor:
     return torch.where(row[:, None] < 0, 0.0, y[row.clamp(min=0)].float())
 
 
-# ---- the operation
-
-
 def gather_quantize(
     x: Tensor,
     cast: Cast,
@@ -68,7 +61,7 @@ def gather_quantize(
     group: Tensor | None = None,
     row_scale: Tensor | None = None,
 ) -> QTensor:
-    """Gather rows and quantize each by its own scale, in one pass.
+    """Gather rows and quantize each by its own scale, in one pass: data [M, K] and scale [M, 1].
 
     Args:
         x: [T, K], float32, bfloat16 or float16.
@@ -78,12 +71,6 @@ def gather_quantize(
         column_scale: float32 [E, K], multiplied into row m by its line group[m].
         group: int32 [M], from 0 to E - 1.
         row_scale: float32 [M, 1], multiplied into the rows after that.
-
-    Returns:
-        Data [M, K] and scale [M, 1].
-
-    Raises:
-        ValueError: for another shape, dtype or cast.
     """
     check_row_cast("gather_quantize", cast)
     data, scale = _gather_quantize(x, cast.spec, slot, top_k, column_scale, group, row_scale)
@@ -93,33 +80,19 @@ def gather_quantize(
 def combine(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
     """out [T, K]: the sum of weight[t, s] * y[row[t, s]] over the slots s, in float32, rounded once.
 
-    Args:
-        y: [M, K], float32, bfloat16 or float16.
-        row: int32 [T, top_k]; -1 for a slot that adds nothing.
-        weight: float32 [T, top_k], or None for ones.
-
-    Raises:
-        ValueError: for another shape or dtype.
+    y [M, K] is float32, bfloat16 or float16. row is int32 [T, top_k], -1 for a slot that adds nothing. weight is
+    float32 [T, top_k], or None for ones.
     """
-    result: Tensor = _combine(y, row, weight)
-    return result
+    return _combine(y, row, weight)
 
 
 def combine_weight_gradient(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
     """The gradient of `combine` by its weight: float32 [T, top_k], from the gradient of its result, dout [T, K]."""
-    result: Tensor = _combine_weight_gradient(dout, y, row)
-    return result
+    return _combine_weight_gradient(dout, y, row)
 
 
-def _check_gather(
-    x: Tensor,
-    cast: Cast,
-    slot: Tensor | None,
-    top_k: int,
-    column_scale: Tensor | None,
-    group: Tensor | None,
-    row_scale: Tensor | None,
-) -> None:
+def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
+    column_scale, group, row_scale = factors
     check_matrix("gather_quantize", x)
     m = x.shape[0] if slot is None else slot.shape[0]
     check_tensor("slot", slot, (m,), torch.int32)
@@ -149,54 +122,33 @@ def _combines(y: Tensor, *rest: Any) -> bool:
 
 
 _gather_quantize = operation(
-    "gather_quantize",
-    kernels="permutation",
-    runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format),
-    check=_check_gather,
-    like=_like,
+    check=_check_gather, like=_like, runs=lambda x, cast, *rest: runs_fused(x, x.shape[1], cast.format)
 )(gather_quantize_reference)
 _combine = operation(
-    "combine",
-    kernels="permutation",
-    runs=_combines,
-    check=_check_combine,
-    like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])),
+    check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
 )(combine_reference)
 _combine_weight_gradient = operation(
-    "combine_weight_gradient",
-    kernels="permutation",
-    runs=_combines,
     check=lambda dout, y, row: _check_combine(y, row, None),
     like=lambda dout, y, row: dout.new_empty(tuple(row.shape), dtype=torch.float32),
+    runs=_combines,
 )(combine_weight_gradient_reference)
 
 
 # ---- Where the tokens of each expert lie, as index tensors on the device. Nothing is read on the host.
-#
-# A token t that is sent to `top_k` experts has the slots t * top_k, t * top_k + 1, ... Sorting the slots by expert
-# gives the rows of the experts' GEMMs. Each expert has one group of adjacent rows, and a group may be empty.
 
 
 class Rows(NamedTuple):
-    """The rows that the experts of a layer compute.
+    """The rows that the experts of a layer compute."""
 
-    Attributes:
-        slot: int32 [M], the slot of each row.
-        row: int32 [T, top_k], the row of each slot; -1 for a slot without an expert here.
-        offsets: int32 [E], where the group of each expert ends.
-    """
-
-    slot: Tensor
-    row: Tensor
-    offsets: Tensor
+    slot: Tensor  # int32 [M], the slot of each row
+    row: Tensor  # int32 [T, top_k], the row of each slot; -1 for a slot without an expert here
+    offsets: Tensor  # int32 [E], where the group of each expert ends
 
 
 def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
-    """Sort slots by expert. The tokens of an expert keep their order.
+    """Sort slots by the numbers of their experts, `experts` int64 [T, top_k]. The tokens of an expert keep their order.
 
-    Args:
-        experts: int64 [T, top_k], the number of the expert of each slot, from 0 to num_experts - 1. A larger number is
-            an expert of another rank: its rows come after the last group.
+    A number of `num_experts` or more is an expert of another rank: its rows come after the last group.
     """
     flat = experts.reshape(-1)
     sorted_experts, slot = torch.sort(flat, stable=True)
@@ -219,10 +171,7 @@ def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
 def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """The largest exponent of each group, int32 [E], and how far below it the exponent of each row is, int32 [M].
 
-    Args:
-        exponent: int32 [M].
-        group: [M], the group of each row, from 0 to E; E for rows of none.
-        groups: E.
+    `exponent` is int32 [M], and `group` [M] the group of each row, from 0 to E = `groups`; E for rows of none.
     """
     lowest = torch.full((groups + 1,), -(2**30), dtype=torch.int32, device=exponent.device)
     largest = lowest.scatter_reduce(0, group.long(), exponent, "amax")
@@ -232,13 +181,9 @@ def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, 
 def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Places for the groups in which each has a positive multiple of 16 rows, as `grouped_mm_dw` takes them.
 
-    Args:
-        offsets: int32 [E], where each group ends.
-        rows: the number of rows, M.
-
-    Returns:
-        The offsets of the larger groups, int32 [E], and the row that lies at each place, int32 [M']: -1 for a place
-        without one. M' depends on M and E only: M rounded up to a multiple of 16, and 16 for each group.
+    Of groups of `rows` = M rows that end at `offsets` int32 [E]: the offsets of the larger groups, int32 [E], and the
+    row that lies at each place, int32 [M'], -1 for a place without one. M' depends on M and E only: M rounded up to a
+    multiple of 16, and 16 for each group.
     """
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     aligned = ((sizes + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT

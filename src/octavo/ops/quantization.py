@@ -1,10 +1,8 @@
 """Quantization: from a matrix to eight-bit data and scales.
 
-Quantization in plain PyTorch. Every kernel must equal it, byte for byte, and a CPU runs it.
-
     scale = amax(block) / max       inv_scale = 1 / scale       data = cast(x * inv_scale)
 
-in float32. Each step is rounded once, to nearest, so that another implementation can repeat it exactly. The three
+in float32. Each step is rounded once, to nearest, and the kernels equal the references, byte for byte. The three
 roundings can lift the largest element above max by at most 2^-22 of it. The cast rounds that away: no clamp is needed.
 """
 
@@ -19,9 +17,7 @@ from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import new_seed, scale_from_amax, scale_mantissa, uniform_noise
 from octavo.ops.launching import converts, fits, quantizes_rows
-from octavo.ops.registration import FLOATS, check_matrix, check_tensor, operation
-
-# ---- the reference
+from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_tensor, operation
 
 
 def quantize_reference(
@@ -78,9 +74,6 @@ def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tenso
     return cast_to(x * inv_scale, fmt, noise), amax
 
 
-# ---- the operation
-
-
 def quantize(
     x: Tensor, cast: Cast, *, column_scale: Tensor | None = None, mantissa_of: Tensor | None = None
 ) -> QTensor:
@@ -101,33 +94,25 @@ def quantize(
 
 
 def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
-    """Quantize each matrix [N_i, K] by row and stack the results: data [sum of N_i, K].
+    """Quantize each matrix [N_i, K] by row, rounded to nearest, and stack the results: data [sum of N_i, K].
 
     A relative floor of the cast applies to each matrix by itself.
-
-    Raises:
-        ValueError: for another shape or dtype, or a cast that is not by row and rounded to nearest.
     """
     for x in tensors:
         check_matrix("quantize_stack", x)
-    if not cast.by_row or cast.rounding != "nearest":
-        raise ValueError(f"quantize_stack takes a cast by row, rounded to nearest, got {cast}")
+    check_nearest("quantize_stack", cast)
     data, scale = _quantize_stack(list(tensors), cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
 def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
-    """Quantize the matrices of `w` [E, N, K] by row: data [E, N, K], scale [E, N, 1].
+    """Quantize the matrices of `w` [E, N, K] by row, rounded to nearest: data [E, N, K], scale [E, N, 1].
 
     A relative floor of the cast applies to each matrix by itself.
-
-    Raises:
-        ValueError: for another shape or dtype, or a cast that is not by row and rounded to nearest.
     """
     if w.ndim != 3 or w.dtype not in FLOATS:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
-    if not cast.by_row or cast.rounding != "nearest":
-        raise ValueError(f"quantize_matrices takes a cast by row, rounded to nearest, got {cast}")
+    check_nearest("quantize_matrices", cast)
     data, scale = _quantize_matrices(w, cast.spec)
     return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
 
@@ -137,16 +122,12 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
 
     These are the scales of `quantize_stack` before the cast's relative floor and its rounding to powers of two, which
     may depend on parts of the matrices that are elsewhere. `requantize` computes the data for the final scales.
-
-    Raises:
-        ValueError: for another shape or dtype, or a cast that is not by row.
     """
     for x in tensors:
         check_matrix("row_scales", x)
     if not cast.by_row:
         raise ValueError(f"row_scales takes a cast by row, got {cast}")
-    result: Tensor = _row_scales(list(tensors), cast.spec)
-    return result
+    return _row_scales(list(tensors), cast.spec)
 
 
 def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
@@ -159,9 +140,7 @@ def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
 def quantize_scaled(x: Tensor, scale: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
     """Quantize `x` [M, K] in one pass by a given scale [1, 1] of the whole tensor (delayed scaling).
 
-    Returns:
-        The quantized tensor and the amax [1, 1] of x. Numbers beyond the format's max saturate. If x holds inf or NaN,
-        all data is NaN.
+    Also the amax [1, 1] of x. Numbers beyond the format's max saturate. If x holds inf or NaN, all data is NaN.
     """
     check_matrix("quantize_scaled", x)
     data, amax = _quantize_scaled(x, scale.float(), cast.format, _seed(x, cast))
@@ -193,10 +172,6 @@ def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
     return _has_kernel(tensors[0], cast)
 
 
-def _quantizes_matrices(w: Tensor, cast: Cast) -> bool:
-    return converts(w, cast.format) and fits(cast, w.shape[2])
-
-
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
     scale_dtype = torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32
@@ -208,50 +183,36 @@ def _stacked(tensors: list[Tensor]) -> int:
     return sum(x.shape[0] for x in tensors)
 
 
-_quantize = operation(
-    "quantize",
-    kernels="quantization",
-    runs=_quantizes,
-    check=_check,
-    like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast),
-)(_quantize_reference)
+_quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
+    _quantize_reference
+)
 _quantize_stack = operation(
-    "quantize_stack",
-    kernels="quantization",
-    runs=_quantizes_stack,
-    like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast),
+    like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast), runs=_quantizes_stack
 )(quantize_stack_reference)
 _quantize_transposed = operation(
-    "quantize_transposed",
-    kernels="quantization",
-    runs=_has_kernel,
     like=lambda x, cast, seed: _like(x, (x.shape[1], x.shape[0]), cast),
+    runs=_has_kernel,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
 _row_scales = operation(
-    "row_scales",
-    kernels="quantization",
-    runs=_quantizes_stack,
-    like=lambda tensors, cast: tensors[0].new_empty((_stacked(tensors), 1), dtype=torch.float32),
+    like=lambda tensors, cast: tensors[0].new_empty((_stacked(tensors), 1), dtype=torch.float32), runs=_quantizes_stack
 )(row_scales_reference)
 _quantize_scaled = operation(
-    "quantize_scaled",
-    kernels="quantization",
-    runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
+    runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
 )(quantize_scaled_reference)
 
 
-@operation(
-    "quantize_matrices",
-    runs=_quantizes_matrices,
-    like=lambda w, cast: _like(w, (w.shape[0] * w.shape[1], w.shape[2]), cast),
-)
+def _quantizes_matrices(w: Tensor, cast: Cast) -> bool:
+    return converts(w, cast.format) and fits(cast, w.shape[2])
+
+
+@operation(like=lambda w, cast: _like(w, (w.shape[0] * w.shape[1], w.shape[2]), cast), inlines=_quantizes_matrices)
 def _quantize_matrices(w: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     if len(w) == 0:  # a rank of FSDP2 without a matrix
         return _like(w, (0, w.shape[2]), cast)
     if not _quantizes_matrices(w, cast):
-        return _quantize_stack(list(w), cast.spec)  # type: ignore[no-any-return]
+        return _quantize_stack(list(w), cast.spec)
     from octavo.ops.kernels import quantization as kernel
 
     return kernel.quantize(w.contiguous().view(-1, w.shape[2]), cast, None, None, matrices=w.shape[0])

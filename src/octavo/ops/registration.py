@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial, wraps
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar, get_type_hints
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,45 +47,55 @@ READERS: dict[Any, Callable[[str], Any]] = {
     Granularity: cache(parse_granularity),
 }
 Function = Callable[..., Any]
+Result = TypeVar("Result")
 
 
-class Operation:
-    """A registered operation; `operation` describes its fields. A call computes without the dispatcher where the result
-    is the same as through it.
+class Operation(Generic[Result]):
+    """A registered operation, which `operation` makes. A call computes without the dispatcher where the result is the
+    same as through it.
     """
 
-    def __init__(self, name: str, function: Function, like: Function, check: Function, kernels: str, runs: Function,
-                 mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
-        self.name, self.function, self.like, self.check = name, function, like, check
-        self.kernels, self.runs, self.mutates, self.after = kernels, runs, mutates, after
+    def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
+                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
+        self.name = function.__name__.strip("_").removesuffix("_reference")
+        self.kernels = function.__module__.rpartition(".")[2] if runs else ""
+        self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
+        self.runs = runs or inlines
         signature = inspect.signature(function)
-        parameters = [p.replace(default=inspect.Parameter.empty) for p in signature.parameters.values()]
-        self._readers = [(i, READERS[p.annotation]) for i, p in enumerate(parameters) if p.annotation in READERS]
-        self._tensors = [i for i, p in enumerate(parameters) if not strided and p.annotation in (Tensor, Tensor | None)]
-        self._stacked = parameters[0].annotation == list[Tensor]
-        parameters = [p.replace(annotation=str) if p.annotation in READERS else p for p in parameters]
-        if after:
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-            parameters.append(inspect.Parameter("after", kind, annotation=Tensor | None))
-        self._mutated = [i for i, p in enumerate(parameters) if p.name in mutates]
+        given = list(signature.parameters.values())
+        self._tensors = [i for i, p in enumerate(given) if not strided and p.annotation in (Tensor, Tensor | None)]
+        self._stacked = given[0].annotation == list[Tensor]
+        names: list[tuple[str, Any]] = []
+        self._bundles: list[tuple[int, type[Any]]] = []  # the last first, so that the places of the others stay
+        for p in given:
+            if hasattr(p.annotation, "_fields"):
+                self._bundles.insert(0, (len(names), p.annotation))
+                names += get_type_hints(p.annotation).items()
+            else:
+                names.append((p.name, p.annotation))
+        self._readers = [(i, READERS[kind]) for i, (_, kind) in enumerate(names) if kind in READERS]
+        self._mutated = [i for i, (name, _) in enumerate(names) if name in mutates]
+        names = [(name, str if kind in READERS else kind) for name, kind in names]
+        names += [("after", Tensor | None)] * after
 
         def run(*args: Any) -> Any:
             return self.fill(*args)
 
+        parameters = [inspect.Parameter(name, given[0].kind, annotation=kind) for name, kind in names]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        registered = torch.library.custom_op(f"octavo::{name}", run, mutates_args=mutates)
+        registered = torch.library.custom_op(f"octavo::{self.name}", run, mutates_args=mutates)
         registered.register_fake(self._fake)
         if not mutates:
-            registered.register_autograd(partial(_no_gradient, name))
+            registered.register_autograd(partial(_no_gradient, self.name))
         self.overload = registered._opoverload
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any) -> Result:
         if torch.compiler.is_compiling():  # the fake implementation checks then
-            return self.overload(*args)
+            return self.overload(*args)  # type: ignore[no-any-return]
         given = self._read(args)
         self.check(*given)
         if not _is_plain((*args[0], *args[1:]) if type(args[0]) is list else args):
-            return self.overload(*args)
+            return self.overload(*args)  # type: ignore[no-any-return]
         if self._mutated:  # autograd must notice that a tensor it saved has changed
             increment_version([args[i] for i in self._mutated if not args[i].is_inference()])
         return self._compute(given)
@@ -108,7 +118,7 @@ class Operation:
         first = args[0] if isinstance(args[0], Tensor) else args[0][0]
         return tuple(first.new_empty(0) if result is None else result for result in results)
 
-    def _compute(self, given: list[Any]) -> Any:
+    def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
         first = given[0] if isinstance(given[0], Tensor) else given[0][0]
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
@@ -130,10 +140,13 @@ class Operation:
         return self.like(*given)
 
     def _read(self, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments with casts, granularities and formats for the strings of the schema, without `after`."""
+        """The arguments of the function, from those of the schema."""
         given = list(args[:-1] if self.after else args)
         for i, read in self._readers:
             given[i] = read(given[i])
+        for start, kind in self._bundles:
+            end = start + len(kind._fields)
+            given[start:end] = [kind(*given[start:end])]
         return given
 
 
@@ -182,6 +195,12 @@ def check_row_cast(operation: str, cast: Cast) -> None:
             f"{operation} takes a cast by row, rounded to nearest, with scale 'fp32' or 'pow2', no relative floor and "
             f"no history, got {cast}: change the cast, or run the operation in PyTorch and use octavo.ops.quantize"
         )
+
+
+def check_nearest(operation: str, cast: Cast) -> None:
+    """Raise ValueError unless `cast` is by row and rounded to nearest."""
+    if not cast.by_row or cast.rounding != "nearest":
+        raise ValueError(f"{operation} takes a cast by row, rounded to nearest, got {cast}")
 
 
 def check_matrix(operation: str, x: Tensor) -> None:
@@ -252,38 +271,37 @@ _accesses: dict[tuple[Any, ...], Any] = {}  # to the arguments of a kernel, as P
 
 
 def operation(
-    name: str,
     *,
     like: Function,
     check: Function = lambda *args: None,
-    kernels: str = "",
-    runs: Function = lambda *args: False,
+    runs: Function | None = None,
+    inlines: Function = lambda *args: False,
     mutates: tuple[str, ...] = (),
     after: bool = False,
     strided: bool = False,
-) -> Callable[[Function], Operation]:
-    """Register a function as the operation `octavo::name`, and return what calls it: always by position.
+) -> Callable[[Callable[..., Result]], Operation[Result]]:
+    """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
-    The function's signature is the schema, but a Cast (given as its `spec`), a Granularity and a Format (given by their
-    names) are strings in it, and nothing has a default. Its first argument is a tensor or a list of tensors. A result
-    may be None: a direct call gives None, the registered operation an empty tensor.
+    The function is the reference, `NAME_reference`, or one called `_NAME` that chooses an implementation. Its signature
+    is the schema, in which nothing has a default. There a Cast (given as its `spec`), a Granularity and a Format (given
+    by their names) are strings, and a NamedTuple stands for its fields. The first argument is a tensor, a list of
+    tensors, or a NamedTuple that begins with a tensor. A result may be None: a direct call gives None, the registered
+    operation an empty tensor.
 
     Args:
-        name: of the operation.
-        like: gives the results without values, for the same arguments as the function. So do `check` and `runs`.
+        like: gives the results without values, for the same arguments as the function. So do the next three.
         check: raises ValueError for what the operation does not take.
-        kernels: the module of `octavo.ops.kernels` whose function `name` takes the same arguments. The function is the
-            reference then.
-        runs: True if the kernel runs. Without `kernels`: True if the function consists only of views, allocations and
-            kernel launches, so that Inductor may inline it.
+        runs: True if the kernel runs, the function NAME in the file of `octavo.ops.kernels` with this file's name.
+        inlines: of a function that chooses, True if it consists only of views, allocations and kernel launches, so that
+            Inductor may inline it.
         mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: reference and kernel get the tensors as they are; without it, contiguous ones.
     """
 
-    def register(function: Function) -> Operation:
-        made = Operation(name, function, like, check, kernels, runs, mutates, after, strided)
-        OPERATIONS[name] = made.fill, made.inlines
+    def register(function: Callable[..., Result]) -> Operation[Result]:
+        made = Operation(function, like, check, runs, inlines, mutates, after, strided)
+        OPERATIONS[made.name] = made.fill, made.inlines
         return made
 
     return register
@@ -360,11 +378,13 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
     fakes = torch.fx.map_arg(V.graph.current_node.args, lambda node: node.meta["val"])
     leaves, spec = tree_flatten(fakes)
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not _static(leaves[i] for i in where) or not runs_kernels(*fakes):
+    dynamic = not all(isinstance(size, int) for i in where for size in leaves[i].shape)
+    if dynamic or not runs_kernels(*fakes):
         return call(*args)
 
     known = _launches.setdefault(V.graph, {})
-    key = (call, spec, *(_facts(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+    facts = [(tuple(t.shape), t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves]
+    key = (call, spec, *facts)
     if key not in known:
         known[key] = _trace(function, leaves, where, spec)
     launches, inputs = known[key], tree_flatten(args)[0]
@@ -387,14 +407,6 @@ def _trace(function: Function, leaves: list[Any], where: list[int], spec: Any) -
     assert mode is not None
     with mode, _kernels_wrapped():
         return make_fx(run, select_decomp_table())(*(leaves[i] for i in where))
-
-
-def _facts(t: Tensor) -> tuple[Any, ...]:
-    return tuple(t.shape), t.stride(), t.dtype, t.device
-
-
-def _static(tensors: Iterable[Tensor]) -> bool:
-    return all(isinstance(size, int) for t in tensors for size in t.shape)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Requantization: data for given scales, as an earlier quantization computed it or by larger scales.
 
-Requantization in plain PyTorch: the same scale gives the same bytes as before, here transposed.
+The same scale gives the same bytes as before.
 
 Forward contracts x and w along their columns, backward along their rows, so backward needs the bytes transposed. Saving
 the forward bytes for it costs one byte an element. If the unquantized tensor is saved anyway (a weight, the input of a
@@ -17,9 +17,7 @@ from octavo.numerics.formats import Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast, Granularity, QTensor
 from octavo.ops.launching import converts
-from octavo.ops.registration import check_row_cast, operation
-
-# ---- the reference
+from octavo.ops.registration import check_nearest, check_row_cast, operation
 
 
 def requantize_reference(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
@@ -49,66 +47,35 @@ def _bytes_transposed(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     return data.view(torch.uint8).t().contiguous().view(fmt.dtype)
 
 
-# ---- the operation
-
-
 def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
-    """Quantize matrices by given row scales, and stack the results.
+    """Quantize matrices [M_i, K] by given row scales, float32 [sum of M_i, 1], to nearest, and stack the results.
 
-    Args:
-        tensors: [M_i, K].
-        scale: float32 [sum of M_i, 1]. Numbers beyond the format's max saturate; a row with the scale NaN becomes NaN.
-        cast: by row, rounded to nearest.
-
-    Raises:
-        ValueError: the scales have another shape, or the cast is another.
+    Numbers beyond the format's max saturate; a row with the scale NaN becomes NaN.
     """
-    if not cast.by_row or cast.rounding != "nearest":
-        raise ValueError(f"requantize takes a cast by row, rounded to nearest, got {cast}")
+    check_nearest("requantize", cast)
     return QTensor(_requantize(list(tensors), scale, cast.format), scale, cast.fmt, ROW)
 
 
 def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
     """The data of an earlier `quantize` (of one matrix), `quantize_stack` or `quantize_scaled`, transposed.
 
-    Args:
-        tensors: [M_i, K], the matrices that were quantized.
-        scale: float32 or E8M0, the scales of the stacked matrix [sum of M_i, K], in the shape of the cast's
-            granularity. Numbers beyond the format's max saturate.
-        cast: the cast of the earlier call, by row, tensor or square block, rounded to nearest.
-        after: as in `transpose`.
-
-    Returns:
-        [K, sum of M_i] of the cast's dtype.
-
-    Raises:
-        ValueError: the scales have another shape.
+    [K, sum of M_i], from the matrices [M_i, K] that were quantized, the scales of the stacked matrix, float32 or E8M0
+    in the shape of the cast's granularity, and the cast of the earlier call, by row, tensor or square block, rounded to
+    nearest. Numbers beyond the format's max saturate. `after` is that of `transpose`.
     """
-    granularity = cast.granularity.name
-    result: Tensor = _requantize_transposed(list(tensors), scale.float(), cast.format, granularity, after)
-    return result
+    return _requantize_transposed(list(tensors), scale.float(), cast.format, cast.granularity.name, after)
 
 
 def requantize_norm(
     x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, cast: Cast
 ) -> Tensor:
-    """The data of an earlier `norm_quantize`, transposed.
+    """The data [K, M] of an earlier `norm_quantize` with the same weight, bias and cast, transposed.
 
-    Args:
-        x: [M, K], the input of the norm, its residual included.
-        mean, rstd, scale: float32 [M, 1], results of `norm_quantize`; mean is None for a root-mean-square norm.
-        weight, bias: [K], as given to `norm_quantize`.
-        cast: the cast given to `norm_quantize`.
-
-    Returns:
-        [K, M] of the cast's dtype.
-
-    Raises:
-        ValueError: a cast that `norm_quantize` refuses, or a number of scales that is not the number of rows.
+    x [M, K] is the input of the norm, its residual included; mean, rstd and scale, float32 [M, 1], are results of
+    `norm_quantize`, mean None for a root-mean-square norm.
     """
     check_row_cast("requantize_norm", cast)
-    result: Tensor = _requantize_norm(x, mean, rstd, weight, bias, scale, cast.format)
-    return result
+    return _requantize_norm(x, mean, rstd, weight, bias, scale, cast.format)
 
 
 def _check(tensors: Sequence[Tensor], scale: Tensor, *rest: Any) -> None:
@@ -143,24 +110,18 @@ def _requantizes_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, g
 
 
 _requantize = operation(
-    "requantize",
-    kernels="requantization",
-    runs=lambda tensors, scale, fmt: converts(scale, fmt.name),
     check=_check,
     like=lambda tensors, scale, fmt: scale.new_empty(_transposed_shape(tensors)[::-1], dtype=fmt.dtype),
+    runs=lambda tensors, scale, fmt: converts(scale, fmt.name),
 )(requantize_reference)
 _requantize_transposed = operation(
-    "requantize_transposed",
-    kernels="requantization",
-    runs=_requantizes_transposed,
     check=_check_transposed,
     like=lambda tensors, scale, fmt, granularity: scale.new_empty(_transposed_shape(tensors), dtype=fmt.dtype),
+    runs=_requantizes_transposed,
     after=True,
 )(requantize_transposed_reference)
 _requantize_norm = operation(
-    "requantize_norm",
-    kernels="requantization",
-    runs=lambda *args: converts(args[5], args[6].name),
     check=_check_norm,
     like=lambda x, *rest: x.new_empty((x.shape[1], x.shape[0]), dtype=rest[-1].dtype),
+    runs=lambda *args: converts(args[5], args[6].name),
 )(requantize_norm_reference)

@@ -1,7 +1,5 @@
 """Rotary embedding of queries and keys, stored in a cache in the same pass.
 
-Rotary embedding and the storing of keys and values in plain PyTorch. The kernel must equal it, and a CPU runs it.
-
 A pair (x[i], x[i + D/2]) of a head is turned by the angle of its token's position (Su et al., arXiv:2104.09864):
 
     y = x * cos + (-x[D/2:], x[:D/2]) * sin
@@ -18,34 +16,54 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache
-from octavo.ops.launching import has_kernels
+from octavo.ops.launching import Cache, Turn, has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
-# ---- the reference
 
-
-def rotate_append_reference(
+def rotate_append(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cos: Tensor,
     sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
     keys: Tensor,
     values: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     length: Tensor,
     clipped: Tensor,
-    keep_k: bool,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    keep_k: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Apply rotary embedding to the queries and keys of new tokens, and store keys and values in place: one kernel.
+
+    The rotated queries [B, H, T, D] and, if `keep_k`, keys [B, G, T, D] are views of contiguous [B, T, H, D] and
+    [B, T, G, D]: so the result of PyTorch's attention becomes [B, T, H * D] without a copy.
+
+    Args:
+        q, k, v: [B, T, H * D] of float32, bfloat16 or float16, and [B, T, G * D] of the same dtype.
+        cos, sin: [B or 1, T, D] of q's dtype or float32, each of the D / 2 angles twice.
+        keys, values, k_scale, v_scale, length, clipped: as in `append_kv`.
+        q_norm, k_norm: [D] of q's dtype, the weights of a root-mean-square norm of each head, which comes first.
+        eps: of the norms, rounded to float32.
+    """
+    stored = keys, values, k_scale, v_scale, length, clipped
+    q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
+    return q.transpose(1, 2), k.transpose(1, 2) if keep_k else None
+
+
+def rotate_append_reference(
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: Tensor, keep_k: bool
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, H, D] and k [B, T, G, D] (or None), rotated; k and v are stored too."""
+    cos, sin, q_norm, k_norm, eps = turn
     eps = float(np.float32(eps))  # Triton rounds it so: the reference takes the same number
-    q, k, v = (_heads(x, keys.shape[3]) for x in (q, k, v))
+    q, k, v = (_heads(x, cache.keys.shape[3]) for x in (q, k, v))
     q, k = (_rotate(_norm(x, weight, eps), cos, sin) for x, weight in ((q, q_norm), (k, k_norm)))
-    append_kv_reference(k, v, keys, values, k_scale, v_scale, length, clipped)
+    append_kv_reference(k, v, cache, clipped)
     kept = k.transpose(1, 2).contiguous() if keep_k else None
     return q.transpose(1, 2).contiguous(), kept  # type: ignore[return-value]
 
@@ -70,71 +88,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
 
 
-# ---- the operation
-
-
-def rotate_append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    keep_k: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Apply rotary embedding to the queries and keys of new tokens, and store keys and values in place: one kernel.
-
-    Args:
-        q: [B, T, H * D] of float32, bfloat16 or float16.
-        k, v: [B, T, G * D] of q's dtype.
-        cos, sin: [B or 1, T, D] of q's dtype or float32, each of the D / 2 angles twice.
-        keys, values, k_scale, v_scale, length, clipped: as in `append_kv`.
-        q_norm, k_norm: [D] of q's dtype, the weights of a root-mean-square norm of each head, which comes first.
-        eps: of the norms, rounded to float32.
-        keep_k: also return the rotated keys.
-
-    Returns:
-        The rotated queries [B, H, T, D] and keys [B, G, T, D], views of contiguous [B, T, H, D] and [B, T, G, D]: so
-        the result of PyTorch's attention becomes [B, T, H * D] without a copy. Without `keep_k` the second is None.
-
-    Raises:
-        ValueError: for another shape or dtype.
-    """
-    stored = keys, values, k_scale, v_scale, length, clipped
-    q, k = _rotate_append(q, k, v, cos, sin, q_norm, k_norm, eps, *stored, keep_k)
-    return q.transpose(1, 2), k.transpose(1, 2) if keep_k else None
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    keys: Tensor,
-    *stored: Any,
-) -> None:
-    *cache, clipped, _ = stored
-    check_cache(keys, *cache)
-    batch, heads, _, dim = keys.shape
+def _check(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: Tensor, keep_k: bool) -> None:
+    check_cache(cache)
+    batch, heads, _, dim = cache.keys.shape
     if q.ndim != 3 or q.shape[0] != batch or q.dtype not in FLOATS or not q.shape[2] or q.shape[2] % dim or dim % 2:
         raise ValueError(
             f"q must be [{batch}, T, a multiple of {dim}] of float32, bfloat16 or float16, for keys "
-            f"{list(keys.shape)} of an even size, got {q.dtype} {list(q.shape)}"
+            f"{list(cache.keys.shape)} of an even size, got {q.dtype} {list(q.shape)}"
         )
-    tokens = q.shape[1]
+    tokens, (cos, sin, q_norm, k_norm, _) = q.shape[1], turn
     check_tensor("k", k, (batch, tokens, heads * dim), q.dtype)
     check_tensor("v", v, (batch, tokens, heads * dim), q.dtype)
     check_tensor("cos", cos, (batch if cos.ndim == 3 and cos.shape[0] != 1 else 1, tokens, dim), q.dtype, torch.float32)
@@ -144,20 +106,16 @@ def _check(
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
-def _like(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    keys, keep_k = rest[6], rest[12]
-    batch, tokens, width = q.shape
-    dim = keys.shape[3]
+def _like(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> tuple[Tensor, Tensor]:
+    (batch, tokens, width), (_, heads, _, dim) = q.shape, cache.keys.shape
     rotated = q.new_empty((batch, tokens, width // dim, dim))
-    return rotated, k.new_empty((batch, tokens, keys.shape[1], dim) if keep_k else 0)
+    return rotated, k.new_empty((batch, tokens, heads, dim) if rest[-1] else 0)
+
+
+def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> bool:
+    return q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and has_kernels(q.device)
 
 
 _rotate_append = operation(
-    "rotate_append",
-    kernels="rotary",
-    runs=lambda q, *rest: q.numel() > 0 and rest[7].shape[3] <= MAX_DIM and has_kernels(q.device),
-    check=_check,
-    like=_like,
-    mutates=("keys", "values", "clipped"),
-    strided=True,
+    check=_check, like=_like, runs=_rotates, mutates=("keys", "values", "clipped"), strided=True
 )(rotate_append_reference)

@@ -1,7 +1,4 @@
-"""The Hadamard rotation of the rows of a tensor.
-
-The Hadamard rotation in plain PyTorch.
-"""
+"""The Hadamard rotation of the rows of a tensor."""
 
 from torch import Tensor
 
@@ -9,28 +6,18 @@ from octavo.numerics.scaling import block_size, hadamard
 from octavo.ops.launching import LONGEST_ROW, has_kernels, shared_memory
 from octavo.ops.registration import FLOATS, operation
 
-# ---- the reference
-
-
-def rotate_reference(x: Tensor) -> Tensor:
-    """`x` rotated along its last dimension in float32, and rounded to its dtype once."""
-    return hadamard(x.float()).to(x.dtype)
-
-
-# ---- the operation
-
 
 def rotate(x: Tensor, after: Tensor | None = None) -> Tensor:
     """`x` [..., n] rotated along its last dimension (`octavo.numerics.hadamard`), same shape and dtype.
 
     It is computed in float32 and rounded once. The rotation is symmetric: the gradient of x is dy, rotated. `after` is
     that of `octavo.ops.transpose`.
-
-    Raises:
-        ValueError: x has no dimension, or another dtype than float32, bfloat16 and float16.
     """
-    result: Tensor = _rotate(x, after)
-    return result
+    return _rotate(x, after)
+
+
+def rotate_reference(x: Tensor) -> Tensor:
+    return hadamard(x.float()).to(x.dtype)
 
 
 def _check(x: Tensor) -> None:
@@ -47,6 +34,4 @@ def _rotates(x: Tensor) -> bool:
     return 4 * size <= shared_memory(x.device)
 
 
-_rotate = operation(
-    "rotate", kernels="rotation", runs=_rotates, check=_check, like=lambda x: x.new_empty(x.shape), after=True
-)(rotate_reference)
+_rotate = operation(check=_check, like=lambda x: x.new_empty(x.shape), runs=_rotates, after=True)(rotate_reference)

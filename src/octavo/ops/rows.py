@@ -1,4 +1,12 @@
-"""Rows of many matrices at a time: quantized by row, or added up."""
+"""Rows of many matrices at a time: quantized by row, or added up.
+
+These are functions for eager code, not operations of PyTorch: they write into memory of the caller.
+
+The quantization takes two steps and two launches: amax of each row, then the bytes. Between the steps the caller
+computes the scales, which may depend on rows that other ranks hold. Where most scales are those of the row's own amax,
+the first step writes the bytes too, and the second writes only those of other rows. The kernels equal the references,
+byte for byte.
+"""
 
 from collections.abc import Sequence
 
@@ -9,36 +17,6 @@ from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast
 from octavo.numerics.scaling import scale_from_amax
 from octavo.ops.launching import FORMATS, LONGEST_ROW, RowBatch, has_kernels
-
-# ---- Quantization of many matrices by row in plain PyTorch. The kernels must equal it, byte for byte.
-
-
-def row_amaxes_reference(
-    matrices: Sequence[Tensor], starts: Sequence[int], amax: Tensor, data: Tensor | None, cast: Cast
-) -> None:
-    for x, start in zip(matrices, starts, strict=True):
-        if x.numel():
-            amax[start : start + x.shape[0]] = ROW.amax(x.float()).abs().view(-1).nan_to_num(torch.inf, torch.inf)
-    if data is not None:
-        scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two)
-        cast_rows_reference(matrices, starts, scale, data, cast)
-
-
-def cast_rows_reference(
-    matrices: Sequence[Tensor], starts: Sequence[int], scale: Tensor, data: Tensor, cast: Cast
-) -> None:
-    inv_scale = (1 / scale).view(-1, 1)
-    for x, start in zip(matrices, starts, strict=True):
-        rows = slice(start, start + x.shape[0])
-        data[rows].view(torch.uint8).copy_(cast_to(x.float() * inv_scale[rows], cast.fmt).view(torch.uint8))
-
-
-# ---- Quantization of many matrices by row, in two steps and two launches: amax of each row, then the bytes.
-#
-# Between the steps the caller computes the scales, which may depend on rows that other ranks hold. Where most scales
-# are those of the row's own amax, the first step writes the bytes too, and the second writes only those of other rows.
-#
-# These are functions for eager code, not operations of PyTorch: they write into memory of the caller.
 
 
 def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
@@ -56,6 +34,17 @@ def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -
 
     with torch.cuda.device(amax.device):
         kernel.row_amaxes(batch, amax, data, cast)
+
+
+def row_amaxes_reference(
+    matrices: Sequence[Tensor], starts: Sequence[int], amax: Tensor, data: Tensor | None, cast: Cast
+) -> None:
+    for x, start in zip(matrices, starts, strict=True):
+        if x.numel():
+            amax[start : start + x.shape[0]] = ROW.amax(x.float()).abs().view(-1).nan_to_num(torch.inf, torch.inf)
+    if data is not None:
+        scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two)
+        cast_rows_reference(matrices, starts, scale, data, cast)
 
 
 def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tensor, cast: Cast) -> None:
@@ -81,37 +70,31 @@ def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tens
         kernel.cast_rows(batch, scale, written, data, cast)
 
 
+def cast_rows_reference(
+    matrices: Sequence[Tensor], starts: Sequence[int], scale: Tensor, data: Tensor, cast: Cast
+) -> None:
+    inv_scale = (1 / scale).view(-1, 1)
+    for x, start in zip(matrices, starts, strict=True):
+        rows = slice(start, start + x.shape[0])
+        data[rows].view(torch.uint8).copy_(cast_to(x.float() * inv_scale[rows], cast.fmt).view(torch.uint8))
+
+
 def _has_kernel(batch: RowBatch, cast: Cast) -> bool:
     first = batch.matrices[0]
     fits = batch.longest > 0 and 0 < first.shape[1] <= LONGEST_ROW
     return fits and cast.format in FORMATS and has_kernels(first.device)
 
 
-# ---- The sum of rows by PyTorch.
+def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
+    """Write the sums over the rows of BF16 [R, N], or their means, into `total` float32 [N], both contiguous.
 
+    On a GPU the rows are added in their order.
+    """
+    if rows.numel() and has_kernels(rows.device):
+        from octavo.ops.kernels import rows as kernel
 
-def add_rows_reference(rows: Tensor, total: Tensor, mean: bool) -> None:
+        with torch.cuda.device(rows.device):
+            kernel.add_rows(rows, total, mean)
+        return
     reduce = torch.mean if mean else torch.sum
     reduce(rows, 0, dtype=torch.float32, out=total)
-
-
-# ---- The sum or the mean of a few long rows, in FP32.
-
-
-def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
-    """Write the sums over the rows of a matrix, or their means, into `total`.
-
-    This is a function for eager code, not an operation of PyTorch: it writes into memory of the caller. On a GPU the
-    rows are added in their order.
-
-    Args:
-        rows: BF16 [R, N], contiguous.
-        total: float32 [N], contiguous.
-    """
-    if rows.numel() == 0 or not has_kernels(rows.device):
-        add_rows_reference(rows, total, mean)
-        return
-    from octavo.ops.kernels import rows as kernel
-
-    with torch.cuda.device(rows.device):
-        kernel.add_rows(rows, total, mean)

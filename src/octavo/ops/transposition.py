@@ -10,7 +10,7 @@ from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
 from octavo.ops.launching import has_kernels
 from octavo.ops.registration import check_tensor, operation
 
-# ---- The byte transpose in plain PyTorch.
+# ---- The byte transpose.
 #
 # Dividing a row by a power of two changes the exponents of its numbers only. A result below the smallest normal number
 # is rounded, once, to nearest even.
@@ -27,40 +27,28 @@ def transpose_reference(data: Tensor, shift: Tensor | None, place: Tensor | None
     return data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
 
 
-# ---- The byte transpose: checks, the registered operation, and the choice between the kernel and the reference.
-
-
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def transpose(
     data: Tensor, shift: Tensor | None = None, after: Tensor | None = None, place: Tensor | None = None
 ) -> Tensor:
-    """Transpose an eight-bit matrix.
+    """The transpose [K, M] of an eight-bit matrix `data` [M, K], or [K, M'] with `place`, contiguous.
 
     Args:
-        data: [M, K], an eight-bit float dtype.
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
         after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
             pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
         place: int32 [M'], the row of data that becomes each column of the result, or -1 for a column of zeros
             (`octavo.ops.aligned_groups`). None takes all rows in order.
-
-    Returns:
-        [K, M], or [K, M'] with `place`, contiguous, the same dtype.
-
-    Raises:
-        ValueError: for another shape or dtype.
     """
-    result: Tensor = _transpose(data, shift, place, after)
-    return result
+    return _transpose(data, shift, place, after)
 
 
 def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
     if data.ndim != 2 or data.element_size() != 1:
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
-    if shift is not None and (shift.dtype != torch.int32 or shift.shape != data.shape[:1]):
-        raise ValueError(f"shift must be int32 [{data.shape[0]}], got {shift.dtype} {list(shift.shape)}")
+    check_tensor("shift", shift, (data.shape[0],), torch.int32)
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
 
 
@@ -72,12 +60,10 @@ def _like(data: Tensor, shift: Tensor | None, place: Tensor | None) -> Tensor:
     return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))
 
 
-_transpose = operation(
-    "transpose", kernels="transposition", runs=_transposes, check=_check, like=_like, after=True
-)(transpose_reference)  # fmt: skip
+_transpose = operation(check=_check, like=_like, runs=_transposes, after=True)(transpose_reference)
 
 
-# ---- The scales of the backward GEMMs in plain PyTorch.
+# ---- The scales of the backward GEMMs.
 
 
 def fold_scales_reference(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,34 +75,21 @@ def fold_scales_reference(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple
     return quotient(s_g, scale_mantissa(s_x)), largest - exponent, dw
 
 
-# ---- The scales of the backward GEMMs: checks, the registered operation, and the choice of its implementation.
-
-
 class FoldedScales(NamedTuple):
     """Row t of g [T, N] has the scale s_g[t], and row t of x [T, K] the scale s_x[t] = m[t] * 2^e[t]. In dw, the scale
-    of their product is c[t] = s_g[t] * 2^e[t].
-
-    Args:
-        dx: s_g / m, float32 [T, 1]: the scale of g for dx.
-        shift: int32 [T]: c_max / c[t] = 2^shift[t], where c_max is the largest c. dw divides row t of g by it.
-        dw: c_max / s_w, float32 [N, 1]: the scale of dw; c_max alone, [1, 1], without s_w.
+    of their product is c[t] = s_g[t] * 2^e[t], the largest of which is c_max.
     """
 
-    dx: Tensor
-    shift: Tensor
-    dw: Tensor
+    dx: Tensor  # s_g / m, float32 [T, 1]: the scale of g for dx
+    shift: Tensor  # int32 [T]: c_max / c[t] = 2^shift[t], by which dw divides row t of g
+    dw: Tensor  # c_max / s_w, float32 [N, 1]: the scale of dw; c_max alone, [1, 1], without s_w
 
 
 def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> FoldedScales:
     """The scales of the backward GEMMs of one-time quantization (the mathematics: `octavo.nn.linear_function`).
 
-    Args:
-        s_x: float32 [T, 1], of the rows of x.
-        s_g: float32 [T, 1], powers of two, of the rows of g = dy * s_w * m.
-        s_w: float32 [N, 1], of the rows of w; None where g = dy * m.
-
-    Raises:
-        ValueError: for another shape or dtype.
+    s_x float32 [T, 1] are the scales of the rows of x, s_g float32 [T, 1], powers of two, of g = dy * s_w * m, and s_w
+    float32 [N, 1] of w; None where g = dy * m.
     """
     return FoldedScales(*_fold_scales(s_x, s_g, s_w))
 
@@ -133,9 +106,5 @@ def _like_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, 
 
 
 _fold_scales = operation(
-    "fold_scales",
-    kernels="transposition",
-    runs=lambda s_x, *rest: s_x.numel() > 0 and has_kernels(s_x.device),
-    check=_check_scales,
-    like=_like_scales,
+    check=_check_scales, like=_like_scales, runs=lambda s_x, *rest: s_x.numel() > 0 and has_kernels(s_x.device)
 )(fold_scales_reference)

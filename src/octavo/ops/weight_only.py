@@ -1,7 +1,5 @@
 """The weight-only GEMM: a weight in E4M3, an input in BF16 or FP16, float32 sums.
 
-The weight-only GEMM in plain PyTorch, exact but for the order of its float32 sums.
-
 The product of an E4M3 and a BF16 or FP16 number has at most 15 significant bits, which float32 holds exactly. A scale
 that is constant along the reduction multiplies the sum. Other scales multiply the weight before the product.
 """
@@ -17,8 +15,6 @@ from octavo.ops.grouped_gemm import rows_of_groups
 from octavo.ops.launching import has_kernels
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
-# ---- the reference
-
 
 def weight_only_reference(x: Tensor, w: Tensor, scale: Tensor, granularity: Granularity) -> Tensor:
     """x @ (w * scale)^T as float32 [M, N], from x [M, K] and w [N, K]."""
@@ -30,31 +26,17 @@ def weight_only_reference(x: Tensor, w: Tensor, scale: Tensor, granularity: Gran
     return y * scale.t() if granularity.outer else y
 
 
-# ---- the operation
-
-
 def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """y = x @ (w.data * w.scale)^T + bias, then + residual: the weight has eight bits, the input is not quantized.
 
-    For a small M on a GPU, the kernel reads the bytes of the weight and widens them to x's dtype, which is exact. Sums
-    are float32, and the scales multiply them. For a large M, w.data * w.scale is rounded to x's dtype first.
-
-    Args:
-        x: [M, K], bfloat16, float16 or float32.
-        w: [N, K] in E4M3, with scales of any granularity.
-        bias: [N], added before y is rounded.
-        residual: [M, N] of x's dtype, added after y is rounded. The sum is rounded again.
-
-    Returns:
-        [M, N] in x's dtype.
-
-    Raises:
-        ValueError: a weight of another format, or shapes or dtypes that do not match.
+    x [M, K] and y [M, N] are bfloat16, float16 or float32, w [N, K] is E4M3 with scales of any granularity. bias [N] is
+    added before y is rounded, the residual [M, N] of x's dtype after that, and the sum is rounded again. For a small M
+    on a GPU, the kernel reads the bytes of the weight and widens them to x's dtype, which is exact. Sums are float32,
+    and the scales multiply them. For a large M, w.data * w.scale is rounded to x's dtype first.
     """
     if w.format.name != "e4m3":
         raise ValueError(f"weight_only_mm takes a weight in e4m3, got {w.format.name}: quantize it to e4m3")
-    y: Tensor = _weight_only_mm(x, w.data, w.scale, w.granularity.name, bias, residual)
-    return y
+    return _weight_only_mm(x, w.data, w.scale, w.granularity.name, bias, residual)
 
 
 def grouped_weight_only_mm(x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
@@ -63,24 +45,15 @@ def grouped_weight_only_mm(x: Tensor, w: QTensor, offsets: Tensor) -> Tensor:
     A group may be empty. A GPU from Ampere on computes all groups in one launch, and nothing is read on the host; with
     many rows in each group it widens w to BF16 first. Elsewhere the groups are computed one by one.
 
-    Args:
-        x: [M, K], bfloat16, float16 or float32.
-        w: [E, N, K] in E4M3, with scales of any granularity but tensor.
-        offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
-
-    Returns:
-        [M, N] in x's dtype.
-
-    Raises:
-        ValueError: a weight of another format, or shapes or dtypes that do not match.
+    x and y are as in `weight_only_mm`; w is [E, N, K] in E4M3, with scales of any granularity but tensor. offsets has
+    the end of each group of rows, int32 [E]. Rows from offsets[-1] on have any numbers in y.
     """
     if w.format.name != "e4m3" or w.granularity.rows is None:
         raise ValueError(
             "grouped_weight_only_mm takes weights in e4m3 with scales of their own, got "
             f"{w.format.name} with {w.granularity.name} scales: quantize each to e4m3 by row"
         )
-    y: Tensor = _grouped_weight_only_mm(x, w.data, w.scale, w.granularity.name, offsets)
-    return y
+    return _grouped_weight_only_mm(x, w.data, w.scale, w.granularity.name, offsets)
 
 
 def _check(x: Tensor, w: Tensor, scale: Tensor, by: Granularity, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -94,10 +67,9 @@ def _check(x: Tensor, w: Tensor, scale: Tensor, by: Granularity, bias: Tensor | 
 
 
 @operation(
-    "weight_only_mm",
-    runs=lambda x, *rest: has_kernels(x.device, LOWEST_WEIGHT_ONLY),
     check=_check,
     like=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[0])),
+    inlines=lambda x, *rest: has_kernels(x.device, LOWEST_WEIGHT_ONLY),
 )
 def _weight_only_mm(
     x: Tensor, w: Tensor, scale: Tensor, by: Granularity, bias: Tensor | None, residual: Tensor | None
@@ -132,11 +104,7 @@ def _check_grouped(x: Tensor, w: Tensor, scale: Tensor, by: Granularity, offsets
     check_tensor("offsets", offsets, (w.shape[0],), torch.int32)
 
 
-@operation(
-    "grouped_weight_only_mm",
-    check=_check_grouped,
-    like=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[1])),
-)
+@operation(check=_check_grouped, like=lambda x, w, *rest: x.new_empty((x.shape[0], w.shape[1])))
 def _grouped_weight_only_mm(x: Tensor, w: Tensor, scale: Tensor, by: Granularity, offsets: Tensor) -> Tensor:
     if x.numel() and find_weight_only_backend(x.device, x.dtype, by, 1).name == "triton":
         from octavo.ops.kernels import grouped_gemm as grouped_kernel

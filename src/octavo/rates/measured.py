@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from octavo.checkpoint.scheme import Scheme
-from octavo.recipe import Recipe
+from octavo.recipe import Gemm, Recipe
 from octavo.util import plural
 
 # ---- GPUs: memory and rates of the data sheet, and the rates that were measured on them. A data sheet's rate of matrix
@@ -34,34 +34,23 @@ ATTENTION_SHARE = 483 / 989.4  # of the data sheet's BF16 rate: the two kernels 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. Bytes, bytes a second and FLOP/s; `fp8` is None where there is no FP8 GEMM.
-
-    Attributes:
-        architecture: its key in `octavo.ops.launching`, which decides the GEMMs.
-        device: a pattern of the name that its driver gives, and GPUs that differ in memory and links alone.
-        fp32: without tensor cores.
-        link: bytes a second and direction to the other GPUs of the node, over NVLink, Infinity Fabric or PCIe.
-        grid: the file beside this one with the measured times of linear layers; None if none were measured.
-        copy: measured bytes a second of a copy, reads and writes.
-        attention: measured FLOP/s of the products of an attention's forward and backward pass.
-        source, measured: where the figures come from.
-    """
+    """A GPU. Bytes, bytes a second and FLOP/s."""
 
     key: str
     name: str
-    architecture: str
-    device: str
+    architecture: str  # its key in `octavo.ops.launching`, which decides the GEMMs
+    device: str  # a pattern of the name that its driver gives, and GPUs that differ in memory and links alone
     memory: float
     bandwidth: float
     bf16: float
-    fp8: float | None
-    fp32: float
-    link: float
-    source: str
-    grid: str | None = None
-    copy: float | None = None
-    attention: float | None = None
-    measured: str = ""
+    fp8: float | None  # None where there is no FP8 GEMM
+    fp32: float  # without tensor cores
+    link: float  # a direction, to the other GPUs of the node, over NVLink, Infinity Fabric or PCIe
+    source: str  # of the figures
+    grid: str | None = None  # the file beside this one with the times of linear layers, if they were measured
+    copy: float | None = None  # measured, reads and writes
+    attention: float | None = None  # measured, of the products of its forward and backward pass
+    measured: str = ""  # the source of what was measured
 
     @property
     def copy_rate(self) -> float:
@@ -109,9 +98,7 @@ def find_gpu(name: str) -> Gpu:
 
 
 # Dense BF16 FLOP/s of GPUs that no plan has a row for, by a pattern of the device's name, from their data sheets.
-_OTHER_PEAKS = {
-    r"H100 NVL": 835.5e12, r"H100 PCIe": 756.5e12, r"GB200": 2500e12, r"\bL4\b": 121e12,
-}  # fmt: skip
+_OTHER_PEAKS = {r"H100 NVL": 835.5e12, r"H100 PCIe": 756.5e12, r"GB200": 2500e12, r"\bL4\b": 121e12}
 
 
 def peak_flops(name: str) -> float | None:
@@ -206,12 +193,8 @@ class Table:
 
     def to_json(self) -> str:
         """The table as JSON, with one measurement a line."""
-        fields = {
-            "machine": json.dumps(asdict(self.machine)),
-            "method": json.dumps(self.method),
-            "grid": _lines(self.grid),
-            "shapes": _lines(self.shapes),
-        }
+        fields = {"machine": json.dumps(asdict(self.machine)), "method": json.dumps(self.method)}
+        fields |= {"grid": _lines(self.grid), "shapes": _lines(self.shapes)}
         return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in fields.items()) + "\n}\n"
 
     @classmethod
@@ -326,24 +309,16 @@ def _cast_bytes(shape: Shape) -> float:
     return 5.0 * (m * (k + n) + k * n)
 
 
-def _seconds(grid: Mapping[Shape, float], shape: Shape) -> float:
+def _seconds(grid: Mapping[Shape, float], shape: tuple[int, ...]) -> float:
+    """Seconds of a layer; below the grid those on the line through its two smallest sizes, at no higher rate."""
+    for axis in (1, 2):
+        least, following, *_ = sorted({point[axis] for point in grid})
+        if (size := shape[axis]) < least:
+            first, second = (_seconds(grid, (*shape[:axis], at, *shape[axis + 1 :])) for at in (least, following))
+            below = first - (second - first) / (following / least - 1) * (1 - size / least)
+            return max(below, first * (size / least))
     m, k, n = shape
-    k_least, k_next = _two_smallest(grid, 1)
-    if k < k_least:
-        return _below(_seconds(grid, (m, k_least, n)), _seconds(grid, (m, k_next, n)), k / k_least, k_next / k_least)
-    n_least, n_next = _two_smallest(grid, 2)
-    if n < n_least:
-        return _below(_seconds(grid, (m, k, n_least)), _seconds(grid, (m, k, n_next)), n / n_least, n_next / n_least)
-    return 6.0 * m * k * n / interpolate(grid, shape)
-
-
-def _two_smallest(grid: Mapping[Shape, float], axis: int) -> list[int]:
-    return sorted({shape[axis] for shape in grid})[:2]
-
-
-def _below(least: float, following: float, size: float, next_size: float) -> float:
-    """Seconds at `size` < 1, on the line through `least` at 1 and `following` at `next_size`, at no higher rate."""
-    return max(least - (following - least) / (next_size - 1) * (1 - size), least * size)
+    return 6.0 * m * k * n / interpolate(grid, (m, k, n))
 
 
 def _share(gpu: Gpu, recipe: Recipe) -> float:
@@ -359,17 +334,11 @@ def _share(gpu: Gpu, recipe: Recipe) -> float:
 def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> float:
     """Seconds of forward and backward pass of `groups` matrices [N, K], each with M rows of its own."""
     m, k, n = shape
-    rate = interpolate_along(_expert_rates()["rowwise" if recipe.quantized else "bf16"], m)
+    rate = interpolate_along(_by_name("expert_rates.json", "rates")["rowwise" if recipe.quantized else "bf16"], m)
     products = 6.0 * m * k * n / (rate * _share(gpu, recipe))
     reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
     casts = _cast_bytes(shape) / gpu.copy_rate if recipe.quantized else 0.0
     return groups * (max(products, reading) + casts)
-
-
-@functools.cache
-def _expert_rates() -> Mapping[str, Mapping[int, float]]:
-    """FLOP/s of both passes by recipe and rows of an expert."""
-    return {recipe: _by_tokens(row) for recipe, row in _read("expert_rates.json")["rates"].items()}
 
 
 def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:
@@ -412,19 +381,15 @@ FP8_TILES = ((128, 128),)
 def slowdowns(recipe: Recipe, shape: Shape) -> tuple[float, float, float]:
     """The times of y, dx and dw of a linear layer at (M, K, N), each as a multiple of that in a measured layer."""
     m, k, n = shape
-    return (
-        1 / _filled(m, n, in_bf16=recipe.y is None),
-        1 / _filled(m, k, in_bf16=recipe.dx is None),
-        1 / _filled(n, k, in_bf16=recipe.dw is None),
-    )
+    return _slowdown(m, n, recipe.y), _slowdown(m, k, recipe.dx), _slowdown(n, k, recipe.dw)
 
 
-def _filled(rows: int, columns: int, *, in_bf16: bool) -> float:
-    """The multiprocessors that have work, as a share of those in a measured layer."""
-    return max(_filled_by(rows, columns, *tile) for tile in (BF16_TILES if in_bf16 else FP8_TILES))
+def _slowdown(rows: int, columns: int, gemm: Gemm | None) -> float:
+    return 1 / max(_filled_by(rows, columns, *tile) for tile in (BF16_TILES if gemm is None else FP8_TILES))
 
 
 def _filled_by(rows: int, columns: int, tile_rows: int, tile_columns: int) -> float:
+    """The multiprocessors that have work, as a share of those in a measured layer."""
     count = -(-rows // tile_rows) * -(-columns // tile_columns)
     if count <= MULTIPROCESSORS:
         return 1.0
@@ -446,12 +411,9 @@ def slower_note(schemes: Counter[Scheme], device: torch.device) -> str:
     """The layers whose scheme was measured to be slower than BF16 on `device`; "" for none, or if nothing is known.
     `schemes` counts the layers of each. Other GPUs than Hopper's were not measured; a CPU emulates every scheme.
     """
-    if not _is_measured(device):
-        return ""
-    notes = []
-    for scheme, count in schemes.items():
-        if figures := _slower(measured_speeds(), scheme):
-            notes.append(f"{plural(count, 'layer')} of the scheme {scheme.name} ({figures})")
+    found = {scheme: _slower(measured_speeds(), scheme) for scheme in schemes} if _is_measured(device) else {}
+    slower = {scheme: figures for scheme, figures in found.items() if figures}
+    notes = [f"{plural(schemes[each], 'layer')} of the scheme {each.name} ({slower[each]})" for each in slower]
     if not notes:
         return ""
     return (
@@ -465,10 +427,8 @@ def slower_experts_note(scheme: Scheme, sizes: tuple[int, int], device: torch.de
 
     `sizes` are [N, K] of a gate and up matrix. The measured layer whose matrices are the most alike in size counts.
     """
-    if not _is_measured(device):
-        return ""
     shape, speeds = measured_experts_like(math.prod(sizes) / 2)
-    figures = _slower(speeds, scheme)
+    figures = _slower(speeds, scheme) if _is_measured(device) else ""
     if not figures:
         return ""
     return (
@@ -525,12 +485,13 @@ def fp8_speed(passes: str, tokens: int) -> float:
 
     `passes` are forward, forward and backward, or forward from an FP8 KV cache.
     """
-    return interpolate_along(_attention_speeds()[passes], tokens)
+    return interpolate_along(_by_name("attention_speeds.json", "speeds")[passes], tokens)
 
 
 @functools.cache
-def _attention_speeds() -> Mapping[str, Mapping[int, float]]:
-    return {passes: _by_tokens(row) for passes, row in _read("attention_speeds.json")["speeds"].items()}
+def _by_name(file: str, key: str) -> Mapping[str, Mapping[int, float]]:
+    """Figures by their name and number of tokens (of an expert: of its rows)."""
+    return {name: _by_tokens(row) for name, row in _read(file)[key].items()}
 
 
 def _by_tokens(figures: Mapping[str, Any]) -> dict[int, Any]:

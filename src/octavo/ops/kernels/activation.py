@@ -5,8 +5,6 @@ computed once. A longer row is computed twice, block by block, the second time f
 the fastest of those measured on an H100; those of GEGLU's gradient were chosen by its registers.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

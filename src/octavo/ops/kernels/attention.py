@@ -13,8 +13,6 @@ the queries into the range of float16. BF16 is multiplied as BF16. Sums are floa
 bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -25,24 +23,16 @@ from torch import Tensor
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
 from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
-from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.launching import Cache, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
 LOG2_E = math.log2(math.e)
 
 
-def cached_attention(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    first: Tensor | None,
-    scale: float,
-) -> Tensor:
+def cached_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """Same as `cached_attention_reference`, for a contiguous cache."""
+    keys, values, k_scale, v_scale, length = cache
     q = q.contiguous()
     batch, heads, num_new, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -226,25 +216,16 @@ def _normalized(acc, l_i, length_ptr, capacity, first_ptr, sequence):
     return tl.where(bad, float("nan"), y)
 
 
-def append_kv(
-    k: Tensor,
-    v: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-) -> None:
+def append_kv(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     """Same as `append_kv_reference`, for contiguous caches."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    largest, limit = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
+    largest, limit = LARGEST.get(cache.keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(cache.keys.dtype, 0.0)
     batch, kv_heads, num_new, dim = k.shape
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
     launcher(_append_kernel, (cdiv(num_new, block_t), batch * kv_heads, 2))(
-        k, v, keys, values, k_scale, v_scale, length, clipped, *k.stride()[:3], *v.stride()[:3],
-        kv_heads, keys.shape[2], num_new,
+        k, v, *cache, clipped, *k.stride()[:3], *v.stride()[:3],
+        kv_heads, cache.keys.shape[2], num_new,
         HEAD_DIM=dim, LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
 

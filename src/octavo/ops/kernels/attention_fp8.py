@@ -1,18 +1,16 @@
 """FP8 attention in cuDNN, and the widening of its results as a Triton kernel."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.launching import allocate, cdiv
+from octavo.ops.launching import Heads, allocate, cdiv
 from octavo.ops.registration import launcher
 from octavo.util import import_extra
 
@@ -20,25 +18,24 @@ BLOCK = 4096  # elements of a program
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
+    heads: Heads, scales: Mapping[str, Tensor], p_scale: float, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `attend_reference`, for q, k and v whose last dimension is contiguous."""
-    batch, heads, tokens, dim = q.shape
-    o, stats = allocate(q, (batch, tokens, heads, dim)), allocate(q, (batch, heads, tokens), torch.float32)
+    q = heads.q
+    batch, count, tokens, dim = q.shape
+    o, stats = allocate(q, (batch, tokens, count, dim)), allocate(q, (batch, count, tokens), torch.float32)
     amax = allocate(q, (2,), torch.float32)
     descale_s, scale_s = _constants(q.device, p_scale)
-    tensors = {"q": q, "k": k, "v": v, **{f"descale_{name}": scales[name] for name in ("q", "k", "v")}}
+    tensors = heads._asdict() | {f"descale_{name}": scales[name] for name in ("q", "k", "v")}
     tensors |= {"descale_s": descale_s, "scale_s": scale_s, "scale_o": scales["v"].reciprocal()}
     tensors |= {"o": o, "stats": stats, "amax_s": amax[:1], "amax_o": amax[1:]}
-    run("forward", Shape.of(q, k, v, scale), tensors)
+    run("forward", Shape.of(*heads, scale), tensors)
     return widen(o, scales["v"], dtype), o, stats
 
 
 def attend_backward(
     dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    heads: Heads,
     o: Tensor,
     stats: Tensor,
     scales: Mapping[str, Tensor],
@@ -48,16 +45,16 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Same as `attend_backward_reference`, for q, k and v whose last dimension is contiguous, and dy and o over
     memory of [B, T, H, D]."""
-    by_token = [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in (q, k, v)]
+    q, by_token = heads.q, [(x.shape[0], x.shape[2], x.shape[1], x.shape[3]) for x in heads]
     gradients = [allocate(q, shape) for shape in by_token]
     amax, amax_ds = (allocate(q, (size,), torch.float32) for size in (3, 1))
     descale_s, scale_s = _constants(q.device, p_scale)
-    tensors = {"q": q, "k": k, "v": v, "o": o, "dO": dy, "stats": stats, "descale_s": descale_s, "scale_s": scale_s}
+    tensors = heads._asdict() | {"o": o, "dO": dy, "stats": stats, "descale_s": descale_s, "scale_s": scale_s}
     tensors |= {f"descale_{name}": scales[name] for name in ("q", "k", "v", "o", "dO", "dP")}
     tensors |= {f"scale_{name}": scales[name].reciprocal() for name in ("dP", "dQ", "dK", "dV")}
     for i, name in enumerate(("dQ", "dK", "dV")):
         tensors |= {name: gradients[i], f"amax_{name}": amax[i : i + 1]}
-    run("backward", Shape.of(q, k, v, scale), {**tensors, "amax_dP": amax_ds})
+    run("backward", Shape.of(*heads, scale), {**tensors, "amax_dP": amax_ds})
     dq, dk, dv = (widen(g, scales[name], dtype) for g, name in zip(gradients, ("dQ", "dK", "dV"), strict=True))
     return dq, dk, dv, amax
 
@@ -109,7 +106,7 @@ class Shape(NamedTuple):
     scale: float
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Shape:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Self:
         return cls(tuple(q.shape), tuple(k.shape), q.stride(), k.stride(), v.stride(), scale)
 
 
@@ -120,14 +117,7 @@ class _Graph(NamedTuple):
 
 
 def run(name: str, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
-    """Run the graph "forward" or "backward" of `shape` on the current stream.
-
-    Args:
-        tensors: every input and output of the graph by name; outputs are written.
-
-    Raises:
-        RuntimeError: cuDNN does not support the graph.
-    """
+    """Run the graph "forward" or "backward" of `shape` on the current stream. `tensors` has each input and output."""
     device = tensors["q"].get_device()
     cudnn, handle = _handle(device)
     graphs: dict[Any, _Graph] = _local.graphs
@@ -240,10 +230,7 @@ def _backward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
 
 def _causal(cudnn: Any, shape: Shape) -> dict[str, Any]:
     """The mask: query t sees the keys up to t + S - T."""
-    return {
-        "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT,
-        "right_bound": shape.k[2] - shape.q[2],
-    }
+    return {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "right_bound": shape.k[2] - shape.q[2]}
 
 
 def _by_token(shape: Sequence[int]) -> tuple[int, ...]:

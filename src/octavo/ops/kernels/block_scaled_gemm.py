@@ -7,8 +7,6 @@ float32 sum. A step of the loop multiplies several groups. As in the kernels of 
 b @ a^T, and K is split where y has too few tiles for the multiprocessors.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -18,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.numerics.qtensor import Granularity
 from octavo.ops.kernels.gemm import COMBINE_BLOCK_N, choose_split, combine_kernel, cut, empty_product, store_sums
 from octavo.ops.kernels.weight_only import dequantize
-from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.library_gemms import ALIGNMENT
 from octavo.ops.registration import launcher
 
@@ -41,12 +38,7 @@ class Tiling(NamedTuple):
 
 
 def scaled_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    granularity_a: Granularity,
-    b: Tensor,
-    scale_b: Tensor,
-    granularity_b: Granularity,
+    operands: Operands,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
@@ -56,21 +48,22 @@ def scaled_mm(
 
     tiling: None chooses one.
     """
-    (m, n), group, rows_b = (a.shape[0], b.shape[0]), granularity_a.cols or 1, granularity_b.rows or 1
+    a, b, scale_a, scale_b, by_a, by_b = operands
+    (m, n), group = (a.shape[0], b.shape[0]), by_a.cols or 1
     a, b = _aligned(a), _aligned(b)
     scale_a, scale_b = readable_scale(scale_a, m), readable_scale(scale_b, m)
     k = a.shape[1]
     y = allocate(a, (m, n), out_dtype)
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
-    operands, extra = (a, b, scale_a, scale_b), (bias, residual, y)
+    extra = bias, residual, y
     block_n, block_m, groups, stages, warps, split_k = tiling or choose(m, n, k, group, a.device)
     step = groups * group
     k_per_split, split_k = cut(k, step, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
     launcher(_tile_kernel, (cdiv(n, block_n) * cdiv(m, block_m), split_k))(
-        *operands, *extra, partials, m, n, k, k_per_split,
-        GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % step == 0,
+        a, b, scale_a, scale_b, *extra, partials, m, n, k, k_per_split,
+        GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, EVEN_K=k % step == 0,
         BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if partials is not None:
@@ -81,24 +74,16 @@ def scaled_mm(
     return y
 
 
-def dequantized_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    granularity_a: Granularity,
-    b: Tensor,
-    scale_b: Tensor,
-    granularity_b: Granularity,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def dequantized_mm(operands: Operands, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """Same as `scaled_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16.
 
     E4M3 times E8M0 is exact there. A float32 scale adds an error of 2^-9, beside 2^-4 of the quantization.
     """
+    a, b, scale_a, scale_b, by_a, by_b = operands
     if a.numel() == 0 or b.numel() == 0:
-        return scaled_mm(a, scale_a, granularity_a, b, scale_b, granularity_b, bias, out_dtype)
-    wide_a = dequantize(a, scale_a, granularity_a, torch.bfloat16)
-    wide_b = dequantize(b, scale_b, granularity_b, torch.bfloat16).t()
+        return scaled_mm(operands, bias, out_dtype)
+    wide_a = dequantize(a, scale_a, by_a, torch.bfloat16)
+    wide_b = dequantize(b, scale_b, by_b, torch.bfloat16).t()
     with torch.autocast(a.device.type, enabled=False):
         if out_dtype == torch.float32:
             y = torch.mm(wide_a, wide_b, out_dtype=torch.float32)  # [M,K] @ [K,N]

@@ -4,8 +4,6 @@ An amax is the maximum of the bits of |x| as integers. They have the order of th
 so the amax of a block also tells whether the block holds inf or NaN.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

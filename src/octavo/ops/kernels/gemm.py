@@ -9,8 +9,6 @@ padded to 16. If N has too few tiles for the multiprocessors, K is split (split-
 sums. It adds them in a fixed order, so the result does not depend on which program ends first.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

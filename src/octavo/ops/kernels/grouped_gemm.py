@@ -1,7 +1,5 @@
 """Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 
@@ -19,7 +17,7 @@ from octavo.ops.kernels.gemm import store_sums
 from octavo.ops.kernels.weight_only import MAX_BLOCK_M, dequantize, sum_products, widened_mm
 from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
 from octavo.ops.kernels.weight_only import readable_scale as readable_weight_scale
-from octavo.ops.launching import allocate, cdiv, has_kernels, power_of_two_above, shared_memory
+from octavo.ops.launching import Operands, allocate, cdiv, has_kernels, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 # ---- The grouped GEMM with row scales, as Triton kernels: of rows in groups, and of a reduction in groups.
@@ -205,21 +203,14 @@ def _sum_products(
 
 
 def block_scaled_grouped_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    granularity_b: Granularity,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    tiling: BlockTiling | None = None,
+    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, tiling: BlockTiling | None = None
 ) -> Tensor:
     """Same as `grouped_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
 
     Rows behind the groups are not written. tiling: None chooses one; its split_k has no effect.
     """
-    (m, k), (e, n, _) = a.shape, b.shape
-    group, rows_b = granularity_b.cols or 1, granularity_b.rows or 1
+    a, b, scale_a, scale_b, _, by_b = operands
+    (m, k), (e, n, _), group = a.shape, b.shape, by_b.cols or 1
     a, b = a.contiguous(), b.contiguous()
     block_n, block_m, groups, stages, warps, _ = tiling or choose_blocks(likely_rows(m, e), n, k, group, a.device)
     scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
@@ -227,25 +218,17 @@ def block_scaled_grouped_mm(
     tiles_m = most_tiles(m, e, block_m)
     launcher(_block_scaled_kernel, (cdiv(n, block_n) * tiles_m,))(
         a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k,
-        GROUP=group, ROWS_B=rows_b, GROUPS=groups, EVEN_K=k % (groups * group) == 0, BLOCK_E=power_of_two_above(e),
-        BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+        GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, EVEN_K=k % (groups * group) == 0,
+        BLOCK_E=power_of_two_above(e), BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages,
+        num_warps=warps,
     )  # fmt: skip
     return y
 
 
-def dequantized_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    granularity_a: Granularity,
-    b: Tensor,
-    scale_b: Tensor,
-    granularity_b: Granularity,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
-    wide_a = dequantize(a, scale_a, granularity_a, torch.bfloat16)
-    return widened_mm(wide_a, b, scale_b, granularity_b, offsets).to(out_dtype)
+    a, b, scale_a, scale_b, by_a, by_b = operands
+    return widened_mm(dequantize(a, scale_a, by_a, torch.bfloat16), b, scale_b, by_b, offsets).to(out_dtype)
 
 
 def likely_rows(m: int, groups: int) -> int:

@@ -12,8 +12,6 @@ For a small M the rows of a tile are those of b, since a tensor-core instruction
 M is padded to 16 columns.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ Forward reads x (and the residual) once, and writes the sum and one byte an elem
 many rows, and adds up its part of the gradients of weight and bias in registers. A second launch adds the parts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The permutation of rows as Triton kernels. A program reads whole rows by their index, so each read is contiguous."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

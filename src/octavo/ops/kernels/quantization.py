@@ -10,8 +10,6 @@ A relative floor depends on the largest scale of all rows. So a first launch cas
 program of a second launch then reads all scales, and casts those of its rows again whose scales are below the floor.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

@@ -3,8 +3,6 @@
 The size of the tile and the number of warps are the fastest of those measured on an H100.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +14,7 @@ from octavo.ops.launching import allocate, cdiv
 from octavo.ops.registration import launcher
 
 BLOCK_M, BLOCK_K = 64, 64
+Norm = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # mean, rstd, weight and bias of a norm
 _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
 
 
@@ -26,23 +25,23 @@ def takes(granularity: Granularity) -> bool:
 
 def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
     """Same as `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
-    k, total = tensors[0].shape[1], sum(x.shape[0] for x in tensors)
-    result = allocate(scale, (k, total), fmt.dtype)
-    first_row = 0
-    for x in tensors:
-        _launch(x, None, None, None, None, scale, result, first_row, 0 if granularity == ROW else _side(granularity))
-        first_row += x.shape[0]
+    result = allocate(scale, (tensors[0].shape[1], sum(x.shape[0] for x in tensors)), fmt.dtype)
+    _launch_each(tensors, scale, result, 0 if granularity == ROW else _side(granularity))
     return result
 
 
 def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
     """Same as `requantize_reference`, for contiguous matrices."""
     result = allocate(scale, (scale.shape[0], tensors[0].shape[1]), fmt.dtype)
+    _launch_each(tensors, scale, result, 0, transposed=False)
+    return result
+
+
+def _launch_each(tensors: list[Tensor], scale: Tensor, result: Tensor, side: int, *, transposed: bool = True) -> None:
     first_row = 0
     for x in tensors:
-        _launch(x, None, None, None, None, scale, result, first_row, 0, transposed=False)
+        _launch(x, (None, None, None, None), scale, result, first_row, side, transposed=transposed)
         first_row += x.shape[0]
-    return result
 
 
 def _side(granularity: Granularity) -> int:
@@ -55,26 +54,16 @@ def requantize_norm(
 ) -> Tensor:
     """Same as `requantize_norm_reference`, for a contiguous x."""
     result = allocate(scale, (x.shape[1], x.shape[0]), fmt.dtype)
-    _launch(x, mean, rstd, weight, bias, scale, result, 0, 0)
+    _launch(x, (mean, rstd, weight, bias), scale, result, 0, 0, transposed=True)
     return result
 
 
 def _launch(
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor,
-    result: Tensor,
-    first_row: int,
-    side: int,
-    *,
-    transposed: bool = True,
+    x: Tensor, norm: Norm, scale: Tensor, result: Tensor, first_row: int, side: int, *, transposed: bool
 ) -> None:
     m, k = x.shape
     launcher(_requantize_kernel, (cdiv(k, BLOCK_K), cdiv(m, BLOCK_M)))(
-        x, mean, rstd, weight, bias, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
+        x, *norm, scale, result, m, k, first_row, result.shape[1], scale.shape[1],
         SIDE=side, TRANSPOSED=transposed, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, num_warps=2,
     )  # fmt: skip
 

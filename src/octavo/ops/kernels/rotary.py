@@ -4,8 +4,6 @@ A program takes some tokens of one head of q, k or v. It loads a head twice, the
 cheaper than an exchange between threads, since the second load comes from the cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,32 +13,18 @@ from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.kernels.device_math import add, to_stored
-from octavo.ops.launching import allocate, cdiv, power_of_two_above
+from octavo.ops.launching import Cache, Turn, allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
 BLOCK = 2048  # elements of a program
 
 
 def rotate_append(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    clipped: Tensor,
-    keep_k: bool,
+    q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, clipped: Tensor, keep_k: bool
 ) -> tuple[Any, Any]:
     """Same as `rotate_append_reference`, for a contiguous cache."""
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin, keys = turn.cos.contiguous(), turn.sin.contiguous(), cache.keys
     largest, limit = LARGEST.get(keys.dtype, 0.0), ROUNDS_TO_LARGEST.get(keys.dtype, 0.0)
     batch, tokens, width = q.shape
     kv_heads, capacity, dim = keys.shape[1:]
@@ -50,9 +34,9 @@ def rotate_append(
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
     launcher(_rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
-        q, k, v, cos, sin, q_norm, k_norm, keys, values, k_scale, v_scale, length, clipped, rotated, kept,
+        q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, capacity,
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(eps)),
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
         LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 128)),
     )  # fmt: skip

@@ -6,8 +6,6 @@ are in their places again. Triton moves numbers between threads only where the l
 times for a block of 4,096. The sums are those of the reference, in its order.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Rows of many matrices as Triton kernels: quantized by row, or added up."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The byte transpose and the scales of the backward GEMMs as Triton kernels."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

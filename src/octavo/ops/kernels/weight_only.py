@@ -13,8 +13,6 @@ GPUs before Ada (8.9) have no instruction that converts E4M3. There the kernels 
 integer instructions (`_WIDEN_BF16`, `_WIDEN_FP16`).
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch
