@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ OPERAND = np.dtype(
         ("zero_rows", "<f4"),  # share of rows that are all zero
         ("nonfinite", "<f4"),  # share of elements
         ("shift_lost", "<f4"),  # of dy: share of the bytes of g, not zero, that became zero in h_q of dw; else 0
-        (
-            "gap",
-            "<f4",
-        ),  # of a scale that was fixed before: log2(amax that the scale expects / amax that came); else NaN
+        ("gap", "<f4"),  # of a scale fixed before: log2(amax that the scale expects / amax that came); else NaN
         ("binades", "<u2", (BINADES,)),  # see BINADES
     ]
 )
@@ -193,11 +191,6 @@ class Event:
         numbers = {"value": self.value, "limit": self.limit}
         return asdict(self) | {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Event:
-        """The event of `to_dict`. A TypeError or ValueError if the fields are others, or of other kinds."""
-        return build(cls, fields)
-
 
 def columns(records: Records) -> dict[str, Array]:
     """The fields of records, each a column; the binades are columns `binades_0` to `binades_39`.
@@ -209,11 +202,8 @@ def columns(records: Records) -> dict[str, Array]:
     found = {}
     for name in records.dtype.names or ():
         field = records[name]
-        if field.ndim == 1:
-            found[name] = np.ascontiguousarray(field)
-        else:
-            found |= {f"{name}_{k}": np.ascontiguousarray(field[:, k]) for k in range(field.shape[1])}
-    return found
+        found |= {name: field} if field.ndim == 1 else {f"{name}_{k}": column for k, column in enumerate(field.T)}
+    return {name: np.ascontiguousarray(column) for name, column in found.items()}
 
 
 # ---- The files of a watched run: appending to them while it runs, and reading them, then or later.
@@ -261,17 +251,10 @@ def read_watch(run: Path) -> Watched:
     """
     folder = watch_folder(run)
     interval, layers = _read_layers(run)
-    events = [event for _, event in _read_events(folder / "events.jsonl")]
+    lines = [event for _, event in _read_events(folder / "events.jsonl")]
+    events, damaged = [event for event in lines if event], [at for at, event in enumerate(lines, 1) if not event]
     operands, layer_records, experts = (_read_records(folder / name, dtype) for name, dtype in _FILES.items())
-    return Watched(
-        interval,
-        layers,
-        operands,
-        layer_records,
-        [event for event in events if event is not None],
-        [number for number, event in enumerate(events, 1) if event is None],
-        experts,
-    )
+    return Watched(interval, layers, operands, layer_records, events, damaged, experts)
 
 
 class WatchWriter:
@@ -288,13 +271,7 @@ class WatchWriter:
     """
 
     def __init__(
-        self,
-        run: Path,
-        layers: Sequence[WatchedLayer],
-        *,
-        interval: int,
-        limit: int = LIMIT,
-        resumed_at: int = 0,
+        self, run: Path, layers: Sequence[WatchedLayer], *, interval: int, limit: int = LIMIT, resumed_at: int = 0
     ) -> None:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
         self._files = {self.folder / name: dtype for name, dtype in _FILES.items()}
@@ -302,15 +279,13 @@ class WatchWriter:
         self._layers = list(layers)
         if not resumed_at:
             self._check_empty()
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
                 self.interval = max(interval, self._former_interval(run))
             self.drop_after(resumed_at)
-            self._drop_events_after(resumed_at)
+            self._change_events_after(resumed_at, lambda event: "")
             self.write_layers(layers)
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
@@ -320,20 +295,16 @@ class WatchWriter:
 
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
-        try:
+        with self._writing():
             for path, records in zip(self._files, (operands, layer_records, experts), strict=True):
                 _append(path, records.tobytes())
             while sum(path.stat().st_size for path in self._files) > self.limit and self._thin():
                 pass
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def write_event(self, event: Event) -> None:
         """Append an event."""
-        try:
+        with self._writing():
             _append(self._events, _line(event).encode())
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def drop_after(self, step: int) -> None:
         """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
@@ -345,21 +316,26 @@ class WatchWriter:
 
     def undo_events_after(self, step: int) -> None:
         """Mark the events of the steps after `step`, to which the run went back, as undone."""
-        marked = [
-            line if event is None or event.step <= step else _line(replace(event, undone=True))
+        self._change_events_after(step, lambda event: _line(replace(event, undone=True)))
+
+    def _change_events_after(self, step: int, line_of: Callable[[Event], str]) -> None:
+        lines = [
+            line if event is None or event.step <= step else line_of(event)
             for line, event in _read_events(self._events)
         ]
-        replace_file(self._events, "".join(marked))
-
-    def _drop_events_after(self, step: int) -> None:
-        lines = [line for line, event in _read_events(self._events) if event is None or event.step <= step]
         replace_file(self._events, "".join(lines))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self.folder, error) from error
 
     def _check_empty(self) -> None:
         if not any(path.is_file() and path.stat().st_size for path in (*self._files, self._events)):
             return
-        steps = self._steps()
-        last = max(int(steps[-1]) if len(steps) else 0, 1)
+        last = max(1, *self._steps()[-1:].tolist())
         raise FileExistsError(
             f"{self.folder} has the records of an earlier watch, up to step {last}: give octavo.watch another folder, "
             f"or resumed_at={last} to go on with the same model after that step"
@@ -451,6 +427,6 @@ def _read_events(path: Path) -> list[tuple[str, Event | None]]:
 def _event_of(line: str) -> Event | None:
     """The event that a line of events.jsonl holds; None if it is damaged."""
     try:
-        return Event.from_dict(json.loads(line))
+        return build(Event, json.loads(line))
     except (ValueError, TypeError):
         return None
