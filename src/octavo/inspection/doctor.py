@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -295,7 +294,10 @@ def _gemm(recipe: Recipe | None, shape: tuple[int, int, int], device: torch.devi
 @torch.no_grad()
 def _median_milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """The median over turns of some 20 ms, after a warm-up."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def seconds(count: int) -> float:
         """Of so many calls. On a GPU the wait at the end is small beside a turn."""

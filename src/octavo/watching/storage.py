@@ -199,7 +199,7 @@ def columns(records: Records) -> dict[str, Array]:
         >>> frame = pandas.DataFrame(columns(read_watch(run).operands))  # doctest: +SKIP
         >>> table = pyarrow.table(columns(read_watch(run).operands))  # doctest: +SKIP
     """
-    found = {}
+    found: dict[str, Array] = {}
     for name in records.dtype.names or ():
         field = records[name]
         found |= {name: field} if field.ndim == 1 else {f"{name}_{k}": column for k, column in enumerate(field.T)}
