@@ -212,37 +212,21 @@ _SHAPES |= {"full_like", "arange", "scalar_tensor", "device", "fill_", "zero_"}
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that ran in a forward or backward pass.
+    """One operation that ran in a forward or backward pass."""
 
-    Args:
-        name: in PyTorch's dispatcher, such as "mm".
-        module: that called it, or, in the backward pass, that called the operation whose gradient it computes; "" is
-            the model itself and the loss.
-        phase: "forward", "recomputation" (of activation checkpointing) or "backward".
-        kind: "product", "convolution", "attention", "sum", "elementwise", "copy" or "cast".
-        inputs, outputs: the dtypes of the floating tensors, the widest first: "FP32", "BF16", "FP16", "FP8".
-        computes_in: the dtype of the operands of a product, else the widest of inputs and outputs.
-        adds_in: the dtype of the partial sums on a GPU; "" for an operation that adds nothing up.
-        flops: 2 for a multiplication and an addition; 0 unless a product, a convolution or attention.
-        reason: why it runs in this dtype.
-        parameters: the names of the parameters that it reads.
-        weight: the names of the parameters, stacked if there are several, that are an operand of the product.
-        rows: that `weight` is multiplied by; positions of the output in a convolution.
-    """
-
-    name: str
-    module: str
-    phase: str
-    kind: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    computes_in: str
-    adds_in: str
-    flops: int
-    reason: str
-    parameters: tuple[str, ...] = ()
-    weight: tuple[str, ...] = ()
-    rows: int = 0
+    name: str  # in PyTorch's dispatcher, such as "mm"
+    module: str  # that called it, or the operation whose gradient it computes; "" is the model itself and the loss
+    phase: str  # "forward", "recomputation" (of activation checkpointing) or "backward"
+    kind: str  # "product", "convolution", "attention", "sum", "elementwise", "copy" or "cast"
+    inputs: tuple[str, ...]  # the dtypes of the floating tensors, the widest first: "FP32", "BF16", "FP16", "FP8"
+    outputs: tuple[str, ...]  # alike
+    computes_in: str  # the dtype of the operands of a product, else the widest of inputs and outputs
+    adds_in: str  # the dtype of the partial sums on a GPU; "" for an operation that adds nothing up
+    flops: int  # 2 for a multiplication and an addition; 0 unless a product, a convolution or attention
+    reason: str  # why it runs in this dtype
+    parameters: tuple[str, ...] = ()  # the names of the parameters that it reads
+    weight: tuple[str, ...] = ()  # the names of those, stacked if there are several, that are an operand of the product
+    rows: int = 0  # that `weight` is multiplied by; positions of the output in a convolution
 
 
 class _Owner(NamedTuple):

@@ -240,21 +240,13 @@ STEPS = 200  # of a short run, at most, unless they are given
 
 @dataclass(frozen=True)
 class Bisection:
-    """The result of `bisect`.
+    """The result of `bisect`."""
 
-    Attributes:
-        finding: the gap and its causes.
-        layers: the names of all layers that the recipe converts.
-        losses: of the runs in BF16, by seed.
-        steps: of each short run.
-        runs: the short runs that the folder has.
-    """
-
-    finding: Finding
-    layers: tuple[str, ...]
-    losses: tuple[float, ...]
-    steps: int
-    runs: int
+    finding: Finding  # the gap and its causes
+    layers: tuple[str, ...]  # the names of all layers that the recipe converts
+    losses: tuple[float, ...]  # of the runs in BF16, by seed
+    steps: int  # of each short run
+    runs: int  # the short runs that the folder has
 
     @property
     def spread(self) -> float:

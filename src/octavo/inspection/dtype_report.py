@@ -245,25 +245,15 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class DtypeFlow:
-    """The dtypes of a forward and backward pass; printed, it is a set of tables.
+    """The dtypes of a forward and backward pass; printed, it is a set of tables."""
 
-    Args:
-        model: the class of the model.
-        autocast: "BF16", "FP16", or "off".
-        operations: in the order in which they ran. Views, and operations without floating tensors, are left out.
-        left_out: products that do not run in FP8, the largest share of the FLOPs first.
-        never_called: modules whose `forward` does not run.
-        patterns: the name of each module, with * for the index in a list of modules of one class.
-        notes: what differs between the trace and a run.
-    """
-
-    model: str
-    autocast: str
-    operations: tuple[Operation, ...]
-    left_out: tuple[LeftOut, ...]
-    never_called: tuple[NeverCalled, ...]
-    patterns: Mapping[str, str]
-    notes: tuple[str, ...]
+    model: str  # its class
+    autocast: str  # "BF16", "FP16", or "off"
+    operations: tuple[Operation, ...]  # as they ran, without views and operations on no floating tensor
+    left_out: tuple[LeftOut, ...]  # products that do not run in FP8, the largest share of the FLOPs first
+    never_called: tuple[NeverCalled, ...]  # modules whose `forward` does not run
+    patterns: Mapping[str, str]  # the name of each module, with * for the index in a list of modules of one class
+    notes: tuple[str, ...]  # what differs between the trace and a run
 
     @property
     def flops(self) -> dict[str, dict[str, int]]:

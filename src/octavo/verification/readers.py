@@ -54,16 +54,14 @@ MOST = 0.5  # the most that is ever allowed; no right reader is as far away
 
 @dataclass(frozen=True)
 class ReaderResult:
-    """A reader beside the reference. The `outcome` is agrees, disagrees, failed, or not run. The `note` has the reason
-    if it failed or was not run, and otherwise what it computed in. `tolerance` is the largest |y - reference| /
-    |reference| that is allowed."""
+    """A reader beside the reference."""
 
     name: str
     version: str
-    outcome: str
-    note: str
-    distance: float | None = None
-    tolerance: float | None = None
+    outcome: str  # agrees, disagrees, failed, or not run
+    note: str  # why it failed or was not run, and otherwise what it computed in
+    distance: float | None = None  # |y - reference| / |reference|
+    tolerance: float | None = None  # the largest distance that is allowed
 
     def describe_error(self) -> str:
         if self.distance is None:
@@ -76,26 +74,20 @@ class ReaderResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """The inputs that readers run on, such as token ids int64 [B, T], and the reference's outputs for them, such as [B,
-    T, width].
-
-    `emulated` has inputs rounded as transformers with compressed-tensors rounds them; `unrounded` and `bf16` are the
-    same without rounding of inputs, and with BF16 between the layers. `cache`: the folder stores scales of a KV cache.
-    `mixture`: a router chooses the experts of each token.
-    """
+    """The inputs that readers run on, and the outputs of the reference for them, such as [B, T, width]."""
 
     folder: Path
     layers: Mapping[str, LayerSpec]
     settings: Mapping[str, Any]
     causal: bool
     logits: bool
-    cache: bool
-    mixture: bool
-    inputs: Tensor
-    reference: Tensor
-    emulated: Tensor
-    unrounded: Tensor
-    bf16: Tensor
+    cache: bool  # the folder stores scales of a KV cache
+    mixture: bool  # a router chooses the experts of each token
+    inputs: Tensor  # such as token ids int64 [B, T]
+    reference: Tensor  # the outputs of the bytes in float32
+    emulated: Tensor  # with inputs rounded as transformers with compressed-tensors rounds them
+    unrounded: Tensor  # with inputs that are not rounded
+    bf16: Tensor  # with BF16 between the layers
 
     def tolerance(self, factors: Factors) -> float:
         """The largest distance of a right reader from the reference."""

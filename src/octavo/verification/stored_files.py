@@ -22,13 +22,11 @@ _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2,
 
 @dataclass(frozen=True)
 class Finding:
-    """An error in the folder, a reader that disagrees with it, or a budget that it exceeds. `kind` is file, pickle,
-    config, tensor, scale, weights, reader or budget; `where` names a tensor, module, file, reader or measure; `message`
-    says what was required, and what was found."""
+    """An error in the folder, a reader that disagrees with it, or a budget that it exceeds."""
 
-    kind: str
-    where: str
-    message: str
+    kind: str  # file, pickle, config, tensor, scale, weights, reader or budget
+    where: str  # a tensor, module, file, reader or measure
+    message: str  # what was required, and what was found
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
@@ -36,22 +34,17 @@ class Finding:
 
 @dataclass
 class CheckpointFiles:
-    """The tensors of a folder, and the errors in its files.
-
-    `config` and `record` are config.json and octavo.json, or {}. `dtypes` are as safetensors spells them (F8_E4M3,
-    BF16, ...). `remarks` are unusual things that only some readers reject. `by_octavo` are the tensors in files that
-    Octavo wrote, as their headers say. `folded`: something was folded into the weights, which then differ from MODEL's.
-    """
+    """The tensors of a folder, and the errors in its files."""
 
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # config.json, or {}
+    dtypes: dict[str, str] = field(default_factory=dict)  # as safetensors spells them: F8_E4M3, BF16, ...
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    folded: bool = False
-    record: dict[str, Any] = field(default_factory=dict)
-    by_octavo: set[str] = field(default_factory=set)
+    remarks: list[str] = field(default_factory=list)  # unusual things that only some readers reject
+    folded: bool = False  # something was folded into the weights, which then differ from MODEL's
+    record: dict[str, Any] = field(default_factory=dict)  # octavo.json, or {}
+    by_octavo: set[str] = field(default_factory=set)  # the tensors in files that Octavo wrote, as their headers say
     _paths: dict[str, Path] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor:

@@ -107,42 +107,25 @@ EXPERTS = np.dtype(
 
 @dataclass(frozen=True)
 class GemmRun:
-    """The precision that a GEMM ran in.
+    """The precision that a GEMM ran in."""
 
-    Attributes:
-        precision: "fp8", or the dtype of unquantized operands: "bf16", "fp16", "fp32".
-        kernel: the backend, such as "cublaslt" or "emulated".
-        why: the reason, in words, where the precision or the kernel is not the fastest.
-    """
-
-    precision: str
-    kernel: str
-    why: str = ""
+    precision: str  # "fp8", or the dtype of unquantized operands: "bf16", "fp16", "fp32"
+    kernel: str  # the backend, such as "cublaslt" or "emulated"
+    why: str = ""  # the reason, in words, where the precision or the kernel is not the fastest
 
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """A layer of a watched model.
+    """A layer of a watched model."""
 
-    Attributes:
-        name: in the model.
-        kind: the name of its class.
-        shape: (N, K) of the whole weight.
-        recipe: the name of its recipe; "" where it was not converted.
-        formats: the format of each operand, "bf16" where it is not quantized: {"x": "e4m3", ...}.
-        granularity: of the scales of each operand, "" where it is not quantized.
-        gemms: how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing.
-        experts: of a stack of experts' matrices, their number; 0 for another layer.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, int]
-    recipe: str
-    formats: dict[str, str]
-    granularity: dict[str, str]
-    gemms: dict[str, GemmRun]
-    experts: int = 0
+    name: str  # in the model
+    kind: str  # the name of its class
+    shape: tuple[int, int]  # (N, K) of the whole weight
+    recipe: str  # its name; "" where the layer was not converted
+    formats: dict[str, str]  # of each operand, "bf16" where it is not quantized: {"x": "e4m3", ...}
+    granularity: dict[str, str]  # of the scales of each operand, "" where it is not quantized
+    gemms: dict[str, GemmRun]  # how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing
+    experts: int = 0  # of a stack of experts' matrices, their number; 0 for another layer
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"shape": list(self.shape)}
@@ -157,30 +140,18 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class Event:
-    """A finding of a rule.
+    """A finding of a rule."""
 
-    Attributes:
-        step: the sampled step.
-        rule: its name, such as "saturation_spike".
-        layer: the layer's name; None for the whole model.
-        operand: "x", "w", "dy" or "y"; None where the finding is of none.
-        value, limit: the number that was found, and the one that it passed; None where it is not finite.
-        message: one sentence.
-        action: what the trainer did: None, "promote", "e5m2" or "rollback".
-        undone: whether the run went back to an earlier step later, so that its model has not seen this one.
-        expert: the number of the expert that it is of, where the layer is a stack of experts' matrices.
-    """
-
-    step: int
-    rule: str
-    layer: str | None
-    operand: str | None
-    value: float | None
-    limit: float | None
-    message: str
-    action: str | None = None
-    undone: bool = False
-    expert: int | None = None
+    step: int  # the sampled step
+    rule: str  # its name, such as "saturation_spike"
+    layer: str | None  # its name; None for the whole model
+    operand: str | None  # "x", "w", "dy" or "y"; None where the finding is of none
+    value: float | None  # the number that was found; None where it is not finite
+    limit: float | None  # the number that it passed; None where it is not finite
+    message: str  # one sentence
+    action: str | None = None  # what the trainer did: None, "promote", "e5m2" or "rollback"
+    undone: bool = False  # the run went back to an earlier step later, so that its model has not seen this one
+    expert: int | None = None  # the number of the expert that it is of, where the layer is a stack of experts' matrices
 
     def describe(self) -> str:
         """The rule, the layer and the message."""
@@ -218,24 +189,15 @@ NO_EXPERTS = np.empty(0, EXPERTS)
 
 @dataclass(frozen=True)
 class Watched:
-    """The records of a run.
+    """The records of a run: arrays that are mapped from the files, in the order of the steps."""
 
-    Attributes:
-        interval: the steps between samples now.
-        layers: by the number that records have for them.
-        operands, layer_records, experts: arrays of `OPERAND`, `LAYER` and `EXPERTS`, in the order of the steps, mapped
-            from the files.
-        events: in the order in which they were found.
-        damaged: the numbers of the lines in events.jsonl that are no events.
-    """
-
-    interval: int
-    layers: list[WatchedLayer]
-    operands: Records
-    layer_records: Records
-    events: list[Event]
-    damaged: Sequence[int] = ()
-    experts: Records = field(default_factory=NO_EXPERTS.copy)
+    interval: int  # the steps between samples now
+    layers: list[WatchedLayer]  # by the number that records have for them
+    operands: Records  # of `OPERAND`
+    layer_records: Records  # of `LAYER`
+    events: list[Event]  # in the order in which they were found
+    damaged: Sequence[int] = ()  # the numbers of the lines in events.jsonl that are no events
+    experts: Records = field(default_factory=NO_EXPERTS.copy)  # of `EXPERTS`
 
 
 def watch_folder(run: Path) -> Path:
