@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -111,15 +112,12 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
         results = floating(out)
         return 2 * results[0].numel() * tensors[0].shape[-1] if results and tensors else 0
     if any(name in str(func) for name in ("_for_cpu", "_fused_attention", "octavo.fp8_attention")):
-        return _attention_flops(tensors, backward="backward" in str(func))
+        # Attention over whole rows of scores: two products; five in the backward pass, which repeats one.
+        backward = "backward" in str(func)
+        q, keys, v = (t.shape for t in tensors[backward : backward + 3])  # [B, H, T, Q], [B, H, S, Q], [B, H, S, V]
+        scores = math.prod(q[:-1]) * keys[-2]
+        return 2 * scores * ((3 * q[-1] + 2 * v[-1]) if backward else (q[-1] + v[-1]))
     return 0
-
-
-def _attention_flops(tensors: Sequence[Tensor], *, backward: bool) -> int:
-    """FLOPs of attention over whole rows of scores: two products; five in the backward pass, which repeats one."""
-    q, k, v = (t.shape for t in (tensors[1:4] if backward else tensors[:3]))  # [B, H, T, Q], [B, H, S, Q], [B, H, S, V]
-    scores = math.prod(q[:-1]) * k[-2]
-    return 2 * scores * ((3 * q[-1] + 2 * v[-1]) if backward else (q[-1] + v[-1]))
 
 
 # ---- Fake tensors in place of a model's parameters and inputs: shapes and dtypes without memory or arithmetic.
@@ -129,9 +127,9 @@ class Fakes:
     """Makes fake tensors of the CPU, from tensors of any device. The same tensor gives the same fake tensor."""
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # here: it imports sympy
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # here: it imports sympy
 
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode, self._class = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
         self._known: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too: while it lives, its id is its own
 
     def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
@@ -159,20 +157,16 @@ class Fakes:
 
     def fake_meta(self, value: Any) -> Any:
         """`value` with a fake tensor for each tensor of the meta device that is none, as an attribute of a module."""
-        from torch._subclasses.fake_tensor import FakeTensor
 
         def of(leaf: Any) -> Any:
-            plain = isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, FakeTensor)
+            plain = isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, self._class)
             return self._of(leaf) if plain else leaf
 
         return tree_map(of, value)
 
     def _of(self, tensor: Tensor) -> Tensor:
-        from torch._subclasses.fake_tensor import FakeTensor
-
         if id(tensor) not in self._known:
-            meta = tensor.detach().to("meta")
-            fake: Tensor = FakeTensor(self.mode, meta, torch.device("cpu"))
+            fake: Tensor = self._class(self.mode, tensor.detach().to("meta"), torch.device("cpu"))
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             elif tensor.requires_grad:
@@ -218,37 +212,21 @@ _SHAPES |= {"full_like", "arange", "scalar_tensor", "device", "fill_", "zero_"}
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that ran in a forward or backward pass.
+    """One operation that ran in a forward or backward pass."""
 
-    Args:
-        name: in PyTorch's dispatcher, such as "mm".
-        module: that called it, or, in the backward pass, that called the operation whose gradient it computes; "" is
-            the model itself and the loss.
-        phase: "forward", "recomputation" (of activation checkpointing) or "backward".
-        kind: "product", "convolution", "attention", "sum", "elementwise", "copy" or "cast".
-        inputs, outputs: the dtypes of the floating tensors, the widest first: "FP32", "BF16", "FP16", "FP8".
-        computes_in: the dtype of the operands of a product, else the widest of inputs and outputs.
-        adds_in: the dtype of the partial sums on a GPU; "" for an operation that adds nothing up.
-        flops: 2 for a multiplication and an addition; 0 unless a product, a convolution or attention.
-        reason: why it runs in this dtype.
-        parameters: the names of the parameters that it reads.
-        weight: the names of the parameters, stacked if there are several, that are an operand of the product.
-        rows: that `weight` is multiplied by; positions of the output in a convolution.
-    """
-
-    name: str
-    module: str
-    phase: str
-    kind: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    computes_in: str
-    adds_in: str
-    flops: int
-    reason: str
-    parameters: tuple[str, ...] = ()
-    weight: tuple[str, ...] = ()
-    rows: int = 0
+    name: str  # in PyTorch's dispatcher, such as "mm"
+    module: str  # that called it, or the operation whose gradient it computes; "" is the model itself and the loss
+    phase: str  # "forward", "recomputation" (of activation checkpointing) or "backward"
+    kind: str  # "product", "convolution", "attention", "sum", "elementwise", "copy" or "cast"
+    inputs: tuple[str, ...]  # the dtypes of the floating tensors, the widest first: "FP32", "BF16", "FP16", "FP8"
+    outputs: tuple[str, ...]  # alike
+    computes_in: str  # the dtype of the operands of a product, else the widest of inputs and outputs
+    adds_in: str  # the dtype of the partial sums on a GPU; "" for an operation that adds nothing up
+    flops: int  # 2 for a multiplication and an addition; 0 unless a product, a convolution or attention
+    reason: str  # why it runs in this dtype
+    parameters: tuple[str, ...] = ()  # the names of the parameters that it reads
+    weight: tuple[str, ...] = ()  # the names of those, stacked if there are several, that are an operand of the product
+    rows: int = 0  # that `weight` is multiplied by; positions of the output in a convolution
 
 
 class _Owner(NamedTuple):
@@ -280,8 +258,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in self._model.named_modules():
             # Calls are counted by a stack: a hook that is always called takes the name off again, when recomputation
             # stops early too.
-            self._hooks.enter_context(module.register_forward_pre_hook(self._entering(name), prepend=True))
-            self._hooks.enter_context(module.register_forward_hook(self._leaving, always_call=True))
+            self._hooks.enter_context(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
+            self._hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -289,20 +267,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any) -> None:
-            self._stack.append(name)
-            self.called.add(name)
+    def _enter(self, name: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(name)
+        self.called.add(name)
 
-        return enter
-
-    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, keywords = self._fakes.fake_meta((args, kwargs or {}))
-        grouped = func.overloadpacket.__name__ == "_grouped_mm"  # whose fake implementation takes BF16 alone
-        out = func(*(tree_map(_in_bf16, args) if grouped else args), **keywords)
+        taken = args
+        if func.overloadpacket.__name__ == "_grouped_mm":  # its fake implementation takes BF16 alone
+            taken = tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, args)
+        out = func(*taken, **keywords)
         if func.namespace != "prim":
             self._record(func, args, keywords, out)
         return out
@@ -355,22 +332,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The node of a torch.autograd.Function stands for all that its forward runs.
             is_function = isinstance(node, torch._C._FunctionBase)
             return known._replace(operation=node.name()) if is_function else known, "backward"
-        module = self._stack[-1] if self._stack else _block_of(known.module)
+        if self._stack:
+            module = self._stack[-1]
+        else:  # the innermost repeated block: "layers.3" of "layers.3.attention.q"
+            block = re.match(r"(.*\.)?\d+(?=\.|$)", known.module)
+            module = block[0] if block else known.module
         decision = self._autocast.decision
         owner = _Owner(module, name if decision is None else decision.operation, parameters)
         # Autograd has made the node of this operation just before. One without a gradient has no node of its own.
         self._owners.setdefault(torch.autograd._get_sequence_nr() - 1, owner)  # type: ignore[attr-defined]
         return owner, "forward" if node is None else "recomputation"
-
-
-def _in_bf16(leaf: Any) -> Any:
-    return leaf.to(torch.bfloat16) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _block_of(module: str) -> str:
-    """The innermost repeated block that holds `module`: "layers.3" of "layers.3.attention.q"."""
-    found = re.match(r"(.*\.)?\d+(?=\.|$)", module)
-    return found[0] if found else module
 
 
 # ---- The operations that `torch.autocast` casts on a GPU, grouped by the dtype of their inputs.
@@ -423,12 +394,8 @@ _PROMOTE = (
     "scatter_add",
 )  # fmt: skip
 
-POLICIES: dict[str, Policy] = {
-    **dict.fromkeys(_LOWER, "lower"),
-    **dict.fromkeys(_FP32, "fp32"),
-    **dict.fromkeys(_RESULT, "result"),
-    **dict.fromkeys(_PROMOTE, "promote"),
-}
+_LISTS: dict[Policy, Sequence[str]] = {"lower": _LOWER, "fp32": _FP32, "result": _RESULT, "promote": _PROMOTE}
+POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names}
 
 
 # ---- Autocast as it is on a GPU, for fake tensors of the CPU.
@@ -471,8 +438,10 @@ class GpuAutocast:
         try:
             with warnings.catch_warnings():  # PyTorch warns that kernels are replaced, which is the purpose
                 warnings.simplefilter("ignore")
-                for name in _autocast_operations():
-                    library.impl(name, self._kernel(name), "AutocastCPU")
+                every = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+                for name in (name.removeprefix("aten::") for name in every):
+                    if _handles(name, "AutocastCUDA") or _handles(name, "AutocastCPU"):
+                        library.impl(name, self._kernel(name), "AutocastCPU")
             yield
         finally:
             library._destroy()
@@ -522,12 +491,6 @@ class GpuAutocast:
             yield
         finally:
             self._decisions.pop()
-
-
-def _autocast_operations() -> list[str]:
-    """The names of the operations of this PyTorch that autocast handles, on a GPU or on the CPU."""
-    names = [name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    return [name for name in names if _handles(name, "AutocastCUDA") or _handles(name, "AutocastCPU")]
 
 
 def _handles(name: str, key: str) -> bool:

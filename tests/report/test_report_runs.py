@@ -145,7 +145,8 @@ def test_a_run_that_was_not_watched_shows_its_recipes(tmp_path):
     recipes = {"rowwise": {"y": "cublaslt", "dx": "cublaslt", "dw": "bf16", "layers": ["a", "b"]}}
     write_metrics(tmp_path, 2, precision={"recipes": recipes})
     runs = read_runs([tmp_path])
-    assert recipe_rows(runs[0].precision)[1] == [("rowwise", "2 layers", "cublaslt", "cublaslt", "bf16")]
+    (row,) = recipe_rows(runs[0].precision)
+    assert list(row.values()) == ["rowwise", "2 layers", "cublaslt", "cublaslt", "bf16"]
     assert "<td>2 layers</td>" in page_of_runs(runs).html()
 
 

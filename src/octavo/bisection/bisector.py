@@ -85,25 +85,20 @@ class ShortRuns:
         self._on_run = on_run
         self._runs: dict[tuple[Part, int], ShortRun] = {}
         self._data: RunData | None = None
-        self._lock = ExitStack()
-        self._others_froze = False
 
     def __enter__(self) -> "ShortRuns":
-        if rank() == 0:
-            self._lock.enter_context(locked_folder(self.out))
-        try:
+        with ExitStack() as stack:
+            if rank() == 0:
+                stack.enter_context(locked_folder(self.out))
             self._runs = {(run.part, run.seed): run for run in on_first(self._open)}
-        except BaseException:
-            self._lock.close()
-            raise
-        self._others_froze = gc.get_freeze_count() > 0
-        gc.freeze()  # a collection after each run then looks at the objects of that run alone
+            if gc.get_freeze_count() == 0:  # else it would undo what the caller has frozen
+                stack.callback(gc.unfreeze)
+            gc.freeze()  # a collection after each run then looks at the objects of that run alone
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self._others_froze:  # it would undo what the caller has frozen
-            gc.unfreeze()
-        self._lock.close()
+        self._exit.close()
 
     @property
     def count(self) -> int:
@@ -125,35 +120,25 @@ class ShortRuns:
 
     def run(self, part: Part, seed: int) -> ShortRun:
         """The short run with `part` in FP8, made now unless it is remembered."""
-        known = self._runs.get((part, seed))
-        if known is not None:
-            return known
-        found = self._make(part, seed)
-        self._runs[part, seed] = found
-        if rank() == 0:
-            self._append(found)
-        self._on_run(found, self.count)
-        return found
+        if (part, seed) not in self._runs:
+            self._runs[part, seed] = found = self._make(part, seed)
+            if rank() == 0:
+                self._append(found)
+            self._on_run(found, self.count)
+        return self._runs[part, seed]
 
     def _make(self, part: Part, seed: int) -> ShortRun:
         began = time.perf_counter()
         trainer = self._prepare(self._settings(part, seed))
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
-            modules: list[Any] = [layer.module for layer in linears]
-            fp8 = [isinstance(m, RecipeLayer) and m.recipe.quantized for m in modules]
-            names = [layer.name for layer in linears]
+            modules: dict[str, Any] = {layer.name: layer.module for layer in linears}
+            in_fp8 = {name: isinstance(m, RecipeLayer) and m.recipe.quantized for name, m in modules.items()}
             losses = self._train(trainer)
         del trainer, linears, modules
         self._free()
-        return ShortRun(
-            part,
-            seed,
-            tuple(name for name, is_fp8 in zip(names, fp8, strict=True) if is_fp8),
-            tuple(name for name, is_fp8 in zip(names, fp8, strict=True) if not is_fp8),
-            losses,
-            round(time.perf_counter() - began, 3),
-        )
+        converted, skipped = (tuple(name for name in in_fp8 if in_fp8[name] == fp8) for fp8 in (True, False))
+        return ShortRun(part, seed, converted, skipped, losses, round(time.perf_counter() - began, 3))
 
     def _settings(self, part: Part, seed: int) -> Config:
         if not part.gemms:
@@ -201,11 +186,7 @@ class ShortRuns:
         elif self.out.exists() and any(self.out.iterdir()):
             raise FileExistsError(f"{self.out} is not empty and has no short runs: choose another --out")
         else:
-            try:
-                self.out.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(described, indent=1) + "\n")
-            except OSError as error:
-                raise write_error(self.out, error) from error
+            self._append_text(path, json.dumps(described, indent=1))
         lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
         whole = [line for line in lines if line.endswith("\n")]
         if len(whole) < len(lines):  # the last run was killed while it wrote
@@ -215,9 +196,13 @@ class ShortRuns:
     def _append(self, run: ShortRun) -> None:
         fields = asdict(run)
         fields |= fields.pop("part") | {"losses": [loss if math.isfinite(loss) else None for loss in run.losses]}
+        self._append_text(self.out / "runs.jsonl", json.dumps(fields))
+
+    def _append_text(self, path: Path, text: str) -> None:
         try:
-            with (self.out / "runs.jsonl").open("a") as file:
-                file.write(json.dumps(fields) + "\n")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(text + "\n")
         except OSError as error:
             raise write_error(self.out, error) from error
 
@@ -255,21 +240,13 @@ STEPS = 200  # of a short run, at most, unless they are given
 
 @dataclass(frozen=True)
 class Bisection:
-    """The result of `bisect`.
+    """The result of `bisect`."""
 
-    Attributes:
-        finding: the gap and its causes.
-        layers: the names of all layers that the recipe converts.
-        losses: of the runs in BF16, by seed.
-        steps: of each short run.
-        runs: the short runs that the folder has.
-    """
-
-    finding: Finding
-    layers: tuple[str, ...]
-    losses: tuple[float, ...]
-    steps: int
-    runs: int
+    finding: Finding  # the gap and its causes
+    layers: tuple[str, ...]  # the names of all layers that the recipe converts
+    losses: tuple[float, ...]  # of the runs in BF16, by seed
+    steps: int  # of each short run
+    runs: int  # the short runs that the folder has
 
     @property
     def spread(self) -> float:
@@ -343,7 +320,8 @@ def bisect(
         raise ConfigError(f"the steps of a short run must be at least 1; got {length}")
     if least < 0:
         raise ConfigError(f"the smallest gap (--least) must be 0 or more; got {least}")
-    gemms = _quantized_gemms(config)
+    recipe = chosen_recipe(config, own_device(config.device))
+    gemms = tuple(name for name in GEMMS if getattr(recipe, name) is not None)
     if not gemms:
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
     with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run) as runs:
@@ -351,11 +329,6 @@ def bisect(
         finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
         losses = tuple(runs.run(BF16, seed).loss for seed in runs.seeds(seeds))
         return Bisection(finding, whole.converted, losses, length, runs.count)
-
-
-def _quantized_gemms(config: Config) -> tuple[str, ...]:
-    recipe = chosen_recipe(config, own_device(config.device))
-    return tuple(name for name in GEMMS if getattr(recipe, name) is not None)
 
 
 def find_checkpoint(path: Path) -> Path:

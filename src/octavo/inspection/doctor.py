@@ -32,15 +32,15 @@ from octavo.version import __version__
 _OLDEST_DRIVER = {"12": 525, "13": 580}
 _INTERFACES = Path("/sys/class/net")
 
-# Variable -> (the values that matter, the effect, the fix).
-_VARIABLES: dict[str, tuple[str, str, str]] = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every launch waits for the GPU, so a step is several times slower", "unset it"),
-    "TORCH_COMPILE_DISABLE": ("1", "torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
-    "TORCHDYNAMO_DISABLE": ("1", "torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
-    "TRITON_INTERPRET": ("1", "Triton's kernels are interpreted, and FP8 subnormals are rounded wrongly", "unset it"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every allocation calls the driver", "unset it"),
-    "NCCL_P2P_DISABLE": ("1", "GPUs of one host exchange through the host's memory", "unset it where NVLink works"),
-    "NCCL_IB_DISABLE": ("1", "hosts exchange over TCP, not InfiniBand", "unset it on a cluster with InfiniBand"),
+# Variable -> the effect of the value 1, and the fix.
+_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": ("every launch waits for the GPU, so a step is several times slower", "unset it"),
+    "TORCH_COMPILE_DISABLE": ("torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
+    "TORCHDYNAMO_DISABLE": ("torch.compile does nothing, and compile.blocks gains nothing", "unset it"),
+    "TRITON_INTERPRET": ("Triton's kernels are interpreted, and FP8 subnormals are rounded wrongly", "unset it"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("every allocation calls the driver", "unset it"),
+    "NCCL_P2P_DISABLE": ("GPUs of one host exchange through the host's memory", "unset it where NVLink works"),
+    "NCCL_IB_DISABLE": ("hosts exchange over TCP, not InfiniBand", "unset it on a cluster with InfiniBand"),
 }
 
 
@@ -91,65 +91,47 @@ def find_problems() -> list[Problem]:
 
 def judge(facts: Facts) -> list[Problem]:
     """The problems of a machine with these facts."""
-    return [problem for rule in _RULES for problem in rule(facts)]
+    return [*_problems_of_gpu(facts), *_problems_of_software(facts), *_problems_of_environment(facts)]
 
 
-def _gpu_unseen(facts: Facts) -> Iterator[Problem]:
-    if facts.sees_gpu or not facts.driver:
-        return
+def _problems_of_gpu(facts: Facts) -> Iterator[Problem]:
+    major, driver = facts.cuda.partition(".")[0], facts.driver.partition(".")[0]
+    oldest = _OLDEST_DRIVER.get(major, 0)
+    is_old = driver != "" and int(driver) < oldest
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and (not visible or visible.startswith("-")):
+    unseen = driver != "" and not facts.sees_gpu
+    if unseen and visible is not None and (not visible or visible.startswith("-")):
         yield Problem("hidden GPU", f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset it, or name one: 0")
-    elif not facts.cuda:
+    elif unseen and not facts.cuda:
         yield Problem(
             "torch without CUDA",
             "this torch is a build for the CPU, and the machine has an NVIDIA driver",
             "install a build with CUDA: https://pytorch.org/get-started/locally",
         )
-    elif not _is_old(facts):
+    elif unseen and not is_old:
         yield Problem("no GPU", f"driver {facts.driver} is there, and torch sees no GPU", "run nvidia-smi; reboot")
-
-
-def _old_driver(facts: Facts) -> Iterator[Problem]:
-    if _is_old(facts):
+    if is_old:
         yield Problem(
             "old driver",
             f"torch was built for CUDA {facts.cuda}, which driver {facts.driver} does not run",
-            f"install driver {_OLDEST_DRIVER[facts.cuda.partition('.')[0]]} or newer, or a torch for an older CUDA",
+            f"install driver {oldest} or newer, or a torch for an older CUDA",
         )
 
 
-def _is_old(facts: Facts) -> bool:
-    oldest = _OLDEST_DRIVER.get(facts.cuda.partition(".")[0], 0)
-    return bool(facts.driver) and int(facts.driver.partition(".")[0]) < oldest
-
-
-def _no_kernels(facts: Facts) -> Iterator[Problem]:
-    if not facts.sees_gpu:
-        return
-    if not facts.triton:
-        yield Problem(
-            "no Triton", "Octavo's kernels are written in Triton, which is not installed", "pip install triton"
-        )
-    elif not facts.compiler:
-        yield Problem(
-            "no C compiler", "Triton and torch.compile need a C compiler, and none is on the path", "install gcc"
-        )
-
-
-def _tf32(facts: Facts) -> Iterator[Problem]:
+def _problems_of_software(facts: Facts) -> Iterator[Problem]:
+    if facts.sees_gpu and not facts.triton:
+        found = "Octavo's kernels are written in Triton, which is not installed"
+        yield Problem("no Triton", found, "pip install triton")
+    elif facts.sees_gpu and not facts.compiler:
+        found = "Triton and torch.compile need a C compiler, and none is on the path"
+        yield Problem("no C compiler", found, "install gcc")
     if facts.sees_gpu and not facts.tf32:
         yield Problem(
             "TF32 is off",
             "products of float32 outside of autocast do not use tensor cores, and torch.compile warns of it",
             'torch.set_float32_matmul_precision("high") if ten bits of mantissa suffice; emulation needs it off',
         )
-
-
-def _torchao(facts: Facts) -> Iterator[Problem]:
-    tags = {
-        ".".join(found.groups()) for name in facts.extensions if (found := re.search(r"\.cpython-(\d)(\d+)-", name))
-    }
+    tags = {".".join(tag) for name in facts.extensions for tag in re.findall(r"\.cpython-(\d)(\d+)-", name)}
     if tags and facts.python not in tags:
         yield Problem(
             "torchao for another Python",
@@ -159,7 +141,7 @@ def _torchao(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _interfaces(facts: Facts) -> Iterator[Problem]:
+def _problems_of_environment(facts: Facts) -> Iterator[Problem]:
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         given = facts.environment.get(name, "")
         # "eth" is the prefix of names, "=eth0" an exact name, and "^lo" excludes
@@ -170,17 +152,9 @@ def _interfaces(facts: Facts) -> Iterator[Problem]:
                 f"{name}={given}, and there are {', '.join(sorted(facts.interfaces))}: a run on several GPUs hangs",
                 "name one of these, or unset it",
             )
-
-
-def _variables(facts: Facts) -> Iterator[Problem]:
-    for name, (value, effect, fix) in _VARIABLES.items():
-        if facts.environment.get(name) == value:
-            yield Problem("environment", f"{name}={value}: {effect}", fix)
-
-
-_RULES: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
-    _gpu_unseen, _old_driver, _no_kernels, _tf32, _torchao, _interfaces, _variables,
-)  # fmt: skip
+    for name, (effect, fix) in _VARIABLES.items():
+        if facts.environment.get(name) == "1":
+            yield Problem("environment", f"{name}=1: {effect}", fix)
 
 
 # ---- The versions and the device of this machine.
@@ -203,7 +177,8 @@ def read_versions(device: torch.device) -> dict[str, Any]:
         **{name: number for name in _PACKAGES if (number := installed(name))},
         "device": device.type,
     }
-    optional = {"driver": driver_version(), "toolkit": _toolkit_version(), "cuda": torch.version.cuda}
+    toolkit = re.findall(r"release (\d+\.\d+)", _output("nvcc", "--version"))
+    optional = {"driver": driver_version(), "toolkit": "".join(toolkit[:1]), "cuda": torch.version.cuda}
     found |= {name: value for name, value in optional.items() if value}
     if device.type != "cuda":
         return found | {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
@@ -223,20 +198,9 @@ def read_versions(device: torch.device) -> dict[str, Any]:
 
 def driver_version() -> str:
     """The version of the NVIDIA driver; "" where there is none."""
-    if _DRIVER.is_file():
-        found = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", _DRIVER.read_text())
-        if found:
-            return found[1]
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
-def _toolkit_version() -> str:
-    found = re.search(r"release (\d+\.\d+)", _output("nvcc", "--version"))
-    return found[1] if found else ""
-
-
-def _first_line(*words: str) -> str:
-    lines = _output(*words).splitlines()
+    if _DRIVER.is_file() and (found := re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", _DRIVER.read_text())):
+        return found[1]
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else ""
 
 
@@ -330,23 +294,21 @@ def _gemm(recipe: Recipe | None, shape: tuple[int, int, int], device: torch.devi
 @torch.no_grad()
 def _median_milliseconds(call: Callable[[], object], device: torch.device) -> float:
     """The median over turns of some 20 ms, after a warm-up."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def seconds(count: int) -> float:
+        """Of so many calls. On a GPU the wait at the end is small beside a turn."""
+        wait()
+        begin = perf_counter()
+        for _ in range(count):
+            call()
+        wait()
+        return perf_counter() - begin
+
     for _ in range(2):
         call()
-    once = _seconds(call, 1, device)
-    count = max(1, round(_TURN_SECONDS / max(once, 1e-7)))
-    return 1e3 * statistics.median(_seconds(call, count, device) / count for _ in range(_TURNS))
-
-
-def _seconds(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """The seconds of `count` calls. On a GPU the wait at the end is small beside a turn."""
-    _wait(device)
-    begin = perf_counter()
-    for _ in range(count):
-        call()
-    _wait(device)
-    return perf_counter() - begin
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    count = max(1, round(_TURN_SECONDS / max(seconds(1), 1e-7)))
+    return 1e3 * statistics.median(seconds(count) / count for _ in range(_TURNS))

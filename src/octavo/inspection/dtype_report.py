@@ -82,9 +82,11 @@ class NeverCalled:
     read: bool  # an operation reads the parameters all the same
 
 
-def find_left_out(model: nn.Module, operations: Sequence[Operation]) -> tuple[LeftOut, ...]:
+def find_left_out(
+    model: nn.Module, operations: Sequence[Operation], patterns: Mapping[str, str]
+) -> tuple[LeftOut, ...]:
     """The products of `operations` that do not run in FP8, the largest share first."""
-    patterns, modules, reasons = patterns_of(model), dict(model.named_modules()), _skip_reasons(model)
+    modules, reasons = dict(model.named_modules()), _skip_reasons(model)
     dimensions = {name: p.ndim for name, p in model.named_parameters()}
     total = sum(each.flops for each in operations) or 1
     groups: dict[tuple[str, str, str, str], tuple[set[str], int]] = {}
@@ -102,10 +104,12 @@ def find_left_out(model: nn.Module, operations: Sequence[Operation]) -> tuple[Le
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
-def find_never_called(model: nn.Module, called: set[str], operations: Sequence[Operation]) -> tuple[NeverCalled, ...]:
+def find_never_called(
+    model: nn.Module, called: set[str], operations: Sequence[Operation], patterns: Mapping[str, str]
+) -> tuple[NeverCalled, ...]:
     """The modules with parameters of their own that are not in `called`."""
     read = {name.rpartition(".")[0] for each in operations for name in each.parameters}
-    patterns, groups = patterns_of(model), Counter[tuple[str, str, bool]]()
+    groups = Counter[tuple[str, str, bool]]()
     for name, module in model.named_modules():
         if name not in called and next(module.parameters(recurse=False), None) is not None:
             groups[patterns[name], type(module).__name__, name in read] += 1
@@ -191,7 +195,7 @@ def fp32_table(rows: Sequence[Row]) -> Table:
     groups: dict[str, tuple[list[str], list[str]]] = {}
     for row in rows:
         each = row.operation
-        if each.phase == "forward" and each.computes_in == "FP32" and each.kind not in ("cast",):
+        if each.phase == "forward" and each.computes_in == "FP32" and each.kind != "cast":
             names, modules = groups.setdefault(each.reason, ([], []))
             names.append(each.name)
             modules.append(each.module or "(model)")
@@ -212,41 +216,22 @@ def left_out_table(left_out: Sequence[LeftOut]) -> Table:
     return Table("products that do not run in FP8", columns, rows, ("count", "FLOPs"), ("why",))
 
 
-def operation_table(rows: Sequence[Row]) -> Table:
-    """One row for each operation of each module."""
-    found = []
-    for row in rows:
-        each = row.operation
-        flow = f"{'+'.join(each.inputs) or '-'} -> {'+'.join(each.outputs) or '-'}"
-        flops = f"{row.flops:.3g}" if row.flops else ""
-        name = each.module or "(model)"
-        found.append((each.phase, name, each.name, str(row.count), flow, each.adds_in, flops, each.reason))
-    columns = ("phase", "module", "operation", "count", "dtypes", "sums in", "FLOPs", "why")
-    return Table("operations", columns, found, ("count", "FLOPs"), ("why",))
-
-
 def as_text(table: Table) -> str:
     """The table with columns aligned by blanks."""
-    widths = [max(len(row[at]) for row in [table.columns, *table.rows]) for at in range(len(table.columns))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if name in table.right else cell.ljust(width)
-            for name, cell, width in zip(table.columns, row, widths, strict=True)
-        ).rstrip()
-        for row in [table.columns, *table.rows]
-    ]
-    return "\n".join([table.title, *lines])
+    columns = []
+    for cells in zip(table.columns, *table.rows, strict=True):
+        width, align = max(map(len, cells)), str.rjust if cells[0] in table.right else str.ljust
+        columns.append([align(cell, width) for cell in cells])
+    return "\n".join([table.title, *("  ".join(row).rstrip() for row in zip(*columns, strict=True))])
 
 
 def _by_dtype(rows: Sequence[Row]) -> str:
     """The operations with arithmetic by dtype, and the number of casts: "BF16 mm, FP32 mean mul, 2 casts"."""
-    parts = []
+    operations, parts = [row.operation for row in rows], []
     for dtype in reversed(WIDTHS):
-        names = [r.operation.name for r in rows if r.operation.computes_in == dtype and r.operation.kind not in _SILENT]
-        if names:
+        if names := [each.name for each in operations if each.computes_in == dtype and each.kind not in _SILENT]:
             parts.append(f"{dtype} {' '.join(dict.fromkeys(names))}")
-    casts = sum(1 for row in rows if row.operation.kind == "cast")
-    if casts:
+    if casts := sum(each.kind == "cast" for each in operations):
         parts.append(plural(casts, "cast"))
     return ", ".join(parts)
 
@@ -260,25 +245,15 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True)
 class DtypeFlow:
-    """The dtypes of a forward and backward pass; printed, it is a set of tables.
+    """The dtypes of a forward and backward pass; printed, it is a set of tables."""
 
-    Args:
-        model: the class of the model.
-        autocast: "BF16", "FP16", or "off".
-        operations: in the order in which they ran. Views, and operations without floating tensors, are left out.
-        left_out: products that do not run in FP8, the largest share of the FLOPs first.
-        never_called: modules whose `forward` does not run.
-        patterns: the name of each module, with * for the index in a list of modules of one class.
-        notes: what differs between the trace and a run.
-    """
-
-    model: str
-    autocast: str
-    operations: tuple[Operation, ...]
-    left_out: tuple[LeftOut, ...]
-    never_called: tuple[NeverCalled, ...]
-    patterns: Mapping[str, str]
-    notes: tuple[str, ...]
+    model: str  # its class
+    autocast: str  # "BF16", "FP16", or "off"
+    operations: tuple[Operation, ...]  # as they ran, without views and operations on no floating tensor
+    left_out: tuple[LeftOut, ...]  # products that do not run in FP8, the largest share of the FLOPs first
+    never_called: tuple[NeverCalled, ...]  # modules whose `forward` does not run
+    patterns: Mapping[str, str]  # the name of each module, with * for the index in a list of modules of one class
+    notes: tuple[str, ...]  # what differs between the trace and a run
 
     @property
     def flops(self) -> dict[str, dict[str, int]]:
@@ -313,7 +288,15 @@ class DtypeFlow:
 
     def operation_table(self) -> Table:
         """One row for each operation of each module, repeated modules folded."""
-        return operation_table(self.rows)
+        found = []
+        for row in self.rows:
+            each = row.operation
+            flow = f"{'+'.join(each.inputs) or '-'} -> {'+'.join(each.outputs) or '-'}"
+            flops = f"{row.flops:.3g}" if row.flops else ""
+            name = each.module or "(model)"
+            found.append((each.phase, name, each.name, str(row.count), flow, each.adds_in, flops, each.reason))
+        columns = ("phase", "module", "operation", "count", "dtypes", "sums in", "FLOPs", "why")
+        return Table("operations", columns, found, ("count", "FLOPs"), ("why",))
 
     def remarks(self) -> list[str]:
         """Sentences on modules that are never called, and on what differs between the trace and a run."""
@@ -326,11 +309,12 @@ class DtypeFlow:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values: totals, the rows, the products outside of FP8 and the remarks."""
+        rows = [asdict(row.operation) | {"count": row.count, "flops": row.flops} for row in self.rows]
         return {
             "model": self.model,
             "autocast": self.autocast,
             "flops": self.flops,
-            "operations": [_row(row) for row in self.rows],
+            "operations": [{key: row[key] for key in row if key not in ("weight", "rows")} for row in rows],
             "left_out": [asdict(each) for each in self.left_out],
             "never_called": [asdict(each) for each in self.never_called],
             "notes": list(self.notes),
@@ -339,35 +323,6 @@ class DtypeFlow:
     def __repr__(self) -> str:
         tables = [as_text(table) for table in self.tables() if table.rows]
         return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks()])
-
-
-def make_report(model: nn.Module, tracer: Tracer, autocast: torch.dtype | None) -> DtypeFlow:
-    """The report of the operations that `tracer` saw."""
-    operations = tuple(tracer.operations)
-    return DtypeFlow(
-        type(model).__name__,
-        "off" if autocast is None else NAMES[autocast],
-        operations,
-        find_left_out(model, operations),
-        find_never_called(model, tracer.called, operations),
-        patterns_of(model),
-        _notes(model, autocast, any(each.phase == "backward" for each in operations)),
-    )
-
-
-def _notes(model: nn.Module, autocast: torch.dtype | None, backward: bool) -> tuple[str, ...]:
-    fast = [name for name, m in model.named_modules() if type(m) is nn.TransformerEncoderLayer and not m.training]
-    if backward or autocast is not None or not fast:
-        return ()
-    return (
-        f"in evaluation mode without autocast and gradients, PyTorch runs {fast[0]} ({len(fast)} such) on a fast path, "
-        "one operation that never calls its layers; the trace shows the layers. octavo.convert leaves the fast path",
-    )
-
-
-def _row(row: Row) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(row.operation).items() if name not in ("weight", "rows")}
-    return fields | {"count": row.count, "flops": row.flops}
 
 
 # ---- Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU.
@@ -424,7 +379,22 @@ def dtype_flow(
     both = _Pass(model, loss, gpu, backward)
     with clear_errors(model), fakes.mode, torch.set_grad_enabled(backward), tracer:
         torch.func.functional_call(both, {f"model.{name}": t for name, t in tensors.items()}, given[0], given[1])
-    return make_report(model, tracer, autocast)
+    operations, patterns = tuple(tracer.operations), patterns_of(model)
+    left_out = find_left_out(model, operations, patterns)
+    never_called = find_never_called(model, tracer.called, operations, patterns)
+    name = "off" if autocast is None else NAMES[autocast]
+    notes = () if backward or autocast is not None else _notes_on_inference(model)
+    return DtypeFlow(type(model).__name__, name, operations, left_out, never_called, patterns, notes)
+
+
+def _notes_on_inference(model: nn.Module) -> tuple[str, ...]:
+    fast = [name for name, m in model.named_modules() if type(m) is nn.TransformerEncoderLayer and not m.training]
+    if not fast:
+        return ()
+    return (
+        f"in evaluation mode without autocast and gradients, PyTorch runs {fast[0]} ({len(fast)} such) on a fast path, "
+        "one operation that never calls its layers; the trace shows the layers. octavo.convert leaves the fast path",
+    )
 
 
 class _Pass(nn.Module):
@@ -447,7 +417,9 @@ class _Pass(nn.Module):
 
 def _run_backward(model: nn.Module, output: Any) -> None:
     start = getattr(output, "loss", None)
-    found = [start] if isinstance(start, Tensor) else tree_leaves(_fields(output))
+    if hasattr(output, "values") and not isinstance(output, Tensor):  # of transformers: a dictionary of its own class
+        output = list(output.values())
+    found = [start] if isinstance(start, Tensor) else tree_leaves(output)
     found = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
     if not found:
         raise ValueError(
@@ -455,8 +427,3 @@ def _run_backward(model: nn.Module, output: Any) -> None:
             "parameters require one, or backward=False"
         )
     torch.autograd.backward(found, [torch.empty_like(t) for t in found])
-
-
-def _fields(output: Any) -> Any:
-    """The values of an output object of transformers, which is a dictionary of a class of its own."""
-    return list(output.values()) if hasattr(output, "values") and not isinstance(output, Tensor) else output

@@ -27,23 +27,14 @@ _CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from fi
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of the records that a heat map can show.
+    """A number of the records that a heat map can show."""
 
-    Attributes:
-        key: its field in the records.
-        label: in words.
-        unit: "share" (0 to 1, shown in percent), "dB", "octaves" or "".
-        log: colours are spaced logarithmically.
-        worst: of the samples of a column, the one that is shown: "highest" or "lowest".
-        operands: one grid for each operand; otherwise one grid of the layers.
-    """
-
-    key: str
+    key: str  # its field in the records
     label: str
-    unit: str = ""
-    log: bool = False
-    worst: str = "highest"
-    operands: bool = True
+    unit: str = ""  # "share" (0 to 1, shown in percent), "dB", "octaves" or ""
+    log: bool = False  # colours are spaced logarithmically
+    worst: str = "highest"  # of the samples of a column, the one that is shown: "highest" or "lowest"
+    operands: bool = True  # one grid for each operand; otherwise one grid of the layers
 
 
 METRICS = (
@@ -64,15 +55,10 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the grids: which sampled step belongs to which.
+    """The columns of the grids: which sampled step belongs to which."""
 
-    Attributes:
-        steps: all sampled steps, ascending.
-        count: the number of columns, at most `len(steps)`.
-    """
-
-    steps: Array
-    count: int
+    steps: Array  # all sampled steps, ascending
+    count: int  # of the columns, at most `len(steps)`
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -88,8 +74,9 @@ class Columns:
 
 def sampled_steps(watched: Watched) -> Array:
     """The steps that have records, ascending."""
-    found = [_distinct(records["step"]) for records in (watched.operands, watched.layer_records) if len(records)]
-    return np.unique(np.concatenate(found)) if found else np.empty(0, np.uint32)
+    both = (watched.operands, watched.layer_records)
+    found = [np.unique(part["step"]) for records in both for part in _chunks(records)]
+    return np.unique(np.concatenate([np.empty(0, np.uint32), *found]))
 
 
 def check_records(watched: Watched) -> None:
@@ -169,11 +156,6 @@ def _chunks(records: Records) -> Iterator[Records]:
         yield records[start : start + _CHUNK]
 
 
-def _distinct(steps: Array) -> Array:
-    """The distinct values of ascending `steps`."""
-    return np.concatenate([np.unique(part) for part in _chunks(steps)])
-
-
 def spread(steps: Array, count: int) -> list[int]:
     """At most `count` of `steps`, evenly spaced, with the first and the last."""
     if len(steps) <= count:
@@ -187,17 +169,16 @@ def spread(steps: Array, count: int) -> list[int]:
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page.
 
-    Returns:
-        `steps`, and `operands`: for each of x, w, dy, and "gradient" (of the weight), base64 of `shares`, uint16
-        [steps, layers, 40], and of `amax`, float32 [steps, layers]; of operands also `scale` and `smallest_scale`.
+    By x, w, dy, and "gradient" (of the weight) it has base64 of `shares`, uint16 [steps, layers, 40], and of `amax`,
+    float32 [steps, layers]; of operands also `scale` and `smallest_scale`.
     """
-    found: dict[str, Any] = {}
-    for number, operand in enumerate(OPERANDS):
-        records = _at(watched.operands, steps)
-        fields = {"shares": "binades", "amax": "amax", "scale": "scale", "smallest_scale": "smallest_scale"}
-        found[operand] = _arrays(records[records["operand"] == number], steps, len(watched.layers), fields)
-    fields = {"shares": "gradient_binades", "amax": "gradient_amax"}
-    found["gradient"] = _arrays(_at(watched.layer_records, steps), steps, len(watched.layers), fields)
+    operands, fields = _at(watched.operands, steps), {name: name for name in ("amax", "scale", "smallest_scale")}
+    found = {
+        operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)
+        for number, operand in enumerate(OPERANDS)
+    }
+    gradients, fields = _at(watched.layer_records, steps), {"amax": "gradient_amax"}
+    found["gradient"] = _arrays(gradients, steps, len(watched.layers), "gradient_binades", fields)
     return {"steps": steps, "operands": {name: arrays for name, arrays in found.items() if arrays}}
 
 
@@ -216,22 +197,20 @@ def _at(records: Records, steps: list[int]) -> Records:
     return np.concatenate([records[start:end] for start, end in zip(starts, ends, strict=True)])
 
 
-def _arrays(records: Records, steps: list[int], layers: int, fields: dict[str, str]) -> dict[str, str]:
+def _arrays(records: Records, steps: list[int], layers: int, binades: str, fields: dict[str, str]) -> dict[str, str]:
     if not len(records):
         return {}
     place = np.searchsorted(steps, records["step"]), records["layer"]
-    arrays: dict[str, str] = {}
+    shares = np.zeros((len(steps), layers, BINADES), "<u2")
+    shares[place] = records[binades]
+    arrays = {"shares": to_base64(shares, "<u2")}
     for name, key in fields.items():
-        shape = (len(steps), layers, BINADES) if name == "shares" else (len(steps), layers)
-        array = np.zeros(shape, np.uint16 if name == "shares" else np.float32)
+        array = np.zeros((len(steps), layers), "<f4")
         array[place] = records[key]
-        arrays[name] = to_base64(array, "<u2" if name == "shares" else "<f4")
+        arrays[name] = to_base64(array, "<f4")
     return arrays
 
 
-# ---- Arrays in a page: base64 of little-endian numbers, which elements.js decodes when it needs them.
-
-
-def to_base64(values: np.ndarray[Any, Any], dtype: str) -> str:
-    """The values in C order as base64 of `dtype`, such as "<u2"."""
+def to_base64(values: Array, dtype: str) -> str:
+    """The values in C order as base64 of `dtype`, such as "<u2", which elements.js decodes when it needs them."""
     return base64.b64encode(np.ascontiguousarray(values, dtype=dtype).tobytes()).decode()

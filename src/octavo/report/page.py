@@ -12,7 +12,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # verification imports models and transformers, which the page of a run does without
     from octavo.verification.findings import Invocation, LayerReport, Report
 
-_ASSETS = files("octavo.report") / "assets"
 _SCRIPTS = ("elements", "lines", "heat_map", "histogram", "watch", "start")
 _NO_SCRIPT = "<noscript><p>The charts of this page need JavaScript. Its tables do not.</p></noscript>"
 _LONG = 32  # a cell with more characters is text, and may be broken between words
@@ -108,31 +107,33 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        style = _asset("uPlot.min.css") + _asset("page.css")
-        drawn = bool(self.charts or self.data)
-        scripts = [_library(), _script()] if drawn else []
+        style, scripts, body = _asset("uPlot.min.css") + _asset("page.css"), list[str](), self.parts
+        if self.charts or self.data:
+            data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
+            # A text of JSON cannot end its block: it holds no "<".
+            text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+            library = f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
+            parts = "\n".join(_asset(f"page/{name}.js") for name in _SCRIPTS)
+            # In a function, the names of the parts are not those of the page.
+            scripts = [library, f'"use strict";\n(() => {{\n{parts}}})();\n']
+            body = [_NO_SCRIPT, *body, f'<script type="application/json" id="data">{text}</script>']
+            body += [f"<script>{script}</script>" for script in scripts]
+        allowed = " ".join(map(_hash, scripts)) or "'none'"
+        policy = f"style-src {_hash(style)}; script-src {allowed}; base-uri 'none'; form-action 'none'"
         head = [
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, scripts)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; {policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(self.title)}</title>\n<style>{style}</style>",
         ]
-        body = [_NO_SCRIPT, *self.parts, self._block()] if drawn else self.parts
-        body = [*body, *(f"<script>{script}</script>" for script in scripts)]
         lines = ['<!doctype html>\n<html lang="en">\n<head>', *head, "</head>\n<body>", *body, "</body>\n</html>\n"]
         return "\n".join(lines)
-
-    def _block(self) -> str:
-        """The values of the charts. A text of JSON cannot end the block: it holds no "<"."""
-        data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
-        text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-        return f'<script type="application/json" id="data">{text}</script>'
 
 
 def table(
     columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+    rows: Sequence[Sequence[str]],
     *,
     title: str = "",
     remark: str = "",
@@ -144,14 +145,11 @@ def table(
     name of the layer becomes a button that shows it in the heat map.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = []
-    for at, row in enumerate(rows):
-        place = places[at].attributes() if places else ""
-        body.append(f"<tr{place}>" + "".join(_cell(text) for text in row) + "</tr>")
+    attributes = [place.attributes() for place in places] or [""] * len(rows)
+    body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in zip(attributes, rows, strict=True)]
     heading = f"<h2>{escape(title)}</h2>\n" if title else ""
-    below = f'\n<p class="remark">{escape(remark)}</p>' if remark else ""
-    label = escape(title or "table")
-    box = f'<div class="wide" tabindex="0" role="region" aria-label="{label}">'
+    box = f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title or "table")}">'
+    below = f"\n{paragraphs([remark])}" if remark else ""
     return f"{heading}{box}<table>\n<tr>{head}</tr>\n" + "\n".join(body) + f"\n</table></div>{below}"
 
 
@@ -160,33 +158,12 @@ def paragraphs(texts: Iterable[str]) -> str:
     return "\n".join(f'<p class="remark">{escape(text)}</p>' for text in texts)
 
 
-def footer(date: str, command: str, versions: Mapping[str, str]) -> str:
-    """The time, the packages and the command that a page was made with."""
-    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f'<p class="run">{escape(date)}, {escape(packages)}</p>\n<p class="run"><code>{escape(command)}</code></p>'
-
-
 def _cell(text: str) -> str:
     return f'<td class="text">{escape(text)}</td>' if len(text) > _LONG else f"<td>{escape(text)}</td>"
 
 
 def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _library() -> str:
-    return f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
-
-
-def _script() -> str:
-    """The script of a page: the files of assets/page/ in one function, which keeps their names from the page's."""
-    parts = "\n".join(_asset(f"page/{name}.js") for name in _SCRIPTS)
-    return f'"use strict";\n(() => {{\n{parts}}})();\n'
-
-
-def _policy(style: str, scripts: Iterable[str]) -> str:
-    allowed = " ".join(_hash(script) for script in scripts) or "'none'"
-    return f"default-src 'none'; style-src {_hash(style)}; script-src {allowed}; base-uri 'none'; form-action 'none'"
+    return (files("octavo.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
@@ -200,35 +177,29 @@ def page_of_report(report: Report, invocation: Invocation) -> Page:
     """The page of a report."""
     page = Page(f"octavo verify: {report.packed.name}")
     source = "" if report.against is None else f" packed from {escape(str(report.against))}"
-    page.add(
-        f"<h1>{escape(str(report.packed))}</h1>",
-        f"<p>{escape(report.architecture)}{source}</p>",
-    )
+    page.add(f"<h1>{escape(str(report.packed))}</h1>", f"<p>{escape(report.architecture)}{source}</p>")
     page.add_verdict(report.verdict, good=report.ok)
-    page.add(_findings(report), paragraphs(report.remarks))
+    if report.findings:
+        rows = [f"<li>{escape(finding.kind)} {escape(str(finding))}</li>" for finding in report.findings]
+        page.add("\n".join(["<ul>", *rows, "</ul>"]))
+    page.add(paragraphs(report.remarks))
     for section in report.sections():
         page.add(table(section.columns, section.rows, title=section.title, remark=section.remark))
         if section.title == "Layers" and (lines := _lines(report.layers)):
             names = [layer.name for layer in report.layers]
             page.add_chart(LineChart("sqnr", "SQNR of the layers", "layer", "dB", lines, names=names, points=True))
-    page.add(footer(invocation.date, invocation.command, invocation.versions))
+    packages = ", ".join(f"{name} {version}" for name, version in invocation.versions.items())
+    page.add(f'<p class="run">{escape(invocation.date)}, {escape(packages)}</p>')
+    page.add(f'<p class="run"><code>{escape(invocation.command)}</code></p>')
     return page
-
-
-def _findings(report: Report) -> str:
-    rows = [f"<li>{escape(finding.kind)} {escape(str(finding))}</li>" for finding in report.findings]
-    return "<ul>\n" + "\n".join(rows) + "\n</ul>" if rows else ""
 
 
 def _lines(layers: list[LayerReport]) -> list[Line]:
     """The SQNR of the weights and of the outputs, where they were measured."""
-    measured = (
-        ("weight", [layer.weight_sqnr for layer in layers]),
-        ("output", [layer.output_sqnr for layer in layers]),
-    )
-    found = [
-        (name, [round(db, 3) if db is not None and math.isfinite(db) else None for db in values])
-        for name, values in measured
-    ]
-    used = [(name, values) for name, values in found if any(db is not None for db in values)]
-    return [Line(name, range(len(layers)), values, colour) for colour, (name, values) in enumerate(used)]
+    lines: list[Line] = []
+    for name in ("weight", "output"):
+        measured: list[float | None] = [getattr(layer, f"{name}_sqnr") for layer in layers]
+        shown = [round(db, 3) if db is not None and math.isfinite(db) else None for db in measured]
+        if any(db is not None for db in shown):
+            lines.append(Line(name, range(len(layers)), shown, colour=len(lines)))
+    return lines

@@ -104,11 +104,8 @@ class RunData:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
-    """Read the runs in the folders `paths`, with distinct names.
-
-    Raises:
-        ArtifactError: a folder is no run, or its metrics are damaged. A watch that cannot be read is a remark.
-    """
+    """Read the runs in the folders `paths`, with distinct names. An ArtifactError if a folder is no run, or its metrics
+    are damaged; a watch that cannot be read is a remark."""
     names = [path.resolve().name for path in paths]
     shown = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
     return [_read_run(path, name) for path, name in zip(paths, shown, strict=True)]
@@ -134,45 +131,33 @@ def _read_run(path: Path, name: str) -> RunData:
     series = read_series(records, str(path))
     if "loss" not in series:
         remarks.append("The run has logged no loss.")
-    remarks += [_wrong(key, each) for key, each in series.items() if each.wrong_steps]
+    for key, each in series.items():
+        if wrong := each.wrong_steps:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            remarks.append(f"{key.replace('_', ' ')} is inf or NaN at step {wrong[0]}{more}.")
     watched, remark = _read_watch(path)
     precision: dict[str, Any] = next((each["precision"] for each in reversed(records) if "precision" in each), {})
     settings = read_json(run.config) if run.config.is_file() and run.metrics.is_file() else {}
     started: dict[str, Any] = next((each["started"] for each in records if "started" in each), {})
-    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark], started, _written(run, path))
-
-
-def _written(run: RunFolder, path: Path) -> str:
-    """The time of the last record: that of the file."""
     newest = (run.metrics if run.metrics.is_file() else path).stat().st_mtime
-    return datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    written = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark], started, written)
 
 
 def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
-    """The series of `SERIES` in records. null, inf and NaN become NaN.
-
-    Raises:
-        ArtifactError: a value is no number; the message begins with `where`.
-    """
+    """The series of `SERIES` in records; null, inf and NaN become NaN. The ArtifactError of a value that is no number
+    begins with `where`."""
     points: dict[str, dict[int, float]] = {}
     for record in records:
         check_record(record, where)
         for key in SERIES:
             if key in record:
                 points.setdefault(key, {})[record["step"]] = math.nan if record[key] is None else record[key]
-    return {key: _series(values) for key, values in points.items()}
-
-
-def _series(values: Mapping[int, float]) -> Series:
-    steps = sorted(values)
-    found = np.array([values[step] for step in steps], np.float64)
-    return Series(np.array(steps, np.int64), np.where(np.isfinite(found), found, math.nan))
-
-
-def _wrong(key: str, series: Series) -> str:
-    steps = series.wrong_steps
-    more = f", and {len(steps) - 1} more" if len(steps) > 1 else ""
-    return f"{key.replace('_', ' ')} is inf or NaN at step {steps[0]}{more}."
+    found = {}
+    for key, by_step in points.items():
+        steps, values = np.array(sorted(by_step.items()), np.float64).T
+        found[key] = Series(steps.astype(np.int64), np.where(np.isfinite(values), values, math.nan))
+    return found
 
 
 def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:

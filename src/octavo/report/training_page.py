@@ -24,7 +24,7 @@ from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
 from octavo.report.runs import RunData, Series
 from octavo.train.run_records import ONE_SEED, different_settings
 from octavo.util import plural
-from octavo.watching.storage import BINADES, Array, Event, GemmRun, Watched, WatchedLayer
+from octavo.watching.storage import BINADES, GEMMS, OPERANDS, Array, Event, Watched
 
 _POINTS = 4000  # of a line
 _COLUMNS = 500  # of a heat map
@@ -169,27 +169,29 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
 
 
 def _what_ran_where(run: RunData, *, alone: bool) -> str:
-    columns, rows, why = gemm_rows(run.watched) if run.watched is not None else recipe_rows(run.precision)
-    if not rows:
-        return ""
-    title = "What ran where" if alone else f"What ran where: {run.name}"
+    rows, why = gemm_rows(run.watched) if run.watched is not None else (recipe_rows(run.precision), "")
     remark = "The precision and the kernel of y, the output; dx, the gradient of the input; dw, that of the weight."
     remark += f" All in FP8: {why}." if why else ""
-    places = [Place(run.name, row[0]) for row in rows] if run.watched is not None else []
-    used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-    shown = [[row[i] for i in used] for row in rows]
-    return table([columns[i] for i in used], shown, title=title, remark=remark, places=places)
+    used = [name for name in rows[0] if any(row[name] for row in rows)] if rows else []
+    shown = [{name: row[name] for name in used} for row in rows]
+    return _table_of_layers(run, "What ran where", shown, remark, alone=alone)
 
 
 def _experts(run: RunData, *, alone: bool) -> str:
-    columns, rows = expert_rows(run.watched) if run.watched is not None else ((), [])
-    if not rows:
-        return ""
+    rows = expert_rows(run.watched) if run.watched is not None else []
     remark = (
         "The last sample. A load is the rows of an expert over the mean of all. The worst expert has the lowest SQNR."
     )
-    places = [Place(run.name, row[0]) for row in rows]
-    return table(columns, rows, title="Experts" if alone else f"Experts: {run.name}", remark=remark, places=places)
+    return _table_of_layers(run, "Experts", rows, remark, alone=alone)
+
+
+def _table_of_layers(run: RunData, title: str, rows: Sequence[Mapping[str, str]], remark: str, *, alone: bool) -> str:
+    """A table of rows, each the text by column; "" without any. The first column of a watched run names layers."""
+    if not rows:
+        return ""
+    cells = [list(row.values()) for row in rows]
+    places = [Place(run.name, row[0]) for row in cells] if run.watched is not None else []
+    return table(list(rows[0]), cells, title=title if alone else f"{title}: {run.name}", remark=remark, places=places)
 
 
 def _kinds_of_events(runs: Sequence[RunData]) -> str:
@@ -215,16 +217,19 @@ def _events(runs: Sequence[RunData]) -> str:
     events = _all_events(runs)
     if not events:
         return ""
-    several = len(runs) > 1
     rows = [
-        (*((run.name,) if several else ()), str(event.step), event.rule, event.layer or "", event.operand or "",
-         event.message, "undone" if event.undone else event.action or "")
+        (
+            run.name, str(event.step), event.rule, event.layer or "", event.operand or "", event.message,
+            "undone" if event.undone else event.action or "",
+        )
         for run, event in events[-_EVENTS:]
     ]  # fmt: skip
-    columns = (*(("run",) if several else ()), "step", "rule", "layer", "operand", "message", "action")
+    columns = ("run", "step", "rule", "layer", "operand", "message", "action")
+    start = 0 if len(runs) > 1 else 1
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
     places = [Place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
-    return table(columns, rows, title="Every event", remark=remark, places=places)
+    shown = [row[start:] for row in rows]
+    return table(columns[start:], shown, title="Every event", remark=remark, places=places)
 
 
 def _settings(runs: Sequence[RunData]) -> str:
@@ -250,7 +255,7 @@ def run_facts(run: RunData) -> dict[str, str]:
     last = {key: series.last for key, series in run.series.items()}
     speed = run.series.get("tokens_per_second")
     wrong = sum(len(series.wrong_steps) for series in run.series.values())
-    memory = peak_memory(run)
+    memory = run.series.get("peak_memory")
     data = run.settings.get("data", "")
     found = {
         "written": run.written,
@@ -262,76 +267,62 @@ def run_facts(run: RunData) -> dict[str, str]:
         "evaluation loss": _loss(run.series.get("evaluation_loss")),
         "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
         "MFU": _number(last.get("mfu"), ".1%"),
-        "peak memory": f"{memory / 1e9:.2f} GB" if memory else "",
+        "peak memory": f"{memory.finite.max() / 1e9:.2f} GB" if memory and memory.finite.any() else "",
         "inf or NaN": plural(wrong, "value") if wrong else "",
     }
     if run.watched is not None:
         every = "step" if run.watched.interval == 1 else f"{run.watched.interval} steps"
         found["layers watched"] = f"{len(run.watched.layers)}, every {every}"
-        found["GEMMs"] = gemm_counts(run.watched)
+        gemms = Counter(gemm.precision for layer in run.watched.layers for gemm in layer.gemms.values())
+        found["GEMMs"] = ", ".join(f"{count} {precision}" for precision, count in gemms.most_common())
         undone = sum(event.undone for event in run.watched.events)
         back = f", and {undone} of steps from which the run went back" if undone else ""
         found["events"] = f"{len(run.watched.events) - undone}{back}"
     return {name: text for name, text in found.items() if text}
 
 
-def expert_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The table of experts in the last sample: the load of each stack, and the worst expert. Its columns and rows."""
+def expert_rows(watched: Watched) -> list[dict[str, str]]:
+    """The load of each stack of experts in the last sample, and its worst expert, by column of a table."""
     rows = []
-    last = watched.experts[watched.experts["step"] == watched.experts["step"].max(initial=0)]
-    for record in last:
-        load = "" if np.isnan(record["load"]) else f"{record['load']:.2f}x, expert {record['fullest']}"
-        pairs = zip(record["worst"], record["sqnr"], strict=True)
-        worst = ["" if np.isnan(db) else f"expert {expert}, {db:.1f} dB" for expert, db in pairs]
-        name, idle = watched.layers[record["layer"]].name, f"{record['idle']} of {record['experts']}"
-        rows.append((name, load, idle, *worst))
-    return ("experts", "largest load", "idle", "worst x", "worst w", "worst dy"), rows
+    for record in watched.experts[watched.experts["step"] == watched.experts["step"].max(initial=0)]:
+        row = {
+            "experts": watched.layers[record["layer"]].name,
+            "largest load": "" if np.isnan(record["load"]) else f"{record['load']:.2f}x, expert {record['fullest']}",
+            "idle": f"{record['idle']} of {record['experts']}",
+        }
+        for operand, expert, db in zip(OPERANDS, record["worst"], record["sqnr"], strict=True):
+            row[f"worst {operand}"] = "" if np.isnan(db) else f"expert {expert}, {db:.1f} dB"
+        rows.append(row)
+    return rows
 
 
-def peak_memory(run: RunData) -> int | None:
-    """The largest peak memory that the run logged, in bytes."""
-    memory = run.series.get("peak_memory")
-    return int(memory.finite.max()) if memory and len(memory.finite) else None
-
-
-def gemm_rows(watched: Watched) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-    """The table of what each GEMM of each layer ran in: its columns, its rows, and the reasons of all layers in FP8."""
-    rows = []
-    whys = [dict.fromkeys(part for gemm in layer.gemms.values() for part in _parts(gemm)) for layer in watched.layers]
-    in_fp8 = [why for why, layer in zip(whys, watched.layers, strict=True) if "fp8" in _precisions(layer)]
-    of_all = [part for part in in_fp8[0] if all(part in why for why in in_fp8)] if len(in_fp8) > 1 else []
-    for layer, why in zip(watched.layers, whys, strict=True):
-        gemms = [layer.gemms.get(name) for name in ("y", "dx", "dw", "recomputation")]
-        ran = [f"{gemm.precision} {gemm.kernel}".strip() if gemm else "" for gemm in gemms]
-        shape = " x ".join(map(str, layer.shape))
-        own = "; ".join(part for part in why if part not in of_all)
-        rows.append((layer.name, layer.kind, shape, layer.recipe, *ran, own))
-    columns = ("layer", "class", "shape", "recipe", "y", "dx", "dw", "recomputation", "why")
-    return columns, rows, "; ".join(of_all)
-
-
-def _parts(gemm: GemmRun) -> list[str]:
-    return [part for part in gemm.why.split("; ") if part]
-
-
-def _precisions(layer: WatchedLayer) -> set[str]:
-    return {gemm.precision for gemm in layer.gemms.values()}
-
-
-def recipe_rows(precision: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
-    """The same for a run that was not watched, by recipe: what `octavo.train.step_metrics.precision_of` recorded."""
-    recipes: Mapping[str, Any] = precision.get("recipes", {})
-    rows = [
-        (name, plural(len(each["layers"]), "layer"), *(str(each.get(gemm, "")) for gemm in ("y", "dx", "dw")))
-        for name, each in recipes.items()
+def gemm_rows(watched: Watched) -> tuple[list[dict[str, str]], str]:
+    """What each GEMM of each layer ran in, by column of a table, and the reasons of all layers in FP8."""
+    whys = [
+        dict.fromkeys(part for gemm in layer.gemms.values() for part in gemm.why.split("; ") if part)
+        for layer in watched.layers
     ]
-    return ("recipe", "layers", "y", "dx", "dw"), rows, ""
+    layers = list(zip(watched.layers, whys, strict=True))
+    in_fp8 = [why for layer, why in layers if any(gemm.precision == "fp8" for gemm in layer.gemms.values())]
+    of_all = [part for part in in_fp8[0] if all(part in why for why in in_fp8)] if len(in_fp8) > 1 else []
+    rows = []
+    for layer, why in layers:
+        shape = " x ".join(map(str, layer.shape))
+        row = {"layer": layer.name, "class": layer.kind, "shape": shape, "recipe": layer.recipe}
+        for name in GEMMS:
+            gemm = layer.gemms.get(name)
+            row[name] = f"{gemm.precision} {gemm.kernel}".strip() if gemm else ""
+        rows.append(row | {"why": "; ".join(part for part in why if part not in of_all)})
+    return rows, "; ".join(of_all)
 
 
-def gemm_counts(watched: Watched) -> str:
-    """How many GEMMs ran in which precision, such as "216 fp8, 3 bf16"."""
-    gemms = (gemm for layer in watched.layers for gemm in layer.gemms.values())
-    return ", ".join(f"{count} {precision}" for precision, count in Counter(g.precision for g in gemms).most_common())
+def recipe_rows(precision: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The same for a run that was not watched, by recipe: what `octavo.train.step_metrics.precision_of` recorded."""
+    return [
+        {"recipe": name, "layers": plural(len(each["layers"]), "layer")}
+        | {gemm: str(each.get(gemm, "")) for gemm in ("y", "dx", "dw")}
+        for name, each in precision.get("recipes", {}).items()
+    ]
 
 
 def _steps(run: RunData) -> str:
@@ -441,16 +432,6 @@ _SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metri
 _WORST = 4
 
 
-class WorstLayer(NamedTuple):
-    """An operand of a layer, its worst value of a metric as text, and a sparkline over the steps."""
-
-    metric: str
-    layer: str
-    operand: str
-    worst: str
-    steps: str
-
-
 def sparkline(values: Array) -> str:
     """A line of at most 32 block characters: means of parts, from the smallest value to the largest; × is inf or NaN.
 
@@ -462,11 +443,14 @@ def sparkline(values: Array) -> str:
     means = [float(part.mean()) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
-    return "".join(_block(mean, low, high) if math.isfinite(mean) else "×" for mean in means)
+    span = high - low if high > low else 1.0
+    places = [int((mean - low) / span * len(_BLOCKS)) if math.isfinite(mean) else None for mean in means]
+    return "".join("×" if place is None else _BLOCKS[min(place, len(_BLOCKS) - 1)] for place in places)
 
 
-def worst_layers(watched: Watched) -> list[WorstLayer]:
-    """The worst layers and operands of the metrics that matter most, the worst first. A share of 0 is not listed."""
+def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
+    """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
+    operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
     steps = sampled_steps(watched)
     grids = metric_grids(watched, Columns(steps, min(len(steps), _WIDTH))) if len(steps) else {}
     found = []
@@ -479,15 +463,10 @@ def worst_layers(watched: Watched) -> list[WorstLayer]:
             if (worst := _worst(line, metric)) is not None and not (metric.unit == "share" and worst == 0)
         ]
         for _, layer, operand, worst, line in sorted(rows, key=lambda row: row[:3])[:_WORST]:
-            shown = line[~np.isnan(line)]
-            name = watched.layers[layer].name
-            found.append(WorstLayer(metric.label, name, operand, show(worst, metric.unit), sparkline(shown)))
+            shown = f"{100 * worst:.3g} %" if metric.unit == "share" else f"{worst:.3g} {metric.unit}"
+            name, over_steps = watched.layers[layer].name, sparkline(line[~np.isnan(line)])
+            found.append((metric.label, name, operand, shown, over_steps))
     return found
-
-
-def show(value: float, unit: str) -> str:
-    """A value with its unit; a share in percent."""
-    return f"{value:.3g}".rstrip() + (f" {unit}" if unit else "") if unit != "share" else f"{100 * value:.3g} %"
 
 
 def to_dict(run: RunData) -> dict[str, Any]:
@@ -521,7 +500,13 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
     steps = sampled_steps(watched)
     worst = metric_grids(watched, Columns(steps, 1)) if len(steps) else {}
-    layers = [_layer(layer, number, worst) for number, layer in enumerate(watched.layers)]
+    layers = []
+    for number, layer in enumerate(watched.layers):
+        figures: dict[str, dict[str, float | None]] = {}
+        for key, grids in worst.items():
+            for operand, grid in grids.items():
+                figures.setdefault(operand, {})[key] = _worst(grid[number], _BY_KEY[key])
+        layers.append({**layer.to_dict(), "figures": figures})
     return {
         "interval": watched.interval,
         "samples": len(steps),
@@ -530,21 +515,8 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
     }
 
 
-def _layer(layer: WatchedLayer, number: int, worst: dict[str, dict[str, Array]]) -> dict[str, Any]:
-    figures: dict[str, dict[str, float | None]] = {}
-    for key, grids in worst.items():
-        for operand, grid in grids.items():
-            figures.setdefault(operand, {})[key] = _worst(grid[number], _BY_KEY[key])
-    return {**layer.to_dict(), "figures": figures}
-
-
 def _worst(values: Array, metric: Metric) -> float | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None
     return float(finite.max() if metric.worst == "highest" else finite.min())
-
-
-def _block(value: float, low: float, high: float) -> str:
-    share = (value - low) / (high - low) if high > low else 0.0
-    return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]

@@ -59,15 +59,20 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
     except SpecError as error:
         files.add_finding("config", "config.json", f"quantization_config: {error}")
         return {}
-    _check_ignored(files, unused, required)
+    for entry in unused:
+        is_pattern = "*" in entry or entry.startswith("re:")
+        if not is_pattern and not any(name.startswith(f"{entry}.") for name in required.shapes):
+            message = f"the list of ignored modules has {entry!r}, which is not a linear layer"
+            files.add_finding("config", "config.json", message)
     layers: dict[str, LayerSpec] = {}
     for name, spec in specs.items():
         if _is_tied_copy(files, f"{name}.weight", required):
             continue
-        if spec is None:
-            _check_ignored_layer(files, name)
-        elif _is_packed(files, name):
+        if spec is not None and _is_packed(files, name):
             layers[name] = spec
+        elif spec is None and (dtype := files.dtypes.get(f"{name}.weight")) in _EIGHT_BITS:
+            message = f"is packed ({dtype}), and the list of ignored modules has {name}"
+            files.add_finding("config", f"{name}.weight", message)
     known = set(required.shapes)
     for name, spec in layers.items():
         known |= _check_layer(files, name, spec, required.shapes[f"{name}.weight"])
@@ -79,25 +84,9 @@ def check_folder(files: CheckpointFiles, required: Required, progress: Progress 
     return layers
 
 
-def _check_ignored(files: CheckpointFiles, unused: list[str], required: Required) -> None:
-    """Check that the list of ignored modules names modules of the model."""
-    for entry in unused:
-        is_pattern = "*" in entry or entry.startswith("re:")
-        if not is_pattern and not any(name.startswith(f"{entry}.") for name in required.shapes):
-            message = f"the list of ignored modules has {entry!r}, which is not a linear layer"
-            files.add_finding("config", "config.json", message)
-
-
 def _is_tied_copy(files: CheckpointFiles, name: str, required: Required) -> bool:
     """True if the tensor is not stored and a tensor that it is tied to is."""
     return name not in files.shapes and any(other in files.shapes for other in required.tied.get(name, []))
-
-
-def _check_ignored_layer(files: CheckpointFiles, name: str) -> None:
-    """Check that a layer that the settings ignore is not packed."""
-    if (dtype := files.dtypes.get(f"{name}.weight")) in _EIGHT_BITS:
-        message = f"is packed ({dtype}), and the list of ignored modules has {name}"
-        files.add_finding("config", f"{name}.weight", message)
 
 
 def _is_packed(files: CheckpointFiles, name: str) -> bool:
@@ -126,14 +115,14 @@ def _check_layer(files: CheckpointFiles, name: str, spec: LayerSpec, shape: Shap
     if misfit := spec.misfit(*shape):
         files.add_finding("tensor", weight, misfit)
     names = _check_weight_scale(files, name, spec, shape)
-    if spec.inputs == "static":
-        stored = f"{name}.{spec.input_scale}"
-        names.add(stored)
-        found = files.shapes.get(stored)
-        if found is None or math.prod(found) != 1:
-            message = "is missing" if found is None else f"must be one number, it has shape {list(found)}"
-            files.add_finding("scale", stored, message)
-    return names
+    if spec.inputs != "static":
+        return names
+    stored = f"{name}.{spec.input_scale}"
+    found = files.shapes.get(stored)
+    if found is None or math.prod(found) != 1:
+        message = "is missing" if found is None else f"must be one number, it has shape {list(found)}"
+        files.add_finding("scale", stored, message)
+    return names | {stored}
 
 
 def _check_weight_scale(files: CheckpointFiles, name: str, spec: LayerSpec, shape: Shape) -> set[str]:
@@ -162,15 +151,15 @@ def _check_names(files: CheckpointFiles, known: set[str], required: Required) ->
     settings = files.settings if isinstance(files.settings, dict) else {}
     declared = settings.get("kv_cache_scheme") or settings.get("kv_cache_quant_algo")
     cache: tuple[str, ...] = _CACHE_SCALES if declared else ()
-    for name in sorted(required.shapes.keys() - files.shapes.keys()):
+    stored = files.shapes
+    for name in sorted(required.shapes.keys() - stored.keys()):
         if not _is_tied_copy(files, name, required):
             files.add_finding("tensor", name, "is missing, and the model needs it")
-    for name in sorted(files.shapes.keys() - known):
+    for name in sorted(stored.keys() - known):
         if not name.endswith(tuple(f".{leaf}" for leaf in (*cache, *_UNUSED))):
             files.add_finding("tensor", name, "has no place in the model that config.json describes")
-    for name in sorted(required.shapes.keys() & files.shapes.keys()):
-        expected, actual = required.shapes[name], files.shapes[name]
-        if actual != expected:
+    for name in sorted(required.shapes.keys() & stored.keys()):
+        if (actual := stored[name]) != (expected := required.shapes[name]):
             files.add_finding("tensor", name, f"must have shape {list(expected)}, the file has {list(actual)}")
 
 
@@ -222,13 +211,6 @@ def _check_numbers(files: CheckpointFiles, name: str) -> None:
             files.add_finding(kind, name, f"must be {must}: {count} of {tensor.numel()} are {error}")
 
 
-def belongs_to_packing(name: str, layers: Mapping[str, LayerSpec]) -> bool:
-    """True if a tensor is a scale, and so is not in MODEL."""
-    module, _, leaf = name.rpartition(".")
-    scales = (layers[module].input_scale, layers[module].scale) if module in layers else ()
-    return leaf in (*_UNUSED, *_CACHE_SCALES, *scales)
-
-
 # ---- The weights of a packed folder against those of the model that it was packed from, MODEL.
 #
 # Rounding to nearest moves w / s by at most half a step of the numbers that bytes stand for, so each byte is judged by
@@ -264,7 +246,8 @@ def check_weights(
     each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to nearest; bytes of others
     that are not are a remark."""
     found: dict[str, Judgement] = {}
-    names = {name for name in files.shapes if not belongs_to_packing(name, layers)}
+    scales = {f"{name}.{leaf}" for name, spec in layers.items() for leaf in (spec.scale, spec.input_scale)}
+    names = {name for name in files.shapes if name.rpartition(".")[2] not in (*_UNUSED, *_CACHE_SCALES)} - scales
     for name in sorted(names - shapes.keys()):
         files.add_finding("weights", name, "MODEL has no such tensor: the folder is of another model")
     common = sorted(names & shapes.keys())
@@ -279,7 +262,10 @@ def check_weights(
             found[module] = judge(files.get(name), scale, layers[module], get(name), module in rounded)
             error = found[module].error
         else:
-            error = _difference(files.get(name), get(name))
+            stored = files.get(name)
+            truth, dtype = get(name).to(stored.dtype), str(stored.dtype).removeprefix("torch.")
+            same = torch.equal(stored, truth)
+            error = "" if same else f"is not MODEL's, rounded to {dtype}: {sqnr(*energies(truth, stored)):.1f} dB"
         if error:
             files.add_finding("weights", name, error)
     ratios = {name: each.sqnr for name, each in found.items()}
@@ -295,15 +281,6 @@ def check_weights(
         for name, usual in far_below(ratios, layers).items()
     ]
     return ratios
-
-
-def _difference(stored: Tensor, truth: Tensor) -> str:
-    """The error of an unpacked tensor that is not MODEL's, rounded to its dtype; "" if it is."""
-    expected = truth.to(stored.dtype)
-    if torch.equal(stored, expected):
-        return ""
-    dtype = str(stored.dtype).removeprefix("torch.")
-    return f"is not MODEL's, rounded to {dtype}: {sqnr(*energies(expected, stored)):.1f} dB"
 
 
 def _add_weight_remarks(files: CheckpointFiles, beyond: Mapping[str, int]) -> None:
@@ -342,33 +319,30 @@ def judge(data: Tensor, scale: Tensor, spec: LayerSpec, truth: Tensor, rounded: 
     count = int(beyond.sum())
     if not count and (rounded or db >= _SAME_DB):
         return Judgement(db, count)
-    error = _explain(numbers_of(data), values, spec, truth.float(), beyond, scale.dtype, rounded)
+    data, truth, each = numbers_of(data), truth.float(), spread(values, spec, data.shape)
+    exact = sqnr(*energies(truth, data * each))
+    if sqnr(*energies(truth, data / each)) > max(exact, _SAME_DB):
+        error = "the scale is reciprocal: data / scale is MODEL's weight, and a scale must multiply"
+        return Judgement(db, count, error)
+    fitted = _sums(data * truth, spec) / _sums(data.square(), spec).clamp(min=1e-30)
+    fits, still_beyond = _compare(data, fitted, spec, truth, scale.dtype)
+    if fits < _SAME_DB:
+        error = f"the bytes are not MODEL's weight ({exact:.1f} dB, whatever the scale): the folder is of another model"
+    else:
+        error = _name_scale_or_byte(data, values, spec, truth, fitted, beyond, still_beyond if rounded else None)
     return Judgement(db, count, error)
 
 
-def _explain(
-    data: Tensor,
-    values: Tensor,
-    spec: LayerSpec,
-    truth: Tensor,
-    beyond: Tensor,
-    scale_dtype: torch.dtype,
-    rounded: bool,
+def _name_scale_or_byte(
+    data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, fitted: Tensor, beyond: Tensor, still: Tensor | None
 ) -> str:
-    """The error of a weight that has bytes beyond half a step, or far from MODEL's; "" if there is none. `data` and
-    `truth` are float32 [N, K]; the others are as in `judge` and `_compare`."""
+    """The error of a weight, data and truth float32 [N, K], that the scales `fitted` make MODEL's; "" if it has none.
+    Of the bytes `beyond` half a step, these are `still` so by the scales `fitted`; None if rounding is not judged."""
     quotients = truth / spread(values, spec, data.shape)
-    db = sqnr(*energies(truth, data * spread(values, spec, data.shape)))
-    if sqnr(*energies(truth, data / spread(values, spec, data.shape))) > max(db, _SAME_DB):
-        return "the scale is reciprocal: data / scale is MODEL's weight, and a scale must multiply"
-    fitted = _sums(data * truth, spec) / _sums(data.square(), spec).clamp(min=1e-30)
-    fits, still_beyond = _compare(data, fitted, spec, truth, scale_dtype)
-    if fits < _SAME_DB:
-        return f"the bytes are not MODEL's weight ({db:.1f} dB, whatever the scale): the folder is of another model"
     factor = torch.maximum(fitted / values, values / fitted)
     wrong = ~(factor <= _FACTOR)  # counts NaN
-    if rounded:
-        wrong |= 2 * _sums(still_beyond, spec) < _sums(beyond, spec)
+    if still is not None:
+        wrong |= 2 * _sums(still, spec) < _sums(beyond, spec)
     wrong &= _blocks(data, spec).abs().amax((1, 3)) >= 1  # smaller bytes have too few bits to judge their scale
     errors, signals = (_sums(t.square(), spec) for t in (data * spread(fitted, spec, data.shape) - truth, truth))
     scales = wrong & (errors < signals / _SAME)
@@ -378,7 +352,7 @@ def _explain(
             f"the bytes are MODEL's and {int(scales.sum())} of {factor.numel()} scales are not: [{row}, {column}] is "
             f"{values[row, column]:.4g} and should be about {fitted[row, column]:.4g}"
         )
-    if not wrong.any() and not (rounded and beyond.any()):
+    if not wrong.any() and not (still is not None and beyond.any()):
         return ""
     row, column = divmod(int((beyond * (quotients - data).abs()).argmax()), data.shape[1])
     should = nearest(quotients[row, column], spec)

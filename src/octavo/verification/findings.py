@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from octavo.data import ReadReport
-from octavo.evaluation.metrics import Budget, EmbeddingQuality, Estimate, LogitQuality, Quality
+from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality, Quality
 from octavo.rates.measured import speeds_note
 from octavo.util import installed, plural
 from octavo.verification.checks import Shape
@@ -44,24 +44,15 @@ def measure_sizes(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> Si
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One packed layer. None stands for a value that was not measured, or that the layer does not have.
-
-    Attributes:
-        spec: how it is quantized.
-        shape: of its weight, [N, K].
-        weight_sqnr: the SQNR of data * scale against MODEL's weight, in dB.
-        output_sqnr: the SQNR of its output against the BF16 layer's, for the same inputs, over all prompts, in dB.
-        clip_rate: the share of its inputs beyond the range of a stored input scale.
-        headroom: that range over the largest input.
-    """
+    """One packed layer. None stands for a value that was not measured, or that the layer does not have."""
 
     name: str
-    spec: str
-    shape: Shape
-    weight_sqnr: float | None = None
-    output_sqnr: float | None = None
-    clip_rate: float | None = None
-    headroom: float | None = None
+    spec: str  # how it is quantized
+    shape: Shape  # of its weight, [N, K]
+    weight_sqnr: float | None = None  # of data * scale against MODEL's weight, in dB
+    output_sqnr: float | None = None  # of its output against the BF16 layer's, for the same inputs of all prompts
+    clip_rate: float | None = None  # the share of its inputs beyond the range of a stored input scale
+    headroom: float | None = None  # that range over the largest input
 
 
 class Section(NamedTuple):
@@ -71,12 +62,6 @@ class Section(NamedTuple):
     columns: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     remark: str = ""
-
-    def without_blanks(self) -> Self:
-        """The section without the columns that are empty in every row."""
-        used = [i for i in range(len(self.columns)) if any(row[i] for row in self.rows)]
-        rows = [tuple(row[i] for i in used) for row in self.rows]
-        return self._replace(columns=tuple(self.columns[i] for i in used), rows=rows)
 
 
 @dataclass(frozen=True)
@@ -95,33 +80,20 @@ class Invocation:
 
 @dataclass
 class Report:
-    """All results. Without findings the folder is right, and within its budgets.
+    """All results. Without findings the folder is right, and within its budgets."""
 
-    Attributes:
-        packed, against: the folder, and the model that it was packed from (MODEL), if it was compared with that.
-        architecture: the class of transformers that config.json names.
-        data: the text that was read for the prompts.
-        findings: everything that is wrong.
-        readers: the programs that opened the folder.
-        layers: the packed layers.
-        quality, int8: of the packed model and of MODEL in INT8, against MODEL in BF16.
-        sizes: in bytes.
-        not_run: why nothing ran, or "".
-        remarks: unusual things that are not errors.
-    """
-
-    packed: Path
-    against: Path | None = None
-    architecture: str = ""
-    data: ReadReport | None = None
-    findings: list[Finding] = field(default_factory=list)
-    readers: list[ReaderResult] = field(default_factory=list)
-    layers: list[LayerReport] = field(default_factory=list)
-    quality: Quality | None = None
-    int8: Quality | None = None
+    packed: Path  # the folder
+    against: Path | None = None  # the model that it was packed from (MODEL), if it was compared with that
+    architecture: str = ""  # the class of transformers that config.json names
+    data: ReadReport | None = None  # the text that was read for the prompts
+    findings: list[Finding] = field(default_factory=list)  # everything that is wrong
+    readers: list[ReaderResult] = field(default_factory=list)  # the programs that opened the folder
+    layers: list[LayerReport] = field(default_factory=list)  # that are packed
+    quality: Quality | None = None  # of the packed model, against MODEL in BF16
+    int8: Quality | None = None  # of MODEL in INT8, against MODEL in BF16
     sizes: Sizes | None = None
-    not_run: str = ""
-    remarks: list[str] = field(default_factory=list)
+    not_run: str = ""  # why nothing ran
+    remarks: list[str] = field(default_factory=list)  # unusual things that are not errors
 
     @property
     def ok(self) -> bool:
@@ -161,20 +133,12 @@ class Report:
         return finite
 
     def sections(self) -> Iterator[Section]:
-        """The tables that have rows, without empty columns. Findings are not in a table."""
-        for section in (_readers(self), _quality(self), _layers(self), _sizes(self)):
-            if section.rows:
-                yield section.without_blanks()
-
-
-def over_budget(quality: Quality, budgets: Sequence[Budget]) -> list[Finding]:
-    """One finding for each budget that is exceeded."""
-    findings = []
-    for budget in budgets:
-        if not budget.holds(quality):
-            measured = budget.show(budget.estimate(quality).value)
-            findings.append(Finding("budget", budget.measure, f"{measured}, the limit is {budget.show(budget.limit)}"))
-    return findings
+        """The tables that have rows, without the columns that are empty in every row. Findings are not in a table."""
+        for title, columns, rows, remark in (_readers(self), _quality(self), _layers(self), _sizes(self)):
+            if rows:
+                used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+                shown = [tuple(row[i] for i in used) for row in rows]
+                yield Section(title, tuple(columns[i] for i in used), shown, remark)
 
 
 def _finite(value: Any) -> Any:

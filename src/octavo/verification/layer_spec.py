@@ -17,10 +17,7 @@ from torch.nn.functional import linear, pad
 
 from octavo.verification.stored_files import CheckpointFiles
 
-_E4M3, _INT8 = 448.0, 127.0
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized", "mixed-precision")
-
-
 # The names of docs/packing.md, by the description of the weight's and the input's scales.
 _SCHEMES = {
     "channel, input token": "channel", "tensor, input token": "tensor", "tensor, input static": "static",
@@ -38,28 +35,22 @@ class SpecError(ValueError):
 class LayerSpec:
     """The quantization of one layer. `per_tensor` and `per_channel` make the common ones.
 
-    Attributes:
-        rows, columns: the block of the weight [N, K] that shares a scale; 0 stands for all rows or columns.
-        inputs: "none" (not rounded), "static" (input_scale is stored), "tensor" (one dynamic scale), or "token" (one
-            dynamic scale a token).
-        group: for "token", the number of neighbours in a token that share a scale; 0 stands for all.
-        exponents: scales are powers of two, stored as bytes e + 127.
-        integers: the numbers are int8, not e4m3.
-        flat: scales have ModelOpt's shapes: a scalar for a tensor, [N] for channels, [N, 1, K, 1] for blocks.
-        scale, input_scale: the last parts of the scales' names.
-        pow2_inputs: the scales of inputs are powers of two. They are with `exponents`, too.
+    `inputs` are "none" (not rounded), "static" (input_scale is stored), "tensor" (one dynamic scale), or "token" (one
+    dynamic scale a token).
     """
 
-    rows: int
+    rows: int  # of the block of the weight [N, K] that shares a scale; 0 stands for all
     columns: int
     inputs: str
-    group: int = 0
-    exponents: bool = False
-    integers: bool = False
-    flat: bool = False
-    scale: str = "weight_scale"
+    group: int = 0  # for "token", the number of neighbours in a token that share a scale; 0 stands for all
+    exponents: bool = False  # scales are powers of two, stored as bytes e + 127
+    integers: bool = False  # the numbers are int8, not e4m3
+    flat: bool = (
+        False  # scales have ModelOpt's shapes: a scalar for a tensor, [N] for channels, [N, 1, K, 1] for blocks
+    )
+    scale: str = "weight_scale"  # the last part of its name
     input_scale: str = "input_scale"
-    pow2_inputs: bool = False
+    pow2_inputs: bool = False  # the scales of inputs are powers of two. They are with `exponents`, too
 
     @classmethod
     def per_tensor(cls, inputs: str, **settings: Any) -> Self:
@@ -77,7 +68,7 @@ class LayerSpec:
 
     @property
     def largest(self) -> float:
-        return _INT8 if self.integers else _E4M3
+        return 127.0 if self.integers else 448.0
 
     def scale_shapes(self, n: int, k: int) -> list[tuple[int, ...]]:
         """The shapes that the scale of a weight [N, K] may have, the usual one first."""
@@ -108,7 +99,6 @@ class LayerSpec:
 
 Groups = list[tuple[list[str], LayerSpec]]
 """what layers are named by (names, patterns, the class Linear), and their spec; the first fit counts"""
-
 _MODELOPT = {
     "FP8": LayerSpec.per_tensor("static", flat=True),
     "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec.per_channel("token", flat=True),
@@ -190,8 +180,7 @@ def _group(where: str, group: Any) -> tuple[list[str], LayerSpec]:
     integers = _are_integers(weights, f"{where}.weights")
     rows, columns = _block(weights, f"{where}.weights")
     inputs, size = _inputs(group.get("input_activations"), f"{where}.input_activations")
-    exponents = weights.get("scale_dtype") == "torch.uint8"
-    return list(targets), LayerSpec(rows, columns, inputs, size, exponents, integers)
+    return targets, LayerSpec(rows, columns, inputs, size, weights.get("scale_dtype") == "torch.uint8", integers)
 
 
 def _are_integers(arguments: Mapping[str, Any], where: str) -> bool:
@@ -320,9 +309,8 @@ def numbers_of(data: Tensor) -> Tensor:
     """The numbers that stored bytes [N, K] stand for, in float32, before their scale."""
     if data.dtype != torch.float8_e4m3fn or data.is_cuda:
         return data.float()
-    table = (
-        torch.arange(256, dtype=torch.uint8).view(data.dtype).float()
-    )  # PyTorch's cast on the CPU is four times slower
+    # PyTorch's cast on the CPU is four times slower.
+    table = torch.arange(256, dtype=torch.uint8).view(data.dtype).float()
     return table.index_select(0, data.reshape(-1).view(torch.uint8).int()).view(data.shape)
 
 
@@ -359,14 +347,16 @@ def round_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -
         return x
     if spec.inputs == "static":
         assert input_scale is not None
-        return _round(x, input_scale.float().reshape(-1)[0], spec)
+        scale = input_scale.float().reshape(-1)[0]
+        return nearest(x / scale, spec) * scale
     if spec.inputs == "tensor":
-        return _round(x, _dynamic_scale(x.abs().amax(), spec), spec)
+        scale = _dynamic_scale(x.abs().amax(), spec)
+        return nearest(x / scale, spec) * scale
     size = spec.group or x.shape[-1]
     padded = pad(x, (0, -x.shape[-1] % size))  # the last group may be smaller
     groups = padded.reshape(*x.shape[:-1], -1, size)
-    rounded = _round(groups, _dynamic_scale(groups.abs().amax(-1, keepdim=True), spec), spec)
-    return rounded.flatten(-2)[..., : x.shape[-1]]
+    scale = _dynamic_scale(groups.abs().amax(-1, keepdim=True), spec)
+    return (nearest(groups / scale, spec) * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 def leave_input(x: Tensor, spec: LayerSpec, input_scale: Tensor | None = None) -> Tensor:
@@ -400,11 +390,6 @@ def _dynamic_scale(amax: Tensor, spec: LayerSpec) -> Tensor:
     return torch.exp2((exponent - (mantissa == 0.5).int()).float())
 
 
-def _round(x: Tensor, scale: Tensor, spec: LayerSpec) -> Tensor:
-    q = (x / scale).clamp(-spec.largest, spec.largest)
-    return (q.round() if spec.integers else q.to(torch.float8_e4m3fn).float()) * scale
-
-
 # ---- The rounding of keys and values by an e4m3 KV cache, for packed folders that have scales for one.
 #
 #     k_q = e4m3(k / k_scale) * k_scale      k after rotary embedding; v alike; one scale a tensor, saturating at 448
@@ -412,8 +397,10 @@ def _round(x: Tensor, scale: Tensor, spec: LayerSpec) -> Tensor:
 
 _CACHE_SPEC = LayerSpec.per_tensor("static")
 # The names below that of an attention layer, as compressed-tensors, vLLM, ModelOpt and older writers (two) spell them.
-_KEYS = ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale")
-_VALUES = ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale", "v_proj.output_scale")
+_LEAVES = (
+    ("k_scale", "attn.k_scale", "k_proj.k_scale", "kv_scale", "k_proj.output_scale"),
+    ("v_scale", "attn.v_scale", "v_proj.v_scale", "kv_scale", "v_proj.output_scale"),
+)
 
 
 def cache_names(files: CheckpointFiles) -> dict[str, tuple[str, str]]:
@@ -424,13 +411,10 @@ def cache_names(files: CheckpointFiles) -> dict[str, tuple[str, str]]:
     attentions = {name.removesuffix(".k_proj.weight") for name in files.shapes if name.endswith(".k_proj.weight")}
     names = {}
     for attention in sorted(attentions, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]):
-        k, v = (
-            next((f"{attention}.{leaf}" for leaf in leaves if f"{attention}.{leaf}" in files.shapes), None)
-            for leaves in (_KEYS, _VALUES)
-        )
-        if k is None or v is None:
+        k, v = ([name for leaf in leaves if (name := f"{attention}.{leaf}") in files.shapes] for leaves in _LEAVES)
+        if not k or not v:
             return {}
-        names[attention] = (k, v)
+        names[attention] = k[0], v[0]
     return names
 
 
@@ -443,17 +427,14 @@ def rounding_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
     """An empty cache of transformers, for `past_key_values`, that rounds all keys and values it is given."""
     from transformers.cache_utils import Cache, DynamicLayer
 
+    def rounded(update: Callable[..., Any], pair: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any) -> Any:
+        k, v = (round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), pair, strict=True))
+        return update(k, v, *args)
+
     layers = [DynamicLayer() for _ in scales]
     for layer, pair in zip(layers, scales.values(), strict=True):
-        layer.update = partial(_update, layer.update, pair)
+        layer.update = partial(rounded, layer.update, pair)
     return Cache(layers=layers)
-
-
-def _update(
-    update: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
-) -> tuple[Tensor, Tensor]:
-    k, v = (round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), scales, strict=True))
-    return update(k, v, *args)
 
 
 # ---- The reference that readers are compared with: linear layers computed in float32 from the bytes alone.
@@ -473,10 +454,9 @@ class PackedLayers:
     def weight(self, name: str) -> Tensor:
         """The weight of a layer, float32 [N, K]."""
         data = self.files.get(f"{name}.weight").to(self.device)
-        spec = self.specs.get(name)
-        return (
-            data.float() if spec is None else widen(data, self.files.get(f"{name}.{spec.scale}").to(self.device), spec)
-        )
+        if (spec := self.specs.get(name)) is None:
+            return data.float()
+        return widen(data, self.files.get(f"{name}.{spec.scale}").to(self.device), spec)
 
     def get(self, name: str) -> Tensor:
         """A tensor of the folder, on the CPU. Weights of packed layers, such as experts, are widened to float32."""

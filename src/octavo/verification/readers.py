@@ -24,8 +24,9 @@ import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -53,21 +54,14 @@ MOST = 0.5  # the most that is ever allowed; no right reader is as far away
 
 @dataclass(frozen=True)
 class ReaderResult:
-    """A reader beside the reference. The `outcome` is agrees, disagrees, failed, or not run. The `note` has the reason
-    if it failed or was not run, and otherwise what it computed in. `tolerance` is the largest |y - reference| /
-    |reference| that is allowed."""
+    """A reader beside the reference."""
 
     name: str
     version: str
-    outcome: str
-    note: str
-    distance: float | None = None
-    tolerance: float | None = None
-
-    @property
-    def is_wrong(self) -> bool:
-        """True if the reader disagrees or failed."""
-        return self.outcome in ("disagrees", "failed")
+    outcome: str  # agrees, disagrees, failed, or not run
+    note: str  # why it failed or was not run, and otherwise what it computed in
+    distance: float | None = None  # |y - reference| / |reference|
+    tolerance: float | None = None  # the largest distance that is allowed
 
     def describe_error(self) -> str:
         if self.distance is None:
@@ -80,26 +74,20 @@ class ReaderResult:
 
 @dataclass(frozen=True)
 class Probe:
-    """The inputs that readers run on, such as token ids int64 [B, T], and the reference's outputs for them, such as [B,
-    T, width].
-
-    `emulated` has inputs rounded as transformers with compressed-tensors rounds them; `unrounded` and `bf16` are the
-    same without rounding of inputs, and with BF16 between the layers. `cache`: the folder stores scales of a KV cache.
-    `mixture`: a router chooses the experts of each token.
-    """
+    """The inputs that readers run on, and the outputs of the reference for them, such as [B, T, width]."""
 
     folder: Path
     layers: Mapping[str, LayerSpec]
     settings: Mapping[str, Any]
     causal: bool
     logits: bool
-    cache: bool
-    mixture: bool
-    inputs: Tensor
-    reference: Tensor
-    emulated: Tensor
-    unrounded: Tensor
-    bf16: Tensor
+    cache: bool  # the folder stores scales of a KV cache
+    mixture: bool  # a router chooses the experts of each token
+    inputs: Tensor  # such as token ids int64 [B, T]
+    reference: Tensor  # the outputs of the bytes in float32
+    emulated: Tensor  # with inputs rounded as transformers with compressed-tensors rounds them
+    unrounded: Tensor  # with inputs that are not rounded
+    bf16: Tensor  # with BF16 between the layers
 
     def tolerance(self, factors: Factors) -> float:
         """The largest distance of a right reader from the reference."""
@@ -162,11 +150,20 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
     # transformers widens MX, and the layout fp8 on a CPU, to BF16 whatever the model's dtype.
     float32 = compressed and not any(spec.exponents for spec in probe.layers.values())
-    with _quiet_loading():
+    with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        import transformers
+
+        config, more = open_config(probe.folder), {}
+        if not compressed:  # widen the layout fp8 as it is loaded, even if transformers sees a GPU
+            kept = ("modules_to_not_convert", "ignored_layers", "activation_scheme", "scale_fmt")
+            given = {name: probe.settings[name] for name in kept if probe.settings.get(name)}
+            given["weight_block_size"] = probe.settings.get("weight_block_size") or None
+            more = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, **given)}
+        architecture = getattr(transformers, next(iter(config.architectures or ()), ""), None)
         model, info = open_local(
-            _transformers_class(probe.folder), probe.folder, config=open_config(probe.folder),
-            dtype=torch.float32 if float32 else "auto", use_safetensors=True,
-            output_loading_info=True, **({} if compressed else _widen_on_load(probe.settings)),
+            architecture or transformers.AutoModelForCausalLM, probe.folder, config=config,
+            dtype=torch.float32 if float32 else "auto", use_safetensors=True, output_loading_info=True, **more,
         )  # fmt: skip
         with torch.inference_mode():
             if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
@@ -184,33 +181,6 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         widens = probe.settings.get("dequantize")  # as it loads: then it rounds no inputs
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
     return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
-
-
-def _transformers_class(folder: Path) -> Any:
-    """The class that config.json names, or the one for causal language models."""
-    import transformers
-
-    config = open_config(folder)
-    classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return classes[0] if classes and classes[0] is not None else transformers.AutoModelForCausalLM
-
-
-def _widen_on_load(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The argument that makes transformers widen the layout fp8 when it loads it, even if it sees a GPU."""
-    import transformers
-
-    names = ("modules_to_not_convert", "ignored_layers", "activation_scheme", "scale_fmt")
-    given = {name: settings[name] for name in names if settings.get(name)}
-    block = settings.get("weight_block_size") or None
-    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=block, **given)}
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Hide the progress bars, messages and warnings of loading."""
-    with quiet_transformers(), warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
 
 
 def open_with_octavo(probe: Probe, version: str, device: str) -> ReaderResult:
@@ -236,17 +206,13 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
     engine = vllm.LLM(model=str(probe.folder), dtype="bfloat16", enforce_eager=True, max_model_len=len(rows[0]) + 1)
     sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     results = engine.generate([{"prompt_token_ids": row} for row in rows], sampling)
-    actual = torch.tensor(
-        [
-            [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], row[1:], strict=True)]
-            for result, row in zip(results, rows, strict=True)
-        ]
-    )
-    factors = BF16_LOOSE if probe.cache else probe.bf16_factors
-    note = "in BF16, log-probabilities of the prompts"
-    return probe.mapped(lambda logits: next_logprobs(logits, probe.inputs)).judge(
-        "vllm", version, actual, factors, note
-    )
+    found = [
+        [entry[token].logprob for entry, token in zip(result.prompt_logprobs[1:], row[1:], strict=True)]
+        for result, row in zip(results, rows, strict=True)
+    ]
+    factors, note = BF16_LOOSE if probe.cache else probe.bf16_factors, "in BF16, log-probabilities of the prompts"
+    probe = probe.mapped(partial(next_logprobs, ids=probe.inputs))
+    return probe.judge("vllm", version, torch.tensor(found), factors, note)
 
 
 def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:

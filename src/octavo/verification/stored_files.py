@@ -6,6 +6,7 @@ described.
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +22,11 @@ _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2,
 
 @dataclass(frozen=True)
 class Finding:
-    """An error in the folder, a reader that disagrees with it, or a budget that it exceeds. `kind` is file, pickle,
-    config, tensor, scale, weights, reader or budget; `where` names a tensor, module, file, reader or measure; `message`
-    says what was required, and what was found."""
+    """An error in the folder, a reader that disagrees with it, or a budget that it exceeds."""
 
-    kind: str
-    where: str
-    message: str
+    kind: str  # file, pickle, config, tensor, scale, weights, reader or budget
+    where: str  # a tensor, module, file, reader or measure
+    message: str  # what was required, and what was found
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}"
@@ -35,22 +34,17 @@ class Finding:
 
 @dataclass
 class CheckpointFiles:
-    """The tensors of a folder, and the errors in its files.
-
-    `config` and `record` are config.json and octavo.json, or {}. `dtypes` are as safetensors spells them (F8_E4M3,
-    BF16, ...). `remarks` are unusual things that only some readers reject. `by_octavo` are the tensors in files that
-    Octavo wrote, as their headers say. `folded`: something was folded into the weights, which then differ from MODEL's.
-    """
+    """The tensors of a folder, and the errors in its files."""
 
     folder: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # config.json, or {}
+    dtypes: dict[str, str] = field(default_factory=dict)  # as safetensors spells them: F8_E4M3, BF16, ...
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-    folded: bool = False
-    record: dict[str, Any] = field(default_factory=dict)
-    by_octavo: set[str] = field(default_factory=set)
+    remarks: list[str] = field(default_factory=list)  # unusual things that only some readers reject
+    folded: bool = False  # something was folded into the weights, which then differ from MODEL's
+    record: dict[str, Any] = field(default_factory=dict)  # octavo.json, or {}
+    by_octavo: set[str] = field(default_factory=set)  # the tensors in files that Octavo wrote, as their headers say
     _paths: dict[str, Path] = field(default_factory=dict)
 
     def get(self, name: str) -> Tensor:
@@ -117,10 +111,10 @@ def _read_json(files: CheckpointFiles, name: str, required: bool = False) -> dic
     except (ValueError, RecursionError, OSError) as error:
         files.add_finding("file", name, f"is not valid JSON ({error})")
         return {}
-    if not isinstance(content, dict):
-        files.add_finding("file", name, f"must hold a JSON object, it holds {type(content).__name__}")
-        return {}
-    return content
+    if isinstance(content, dict):
+        return content
+    files.add_finding("file", name, f"must hold a JSON object, it holds {type(content).__name__}")
+    return {}
 
 
 def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
@@ -131,24 +125,22 @@ def _tensor_files(files: CheckpointFiles) -> Mapping[str, set[str] | None]:
         files.add_finding("file", _SINGLE, f"is missing, and so is {_INDEX}: the folder has no tensors")
         return {}
     weight_map = _read_json(files, _INDEX).get("weight_map")
-    if (
-        not isinstance(weight_map, Mapping)
-        or not weight_map
-        or not all(isinstance(v, str) for v in weight_map.values())
-    ):
+    placed = weight_map.items() if isinstance(weight_map, Mapping) else ()
+    if not placed or not all(isinstance(name, str) for _, name in placed):
         files.add_finding("file", _INDEX, "must map the name of each tensor to a file in weight_map")
         return {}
-    listed: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items():
-        listed.setdefault(name, set()).add(tensor)
-    for name in sorted(listed):
-        if "/" in name or "\\" in name or name in ("", ".", "..") or Path(name).is_absolute():
-            files.add_finding("file", _INDEX, f"names the file {name!r}, which is outside of the folder: not opened")
-            del listed[name]
-        elif not name.endswith(".safetensors"):
-            files.add_finding("file", _INDEX, f"names the file {name!r}, which is not a safetensors file: not opened")
-            del listed[name]
-    return dict(sorted(listed.items()))
+    listed: dict[str, set[str] | None] = {}
+    by_file: dict[str, set[str]] = defaultdict(set)
+    for tensor, name in placed:
+        by_file[name].add(tensor)
+    for name in sorted(by_file):
+        wrong = "outside of the folder" if "/" in name or "\\" in name or name in ("", ".", "..") else ""
+        if wrong or not name.endswith(".safetensors"):
+            why = wrong or "not a safetensors file"
+            files.add_finding("file", _INDEX, f"names the file {name!r}, which is {why}: not opened")
+        else:
+            listed[name] = by_file[name]
+    return listed
 
 
 def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> None:
@@ -169,11 +161,11 @@ def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> 
             files.add_finding("tensor", tensor, f"is in two files, {files._paths[tensor].name} and {name}")
         files._paths[tensor], files.dtypes[tensor], files.shapes[tensor] = path, dtype, shape
         files.by_octavo |= {tensor} if by_octavo else set()
-    if listed is not None:
-        for tensor in sorted(listed - headers.keys()):
-            files.add_finding("tensor", tensor, f"is missing in {name}, where {_INDEX} places it")
-        for tensor in sorted(headers.keys() - listed):
-            files.add_finding("tensor", tensor, f"is in {name}, and {_INDEX} does not list it: readers would miss it")
+    listed = set(headers) if listed is None else listed
+    for tensor in sorted(listed - headers.keys()):
+        files.add_finding("tensor", tensor, f"is missing in {name}, where {_INDEX} places it")
+    for tensor in sorted(headers.keys() - listed):
+        files.add_finding("tensor", tensor, f"is in {name}, and {_INDEX} does not list it: readers would miss it")
 
 
 # ---- What a packed folder says about its model and its tokens, against what MODEL says.

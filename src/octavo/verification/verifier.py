@@ -26,13 +26,13 @@ from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.run import RunFolder, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
-from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, Quality, check_budgets, energies, sqnr
+from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets, energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.inputs import is_language_model, predicts_tokens, random_inputs
 from octavo.hf.meta_model import MetaModel, transformers_meta_model
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import check_folder, check_weights
-from octavo.verification.findings import LayerReport, Report, measure_sizes, over_budget
+from octavo.verification.findings import LayerReport, Report, measure_sizes
 from octavo.verification.layer_spec import (
     LayerSpec,
     PackedLayers,
@@ -49,7 +49,7 @@ from octavo.verification.layer_spec import (
 )
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
-from octavo.verification.streamed_model import BaselineModel, LinearFn, StreamedModel, required_by, settings_of
+from octavo.verification.streamed_model import BaselineModel, StreamedModel, required_by, settings_of
 
 
 def verify(
@@ -107,7 +107,10 @@ def verify(
         if data:
             read_prompts = open_prompts(data, baseline.folder, prompts, baseline.meta_model, on_read)
             report.data, verification.batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
-        verification.compare_with(baseline, folded, calibration)
+        verification.baseline, record = baseline, verification.files.record.get("folded")
+        verification.files.folded = folded or (bool(record) and record != baseline.folded)
+        if calibration is not None:
+            verification.calibration = load_calibration(calibration, *baseline.calibrated)
     verification.check_bytes()
     if report.findings:
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
@@ -133,13 +136,6 @@ class Verification:
     layers: dict[str, LayerSpec] = field(default_factory=dict)
     kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def compare_with(self, baseline: BaselineModel, folded: bool, calibration: str | Path | None) -> None:
-        """Let MODEL, and a calibration of it, be what the folder is compared with."""
-        self.baseline, record = baseline, self.files.record.get("folded")
-        self.files.folded = folded or (bool(record) and record != baseline.folded)
-        if calibration is not None:
-            self.calibration = load_calibration(calibration, *baseline.calibrated)
-
     def check_bytes(self) -> None:
         """The files, the settings and the tensors, by themselves and against MODEL."""
         files, report = self.files, self.report
@@ -150,7 +146,15 @@ class Verification:
             return
         if not self.layers:
             files.add_finding("config", "config.json", "no layer is packed")
-        self._check_schemes()
+        # The layers that octavo pack cast, in files that no other program has written since, with their schemes.
+        recorded = files.recorded("layers").items()
+        packed = {name: str(scheme) for name, scheme in recorded if f"{name}.weight" in files.by_octavo}
+        others = [name for name, spec in self.layers.items() if packed.get(name, str(spec)) != str(spec)]
+        if others:
+            files.remarks.append(
+                f"{others[0]} ({len(others)} such layers) was packed by {packed[others[0]]}, and config.json says "
+                f"{self.layers[others[0]]}: a legal scheme, by which inputs are cast in another way"
+            )
         ratios: dict[str, float] = {}
         if self.baseline is not None:
             settings = settings_of(self._meta_model())
@@ -158,8 +162,8 @@ class Verification:
         if self.baseline is None or files.folded:
             _check_plausible(files, self.layers)
         else:
-            get, rounded = self.baseline.get_as_packed, self._cast_by_pack()
-            ratios = check_weights(files, self.layers, self.baseline.shapes, get, rounded, self.progress)
+            get = self.baseline.get_as_packed
+            ratios = check_weights(files, self.layers, self.baseline.shapes, get, packed, self.progress)
         if files.folded:
             report.remarks.append(
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
@@ -174,21 +178,6 @@ class Verification:
                 )
         for name, spec in self.layers.items():
             report.layers.append(LayerReport(name, str(spec), files.shapes[f"{name}.weight"], ratios.get(name)))
-
-    def _check_schemes(self) -> None:
-        """Add a remark where config.json gives layers another scheme than they were packed by."""
-        packed = self._cast_by_pack()
-        others = [name for name, spec in self.layers.items() if packed.get(name, str(spec)) != str(spec)]
-        if others:
-            self.files.remarks.append(
-                f"{others[0]} ({len(others)} such layers) was packed by {packed[others[0]]}, and config.json says "
-                f"{self.layers[others[0]]}: a legal scheme, by which inputs are cast in another way"
-            )
-
-    def _cast_by_pack(self) -> dict[str, str]:
-        """The layers that octavo pack cast, in files that no other program has written since, with their schemes."""
-        layers = self.files.recorded("layers")
-        return {name: str(scheme) for name, scheme in layers.items() if f"{name}.weight" in self.files.by_octavo}
 
     def _check_structure(self) -> dict[str, LayerSpec]:
         files = self.files
@@ -233,7 +222,7 @@ class Verification:
         for done, reader in enumerate(try_readers(probe, self.device), start=1):
             self.progress(done, 4, "opening with every reader")
             self.report.readers.append(reader)
-            if reader.is_wrong:
+            if reader.outcome in ("disagrees", "failed"):
                 self.report.findings.append(Finding("reader", reader.name, reader.describe_error()))
 
     def measure_quality(self, budgets: Sequence[Budget]) -> None:
@@ -241,12 +230,24 @@ class Verification:
         if self.kv_scales:
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         assert self.baseline is not None  # `verify` takes prompts with MODEL alone
-        packed = PackedLayers(self.files, self.layers, self.device)
-        quality, int8, sums = measure_quality(self.baseline, packed, self._packed_model(), self.batches, self.progress)
-        self.report.quality, self.report.int8 = quality, int8
-        layers = self.report.layers
-        self.report.layers = [sums[each.name].added_to(each) if each.name in sums else each for each in layers]
-        self.report.findings += over_budget(quality, budgets)
+        layers = BaselineLayers(self.baseline, PackedLayers(self.files, self.layers, self.device))
+        packed, reference = self._packed_model(), self.baseline.streamed(layers, self.device)
+        packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
+        for done, ids in enumerate(self.batches):
+            self.progress(done, len(self.batches), "running prompts")
+            reference.compute = layers
+            expected = reference(ids)
+            packed_sums.add(ids, expected, packed(ids))
+            reference.compute = layers.in_int8
+            int8_sums.add(ids, expected, reference(ids))
+        report, sums = self.report, layers.sums
+        report.quality, report.int8 = packed_sums.quality(), int8_sums.quality()
+        report.layers = [sums[each.name].added_to(each) if each.name in sums else each for each in report.layers]
+        for budget in budgets:
+            if not budget.holds(report.quality):
+                measured = budget.show(budget.estimate(report.quality).value)
+                message = f"{measured}, the limit is {budget.show(budget.limit)}"
+                report.findings.append(Finding("budget", budget.measure, message))
 
     def _packed_model(self, rounding: RoundInput = round_input, dtype: torch.dtype = torch.float32) -> StreamedModel:
         """The reference. Keys and values are rounded unless inputs are left as they are."""
@@ -327,12 +328,14 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
         rule = str(record.get("rule") if of_input else record.get("calibration_rule", record.get("rule")))
         stored = float(files.get(name).float().reshape(-1)[0])
         expected = _expected(calibration, of, rule if rule in _RULES else "amax")
-        if rule not in _RULES and not 1 / _FACTOR < stored / expected[0] < _FACTOR:
-            unknown.append(f"{name} is {stored:.4g}, and the calibration's largest value / 448 is {expected[0]:.4g}")
-        if rule in _RULES and not _is_one_of(expected, stored):
-            hint = ""
-            if of in calibration.sites and _is_one_of(_expected(calibration, _pair(of), rule), stored):
-                hint = f", and this one to {_pair(of)}: keys and values are swapped"
+        if rule not in _RULES:
+            if not 1 / _FACTOR < stored / expected[0] < _FACTOR:
+                amax = f"the calibration's largest value / 448 is {expected[0]:.4g}"
+                unknown.append(f"{name} is {stored:.4g}, and {amax}")
+        elif not _is_one_of(expected, stored):
+            hint, pair = "", f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"  # the values for keys, the keys for values
+            if of in calibration.sites and _is_one_of(_expected(calibration, pair, rule), stored):
+                hint = f", and this one to {pair}: keys and values are swapped"
             message = f"is {stored:.4g}, and by the rule {rule} the calibration gives {expected[0]:.4g}{hint}"
             files.add_finding("scale", name, message)
     if unknown:
@@ -341,11 +344,6 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
 
 def _is_one_of(expected: list[float], stored: float) -> bool:
     return any(abs(stored / scale - 1) < _SAME for scale in expected)
-
-
-def _pair(of: str) -> str:
-    """The values of an attention for its keys, and the keys for its values."""
-    return f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"
 
 
 def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
@@ -397,6 +395,9 @@ _RULES: dict[Any, Any] = {"amax": _by_amax, "percentile": _by_percentile, "mse":
 # packed folder, and MODEL with the packed layers in INT8 instead.
 
 
+_INT8 = LayerSpec.per_channel("token", integers=True)  # a scale for each row of the weight and for each token
+
+
 @dataclass
 class LayerSums:
     """The sums over prompts that the errors of one packed layer are computed from."""
@@ -419,16 +420,15 @@ class LayerSums:
 
 
 @dataclass
-class WatchedLayers:
-    """The linear layers of MODEL, y = x @ w^T; each packed layer is given the same input, and its error is summed."""
+class BaselineLayers:
+    """The linear layers of MODEL, y = x @ w^T. Each packed layer is given the same input, and its error is summed."""
 
     baseline: BaselineModel
     packed: PackedLayers
     sums: dict[str, LayerSums] = field(default_factory=dict)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
-        weight = self.baseline.get_served(f"{name}.weight").to(self.packed.device)
-        y = linear(x.float(), weight.float())  # [T,K] @ [N,K]^T
+        y = linear(x.float(), self._weight(name).float())  # [T,K] @ [N,K]^T
         if name in self.packed.specs and not self.packed.files.folded:  # folded weights expect other inputs
             sums = self.sums.setdefault(name, LayerSums())
             signal, noise = energies(y, self.packed(name, x))
@@ -440,34 +440,12 @@ class WatchedLayers:
                 sums.clipped += int((x.abs() > sums.range).sum())
         return y
 
-
-def measure_quality(
-    baseline: BaselineModel, layers: PackedLayers, packed: StreamedModel, batches: list[Tensor], progress: Progress
-) -> tuple[Quality, Quality, dict[str, LayerSums]]:
-    """Run MODEL, the packed model and INT8 on prompts, a batch int64 [B, T] at a time. Return the quality of the packed
-    model, that of INT8, and the sums of each packed layer."""
-    watched, int8 = WatchedLayers(baseline, layers), _int8_layers(baseline, layers)
-    reference = baseline.streamed(watched, layers.device)
-    packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
-    for done, ids in enumerate(batches):
-        progress(done, len(batches), "running prompts")
-        reference.compute = watched
-        expected = reference(ids)
-        packed_sums.add(ids, expected, packed(ids))
-        reference.compute = int8
-        int8_sums.add(ids, expected, reference(ids))
-    return packed_sums.quality(), int8_sums.quality(), watched.sums
-
-
-def _int8_layers(baseline: BaselineModel, packed: PackedLayers) -> LinearFn:
-    """The linear layers of MODEL, with INT8 for those that are packed: a scale for each row of the weight and for each
-    token."""
-    spec = LayerSpec.per_channel("token", integers=True)
-
-    def compute(name: str, x: Tensor) -> Tensor:
-        weight = baseline.get_served(f"{name}.weight").to(packed.device)
-        if name not in packed.specs:
+    def in_int8(self, name: str, x: Tensor) -> Tensor:
+        """The same with INT8 for the layers that are packed, and no error summed."""
+        weight = self._weight(name)
+        if name not in self.packed.specs:
             return linear(x.float(), weight.float())
-        return linear(round_input(x, spec), round_input(weight, spec))  # [T,K] @ [N,K]^T
+        return linear(round_input(x, _INT8), round_input(weight, _INT8))  # [T,K] @ [N,K]^T
 
-    return compute
+    def _weight(self, name: str) -> Tensor:
+        return self.baseline.get_served(f"{name}.weight").to(self.packed.device)

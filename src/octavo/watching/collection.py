@@ -30,7 +30,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.module_tools import check_module
-from octavo.nn.observer import ExpertObserver
 from octavo.observation.operand_statistics import (
     BRIEF_MAXIMA,
     BRIEF_WIDTH,
@@ -44,13 +43,13 @@ from octavo.observation.operands import Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
     Table,
-    Transfer,
     alignment_records,
     combined,
     layer_records,
     operand_records,
+    transfer,
 )
-from octavo.watching.storage import EXPERTS, LIMIT, OPERANDS, RECOMPUTED, Event, Records, WatchedLayer, WatchWriter
+from octavo.watching.storage import EXPERTS, LIMIT, Event, Records, WatchedLayer, WatchWriter
 from octavo.watching.watched_layers import (
     Layers,
     WeightStatistics,
@@ -137,12 +136,11 @@ class Watch:
     ) -> None:
         if interval < 1 or rows < 1:
             raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
-        self._layers = Layers(model)
+        self._layers = Layers(model, dtype)
         if not self._layers.modules:
             raise ValueError("the model has no linear layer to watch")
-        self._dtype, self.check_interval, self.done = dtype, CHECK_INTERVAL, resumed_at
-        self._seen: list[set[str]] = [set() for _ in self._layers.modules]
-        self.layers: Sequence[WatchedLayer] = self._layers.describe(dtype, self._seen)
+        self.check_interval, self.done = CHECK_INTERVAL, resumed_at
+        self.layers: Sequence[WatchedLayer] = self._layers.describe()
         self._writer: WatchWriter | None = None
         if folder is not None and _rank() == 0:
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
@@ -272,18 +270,13 @@ class Watch:
                 stacklevel=2,
             )
         self._samples.append(sample)
-        self._note_what_ran(sample)
+        self._layers.note(sample.operands)
+        self._describe()
         for listener in self.listeners:
             listener(sample)
 
-    def _note_what_ran(self, sample: Sample) -> None:
-        for record in sample.operands:
-            seen = {OPERANDS[record["operand"]]} | ({"recomputed"} if record["flags"] & RECOMPUTED else set())
-            self._seen[record["layer"]] |= seen
-        self._describe()
-
     def _describe(self, *, force: bool = False) -> None:
-        layers = self._layers.describe(self._dtype, self._seen)
+        layers = self._layers.describe()
         if force or layers != self.layers:
             self.layers = layers
             if self._writer is not None:
@@ -332,14 +325,14 @@ class Measurement:
         self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
         self._store = BriefStore(layers.stats)
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
+            register_optimizer_step_pre_hook(self._around_update(self._weights.before_update)),
+            register_optimizer_step_post_hook(self._around_update(self._weights.after_update)),
         ]
 
     def largest_of_ranks(self, number: int) -> int:
         """The largest of the numbers that the ranks have. Waits for it."""
         tables = [(torch.empty(0, 0, dtype=torch.float64, device=self._device), 0)]
-        return Transfer(tables, number).wait()[1]
+        return transfer(tables, number)()[1]
 
     def begin(self, *, full: bool, brief: bool) -> None:
         """Decide about the step that comes next."""
@@ -371,13 +364,20 @@ class Measurement:
         observers = [observer for _, observer in self._layers.experts]
         kinds: list[tuple[Callable[..., Sample], list[Table]]] = []
         if self.full:
-            kinds.append((self._full, self._full_tables(stats[:, :WIDTH], observers)))
+            sums = expert_sums(observers, self._device)
+            tables = [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
+            kinds.append((self._full, tables))
         if self.brief:
-            kinds.append((self._brief, self._brief_tables(stats[:, WIDTH:], observers)))
-        transfer = Transfer([table for _, tables in kinds for table in tables], interval)
+            stacks = [stack for _, stack in self._gate_and_up]
+            alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
+            of_experts = brief_tables(observers, self._device)
+            briefs = self._store.add_to(stats[:, WIDTH:])
+            tables = [(briefs, len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
+            kinds.append((self._brief, tables))
+        wait = transfer([table for _, tables in kinds for table in tables], interval)
 
         def finish() -> tuple[list[Sample], int]:
-            found, largest = transfer.wait()
+            found, largest = wait()
             arrays = iter(found)
             return [make(step, *islice(arrays, len(tables))) for make, tables in kinds], largest
 
@@ -390,16 +390,6 @@ class Measurement:
         for hook in self._hooks:
             hook.remove()
         self._layers.detach()
-
-    def _full_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
-        sums = expert_sums(observers, self._device)
-        return [(stats, len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
-
-    def _brief_tables(self, stats: torch.Tensor, observers: Sequence[ExpertObserver]) -> list[Table]:
-        stacks = [stack for _, stack in self._gate_and_up]
-        alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
-        of_experts = brief_tables(observers, self._device)
-        return [(self._store.add_to(stats), len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
 
     def _operands(self, step: int, stats: Any, maxima: int) -> Records:
         layers, operands, places = self._layers.operands()
@@ -418,17 +408,14 @@ class Measurement:
         aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
         return Sample(step, operands, aligned, brief=True)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self.full:
-            self._weights.before_update(_parameters(optimizer))
+    def _around_update(self, read: Callable[[set[int]], None]) -> Callable[..., None]:
+        """The hook of optimizers that calls `read` with the ids of the parameters in a step with a full sample."""
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        if self.full:
-            self._weights.after_update(_parameters(optimizer))
+        def hook(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+            if self.full:
+                read({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
 
-
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return hook
 
 
 def _device_of(model: nn.Module) -> torch.device:

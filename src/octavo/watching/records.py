@@ -9,8 +9,7 @@ ranks. With the moments M_k = sum(x^k) / n and the mean M_1:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -151,37 +150,35 @@ def _known(maxima: Array) -> Array:
 Table = tuple[Tensor, int]  # float64 [rows, maxima and sums], and the number of its columns that are maxima
 
 
-class Transfer:
-    """Tables of statistics, which the ranks combine, on their way to the host, with their largest `interval`.
+def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[Array], int]]:
+    """Combine the tables of all ranks, and begin to copy them to the host, with the largest `interval` of the ranks.
 
-    Every rank must make one at the same step.
+    Every rank must call it at the same step. The result waits for the copy, and gives the tables and the interval.
     """
+    shapes = [(len(table), n, table.shape[1] - n) for table, n in tables]
+    number = tables[0][0].new_full((1,), interval)
+    maxima = torch.cat([*(table[:, :n].reshape(-1) for table, n in tables), number])
+    sums = torch.cat([table[:, n:].reshape(-1) for table, n in tables])
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+    copies, copied = (_host_copy(maxima), _host_copy(sums)), None
+    if maxima.is_cuda:
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
 
-    def __init__(self, tables: Sequence[Table], interval: int) -> None:
-        self._shapes = [(len(table), n, table.shape[1] - n) for table, n in tables]
-        number = tables[0][0].new_full((1,), interval)
-        maxima = torch.cat([*(table[:, :n].reshape(-1) for table, n in tables), number])
-        sums = torch.cat([table[:, n:].reshape(-1) for table, n in tables])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(maxima, dist.ReduceOp.MAX)
-            dist.all_reduce(sums)
-        self._copies = _host_copy(maxima), _host_copy(sums)
-        self._copied: Any = None
-        if maxima.is_cuda:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
-
-    def wait(self) -> tuple[list[Array], int]:
-        """Wait for the copy: the tables, and the interval."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        maxima, sums = (copy.numpy() for copy in self._copies)
-        tables, i, j = [], 0, 0
-        for rows, n, m in self._shapes:
+    def wait() -> tuple[list[Array], int]:
+        if copied is not None:
+            copied.synchronize()
+        maxima, sums = (copy.numpy() for copy in copies)
+        found, i, j = [], 0, 0
+        for rows, n, m in shapes:
             parts = maxima[i : i + rows * n].reshape(rows, n), sums[j : j + rows * m].reshape(rows, m)
-            tables.append(np.concatenate(parts, 1))
+            found.append(np.concatenate(parts, 1))
             i, j = i + rows * n, j + rows * m
-        return tables, int(maxima[-1])
+        return found, int(maxima[-1])
+
+    return wait
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -129,9 +129,6 @@ TOO_LARGE = 0.5  # of the format's binades, by which it may be below
 ZERO_SAMPLES = 2  # in a row
 
 
-_Number = Callable[[SampleGrids, History], Grid]
-
-
 @dataclass(frozen=True)
 class Rule:
     """A rule over a sample, under the name that events have. Its message is `words`, a template.
@@ -142,99 +139,54 @@ class Rule:
 
     name: str
     limit: float
-    number: _Number
-    words: str  # with value, limit, operand and format
+    number: Callable[[SampleGrids, History], Grid]
+    words: str  # with value, operand and format
 
 
-RULES: list[Rule] = []  # in the order in which a sample is judged
+def _of_operands(numbers: Grid, *operands: str) -> Grid:
+    """The numbers of these operands."""
+    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
 
 
-def _rule(name: str, limit: float, words: str) -> Callable[[_Number], _Number]:
-    def add(number: _Number) -> _Number:
-        RULES.append(Rule(name, limit, number, words))
-        return number
-
-    return add
+def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
+    return np.where(sample.quantized, numbers, np.nan)
 
 
-@_rule("non_finite", 0.0, "{value:.2%} of {operand} is inf or NaN")
-def nonfinite(sample: SampleGrids, history: History) -> Grid:
-    """The share of elements that are inf or NaN."""
-    return sample["nonfinite"]
+def _later(sample: SampleGrids, history: History, numbers: Grid) -> Grid:
+    """The numbers of what was quantized, and in so many samples before. An expert without tokens is in none."""
+    return np.where(history.known >= FIRST, _of_quantized(sample, numbers), np.nan)
 
 
-@_rule("non_finite", 0.0, "{value:.2%} of the weight's gradient is inf or NaN")
-def nonfinite_gradient(sample: SampleGrids, history: History) -> Grid:
-    """The share of elements of the weight's gradient that are inf or NaN."""
-    return sample.of_layers("gradient_nonfinite")
+def _jump(sample: SampleGrids, history: History) -> Grid:
+    """amax by the largest of the last samples."""
+    largest = np.fmax.reduce(history.amax)
+    return _later(sample, history, sample["amax"] / np.where(largest > 0, largest, np.nan))
 
 
-@_rule("amax_jump", JUMP, "the amax of {operand} is {value:.3g} times the largest before")
-def amax_jump(sample: SampleGrids, history: History) -> Grid:
-    """amax of x and w by the largest of the last samples."""
-    return _of_operands(_jump(sample, history), "x", "w")
-
-
-@_rule("amax_jump", GRADIENT_JUMP, "the amax of {operand} is {value:.3g} times the largest before")
-def gradient_jump(sample: SampleGrids, history: History) -> Grid:
-    """amax of dy by the largest of the last samples. A hard batch has gradients several times as large."""
-    return _of_operands(_jump(sample, history), "dy")
-
-
-@_rule("saturation_spike", SATURATED, "{value:.2%} of {operand} saturates in {format}")
-def saturated(sample: SampleGrids, history: History) -> Grid:
+def _saturated(sample: SampleGrids, history: History) -> Grid:
     """The share of elements that saturate, where the largest become smaller by a third at least."""
-    share = np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan)
-    return _later(history, _of_quantized(sample, share))
+    return _later(sample, history, np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan))
 
 
-@_rule("underflow", FLUSHED, "{value:.1%} of {operand} underflows to zero in {format}")
-def flushed(sample: SampleGrids, history: History) -> Grid:
+def _flushed(sample: SampleGrids, history: History) -> Grid:
     """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
     share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
     return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
 
 
-@_rule("underflow", SHIFTED, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x")
-def shifted(sample: SampleGrids, history: History) -> Grid:
-    """The share of the bytes of dy other than zero that become zero where the scale of x is folded into them."""
-    return _of_quantized(sample, sample["shift_lost"])
-
-
-@_rule("swiglu_alignment", ALIGNED, "the rows of gate and up are aligned: mean |cosine| {value:.2f}")
-def alignment(sample: SampleGrids, history: History) -> Grid:
-    """The mean |cosine| of matching rows of a SwiGLU's gate and up weights."""
-    return sample.of_layers("alignment")
-
-
-@_rule("kurtosis_growth", GROWTH, "the kurtosis of {operand} is {value:.3g} times the largest before")
-def kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
+def _kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
     """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
     growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
-    return _of_operands(_later(history, _of_quantized(sample, growth)), "x", "w")
+    return _of_operands(_later(sample, history, growth), "x", "w")
 
 
-@_rule("scale_gap", TOO_SMALL, "the amax of {operand} is {value:.1f} binades above its scale's range")
-def scale_too_small(sample: SampleGrids, history: History) -> Grid:
-    """The binades by which amax is above what a scale expects that was fixed before."""
-    return _of_quantized(sample, -sample["gap"])
-
-
-@_rule("scale_gap", TOO_LARGE, "the amax of {operand} leaves {value:.0%} of the binades of {format} unused")
-def scale_too_large(sample: SampleGrids, history: History) -> Grid:
+def _scale_too_large(sample: SampleGrids, history: History) -> Grid:
     """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
     known = ~sample.all_flushed & ~sample.all_zero
     return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
 
 
-@_rule("dead_scale", 0.0, "all of {operand} becomes zero in {format}")
-def all_flushed(sample: SampleGrids, history: History) -> Grid:
-    """1 where nearly all elements other than zero become zero."""
-    return _of_quantized(sample, sample.all_flushed.astype(np.float64))
-
-
-@_rule("dead_scale", ZERO_SAMPLES - 1, "all of {operand} is zero")
-def zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
+def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
     """The number of samples in a row, this one included, in which the operand was all zero.
 
     One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
@@ -245,31 +197,53 @@ def zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
     return np.where(zero, history.zeros + 1 + became, 0)
 
 
-@_rule("dead_scale", 0.0, "the scale of {operand} is zero or not finite")
-def no_scale(sample: SampleGrids, history: History) -> Grid:
+def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
     scale = sample["scale"]
     bad = np.isfinite(sample["amax"]) & ((scale <= 0) | ~np.isfinite(scale))
     return _of_quantized(sample, bad.astype(np.float64))
 
 
-def _jump(sample: SampleGrids, history: History) -> Grid:
-    largest = np.fmax.reduce(history.amax)
-    return _later(history, _of_quantized(sample, sample["amax"] / np.where(largest > 0, largest, np.nan)))
+_JUMPED = "the amax of {operand} is {value:.3g} times the largest before"
 
-
-def _later(history: History, numbers: Grid) -> Grid:
-    """The numbers of what was in so many samples before. An expert without tokens is in none."""
-    return np.where(history.known >= FIRST, numbers, np.nan)
-
-
-def _of_operands(numbers: Grid, *operands: str) -> Grid:
-    """The numbers of these operands."""
-    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
-
-
-def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
-    return np.where(sample.quantized, numbers, np.nan)
+# In the order in which a sample is judged. A hard batch has gradients several times as large as those before it.
+RULES = (
+    Rule("non_finite", 0.0, lambda s, _: s["nonfinite"], "{value:.2%} of {operand} is inf or NaN"),
+    Rule(
+        "non_finite", 0.0, lambda s, _: s.of_layers("gradient_nonfinite"),
+        "{value:.2%} of the weight's gradient is inf or NaN",
+    ),
+    Rule("amax_jump", JUMP, lambda s, history: _of_operands(_jump(s, history), "x", "w"), _JUMPED),
+    Rule("amax_jump", GRADIENT_JUMP, lambda s, history: _of_operands(_jump(s, history), "dy"), _JUMPED),
+    Rule("saturation_spike", SATURATED, _saturated, "{value:.2%} of {operand} saturates in {format}"),
+    Rule("underflow", FLUSHED, _flushed, "{value:.1%} of {operand} underflows to zero in {format}"),
+    Rule(
+        "underflow", SHIFTED, lambda s, _: _of_quantized(s, s["shift_lost"]),
+        "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x",
+    ),
+    Rule(
+        "swiglu_alignment", ALIGNED, lambda s, _: s.of_layers("alignment"),
+        "the rows of gate and up are aligned: mean |cosine| {value:.2f}",
+    ),
+    Rule(
+        "kurtosis_growth", GROWTH, _kurtosis_growth,
+        "the kurtosis of {operand} is {value:.3g} times the largest before",
+    ),
+    Rule(
+        "scale_gap", TOO_SMALL, lambda s, _: _of_quantized(s, -s["gap"]),
+        "the amax of {operand} is {value:.1f} binades above its scale's range",
+    ),
+    Rule(
+        "scale_gap", TOO_LARGE, _scale_too_large,
+        "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
+    ),
+    Rule(
+        "dead_scale", 0.0, lambda s, _: _of_quantized(s, s.all_flushed.astype(np.float64)),
+        "all of {operand} becomes zero in {format}",
+    ),
+    Rule("dead_scale", ZERO_SAMPLES - 1, _zeros_in_a_row, "all of {operand} is zero"),
+    Rule("dead_scale", 0.0, _no_scale, "the scale of {operand} is zero or not finite"),
+)  # fmt: skip
 
 
 # ---- The rules over all samples of a run, in their order.
@@ -312,8 +286,11 @@ class SampleRules:
         for number, column in np.argwhere(new).tolist():
             operand, value = OPERANDS[column] if values.shape[1] > 1 else None, float(values[number, column])
             layer, expert = self.layers[number], int(experts[number, column])
-            event = self._event(rule, _step(sample), layer, operand, value)
-            of_expert = replace(event, message=f"expert {expert}: {event.message}", expert=expert)
+            fmt = "" if operand is None else layer.formats.get(operand, "eight bits")
+            message = rule.words.format(value=value, operand=operand, format=fmt)
+            step = int((sample.operands if len(sample.operands) else sample.layer_records)["step"][0])
+            event = Event(step, rule.name, layer.name, operand, value, rule.limit, message)
+            of_expert = replace(event, message=f"expert {expert}: {message}", expert=expert)
             yield event if expert < 0 else of_expert
 
     def _of_layers(self, values: Grid) -> tuple[Grid, Grid]:
@@ -328,16 +305,6 @@ class SampleRules:
                 known = ~np.isnan(value)
                 found[i], experts[i] = np.where(known, value, found[i]), np.where(known, worst, -1)
         return found, experts
-
-    def _event(self, rule: Rule, step: int, layer: WatchedLayer, operand: str | None, value: float) -> Event:
-        fmt = "" if operand is None else layer.formats.get(operand, "eight bits")
-        message = rule.words.format(value=value, limit=rule.limit, operand=operand, format=fmt)
-        return Event(step, rule.name, layer.name, operand, value, rule.limit, message)
-
-
-def _step(sample: SampleGrids) -> int:
-    records = sample.operands if len(sample.operands) else sample.layer_records
-    return int(records["step"][0])
 
 
 # ---- The rules over the losses of a run, a spike and a stall, and over its learning rate.
@@ -374,7 +341,10 @@ class LossRule:
         self._new.append(loss)
         if len(self._before) < FEWEST or len(self._new) < NEW:
             return None
-        value, limit = float(np.median(self._new)), self._limit()
+        losses = np.array(self._before)
+        median = float(np.median(losses))
+        deviation = 1.4826 * float(np.median(np.abs(losses - median)))
+        value, limit = float(np.median(self._new)), median + max(DEVIATIONS * deviation, LEAST)
         began = value > limit and not self._fault
         self._fault = value > limit
         message = f"the loss of the last steps is {value:.4g}: the steps before allow {limit:.4g}"
@@ -384,12 +354,6 @@ class LossRule:
         """Forget the spike: the run went back to a step before it."""
         self._new.clear()
         self._fault = False
-
-    def _limit(self) -> float:
-        losses = np.array(self._before)
-        median = float(np.median(losses))
-        deviation = 1.4826 * float(np.median(np.abs(losses - median)))
-        return median + max(DEVIATIONS * deviation, LEAST)
 
 
 class StallRule:

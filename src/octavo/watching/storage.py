@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,7 @@ OPERAND = np.dtype(
         ("zero_rows", "<f4"),  # share of rows that are all zero
         ("nonfinite", "<f4"),  # share of elements
         ("shift_lost", "<f4"),  # of dy: share of the bytes of g, not zero, that became zero in h_q of dw; else 0
-        (
-            "gap",
-            "<f4",
-        ),  # of a scale that was fixed before: log2(amax that the scale expects / amax that came); else NaN
+        ("gap", "<f4"),  # of a scale fixed before: log2(amax that the scale expects / amax that came); else NaN
         ("binades", "<u2", (BINADES,)),  # see BINADES
     ]
 )
@@ -109,42 +107,25 @@ EXPERTS = np.dtype(
 
 @dataclass(frozen=True)
 class GemmRun:
-    """The precision that a GEMM ran in.
+    """The precision that a GEMM ran in."""
 
-    Attributes:
-        precision: "fp8", or the dtype of unquantized operands: "bf16", "fp16", "fp32".
-        kernel: the backend, such as "cublaslt" or "emulated".
-        why: the reason, in words, where the precision or the kernel is not the fastest.
-    """
-
-    precision: str
-    kernel: str
-    why: str = ""
+    precision: str  # "fp8", or the dtype of unquantized operands: "bf16", "fp16", "fp32"
+    kernel: str  # the backend, such as "cublaslt" or "emulated"
+    why: str = ""  # the reason, in words, where the precision or the kernel is not the fastest
 
 
 @dataclass(frozen=True)
 class WatchedLayer:
-    """A layer of a watched model.
+    """A layer of a watched model."""
 
-    Attributes:
-        name: in the model.
-        kind: the name of its class.
-        shape: (N, K) of the whole weight.
-        recipe: the name of its recipe; "" where it was not converted.
-        formats: the format of each operand, "bf16" where it is not quantized: {"x": "e4m3", ...}.
-        granularity: of the scales of each operand, "" where it is not quantized.
-        gemms: how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing.
-        experts: of a stack of experts' matrices, their number; 0 for another layer.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, int]
-    recipe: str
-    formats: dict[str, str]
-    granularity: dict[str, str]
-    gemms: dict[str, GemmRun]
-    experts: int = 0
+    name: str  # in the model
+    kind: str  # the name of its class
+    shape: tuple[int, int]  # (N, K) of the whole weight
+    recipe: str  # its name; "" where the layer was not converted
+    formats: dict[str, str]  # of each operand, "bf16" where it is not quantized: {"x": "e4m3", ...}
+    granularity: dict[str, str]  # of the scales of each operand, "" where it is not quantized
+    gemms: dict[str, GemmRun]  # how y, dx, dw and the recomputation of y ran; a GEMM that did not run is missing
+    experts: int = 0  # of a stack of experts' matrices, their number; 0 for another layer
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"shape": list(self.shape)}
@@ -159,30 +140,18 @@ class WatchedLayer:
 
 @dataclass(frozen=True)
 class Event:
-    """A finding of a rule.
+    """A finding of a rule."""
 
-    Attributes:
-        step: the sampled step.
-        rule: its name, such as "saturation_spike".
-        layer: the layer's name; None for the whole model.
-        operand: "x", "w", "dy" or "y"; None where the finding is of none.
-        value, limit: the number that was found, and the one that it passed; None where it is not finite.
-        message: one sentence.
-        action: what the trainer did: None, "promote", "e5m2" or "rollback".
-        undone: whether the run went back to an earlier step later, so that its model has not seen this one.
-        expert: the number of the expert that it is of, where the layer is a stack of experts' matrices.
-    """
-
-    step: int
-    rule: str
-    layer: str | None
-    operand: str | None
-    value: float | None
-    limit: float | None
-    message: str
-    action: str | None = None
-    undone: bool = False
-    expert: int | None = None
+    step: int  # the sampled step
+    rule: str  # its name, such as "saturation_spike"
+    layer: str | None  # its name; None for the whole model
+    operand: str | None  # "x", "w", "dy" or "y"; None where the finding is of none
+    value: float | None  # the number that was found; None where it is not finite
+    limit: float | None  # the number that it passed; None where it is not finite
+    message: str  # one sentence
+    action: str | None = None  # what the trainer did: None, "promote", "e5m2" or "rollback"
+    undone: bool = False  # the run went back to an earlier step later, so that its model has not seen this one
+    expert: int | None = None  # the number of the expert that it is of, where the layer is a stack of experts' matrices
 
     def describe(self) -> str:
         """The rule, the layer and the message."""
@@ -193,11 +162,6 @@ class Event:
         numbers = {"value": self.value, "limit": self.limit}
         return asdict(self) | {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Event:
-        """The event of `to_dict`. A TypeError or ValueError if the fields are others, or of other kinds."""
-        return build(cls, fields)
-
 
 def columns(records: Records) -> dict[str, Array]:
     """The fields of records, each a column; the binades are columns `binades_0` to `binades_39`.
@@ -206,14 +170,11 @@ def columns(records: Records) -> dict[str, Array]:
         >>> frame = pandas.DataFrame(columns(read_watch(run).operands))  # doctest: +SKIP
         >>> table = pyarrow.table(columns(read_watch(run).operands))  # doctest: +SKIP
     """
-    found = {}
+    found: dict[str, Array] = {}
     for name in records.dtype.names or ():
         field = records[name]
-        if field.ndim == 1:
-            found[name] = np.ascontiguousarray(field)
-        else:
-            found |= {f"{name}_{k}": np.ascontiguousarray(field[:, k]) for k in range(field.shape[1])}
-    return found
+        found |= {name: field} if field.ndim == 1 else {f"{name}_{k}": column for k, column in enumerate(field.T)}
+    return {name: np.ascontiguousarray(column) for name, column in found.items()}
 
 
 # ---- The files of a watched run: appending to them while it runs, and reading them, then or later.
@@ -228,24 +189,15 @@ NO_EXPERTS = np.empty(0, EXPERTS)
 
 @dataclass(frozen=True)
 class Watched:
-    """The records of a run.
+    """The records of a run: arrays that are mapped from the files, in the order of the steps."""
 
-    Attributes:
-        interval: the steps between samples now.
-        layers: by the number that records have for them.
-        operands, layer_records, experts: arrays of `OPERAND`, `LAYER` and `EXPERTS`, in the order of the steps, mapped
-            from the files.
-        events: in the order in which they were found.
-        damaged: the numbers of the lines in events.jsonl that are no events.
-    """
-
-    interval: int
-    layers: list[WatchedLayer]
-    operands: Records
-    layer_records: Records
-    events: list[Event]
-    damaged: Sequence[int] = ()
-    experts: Records = field(default_factory=NO_EXPERTS.copy)
+    interval: int  # the steps between samples now
+    layers: list[WatchedLayer]  # by the number that records have for them
+    operands: Records  # of `OPERAND`
+    layer_records: Records  # of `LAYER`
+    events: list[Event]  # in the order in which they were found
+    damaged: Sequence[int] = ()  # the numbers of the lines in events.jsonl that are no events
+    experts: Records = field(default_factory=NO_EXPERTS.copy)  # of `EXPERTS`
 
 
 def watch_folder(run: Path) -> Path:
@@ -261,17 +213,10 @@ def read_watch(run: Path) -> Watched:
     """
     folder = watch_folder(run)
     interval, layers = _read_layers(run)
-    events = [event for _, event in _read_events(folder / "events.jsonl")]
+    lines = [event for _, event in _read_events(folder / "events.jsonl")]
+    events, damaged = [event for event in lines if event], [at for at, event in enumerate(lines, 1) if not event]
     operands, layer_records, experts = (_read_records(folder / name, dtype) for name, dtype in _FILES.items())
-    return Watched(
-        interval,
-        layers,
-        operands,
-        layer_records,
-        [event for event in events if event is not None],
-        [number for number, event in enumerate(events, 1) if event is None],
-        experts,
-    )
+    return Watched(interval, layers, operands, layer_records, events, damaged, experts)
 
 
 class WatchWriter:
@@ -288,13 +233,7 @@ class WatchWriter:
     """
 
     def __init__(
-        self,
-        run: Path,
-        layers: Sequence[WatchedLayer],
-        *,
-        interval: int,
-        limit: int = LIMIT,
-        resumed_at: int = 0,
+        self, run: Path, layers: Sequence[WatchedLayer], *, interval: int, limit: int = LIMIT, resumed_at: int = 0
     ) -> None:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
         self._files = {self.folder / name: dtype for name, dtype in _FILES.items()}
@@ -302,15 +241,13 @@ class WatchWriter:
         self._layers = list(layers)
         if not resumed_at:
             self._check_empty()
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
                 self.interval = max(interval, self._former_interval(run))
             self.drop_after(resumed_at)
-            self._drop_events_after(resumed_at)
+            self._change_events_after(resumed_at, lambda event: "")
             self.write_layers(layers)
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
@@ -320,20 +257,16 @@ class WatchWriter:
 
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
-        try:
+        with self._writing():
             for path, records in zip(self._files, (operands, layer_records, experts), strict=True):
                 _append(path, records.tobytes())
             while sum(path.stat().st_size for path in self._files) > self.limit and self._thin():
                 pass
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def write_event(self, event: Event) -> None:
         """Append an event."""
-        try:
+        with self._writing():
             _append(self._events, _line(event).encode())
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def drop_after(self, step: int) -> None:
         """Drop the samples of the steps after `step`, to which the run went back. Its events tell why, and stay."""
@@ -345,21 +278,26 @@ class WatchWriter:
 
     def undo_events_after(self, step: int) -> None:
         """Mark the events of the steps after `step`, to which the run went back, as undone."""
-        marked = [
-            line if event is None or event.step <= step else _line(replace(event, undone=True))
+        self._change_events_after(step, lambda event: _line(replace(event, undone=True)))
+
+    def _change_events_after(self, step: int, line_of: Callable[[Event], str]) -> None:
+        lines = [
+            line if event is None or event.step <= step else line_of(event)
             for line, event in _read_events(self._events)
         ]
-        replace_file(self._events, "".join(marked))
-
-    def _drop_events_after(self, step: int) -> None:
-        lines = [line for line, event in _read_events(self._events) if event is None or event.step <= step]
         replace_file(self._events, "".join(lines))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_error(self.folder, error) from error
 
     def _check_empty(self) -> None:
         if not any(path.is_file() and path.stat().st_size for path in (*self._files, self._events)):
             return
-        steps = self._steps()
-        last = max(int(steps[-1]) if len(steps) else 0, 1)
+        last = max(1, *self._steps()[-1:].tolist())
         raise FileExistsError(
             f"{self.folder} has the records of an earlier watch, up to step {last}: give octavo.watch another folder, "
             f"or resumed_at={last} to go on with the same model after that step"
@@ -451,6 +389,6 @@ def _read_events(path: Path) -> list[tuple[str, Event | None]]:
 def _event_of(line: str) -> Event | None:
     """The event that a line of events.jsonl holds; None if it is damaged."""
     try:
-        return Event.from_dict(json.loads(line))
+        return build(Event, json.loads(line))
     except (ValueError, TypeError):
         return None

@@ -21,11 +21,10 @@ from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.weight_cache import local_part
 from octavo.observation.operand_statistics import BRIEF_WIDTH, EXPONENTS, by_dtype, histogram_statistics, sampled_rows
-from octavo.ops import Backend
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
 from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, operand_records
-from octavo.watching.storage import EXPERTS, OPERANDS, Array, GemmRun, WatchedLayer
+from octavo.watching.storage import EXPERTS, OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
@@ -45,11 +44,17 @@ class Layers:
 
     `modules` are `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of
     experts' matrices. `names` have no prefixes of wrappers. Each converted layer has one of the `places`, and each
-    fused module one more.
+    fused module one more. `dtype` is that of GEMMs that are not quantized.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        found: dict[str, Any] = {_plain(name): m for name, m in model.named_modules() if _is_linear(m)}
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+        self._dtype = names.get(dtype, str(dtype))
+        found: dict[str, Any] = {
+            _plain(name): module
+            for name, module in model.named_modules()
+            if isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
+        }
         found |= {_plain(name): stack for name, stack in expert_stacks(model).items()}
         self.names = list(found)
         self.modules: list[Any] = list(found.values())
@@ -62,7 +67,8 @@ class Layers:
 
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
-        self._compiled = [{"recomputed"} if id(owner) in again else set() for owner in owners]
+        # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
+        self._seen: list[set[str]] = [{"recomputed"} if id(owner) in again else set() for owner in owners]
 
     def attach(self, device: torch.device) -> None:
         """Give each place an observer. A ValueError if the model is watched already."""
@@ -76,10 +82,9 @@ class Layers:
 
     def detach(self) -> None:
         for place in self.places:
-            if isinstance(place.module, ExpertStack):
-                place.module.detach()
-            else:
-                place.module.__dict__.pop("observer", None)
+            of_stack = isinstance(place.module, ExpertStack)
+            owner, name = (place.module.module, "observers") if of_stack else (place.module, "observer")
+            owner.__dict__.pop(name, None)
 
     @property
     def experts(self) -> list[tuple[int, ExpertObserver]]:
@@ -95,10 +100,10 @@ class Layers:
     @property
     def stats(self) -> list[Tensor]:
         """The statistics of all places."""
-        observers = [place.module.observer for place in self.places]
+        observers = (place.module.observer for place in self.places)
         return [stats for observer in observers for stats in (observer.forward, observer.backward)]
 
-    def operands(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def operands(self) -> tuple[Array, Array, Array]:
         """The layer [n] and the operand [n] of each operand of the converted layers, and the places of its statistics.
 
         These are rows [n, 2] of the concatenated `stats`, of the layer's own place and of the fused module's; -1: none.
@@ -116,47 +121,47 @@ class Layers:
         shape = (len(keys), 2)
         return (*np.array(keys, int).reshape(shape).T, np.array(places, int).reshape(shape))
 
-    def sizes(self) -> np.ndarray[Any, Any]:
+    def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
         return np.array([weight_of(module).numel() for module in self.modules], float)
 
-    def describe(self, dtype: torch.dtype, seen: Sequence[set[str]]) -> list[WatchedLayer]:
-        """The layers as they run; `dtype` is that of GEMMs that are not quantized.
+    def note(self, operands: Array) -> None:
+        """Note what ran: the operands of a full sample. Of compiled code it is only known that it is checkpointed."""
+        for record in operands:
+            again = {"recomputed"} if record["flags"] & RECOMPUTED else set()
+            self._seen[record["layer"]] |= {OPERANDS[record["operand"]], *again}
 
-        `seen` has for each layer the operands that were recorded, and "recomputed" where its forward pass ran twice in
-        a step. In compiled code it is only known that a layer is checkpointed.
-        """
+    def describe(self) -> list[WatchedLayer]:
+        """The layers as they run."""
         fused = {layer: place.name for place in self.places if len(place.layers) > 1 for layer in place.layers}
-        return [
-            self._describe(i, _name_of(dtype), seen[i] | self._compiled[i], fused.get(i))
-            for i in range(len(self.modules))
-        ]
-
-    def _describe(self, i: int, dtype: str, seen: set[str], fused: str | None) -> WatchedLayer:
-        module: Any = self.modules[i]
-        recipe = recipe_of(module)
-        casts = {operand: getattr(recipe, operand, None) for operand in OPERANDS}
-        return WatchedLayer(
-            self.names[i],
-            class_name(module.module if isinstance(module, ExpertStack) else module),
-            _shape(module),
-            "" if recipe is None else recipe.name,
-            {operand: dtype if cast is None else cast.format for operand, cast in casts.items()},
-            {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
-            dict(_gemms(module, dtype, seen, fused)),
-            module.count if isinstance(module, ExpertStack) else 0,
-        )
+        found = []
+        for i, module in enumerate(self.modules):
+            recipe, stack = recipe_of(module), module if isinstance(module, ExpertStack) else None
+            casts = {operand: getattr(recipe, operand, None) for operand in OPERANDS}
+            layer = WatchedLayer(
+                self.names[i],
+                class_name(module if stack is None else stack.module),
+                _shape(module),
+                "" if recipe is None else recipe.name,
+                {operand: self._dtype if cast is None else cast.format for operand, cast in casts.items()},
+                {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
+                dict(_gemms(module, self._dtype, self._seen[i], fused.get(i))),
+                0 if stack is None else stack.count,
+            )
+            found.append(layer)
+        return found
 
 
 def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterator[tuple[str, GemmRun]]:
     """The GEMMs of a layer that ran. For a layer that was not converted no operand is recorded: all are listed."""
     recipe = recipe_of(module)
     if recipe is None:
-        for name in ("y", "dx", "dw"):
-            yield name, GemmRun(dtype, "torch", "the layer was not converted")
+        yield from dict.fromkeys(("y", "dx", "dw"), GemmRun(dtype, "torch", "the layer was not converted")).items()
         return
     weight = weight_of(module)
-    backends = _backends(module, recipe, weight.device)
+    backends = gemm_backends(recipe, weight.device)  # a layer that was moved to BF16 has the recipe bf16
+    if isinstance(module, ExpertStack):
+        backends = backends | grouped_backends(recipe, weight.device)
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
         if not ran or (name == "dw" and not weight.requires_grad):
@@ -167,12 +172,6 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
             continue
         kernel = "emulated" if backend.name == "none" and recipe.emulate else backend.name
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
-
-
-def _backends(module: Any, recipe: Recipe, device: torch.device) -> dict[str, Backend]:
-    """The backends of y, dx and dw. A layer that was moved to BF16 while it trained has the recipe bf16."""
-    backends = gemm_backends(recipe, device)
-    return backends | grouped_backends(recipe, device) if isinstance(module, ExpertStack) else backends
 
 
 def recipe_of(module: Any) -> Recipe | None:
@@ -219,18 +218,10 @@ def _is_recomputed_by_compiler(module: Any) -> bool:
     return compiled and bool(getattr(module, "activation_checkpointing", False))
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
-
-
 def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(dtype, str(dtype))
 
 
 # ---- The experts of a watched model: a stack of their matrices as one layer, and which expert is worst.
@@ -273,12 +264,8 @@ class ExpertStack:
         return (getattr(self.module, "observers", None) or {}).get(self.leaf)
 
     def attach(self, device: torch.device) -> None:
-        self.module.observers = (self.module.observers or {}) | {
-            self.leaf: ExpertObserver(self.weight.shape[0], device)
-        }
-
-    def detach(self) -> None:
-        self.module.__dict__.pop("observers", None)
+        observers = self.module.observers or {}
+        self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
 
 
 def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
@@ -381,10 +368,8 @@ UPDATE_ROWS = 16
 
 
 class WeightStatistics:
-    """The statistics of the weights of `modules` in one step; histograms are of `rows` rows.
-
-    The attribute `pairs` has the numbers of the gate and up layers.
-    """
+    """The statistics of the weights of `modules` in one step; histograms are of `rows` rows. `pairs` become the numbers
+    of the gate and up layers."""
 
     def __init__(
         self,
@@ -408,15 +393,18 @@ class WeightStatistics:
     @torch.no_grad()
     def stats(self) -> Tensor:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
-        self._read_weights()
+        for i, module in enumerate(self._modules):
+            w = _local(weight_of(module), module)
+            self._found[i] |= _weight(w) if w.numel() else {}
+        for pair, alignment in zip(self.pairs, self._alignments(), strict=True):
+            for i in pair:
+                self._found[i] |= alignment
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
-        missing = [nothing[0] - torch.inf] * len(LAYER_MAXIMA) + [nothing[0]] * len(LAYER_SUMS)
-        names = (*LAYER_MAXIMA, *LAYER_SUMS)
-        defaults = dict(zip(names, missing, strict=True))
-        found = [each.get(name, defaults[name]).to(self._device) for each in self._found for name in names]
+        missing = dict.fromkeys(LAYER_MAXIMA, nothing[0] - torch.inf) | dict.fromkeys(LAYER_SUMS, nothing[0])
+        found = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
         scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), found))
         exponents = [each.get("exponents", nothing).to(self._device, torch.float64) for each in self._found]
-        return torch.cat([scalars.view(-1, len(names)), torch.stack(exponents)], 1)
+        return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1)
 
     @torch.no_grad()
     def read_gradients(self) -> None:
@@ -443,14 +431,6 @@ class WeightStatistics:
         for i, module in enumerate(self._modules):
             if id(weight := weight_of(module)) in parameters and i in self._before:
                 self._found[i] |= _change(self._before.pop(i), _local(weight, module))
-
-    def _read_weights(self) -> None:
-        for i, module in enumerate(self._modules):
-            w = _local(weight_of(module), module)
-            self._found[i] |= _weight(w) if w.numel() else {}
-        for pair, found in zip(self.pairs, self._alignments(), strict=True):
-            for i in pair:
-                self._found[i] |= found
 
     @torch.no_grad()
     def alignments(self) -> Tensor:
