@@ -20,6 +20,7 @@ from octavo_cli.command import (
     PromptBatch,
     PromptSeed,
     PromptTokens,
+    argument,
     option,
     print_reading,
     refuse_unused,
@@ -63,14 +64,10 @@ def verify_command(
     device: Device = "cpu",
     seed: PromptSeed = 0,
     folded: Annotated[
-        bool, typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them.")
+        bool, option("--folded", "Smoothing or a rotation was folded into the weights: do not compare them.")
     ] = False,
-    to_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE, as JSON.")
-    ] = None,
-    to_html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write all results to FILE, as one HTML page.")
-    ] = None,
+    to_json: Annotated[Path | None, option("--json FILE", "Write all results to FILE, as JSON.")] = None,
+    to_html: Annotated[Path | None, option("--html FILE", "Write all results to FILE, as one HTML page.")] = None,
 ) -> None:
     """Check a packed folder, and measure what packing cost.
 
@@ -143,14 +140,12 @@ def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
 
 def inspect_command(
     command: typer.Context,
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A packed folder; with --dtypes the model of a training.")
-    ],
+    source: Annotated[Path, argument("SOURCE", "A packed folder; with --dtypes the model of a training.")],
     dtypes: Annotated[
         bool,
-        typer.Option(
+        option(
             "--dtypes",
-            help="Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
+            "Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
             "file of settings, a run of octavo train, or the folder or config.json of a Hugging Face model.",
         ),
     ] = False,
@@ -174,9 +169,7 @@ def inspect_command(
     Examples:
 
       octavo inspect packed/first
-
       octavo inspect llama-3-70b --dtypes
-
       octavo inspect models/qwen --dtypes --recipe bf16 --module "*.layers.0.self_attn*"
     """
     changes = {"recipe": recipe, "batch": batch, "context": context, "optimizer.weights": weights}

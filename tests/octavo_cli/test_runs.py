@@ -25,7 +25,7 @@ from octavo.report.training_page import sparkline
 from octavo.train.config import Config, describe
 from octavo.train.run_records import ONE_SEED
 from octavo.train.trainer import Trainer
-from octavo_cli.train import _advice, _resume_command
+from octavo_cli.train import _advice
 
 Octavo = Callable[..., tuple[Any, str, str]]
 TINY = """
@@ -127,10 +127,6 @@ def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
     else:
         assert code not in (0, None)
         assert not list((here / "run").glob("*step*"))
-
-
-def test_the_way_on_of_several_processes_is_torchrun() -> None:
-    assert _resume_command(Path("run"), 2) == "torchrun ... -m octavo train --resume run"
 
 
 @pytest.mark.parametrize(
