@@ -111,10 +111,12 @@ def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any
 
 
 class DecoderShape(Protocol):
-    """What `Decoder` reads in the configuration of a model: `context` in tokens."""
+    """What every decoder's configuration has: sizes in elements, `context` in tokens."""
 
     @property
     def layers(self) -> int: ...
+    @property
+    def width(self) -> int: ...
     @property
     def context(self) -> int: ...
     @property

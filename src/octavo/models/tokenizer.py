@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.data import Chat, chat_of
+from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -163,7 +164,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return len(self._tokenizer)
 
     @property
-    def chat(self) -> Chat | None:
+    def chat(self) -> ChatTemplate | None:
         return chat_of(self._tokenizer)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
