@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import opcode
 import os
 import runpy
 import sys
@@ -93,11 +92,10 @@ def _is_fault(error: Exception) -> bool:
     """
     if isinstance(error, ModuleNotFoundError | RecursionError | NotImplementedError):
         return True
-    if type(error) is RuntimeError and (trace := error.__traceback__):
-        while trace.tb_next:
-            trace = trace.tb_next
-        frame, raised = trace.tb_frame, trace.tb_frame.f_code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
-        return not raised or not str(frame.f_globals.get("__name__")).startswith("octavo")
+    if type(error) is RuntimeError:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        return not (line.startswith("raise ") and str(frame.f_globals.get("__name__")).startswith("octavo"))
     return not isinstance(error, ValueError | OSError | ImportError | RuntimeError | MemoryError)
 
 

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from octavo.recipe import Recipe
 
 
-# ---- octavo doctor: this machine, its problems, and the GEMM that each recipe would run on it.
-
-
 def doctor_command(
     recipe: Annotated[
         list[str] | None, option("RECIPE", "A preset, or a .json or .toml file. Repeatable. Default: every preset.")
@@ -171,9 +168,6 @@ def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
         cast, backend = find_gemm(scheme_on(scheme, place), place)
         found[name] = {"name": backend.name if cast else f"weight-only, {backend.name}", "reason": backend.reason}
     return found
-
-
-# ---- octavo formats: the number formats, a number stored in each of them, and recipes as JSON.
 
 
 SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}

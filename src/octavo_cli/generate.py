@@ -87,9 +87,6 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source), loaded.kv_scales)
 
 
-# ---- octavo generate: text from a model, as it comes.
-
-
 # The options that say what text to write; --time writes none.
 _OF_TEXT = ("--prompt", "--file", "--chat", "--temperature", "--top-k", "--top-p", "--repetition-penalty", "--seed")
 
@@ -206,9 +203,6 @@ def write_texts(
         return
     rate = f"{tokens / seconds:,.1f} tokens/s"
     say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
-
-
-# ---- octavo generate --time: the speed of the engine that writes the text.
 
 
 def _longest(grid: Grid, opened: Opened, source: Path) -> int:
@@ -419,9 +413,6 @@ class Printer:
                 return
             self.console.out("")
             self.at, self.shown = self.at + 1, None
-
-
-# ---- octavo evaluate: the loss of a model on text.
 
 
 def evaluate_command(

@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from octavo.packing.repacking import Repacked
 
 
-# ---- octavo pack: writes an FP8-quantized checkpoint.
-
-
 def pack_command(
     command: typer.Context,
     source: Annotated[Path, argument("SOURCE", "A run of octavo train, or a Hugging Face model folder.")],
@@ -289,9 +286,6 @@ def print_budget(found: BudgetReport) -> None:
     print_rows(rows)
 
 
-# ---- octavo pack --smooth and --rotate: a model that computes the same and quantizes better.
-
-
 def _only(command: typer.Context, mode: str, *allowed: str) -> None:
     """Raise a ValueError for an option that does nothing in this way of writing a model."""
     if useless := [name for name in changed(command) if name not in allowed]:
@@ -329,9 +323,6 @@ def _fold(
     print_facts([*facts, ("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")])
 
 
-# ---- octavo pack --layout gguf: a model as a file for llama.cpp.
-
-
 def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: int | None) -> None:
     from octavo.packing.gguf_export import export_gguf
     from octavo.util import plural
@@ -342,9 +333,6 @@ def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: in
     say(f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB")
     for remark in report.remarks:
         say(remark)
-
-
-# ---- octavo unpack: writes a packed folder in BF16, or in another layout or scheme.
 
 
 def unpack_command(
@@ -419,9 +407,6 @@ def _say_written(what: str, unused: Sequence[str]) -> None:
     say(what)
     if unused:
         say(f"left out: {len(unused)} scales and zero points that no layer reads, {unused[0]} among them")
-
-
-# ---- octavo calibrate: measures the tensors of a model while it runs on text.
 
 
 _SITES_SHOWN = 10

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from octavo.train.run_records import Decision, RunRecord
 
 
-# ---- octavo train: a language model from text, in BF16 or FP8.
-
-
 def train_command(
     context: typer.Context,
     config: Annotated[
@@ -109,9 +106,6 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
     else:
         message = f"done: {plural(result.step, 'step')} in {run}"
     print_line(console, message)
-
-
-# ---- octavo bisect: the GEMMs and the layers of an FP8 run that raise its loss over that of BF16.
 
 
 def bisect_command(
@@ -260,9 +254,6 @@ def _layers(part: Part, every: tuple[str, ...]) -> str:
     if len(layers) < 3:
         return ", ".join(layers)
     return f"{len(layers)}: {layers[0]} to {layers[-1]}"
-
-
-# ---- octavo compare: runs side by side.
 
 
 def compare_command(
@@ -415,9 +406,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# ---- octavo report: what FP8 did in runs, as a page, on the terminal or as JSON.
 
 
 _EVENTS = 8

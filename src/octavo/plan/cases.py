@@ -491,13 +491,14 @@ def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
 
 
 def _with(case: Case, name: str, value: str) -> Case:
-    if name in ("model", "gpu", *_SERVING):
-        return replace(case, **{_SERVING.get(name, name): value})
+    changed: dict[str, Any] = {_SERVING.get(name, name): value}
     if name in ("gpus", "network"):
         if not re.fullmatch(r"-?\d+", value):
             raise ValueError(f"--compare {name}= takes numbers such as 8,64; got {value!r}")
-        return replace(case, **{name: int(value)})
-    return replace(case, settings=(*_without(case.settings, f"--{name}"), f"--{name}", value))
+        changed = {name: int(value)}
+    elif name not in ("model", "gpu", *_SERVING):
+        changed = {"settings": (*_without(case.settings, f"--{name}"), f"--{name}", value)}
+    return replace(case, **changed)
 
 
 def _without(settings: Sequence[str], option: str) -> Iterator[str]:
