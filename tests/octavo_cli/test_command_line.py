@@ -180,21 +180,12 @@ FLOATS = [
 ]
 
 
-def test_there_are_such_options() -> None:
-    assert {("plan", "--network"), ("plan", "--price"), ("bisect", "--least"), ("pack", "--alpha")} <= set(FLOATS)
-
-
 @pytest.mark.parametrize("value", ["nan", "-inf", "1e999"])
 @pytest.mark.parametrize(("name", "option"), FLOATS)
 def test_no_number_is_inf_or_nan(octavo: Octavo, name: str, option: str, value: str) -> None:
     code, out, err = octavo(name, "a", *(["b"] if name == "pack" else []), option, value)
     assert (code, out) == (2, "")
     assert f"{option} must be a finite number; got {float(value)}" in err
-
-
-def test_a_plan_of_more_gpus_than_there_are(refused: Callable[..., str]) -> None:
-    found = refused("plan", "gpt2", "--gpus", 1_000_000_000)
-    assert "--gpus must be from 1 to 1,000,000, more than any machine has; got 1,000,000,000" in found
 
 
 # --- The end of a command
