@@ -48,15 +48,9 @@ T = TypeVar("T")
 
 @contextmanager
 def reading(where: str | PathLike[str], required: str, error: type[ValueError] = ValueError) -> Iterator[None]:
-    """Turn what the block raises into an `error` which says that `where` is not `required`.
-
-    An error that names `where` is raised as it is, and so is a package or memory that is missing.
-
-    Example:
-
-        with reading(path, "a tokenizer that the package tokenizers opens"):
-            tokenizer = Tokenizer.from_file(str(path))
-    """
+    """Turn what the block raises into an `error` which says that `where` is not `required`, such as "a tokenizer that
+    the package tokenizers opens". An error that names `where` is raised as it is, and so is a lack of a package or of
+    memory."""
     try:
         yield
     except BaseException as fault:
@@ -82,10 +76,8 @@ def _reason(fault: BaseException) -> str:
 def parse_object(
     text: str | bytes, where: str, error: type[ValueError] = ValueError, *, toml: bool = False
 ) -> dict[str, Any]:
-    """The object that a text in JSON or TOML holds; bytes may begin with the byte order mark of Windows' editors.
-
-    Raises an `error`, which begins with `where`, if the text holds none.
-    """
+    """The object that a text in JSON or TOML holds, else an `error` that begins with `where`. Bytes may begin with the
+    byte order mark of Windows' editors."""
     with reading(where, f"valid {'TOML' if toml else 'JSON'}", error):
         if toml:
             return tomllib.loads(text if isinstance(text, str) else text.decode("utf-8-sig"))
@@ -131,17 +123,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Import `module`, which the extra `extra` of Octavo installs.
-
-    Args:
-        module: such as "transformers".
-        extra: such as "hf".
-        purpose: what needs the module, for the message: a clause, such as "text is read through transformers".
-
-    Raises:
-        ImportError: it cannot be imported; the message says how to install it. Octavo is installed from its
-            source folder, so the hint is one that works there.
-    """
+    """Import `module`, which the extra `extra` of Octavo installs. An ImportError says how to install it in the source
+    folder of Octavo; its `purpose` is a clause, such as "text is read through transformers"."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -152,15 +135,10 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 
 def open_local(auto: Any, folder: str | Path, **settings: Any) -> Any:
-    """`auto.from_pretrained` on a local folder: nothing is downloaded, and no code of the folder is run.
+    """`auto.from_pretrained(folder, **settings)`, where `auto` is a class of transformers such as `AutoTokenizer`.
 
-    Args:
-        auto: a class of transformers, such as `AutoTokenizer`.
-        folder: a model folder.
-        settings: further arguments of `from_pretrained`; of a model, `config=open_config(folder)` among them.
-
-    Raises:
-        ValueError: the class cannot read the folder, or needs the Python code that its `auto_map` names.
+    Nothing is downloaded, and no code of the folder is run; a model takes `config=open_config(folder)`. Raises a
+    ValueError if the class cannot read the folder, or needs the Python code that its `auto_map` names.
     """
     try:
         with reading(folder, f"a folder that transformers' {auto.__name__} opens"):
@@ -203,18 +181,9 @@ def installed(package: str) -> str:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device that `device` names. The function checks that PyTorch can use it.
+    """The device of a name that PyTorch knows, or of "auto": the GPU where there is one, else the CPU.
 
-    Args:
-        device: "auto" (the GPU where there is one, else the CPU), "cpu", "cuda", "cuda:N", any other name that PyTorch
-            knows, or a torch.device.
-
-    Raises:
-        ValueError: no device has this name, or it is a GPU that PyTorch does not see here.
-
-    Example:
-        >>> choose_device("cpu")
-        device(type='cpu')
+    Raises a ValueError if no device has this name, or if it is a GPU that PyTorch does not see here.
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

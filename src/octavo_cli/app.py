@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import opcode
 import os
 import runpy
 import sys
@@ -31,28 +30,18 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-_GROUPS: dict[str, dict[str, Callable[..., None]]] = {
-    "Train": {
-        "plan": plan_command,
-        "train": train_command,
-        "compare": compare_command,
-        "report": report_command,
-        "bisect": bisect_command,
-    },
-    "Quantize": {
-        "calibrate": calibrate_command,
-        "pack": pack_command,
-        "unpack": unpack_command,
-        "verify": verify_command,
-    },
-    "Run": {"evaluate": evaluate_command, "generate": generate_command},
-    "Look up": {"inspect": inspect_command, "formats": formats_command, "doctor": doctor_command},
+_GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Train": (plan_command, train_command, compare_command, report_command, bisect_command),
+    "Quantize": (calibrate_command, pack_command, unpack_command, verify_command),
+    "Run": (evaluate_command, generate_command),
+    "Look up": (inspect_command, formats_command, doctor_command),
 }
 # Settings of training, and a negative number, look like options that a command does not have.
 _SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 _CONTEXTS = {"plan": _SETTINGS, "train": _SETTINGS, "bisect": _SETTINGS, "formats": {"ignore_unknown_options": True}}
 for _group, _commands in _GROUPS.items():
-    for _name, _command in _commands.items():
+    for _command in _commands:
+        _name = _command.__name__.removesuffix("_command")
         _context = _CONTEXTS.get(_name)
         _class = SettingsCommand if _context is _SETTINGS else Command
         app.command(_name, cls=_class, context_settings=_context, rich_help_panel=_group)(_command)
@@ -103,11 +92,10 @@ def _is_fault(error: Exception) -> bool:
     """
     if isinstance(error, ModuleNotFoundError | RecursionError | NotImplementedError):
         return True
-    if type(error) is RuntimeError and (trace := error.__traceback__):
-        while trace.tb_next:
-            trace = trace.tb_next
-        frame, raised = trace.tb_frame, trace.tb_frame.f_code.co_code[trace.tb_lasti] == opcode.opmap["RAISE_VARARGS"]
-        return not raised or not str(frame.f_globals.get("__name__")).startswith("octavo")
+    if type(error) is RuntimeError:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+        return not (line.startswith("raise ") and str(frame.f_globals.get("__name__")).startswith("octavo"))
     return not isinstance(error, ValueError | OSError | ImportError | RuntimeError | MemoryError)
 
 
@@ -121,10 +109,9 @@ def _message(error: Exception) -> str:
 def run() -> None:
     """Run the command line, and end the program with its exit code.
 
-    An error that the user can mend is one message and exit code 1, not a traceback. A warning is one line. Any other
-    error is a fault of Octavo or of a package that is not installed whole (for one of an extra,
-    `octavo.util.import_extra` raises an ImportError): its traceback is shown, and where to report it. If the reader
-    of standard output ends first, as `head` does, the program ends quietly with the exit code of other Unix tools.
+    An error that the user can mend is one message and exit code 1, not a traceback. Any other error is a fault: its
+    traceback is shown, and where to report it. If the reader of standard output ends first, as `head` does, the program
+    ends quietly with the exit code of other Unix tools.
     """
     if not os.environ.get("COLUMNS", "0").strip("0"):
         os.environ.pop("COLUMNS", None)  # a terminal of unknown width: rich would print nothing
@@ -151,11 +138,10 @@ def run() -> None:
 
 # ---- Log messages of other packages that a command hides: no user can act on them, and Octavo runs nothing that they
 # name.
-#
-# torchao reports its own compiled kernels when it is imported, which transformers does for every model.
 
 
 _HIDDEN = {
+    # of its own compiled kernels, when it is imported, which transformers does for every model
     "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
     "torch.utils._pytree": ("is an Enum subclass and is now natively supported",),  # about classes of torchao
     "torch._higher_order_ops.wrap": ("Detected that context_fn is passed",),  # `octavo.train.model` passes it
@@ -165,8 +151,6 @@ _HIDDEN = {
 def hide_logs() -> None:
     """Hide these messages in this process. All others are shown."""
     for name in _HIDDEN:
-        logging.getLogger(name).addFilter(_is_shown)
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-    return not any(phrase in str(record.msg) for phrase in _HIDDEN[record.name])
+        logging.getLogger(name).addFilter(
+            lambda record: not any(phrase in str(record.msg) for phrase in _HIDDEN[record.name])
+        )

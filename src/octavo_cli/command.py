@@ -22,14 +22,14 @@ DATA = "--data"
 
 
 class Command(TyperCommand):
-    """A command. It refuses an option of one value that is repeated, and a number that is inf or NaN.
+    """A command. It refuses a number that is inf or NaN.
 
     --data takes several words, as a shell makes of `--data books/*.txt`, where the arguments stand before it.
     """
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
-        # "\b" keeps the line of an example, so that it can be copied.
-        super().__init__(*args, help=re.sub("^  ", "\b\n  ", help or "", flags=re.MULTILINE), **kwargs)
+        # "\b" keeps the lines of the examples, so that they can be copied.
+        super().__init__(*args, help=(help or "").replace("\n\n  ", "\n\n\b\n  "), **kwargs)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest: list[str] = super().parse_args(ctx, list(self._spread(ctx, args)))
@@ -40,11 +40,11 @@ class Command(TyperCommand):
         return rest
 
     def _spread(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The words with --data before each of its values. Fails at the second --key of an option of one value."""
+        """The words with --data before each of its values."""
         params: list[Any] = self.get_params(ctx)
         options = {name: p for p in params if p.param_type_name == "option" for name in (*p.opts, *p.secondary_opts)}
         missing = sum(p.param_type_name == "argument" and p.required for p in params)
-        given, more = set(), False  # more: whether words that are no options belong to --data
+        more = False  # whether words that are no options belong to --data
         words = iter(args)
         for word in words:
             name, equals, _ = word.partition("=")
@@ -52,9 +52,6 @@ class Command(TyperCommand):
             if word == "--":
                 yield from (word, *words)
             elif option is not None:
-                if option.name in given and not option.multiple:
-                    ctx.fail(f"{name} must be given once; got it more than once")
-                given.add(option.name)
                 more = name == DATA and missing <= 0
                 yield word
                 yield from islice(words, int(not equals and not option.is_flag))  # the value can look like an option
@@ -72,9 +69,13 @@ class SettingsCommand(Command):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """The options and settings that begin with `incomplete`, for the completion of a shell."""
         found = super().shell_complete(ctx, incomplete)
+        if not incomplete.startswith("--"):
+            return found
+        from octavo.train.config import describe
+
         # Typer brings its own copy of click in some versions.
         completion = import_module(f"{TyperCommand.__mro__[1].__module__.rpartition('.')[0]}.shell_completion")
-        names = [f"--{name}" for name in SETTINGS] if incomplete.startswith("--") else []
+        names = [f"--{name.replace('_', '-')}" for name, *_ in describe()]
         return found + [completion.CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
@@ -95,7 +96,7 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in members])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of the first word. The word of another tool is answered with the command that does it."""
+        """The command of the first word; that of another tool is answered with the command that does it."""
         if (advice := OTHER_COMMANDS.get(args[0].lower())) and args[0] not in self.commands:
             ctx.fail(f"No such command {args[0]!r}. {advice}")
         return super().resolve_command(ctx, args)
@@ -181,19 +182,6 @@ RECIPES = (
     "groupwise",
 )  # fmt: skip
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight", "int8")
-SETTINGS = (
-    "model", "layers", "width", "heads", "kv-heads", "mlp-width", "context", "tied", "bias", "dropout",
-    "rope-theta", "experts.count", "experts.top-k", "experts.shared-width", "experts.balance",
-    "recipe", "skip", "bf16-gemms", "calibration", "only-if-faster", "emulate",
-    "attention.precision", "attention.shortest", "data", "tokenizer", "vocabulary", "sampling", "validation-fraction",
-    "branch", "disturb", "steps", "batch", "accumulate", "seed", "learning-rate", "min-learning-rate",
-    "schedule", "warmup", "decay-steps", "decay", "weight-decay", "beta1", "beta2", "clip", "loss.logits", "loss.chunk",
-    "optimizer.weights", "optimizer.state", "optimizer.offload", "device", "precision", "deterministic",
-    "compile.blocks", "compile.backend", "activation-checkpointing.mode", "parallel.dp-shard", "parallel.dp-replicate",
-    "parallel.tp", "parallel.fp8-all-gather", "parallel.gather-dtype", "parallel.async-tp", "parallel.timeout", "out",
-    "log-every", "evaluate-every", "evaluate-batches", "save-every", "keep", "tensorboard", "wandb", "sample",
-    "watch.interval", "watch.rows", "watch.on-warning", "watch.on-spike", "watch.rollbacks",
-)  # fmt: skip
 
 
 # ---- Arguments and options that several commands share.
@@ -238,19 +226,25 @@ def settings_after(config: Path | None, context: typer.Context) -> tuple[Path | 
     return config, list(context.args)
 
 
-def option(metavar: str, help: str) -> Any:
-    """An option with a value, for which the help shows `metavar`."""
-    return typer.Option(metavar=metavar, help=help)
+def option(form: str, help: str) -> Any:
+    """An option as the help shows it: "NAME", a value; "--time", a flag; "--json FILE", with a name of its own."""
+    names = [word for word in form.split() if word.startswith("--")]
+    values = [word for word in form.split() if word not in names]
+    return typer.Option(*names, metavar=values[0] if values else None, help=help)
 
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+def argument(metavar: str, help: str) -> Any:
+    return typer.Argument(metavar=metavar, help=help)
+
+
+AsJson = Annotated[bool, option("--json", "Print JSON instead of tables.")]
 Device = Annotated[str, option("NAME", "auto, cpu, cuda or cuda:N.")]
 Freeze = Annotated[
     int | None,
     option("NUMBER", "Run the model on this many prompts of --data, and store the scales of its inputs: static."),
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make; it must not exist.")]
-Packed = Annotated[Path, typer.Argument(metavar="PACKED", help="A packed folder.")]
+Out = Annotated[Path, argument("OUT", "The folder to make; it must not exist.")]
+Packed = Annotated[Path, argument("PACKED", "A packed folder.")]
 PromptBatch = Annotated[int, option("NUMBER", "Prompts that run at once.")]
 PromptSeed = Annotated[int, option("NUMBER", "Seed of the choice of prompts.")]
 PromptTokens = Annotated[int, option("NUMBER", "Most tokens of a prompt.")]

@@ -113,9 +113,9 @@ def print_rows(rows: Sequence[Mapping[str, str]], *, prose: Sequence[str] = (), 
     print_table(named, cells, right=right, prose=prose, title=title)
 
 
-def number(value: float | None, form: str) -> str:
-    """A number in a form such as ".2f"; "" for None."""
-    return "" if value is None else format(value, form)
+def number(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A number by its unit, in a form such as ".2f"; "" for None."""
+    return "" if value is None else format(value / unit, form)
 
 
 def _aligned(text: str, width: int, right: bool) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, option
+from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, argument, option
 from octavo_cli.display import print_rows, progress, say
 
 if TYPE_CHECKING:
@@ -21,25 +20,15 @@ if TYPE_CHECKING:
     from octavo.recipe import Recipe
 
 
-# ---- octavo doctor: this machine, its problems, and the GEMM that each recipe would run on it.
-
-
 def doctor_command(
     recipe: Annotated[
-        list[str] | None,
-        option("RECIPE", "A preset, or a .json or .toml file. Repeatable. Default: every preset."),
+        list[str] | None, option("RECIPE", "A preset, or a .json or .toml file. Repeatable. Default: every preset.")
     ] = None,
     gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Time the GEMM of each recipe for a few sizes. Takes a minute at most.")
-    ] = False,
+    measure: Annotated[bool, option("--measure", "Time the GEMM of each recipe for a few sizes, in a minute.")] = False,
     measure_layers: Annotated[
-        bool,
-        typer.Option(
-            "--measure-layers",
-            help="Time layers in FP8 and BF16 on this GPU, for convert(only_if_faster=True). Takes minutes.",
-        ),
+        bool, option("--measure-layers", "Time layers on this GPU, for convert(only_if_faster=True): minutes.")
     ] = False,
 ) -> None:
     """Show this machine, its problems and its GEMMs.
@@ -54,11 +43,8 @@ def doctor_command(
     Examples:
 
       octavo doctor
-
       octavo doctor --measure
-
       octavo doctor --recipe mine.json
-
       octavo doctor --gpu rtx4090
     """
     from octavo.ops.dispatch import choose_recipe, find_fix, gemm_backends
@@ -88,7 +74,12 @@ def doctor_command(
 def _print(report: dict[str, Any]) -> None:
     for name, value in report["machine"].items():
         say(f"{name.replace('_', ' ')}: {value}")
-    print_rows([_gemm_row(name, gemms) for name, gemms in report["recipes"].items()], prose=["why"])
+    rows = []
+    for name, gemms in report["recipes"].items():
+        reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
+        backends = {gemm: backend["name"] for gemm, backend in gemms.items()}
+        rows.append({"recipe": name, **backends, "why": "; ".join(reasons)})
+    print_rows(rows, prose=["why"])
     packed = [{"scheme": name, "GEMM": each["name"], "why": each["reason"]} for name, each in report["schemes"].items()]
     print_rows(packed, prose=["why"])
     for fix in dict.fromkeys(report["fixes"].values()):
@@ -104,33 +95,22 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{problem['name']}: {problem['found']}. Fix: {problem['fix']}", "red")
     if not report.get("problems", True):
         say("no problem found")
-    if "gemms" in report:
-        _print_gemms(report)
-
-
-def _gemm_row(recipe: str, gemms: dict[str, Any]) -> dict[str, str]:
-    reasons = dict.fromkeys(backend["reason"] for backend in gemms.values())  # each once, in order
-    return {"recipe": recipe, **{gemm: backend["name"] for gemm, backend in gemms.items()}, "why": "; ".join(reasons)}
-
-
-def _print_gemms(report: dict[str, Any]) -> None:
-    rows = [
+    timed = [
         {
             "size": " x ".join(map(str, each["shape"])), "recipe": each["recipe"], "backend": each["backend"],
             "ms": f"{each['milliseconds']:.3f}", "TFLOP/s": f"{each['tflops']:.4g}",
             "vs BF16": f"{each['speedup']:.2f}x",
         }
-        for each in report["gemms"]
+        for each in report.get("gemms", ())
     ]  # fmt: skip
-    print_rows(rows, title="GEMM of y, without quantization: M x K x N")
-    if report["not_timed"]:
-        say(f"not timed, for lack of time: {', '.join(report['not_timed'])}")
+    if timed:
+        print_rows(timed, title="GEMM of y, without quantization: M x K x N")
+    if late := report.get("not_timed"):
+        say(f"not timed, for lack of time: {', '.join(late)}")
 
 
 def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> dict[str, Any]:
     """The times of a few GEMMs, and the names of those that the time did not suffice for, as JSON values."""
-    from dataclasses import asdict
-
     from octavo.inspection.doctor import CPU_SHAPES, GPU_SHAPES, time_gemms
 
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
@@ -167,8 +147,6 @@ def measure_gains(device: torch.device) -> Path:
 
 def find_machine(name: str, device: torch.device) -> tuple[Place, dict[str, Any]]:
     """The architecture of the GPU of this name, or without one the device, and a report about it, as JSON values."""
-    from dataclasses import asdict
-
     from octavo.inspection.doctor import find_problems, read_versions
     from octavo.ops.launching import ARCHITECTURES
     from octavo.rates.measured import find_gpu
@@ -192,18 +170,15 @@ def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     return found
 
 
-# ---- octavo formats: the number formats, a number stored in each of them, and recipes as JSON.
-
-
 SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
 
 
 def formats_command(
     what: Annotated[
         str | None,
-        typer.Argument(
-            metavar="WHAT",
-            help=f"A number to look at, or a recipe to print as JSON: {', '.join(RECIPES)}, or a file to check. "
+        argument(
+            "WHAT",
+            f"A number to look at, or a recipe to print as JSON: {', '.join(RECIPES)}, or a file to check. "
             "Default: all formats.",
         ),
     ] = None,
@@ -220,11 +195,8 @@ def formats_command(
     Examples:
 
       octavo formats
-
       octavo formats 0.1 --format e4m3
-
       octavo formats -1e-5
-
       octavo formats rowwise > mine.json
     """
     from octavo.numerics.formats import get_format
@@ -296,38 +268,27 @@ def look(number: float, f: Format) -> dict[str, Any]:
 
     from octavo.numerics.formats import decode, encode
 
+    sign_bit = 1 << (f.bits - 1) if f.signed else 0
+
+    def neighbour(direction: int) -> float:
+        """The next number above or below; NaN where there is none. Codes order magnitudes, the sign turns them."""
+        magnitude = code & ~sign_bit
+        position = (-magnitude if code & sign_bit else magnitude) + direction
+        if abs(position) > f.max_code or (not f.signed and position < 0) or code == f.nan_code:
+            return math.nan
+        return float(decode(torch.tensor(abs(position) | (sign_bit if position < 0 else 0)), f))
+
     code = int(encode(torch.tensor(number, dtype=torch.float64), f))
     value = float(decode(torch.tensor(code), f))
     error = abs(value - number)
+    bits, ends = f"{code:0{f.bits}b}", (int(f.signed), f.exponent_bits + int(f.signed))
     return {
         "format": f.name,
-        "bits": _bits(code, f),
+        "bits": " ".join(filter(None, (bits[: ends[0]], bits[ends[0] : ends[1]], bits[ends[1] :]))),
         "code": f"0x{code:0{f.bits // 4}x}",
         "value": value,
-        "below": _neighbour(code, f, -1),
-        "above": _neighbour(code, f, +1),
+        "below": neighbour(-1),
+        "above": neighbour(+1),
         "error": error,
         "relative": error / abs(number) if number else 0.0,
     }
-
-
-def _bits(code: int, f: Format) -> str:
-    text = f"{code:0{f.bits}b}"
-    cuts = ([1] if f.signed else [0]) + [f.exponent_bits + int(f.signed)]
-    return " ".join(part for part in (text[: cuts[0]], text[cuts[0] : cuts[1]], text[cuts[1] :]) if part)
-
-
-def _neighbour(code: int, f: Format, direction: int) -> float:
-    """The next number above or below in value; NaN where there is none. Codes order magnitudes, the sign turns them."""
-    import torch
-
-    from octavo.numerics.formats import decode
-
-    sign_bit = 1 << (f.bits - 1) if f.signed else 0
-    negative = bool(code & sign_bit)
-    magnitude = code & ~sign_bit if f.signed else code
-    position = (-magnitude if negative else magnitude) + direction
-    if abs(position) > f.max_code or (not f.signed and position < 0) or code == f.nan_code:
-        return float("nan")
-    moved = abs(position) | (sign_bit if position < 0 else 0)
-    return float(decode(torch.tensor(moved), f))

@@ -22,6 +22,7 @@ from octavo_cli.command import (
     AsJson,
     Device,
     Step,
+    argument,
     changed,
     numbers,
     option,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from octavo.inference.kv_cache import Pairs
     from octavo.inference.sampling import Sampling
     from octavo.models.tokenizer import Tokenizer
-    from octavo.speed import Grid, Row
+    from octavo.speed import Grid
     from octavo.train.corpus import Batches
 
 
@@ -86,33 +87,22 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source), loaded.kv_scales)
 
 
-# ---- octavo generate: text from a model, as it comes.
-
-
 # The options that say what text to write; --time writes none.
 _OF_TEXT = ("--prompt", "--file", "--chat", "--temperature", "--top-k", "--top-p", "--repetition-penalty", "--seed")
 
 
 def generate_command(
     command: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    source: Annotated[Path, argument("SOURCE", SOURCE_HELP)],
     prompt: Annotated[list[str] | None, option("TEXT", "The text to continue; can be repeated.")] = None,
-    file: Annotated[
-        Path | None, option("FILE", 'Prompts, one a line, or JSON lines with the key "prompt"; - is standard input.')
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Each prompt is a message to a chat model, in the tokenizer's chat template.")
-    ] = False,
-    batch: Annotated[
-        str, option("NUMBER", "Prompts to generate from at once: 16; with --time some numbers, 1,16.")
-    ] = "",
+    file: Annotated[Path | None, option("FILE", 'Prompts: lines, or JSON lines with "prompt"; - is stdin.')] = None,
+    chat: Annotated[bool, option("--chat", "Each prompt is a message, in the tokenizer's chat template.")] = False,
+    batch: Annotated[str, option("NUMBER", "Prompts to generate from at once: 16; with --time some, 1,16.")] = "",
     count: Annotated[int | None, option("NUMBER", "Tokens to generate after each prompt: 200; with --time 64.")] = None,
     temperature: Annotated[float, option("NUMBER", "0 takes the most likely token; higher is more varied.")] = 0.8,
     top_k: Annotated[int, option("NUMBER", "Draw from so many most likely tokens; 0 draws from all.")] = 0,
     top_p: Annotated[float, option("NUMBER", "Draw from the most likely tokens of this total probability.")] = 1.0,
-    repetition_penalty: Annotated[
-        float, option("NUMBER", "Above 1, tokens that the text holds become less likely.")
-    ] = 1.0,
+    repetition_penalty: Annotated[float, option("NUMBER", "Above 1, tokens of the text become less likely.")] = 1.0,
     seed: Annotated[int | None, option("NUMBER", "The seed of the draws: the same seed, the same text.")] = None,
     kv_cache: Annotated[
         str,
@@ -126,7 +116,7 @@ def generate_command(
             "NAME", f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU."
         ),
     ] = "bf16",
-    time: Annotated[bool, typer.Option("--time", help="Time random prompts instead of writing text.")] = False,
+    time: Annotated[bool, option("--time", "Time random prompts instead of writing text.")] = False,
     length: Annotated[str, option("NUMBERS", "With --time: lengths of the prompts in tokens.")] = "128,2048",
     rounds: Annotated[int, option("NUMBER", "With --time: times that each size is measured.")] = 5,
     step: Step = None,
@@ -148,13 +138,9 @@ def generate_command(
     Examples:
 
       octavo generate runs/first --prompt "def main():" --count 100 --seed 1
-
       octavo generate packed/first --prompt "def main():" --temperature 0
-
       octavo generate packed/first --file prompts.txt --json
-
       octavo generate packed/qwen --chat --prompt "What is FP8?"
-
       octavo generate packed/qwen --time --batch 1,16,64 --length 2048
     """
     from octavo.inference.engine import open_engine
@@ -170,7 +156,11 @@ def generate_command(
         refuse_unused(command, ["--length", "--rounds"], "--time")
     count = count if count is not None else 64 if time else 200
     grid = Grid(numbers("--batch", batch or ("1,16" if time else "16")), numbers("--length", length), count, rounds)
-    _check(grid, time, kv_cache, attention)
+    if not time and len(grid.batches) > 1:
+        raise ValueError(f"--batch takes one number without --time, got {', '.join(map(str, grid.batches))}")
+    for name, value, known in (("--kv-cache", kv_cache, KV_CACHES), ("--attention", attention, ATTENTIONS)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     texts = [] if time else [Text(each) for each in read_prompts(prompt, file)]
     with progress("reading the model"):
@@ -189,16 +179,6 @@ def generate_command(
             write_texts(texts, engine, opened, grid, sampling, source, as_json)
 
 
-def _check(grid: Grid, time: bool, kv_cache: str, attention: str) -> None:
-    """Raise a ValueError for an option that cannot be, before the model is read."""
-    if not time and len(grid.batches) > 1:
-        raise ValueError(f"--batch takes one number without --time, got {', '.join(map(str, grid.batches))}")
-    if kv_cache not in KV_CACHES:
-        raise ValueError(f"--kv-cache must be one of {', '.join(KV_CACHES)}, got {kv_cache!r}")
-    if attention not in ATTENTIONS:
-        raise ValueError(f"--attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
-
-
 def write_texts(
     texts: Sequence[Text], engine: Engine, opened: Opened, grid: Grid, sampling: Sampling, source: Path, as_json: bool
 ) -> None:
@@ -215,21 +195,14 @@ def write_texts(
         for _ in continue_texts(texts[start : start + batch], engine, opened.tokenizer, count, sampling, stop):
             if not as_json:
                 printer.update()
-    found = _totals(texts, perf_counter() - begin)
+    seconds, tokens = perf_counter() - begin, sum(text.tokens for text in texts)
+    first = min((s for text in texts if (s := text.first_token_seconds) is not None), default=seconds)
     if as_json:
+        found = {"tokens": tokens, "tokens_per_second": tokens / seconds, "first_token_seconds": first}
         print(json.dumps({"source": str(source), **found, "texts": [text.to_dict() for text in texts]}, indent=2))
         return
-    rate, first = f"{found['tokens_per_second']:,.1f} tokens/s", f"{found['first_token_seconds']:.3f} s"
-    say(f"{plural(found['tokens'], 'token')}, {rate}, the first after {first}", "dim", error=True)
-
-
-def _totals(texts: Sequence[Text], seconds: float) -> dict[str, Any]:
-    tokens = sum(text.tokens for text in texts)
-    first = min((s for text in texts if (s := text.first_token_seconds) is not None), default=seconds)
-    return {"tokens": tokens, "tokens_per_second": tokens / seconds, "first_token_seconds": first}
-
-
-# ---- octavo generate --time: the speed of the engine that writes the text.
+    rate = f"{tokens / seconds:,.1f} tokens/s"
+    say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
 
 
 def _longest(grid: Grid, opened: Opened, source: Path) -> int:
@@ -266,8 +239,17 @@ def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_jso
         sizes = {"tokens": grid.tokens, "rounds": grid.rounds}
         print(json.dumps({"source": str(source), "machine": machine, **sizes, "rows": [row.to_dict() for row in rows]}))
         return
+    timed = [
+        {
+            "batch": str(row.batch), "prompt": str(row.prompt),
+            "first token ms": number(row.first_token_seconds, ".1f", 1e-3),
+            "tokens/s": number(row.tokens_per_second, ",.1f"), "first call s": number(row.warm_up_seconds, ".2f"),
+            "peak GB": number(row.peak_bytes, ".2f", 1e9), "problem": row.problem,
+        }
+        for row in rows
+    ]  # fmt: skip
     title = f"{plural(grid.tokens, 'new token')}, medians of {plural(grid.rounds, 'round')}"
-    print_rows([_timed(row) for row in rows], prose=["problem"], title=title)
+    print_rows(timed, prose=["problem"], title=title)
     where = machine["gpu"] if opened.device.type == "cuda" else machine["processor"]
     say(f"{opened.title}: {where}, octavo {machine['octavo']}, torch {machine['torch']}", "dim")
     backend = find_backend(opened.device, ROW, ROW, ("e4m3", "e4m3"))
@@ -275,19 +257,6 @@ def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_jso
         say(f"FP8 is emulated here: {backend.reason}", "dim")
     if any(row.whole_seconds and row.tokens_per_second is None for row in rows):
         say("Where there is no figure of tokens/s, all tokens took no longer than one: give a larger --count", "dim")
-
-
-def _timed(row: Row) -> dict[str, str]:
-    first = row.first_token_seconds
-    return {
-        "batch": str(row.batch),
-        "prompt": str(row.prompt),
-        "first token ms": number(None if first is None else 1e3 * first, ".1f"),
-        "tokens/s": number(row.tokens_per_second, ",.1f"),
-        "first call s": number(row.warm_up_seconds, ".2f"),
-        "peak GB": number(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
-        "problem": row.problem,
-    }
 
 
 # ---- The prompts of a command: options, a file, or standard input.
@@ -298,18 +267,16 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
 
     "-", or no file where standard input is no terminal, stands for standard input.
     """
-    prompts = _read(given, file)
+    if given and file:
+        raise ValueError("--prompt and --file both give prompts: give one of them")
+    prompts = given or _read(file)
     for prompt in prompts:
         if re.search("[\ud800-\udfff]", prompt):  # what Python makes of bytes that are no text
             raise ValueError(f"a prompt must be text in UTF-8, got {prompt[:40]!r}: convert it first")
     return prompts
 
 
-def _read(given: list[str] | None, file: Path | None) -> list[str]:
-    if given and file:
-        raise ValueError("--prompt and --file both give prompts: give one of them")
-    if given:
-        return given
+def _read(file: Path | None) -> list[str]:
     if file is None and sys.stdin.isatty():
         raise ValueError("no prompt: give --prompt TEXT, --file FILE, or prompts on standard input, one a line")
     if file is None or str(file) == "-":
@@ -324,20 +291,20 @@ def _read(given: list[str] | None, file: Path | None) -> list[str]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} must hold text in UTF-8, and byte {error.start} is not: convert it first") from error
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    lines = [(at, line.rstrip("\r")) for at, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{name} holds no prompt: give one a line, or --prompt TEXT")
     if not isinstance(_parse(lines[0][1]), dict):
         return [line for _, line in lines]
-    return [_prompt_of(line, f"{name}, line {number}") for number, line in lines]
-
-
-def _prompt_of(line: str, where: str) -> str:
-    found = _parse(line)
-    prompt = found.get("prompt") if isinstance(found, dict) else None
-    if not isinstance(prompt, str):
-        raise ValueError(f'{where} must be a JSON object such as {{"prompt": "text"}}, as the first line is one')
-    return prompt
+    prompts = []
+    for at, line in lines:
+        found = _parse(line)
+        prompt = found.get("prompt") if isinstance(found, dict) else None
+        if not isinstance(prompt, str):
+            example = 'a JSON object such as {"prompt": "text"}'
+            raise ValueError(f"{name}, line {at} must be {example}, as the first line is one")
+        prompts.append(prompt)
+    return prompts
 
 
 def _parse(line: str) -> Any:
@@ -363,8 +330,7 @@ class Text:
     first_token_seconds: float | None = None  # from the begin of its batch
 
     def to_dict(self) -> dict[str, Any]:
-        names = ("prompt", "text", "tokens", "finished", "first_token_seconds")
-        return {name: getattr(self, name) for name in names}
+        return {name: value for name, value in vars(self).items() if name not in ("message", "ids")}
 
 
 def write_messages(texts: Sequence[Text], folder: Path) -> None:
@@ -435,7 +401,10 @@ class Printer:
         while self.at < len(self.texts):
             text = self.texts[self.at]
             if self.shown is None:
-                self._begin(text)
+                if len(self.texts) > 1:
+                    say(f"--- {self.at + 1} of {len(self.texts)}", "dim")
+                end = "\n" if text.message else ""
+                self.console.out(printable(text.prompt), end=end, style="bold", highlight=False)
                 self.shown = 0
             self.console.out(printable(text.text[self.shown :]), end="", highlight=False)
             self.console.file.flush()
@@ -445,23 +414,14 @@ class Printer:
             self.console.out("")
             self.at, self.shown = self.at + 1, None
 
-    def _begin(self, text: Text) -> None:
-        if len(self.texts) > 1:
-            say(f"--- {self.at + 1} of {len(self.texts)}", "dim")
-        end = "\n" if text.message else ""
-        self.console.out(printable(text.prompt), end=end, style="bold", highlight=False)
-
-
-# ---- octavo evaluate: the loss of a model on text.
-
 
 def evaluate_command(
     command: typer.Context,
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help=SOURCE_HELP)],
+    source: Annotated[Path, argument("SOURCE", SOURCE_HELP)],
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}.")] = None,
     held_out: Annotated[Path | None, option("RUN", "Evaluate on the text that this run holds out.")] = None,
     batches: Annotated[
-        int | None, option("NUMBER", "Batches to take; without it what the run takes, or all of --data.")
+        int | None, option("NUMBER", "Batches. Default: those that the run takes, all of --data.")
     ] = None,
     batch: Annotated[int, option("NUMBER", "With --data: sequences in a batch.")] = 4,
     context: Annotated[int | None, option("NUMBER", "With --data: tokens in a sequence, up to the model's.")] = None,
@@ -477,9 +437,7 @@ def evaluate_command(
     Examples:
 
       octavo evaluate runs/first
-
       octavo evaluate packed/first --held-out runs/first
-
       octavo evaluate models/qwen --data 'books/*.txt' --context 1024 --json
     """
     from octavo.scales import cast_once

@@ -25,6 +25,7 @@ from octavo_cli.command import (
     PromptSeed,
     PromptTokens,
     Step,
+    argument,
     changed,
     numbers,
     option,
@@ -38,17 +39,11 @@ if TYPE_CHECKING:
     from octavo.calibration.calibrator import Calibration
     from octavo.packing import BudgetReport, PackReport
     from octavo.packing.repacking import Repacked
-    from octavo.packing.transforms import FoldReport
-
-
-# ---- octavo pack: writes an FP8-quantized checkpoint.
 
 
 def pack_command(
     command: typer.Context,
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A run of octavo train, or a Hugging Face model folder.")
-    ],
+    source: Annotated[Path, argument("SOURCE", "A run of octavo train, or a Hugging Face model folder.")],
     out: Out,
     scheme: Annotated[
         str | None,
@@ -60,52 +55,38 @@ def pack_command(
     ] = None,
     layer: Annotated[list[str] | None, option("GLOB=SCHEME", "Another scheme for these layers. Repeatable.")] = None,
     layout: Annotated[
-        str,
-        option("NAME", f"{', '.join(LAYOUTS)}, or gguf. {FOR_VLLM} gguf is a file for llama.cpp."),
+        str, option("NAME", f"{', '.join(LAYOUTS)}, or gguf. {FOR_VLLM} gguf is a file for llama.cpp.")
     ] = LAYOUTS[0],
     skip: Annotated[list[str] | None, option("GLOB", "Layers that stay in BF16. Repeatable.")] = None,
     calibration: Annotated[
-        Path | None,
-        option("FOLDER", "The folder that octavo calibrate wrote for the model: for static and --kv-cache."),
+        Path | None, option("FOLDER", "That octavo calibrate wrote for the model: for static and --kv-cache.")
     ] = None,
     rule: Annotated[
-        str | None,
-        option("NAME", "Rule of the scales from the calibration: amax (default), percentile (99.99) or mse."),
+        str | None, option("NAME", "Rule of the calibration's scales: amax (default), percentile (99.99) or mse.")
     ] = None,
-    weights: Annotated[
-        str, option("NAME", "Rule of the scales of weights: amax, or mse (least mean squared error).")
-    ] = "amax",
-    pow2: Annotated[bool, typer.Option("--pow2", help="Round the scales of weights up to powers of two.")] = False,
+    weights: Annotated[str, option("NAME", "Rule of the weights' scales: amax, or mse (mean squared error).")] = "amax",
+    pow2: Annotated[bool, option("--pow2", "Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
         bool | None,
-        typer.Option(help="One scale for layers that vLLM fuses. Default: yes, unless the run trained its own scales."),
+        option("", "One scale for layers that vLLM fuses. Default: yes, unless the run trained its own scales."),
     ] = None,
     kv_cache: Annotated[
         str | None, option("NAME", "fp8: store the calibration's scales for a cache of keys and values.")
     ] = None,
-    experts: Annotated[
-        bool, typer.Option("--experts", help="Pack the experts of a mixture too, each with scales of its own.")
-    ] = False,
+    experts: Annotated[bool, option("--experts", "Pack the experts of a mixture too, each with own scales.")] = False,
     tensor_parallel: Annotated[
         str, option("NUMBERS", "Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
     ] = "1",
     step: Step = None,
     smooth: Annotated[
-        Path | None,
-        option("FOLDER", "Do not pack, but move outliers of activations into weights, by the folder of a calibration."),
+        Path | None, option("FOLDER", "Do not pack, but move outliers of activations into weights, by a calibration.")
     ] = None,
     alpha: Annotated[float, option("NUMBER", "For --smooth: how much of the outliers moves, from 0 to 1.")] = 0.5,
     rotate: Annotated[
-        bool,
-        typer.Option(
-            "--rotate",
-            help="Do not pack, but rotate the residual stream and the values by Hadamard matrices. For RMSNorm.",
-        ),
+        bool, option("--rotate", "Do not pack, but rotate the residual stream and the values. For models with RMSNorm.")
     ] = False,
     seed: Annotated[int, option("NUMBER", "For --rotate: seed of the signs of the rotation.")] = 0,
-    no_tokenizer: Annotated[
-        bool, typer.Option("--no-tokenizer", help="For gguf: leave out the tokenizer, which must be a BPE.")
-    ] = False,
+    no_tokenizer: Annotated[bool, option("--no-tokenizer", "For gguf: leave out the tokenizer, else a BPE.")] = False,
     budget: Annotated[
         list[str] | None, option("BUDGET", f"Keep layers in BF16 until the model on --data is within {BUDGET_HELP}.")
     ] = None,
@@ -133,17 +114,11 @@ def pack_command(
     Examples:
 
       octavo pack runs/first packed/first
-
       octavo pack models/qwen packed/qwen --scheme block --layout fp8 --tensor-parallel 1,2,4
-
       octavo pack models/qwen packed/qwen --calibration calibrated/qwen --kv-cache fp8
-
       octavo pack models/qwen packed/static --freeze 64 --data chats.jsonl
-
       octavo pack models/qwen packed/good --budget kl=0.01 --data chats.jsonl
-
       octavo pack models/llama models/llama-smooth --smooth calibrated/llama
-
       octavo pack runs/first first.gguf --layout gguf --no-tokenizer
     """
     from octavo.evaluation import Budget, PromptOptions
@@ -198,19 +173,20 @@ def pack_command(
 
 
 def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
-    from octavo.checkpoint.layouts.layout import LAYOUTS
-
     say(f"packed {report.source} into {report.folder}")
     print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
     if kept is not None:
         print_budget(kept)
-    if report.unpacked_expert_bytes:
-        share = report.unpacked_expert_bytes / report.folder_bytes
-        say(
-            f"warning: {share:.0%} of the folder, {report.unpacked_expert_bytes / 1e6:.2f} MB, are experts in BF16: "
-            "--experts packs them too",
-            "yellow",
-        )
+    if wide := report.unpacked_expert_bytes:
+        what = f"{wide / report.folder_bytes:.0%} of the folder, {wide / 1e6:.2f} MB, are experts in BF16"
+        say(f"warning: {what}: --experts packs them too", "yellow")
+    _say_readers(layout)
+
+
+def _say_readers(layout: str) -> None:
+    """Say which program alone reads a layout, for one that transformers does not read."""
+    from octavo.checkpoint.layouts.layout import LAYOUTS
+
     if readers := LAYOUTS[layout].readers:
         say(f"for {readers}: transformers computes nonsense from it, or fails")
 
@@ -276,15 +252,10 @@ def _of_scales(report: PackReport) -> list[tuple[str, str]]:
         facts.append(("SQNR gained by mse", f"{gains[0]:.2f} to {gains[-1]:.2f} dB, median {middle:.2f} dB"))
     if report.ratios:
         names, largest = max(report.ratios.items(), key=lambda each: each[1])
-        words = (
-            f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, unlike training; scales "
-            f"differ by {largest:.2f}x at most ({names}). --share-scales shares them"
-        )
-        facts.append(("scales not shared", words))
+        groups = f"{plural(len(report.ratios), 'group')} that vLLM casts again by one scale, unlike training"
+        differ = f"scales differ by {largest:.2f}x at most ({names}). --share-scales shares them"
+        facts.append(("scales not shared", f"{groups}; {differ}"))
     return facts
-
-
-# ---- The report of a budget by octavo pack.
 
 
 _ROWS = 10
@@ -315,12 +286,6 @@ def print_budget(found: BudgetReport) -> None:
     print_rows(rows)
 
 
-# ---- octavo pack --smooth and --rotate: a model that computes the same and quantizes better.
-
-
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-
 def _only(command: typer.Context, mode: str, *allowed: str) -> None:
     """Raise a ValueError for an option that does nothing in this way of writing a model."""
     if useless := [name for name in changed(command) if name not in allowed]:
@@ -332,21 +297,18 @@ def _fold(
 ) -> None:
     from octavo.packing.transforms import fold
 
-    if dtype not in _DTYPES:
+    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    if dtype not in dtypes:
         raise ValueError(
             f"--smooth and --rotate write a model to calibrate and to pack afterwards: --scheme must be one of "
-            f"{', '.join(_DTYPES)}, got {dtype!r}"
+            f"{', '.join(dtypes)}, got {dtype!r}"
         )
     with progress("folding") as advance:
         report = fold(
-            source, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=_DTYPES[dtype], step=step,
+            source, out, smooth=smooth, alpha=alpha, rotate=rotate, seed=seed, dtype=dtypes[dtype], step=step,
             progress=advance,
         )  # fmt: skip
     say(f"folded {report.source} into {report.folder}")
-    print_facts(_folding_facts(report))
-
-
-def _folding_facts(report: FoldReport) -> list[tuple[str, str]]:
     facts = []
     if report.smoothed:
         lows, highs = zip(*report.smoothed.values(), strict=True)
@@ -357,13 +319,8 @@ def _folding_facts(report: FoldReport) -> list[tuple[str, str]]:
     if report.untied:
         facts.append(("head", "has its own weight now; it shared that of the embedding"))
     facts.append(("tensors changed", str(report.changed)))
-    for name in report.left_out:
-        facts.append(("left out", f"{name}: the model has no place for it"))
-    facts.append(("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB"))
-    return facts
-
-
-# ---- octavo pack --layout gguf: a model as a file for llama.cpp.
+    facts += [("left out", f"{name}: the model has no place for it") for name in report.left_out]
+    print_facts([*facts, ("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")])
 
 
 def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: int | None) -> None:
@@ -376,9 +333,6 @@ def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: in
     say(f"exported {source} into {report.path}: {report.architecture}, {types}, {report.bytes / 1e6:.2f} MB")
     for remark in report.remarks:
         say(remark)
-
-
-# ---- octavo unpack: writes a packed folder in BF16, or in another layout or scheme.
 
 
 def unpack_command(
@@ -406,9 +360,7 @@ def unpack_command(
     Examples:
 
       octavo unpack packed/first models/first
-
       octavo unpack packed/block packed/block-fp8 --layout fp8
-
       octavo unpack packed/first packed/static --freeze 64 --data chats.jsonl
     """
     from octavo.evaluation import PromptOptions
@@ -421,8 +373,7 @@ def unpack_command(
     if freeze is None and layout is None and scheme is None:
         with progress("unpacking") as advance:
             unpacked = unpack(folder, out, progress=advance)
-        say(f"unpacked {folder} into {out}")
-        _say_unused(unpacked.unused)
+        _say_written(f"unpacked {folder} into {out}", unpacked.unused)
         return
     layout = layout or LAYOUTS[0]
     with progress("converting") as advance:
@@ -433,17 +384,14 @@ def unpack_command(
                 folder, out, required_data(data), layout=layout, prompts=PromptOptions(freeze, context), device=device,
                 progress=advance, on_read=print_reading,
             )  # fmt: skip
-    say(f"converted {folder} into {out}")
-    _say_unused(result.unused)
-    _print_conversion(result, layout)
+    _say_written(f"converted {folder} into {out}", result.unused)
+    _say_readers(layout)
+    _print_conversion(result)
 
 
-def _print_conversion(result: Repacked, layout: str) -> None:
-    from octavo.checkpoint.layouts.layout import LAYOUTS
+def _print_conversion(result: Repacked) -> None:
     from octavo.util import plural
 
-    if readers := LAYOUTS[layout].readers:
-        say(f"for {readers}: transformers computes nonsense from it")
     if result.lossless:
         say("no weight changed")
         return
@@ -455,21 +403,17 @@ def _print_conversion(result: Repacked, layout: str) -> None:
     )
 
 
-def _say_unused(names: Sequence[str]) -> None:
-    if names:
-        say(f"left out: {len(names)} scales and zero points that no layer reads, {names[0]} among them")
+def _say_written(what: str, unused: Sequence[str]) -> None:
+    say(what)
+    if unused:
+        say(f"left out: {len(unused)} scales and zero points that no layer reads, {unused[0]} among them")
 
 
-# ---- octavo calibrate: measures the tensors of a model while it runs on text.
-
-
-_LAYERS_SHOWN = 10
+_SITES_SHOWN = 10
 
 
 def calibrate_command(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder, or a run of octavo train.")
-    ],
+    model: Annotated[Path, argument("MODEL", "A Hugging Face model folder, or a run of octavo train.")],
     out: Out,
     data: Annotated[list[str], option("TEXT", f"{DATA_HELP}.")],
     samples: Annotated[int, option("NUMBER", "Number of prompts; 128 to 512 are usual.")] = 256,
@@ -492,7 +436,7 @@ def calibrate_command(
     """
     from octavo.calibration import calibrate
     from octavo.evaluation import PromptOptions
-    from octavo.util import plural
+    from octavo.util import plural, some_of
 
     prompts = PromptOptions(samples, context, batch, seed)
     try:
@@ -508,10 +452,9 @@ def calibrate_command(
     sites = plural(len(found.sites), "site")
     say(f"{plural(found.prompts, 'prompt')}{fewer}, {plural(found.tokens, 'token')}, {sites}")
     if found.unseen:
-        names = ", ".join(found.unseen[:3]) + (", ..." if len(found.unseen) > 3 else "")
         say(
-            f"no token reached {len(found.unseen)} matrices of experts ({names}): a static scale of such an input is "
-            "the largest of the layer's other experts. More data may reach it"
+            f"no token reached {len(found.unseen)} matrices of experts ({some_of(found.unseen)}): a static scale of "
+            "such an input is the largest of the layer's other experts. More data may reach it"
         )
     _print_outliers(found)
 
@@ -522,16 +465,13 @@ def _print_outliers(found: Calibration) -> None:
     from octavo.util import plural
 
     high = PERCENTILES[-1]
-    rows = []
+    rows: dict[tuple[float, str], dict[str, str]] = {}
     for name, statistics in ((name, s) for name, s in found.sites.items() if s.tokens):
         percentile = statistics.percentile(high)
         ratio = statistics.amax / percentile if percentile else float("inf") if statistics.amax else 1.0
-        rows.append((ratio, name, statistics.amax, percentile, len(statistics.outlier_channels())))
-    shown = [
-        {
-            "site": name, "amax": f"{amax:.4g}", f"{high}%": f"{percentile:.4g}", "ratio": f"{ratio:.2f}",
-            "outlier channels": str(channels),
-        }
-        for ratio, name, amax, percentile, channels in sorted(rows, reverse=True)[:_LAYERS_SHOWN]
-    ]  # fmt: skip
+        rows[ratio, name] = {
+            "site": name, "amax": f"{statistics.amax:.4g}", f"{high}%": f"{percentile:.4g}", "ratio": f"{ratio:.2f}",
+            "outlier channels": str(len(statistics.outlier_channels())),
+        }  # fmt: skip
+    shown = [rows[key] for key in sorted(rows, reverse=True)[:_SITES_SHOWN]]
     print_rows(shown, title=f"the {plural(len(shown), 'site')} with the largest outliers")

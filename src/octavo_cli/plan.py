@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, changed, option
+from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
 from octavo_cli.display import check_output, print_table, say, write_output
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ def plan_command(
     context: typer.Context,
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A preset such as llama-3-8b, a Hugging Face folder or config.json, a TOML file or a run of octavo "
+        argument(
+            "MODEL",
+            "A preset such as llama-3-8b, a Hugging Face folder or config.json, a TOML file or a run of octavo "
             "train, or a number of parameters such as 7B.",
         ),
     ],
@@ -47,7 +47,7 @@ def plan_command(
         float | None, option("NUMBER", "With --tokens: the cheapest GPUs and recipes that train in so many days.")
     ] = None,
     price: Annotated[float | None, option("MONEY", "Price of an hour of one GPU.")] = None,
-    serve: Annotated[bool, typer.Option("--serve", help="Plan serving instead of training.")] = False,
+    serve: Annotated[bool, option("--serve", "Plan serving instead of training.")] = False,
     scheme: Annotated[
         str,
         option(
@@ -77,15 +77,10 @@ def plan_command(
     Examples:
 
       octavo plan llama-3-8b --gpu h200 --gpus 8 --tokens 1T --price 3
-
       octavo plan llama-3-70b --gpus 64 --compare recipe=bf16,rowwise --compare gpu=h100,h200
-
       octavo plan llama-3-8b --tokens 1T --days 14
-
       octavo plan mixtral-8x7b --serve --gpus 2 --batch 64 --context 4096 --kv-cache fp8
-
       octavo plan llama-3-8b --serve --batch 16 --compare scheme=bf16,channel,int8,weight
-
       octavo plan 7B
     """
     from octavo.plan.cases import Case, find_runs, make_cases, parse_count, plan_schemes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo_cli.command import MODEL_PRESETS, AsJson, option, settings_after
+from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings_after
 from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
 if TYPE_CHECKING:
@@ -23,27 +23,21 @@ if TYPE_CHECKING:
     from octavo.train.run_records import Decision, RunRecord
 
 
-# ---- octavo train: a language model from text, in BF16 or FP8.
-
-
 def train_command(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="CONFIG",
-            help=f"A TOML file of settings, the config.json of a run, or a preset: {', '.join(MODEL_PRESETS)}.",
+        argument(
+            "CONFIG", f"A TOML file of settings, the config.json of a run, or a preset: {', '.join(MODEL_PRESETS)}."
         ),
     ] = None,
     resume_from: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="RUN", help="The folder of a run to continue, at its newest checkpoint."),
+        Path | None, option("--resume RUN", "The folder of a run to continue, at its newest checkpoint.")
     ] = None,
     or_resume: Annotated[
-        bool,
-        typer.Option("--or-resume", help="Continue the run in --out if it has a checkpoint and the same settings."),
+        bool, option("--or-resume", "Continue the run in --out if it has a checkpoint and the same settings.")
     ] = False,
-    settings: Annotated[bool, typer.Option("--settings", help="List every setting and its default, and exit.")] = False,
+    settings: Annotated[bool, option("--settings", "List every setting and its default, and exit.")] = False,
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
 
@@ -63,13 +57,9 @@ def train_command(
     Examples:
 
       octavo train --steps 200 --out runs/first
-
       octavo train --data 'books/*.txt' --recipe bf16 --tokenizer bpe
-
       octavo train --resume runs/first --steps 400
-
       octavo train --branch runs/first/step-00000300 --recipe bf16 --out runs/second
-
       torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
     with progress("starting"):
@@ -111,32 +101,21 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
         result = trainer.run()
     run = trainer.run_folder.path
     if result.interrupted:
-        command = _resume_command(run, world_size())
-        message = f"{result.interrupted}: saved step {result.step}; continue with: {command}"
+        octavo = "octavo" if world_size() == 1 else "torchrun ... -m octavo"  # its options are not known here
+        message = f"{result.interrupted}: saved step {result.step}; continue with: {octavo} train --resume {run}"
     else:
         message = f"done: {plural(result.step, 'step')} in {run}"
     print_line(console, message)
-
-
-def _resume_command(run: Path, processes: int) -> str:
-    """The command that continues a run; the dots stand for torchrun's options, which octavo does not know."""
-    return f"{'octavo' if processes == 1 else 'torchrun ... -m octavo'} train --resume {run}"
-
-
-# ---- octavo bisect: the GEMMs and the layers of an FP8 run that raise its loss over that of BF16.
 
 
 def bisect_command(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="CONFIG", help="The settings of the FP8 run: a TOML file, the config.json of a run, or a preset."
-        ),
+        argument("CONFIG", "The settings of the FP8 run: a TOML file, the config.json of a run, or a preset."),
     ] = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="CHECKPOINT", help="Start from a checkpoint, or from the newest of a run."),
+        Path | None, option("--from CHECKPOINT", "Start from a checkpoint, or from the newest of a run.")
     ] = None,
     seeds: Annotated[int, option("NUMBER", "Runs of each part, with seeds that follow --seed.")] = 3,
     run_steps: Annotated[int | None, option("NUMBER", "Steps of a short run. Default: --steps, 200 at most.")] = None,
@@ -157,44 +136,34 @@ def bisect_command(
     Examples:
 
       octavo bisect small.toml --data book.txt --recipe tensorwise --run-steps 100
-
       octavo bisect --from runs/fp8 --seeds 4 --out runs/why
     """
     from octavo.train.processes import run_in_group  # imports torch.distributed, which takes a second
 
-    config, words = settings_after(config, context)
-    run_in_group(lambda: _bisect(config, checkpoint, words, seeds, run_steps, least / 100, out, as_json))
+    path, words = settings_after(config, context)
 
+    def search() -> None:
+        from octavo.bisection import bisect
+        from octavo.bisection.bisector import find_checkpoint
+        from octavo.train.processes import rank
 
-def _bisect(
-    path: Path | None,
-    checkpoint: Path | None,
-    words: list[str],
-    seeds: int,
-    run_steps: int | None,
-    least: float,
-    out: Path,
-    as_json: bool,
-) -> None:
-    from octavo.bisection import bisect
-    from octavo.bisection.bisector import find_checkpoint
-    from octavo.train.processes import rank
+        start = None if checkpoint is None else find_checkpoint(checkpoint)
+        whole, smallest = _settings(path, start, words), least / 100
+        try:
+            found = bisect(
+                whole, out, seeds=seeds, steps=run_steps, least=smallest, checkpoint=start, on_run=_print_run
+            )
+        except KeyboardInterrupt:
+            say(f"interrupted: the short runs that ended are in {out}; the same command continues", error=True)
+            raise typer.Exit(130) from None
+        if rank() == 0 and as_json:
+            print(json.dumps(found.to_dict(), indent=2))
+        elif rank() == 0:
+            _print_trials(found)
+            for line in _verdict(found, seeds, smallest):
+                say(line)
 
-    start = None if checkpoint is None else find_checkpoint(checkpoint)
-    try:
-        config = _settings(path, start, words)
-        found = bisect(config, out, seeds=seeds, steps=run_steps, least=least, checkpoint=start, on_run=_print_run)
-    except KeyboardInterrupt:
-        say(f"interrupted: the short runs that ended are in {out}; the same command continues", error=True)
-        raise typer.Exit(130) from None
-    if rank() > 0:
-        return
-    if as_json:
-        print(json.dumps(found.to_dict(), indent=2))
-        return
-    _print_trials(found)
-    for line in _verdict(found, seeds, least):
-        say(line)
+    run_in_group(search)
 
 
 def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> Config:
@@ -254,14 +223,10 @@ def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
 
 def _advice(gap: Gap, least: float) -> str:
     """The way to resolve a gap, for one that is not resolved."""
+    longer = "longer runs (--run-steps) may show a larger one."
     if gap.mean < least:
-        return (
-            "It is smaller than --least, so more seeds find nothing; longer runs (--run-steps) may show a larger gap."
-        )
-    return (
-        f"About --seeds {gap.seeds_needed} would resolve a gap of this size; longer runs (--run-steps) may show a "
-        "larger one."
-    )
+        return f"It is smaller than --least, so more seeds find nothing; {longer}"
+    return f"About --seeds {gap.seeds_needed} would resolve a gap of this size; {longer}"
 
 
 def _remedies(found: Bisection) -> list[str]:
@@ -291,14 +256,10 @@ def _layers(part: Part, every: tuple[str, ...]) -> str:
     return f"{len(layers)}: {layers[0]} to {layers[-1]}"
 
 
-# ---- octavo compare: runs side by side.
-
-
 def compare_command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Two or more runs of octavo train.")],
+    runs: Annotated[list[Path], argument("RUN...", "Two or more runs of octavo train.")],
     margin: Annotated[
-        str | None,
-        typer.Option("--decide", metavar="PERCENT", help="Decide if the losses are the same within this, as 0.25%."),
+        str | None, option("--decide PERCENT", "Decide if the losses are the same within this, as 0.25%.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -313,7 +274,6 @@ def compare_command(
     Examples:
 
       octavo compare runs/bf16 runs/rowwise
-
       octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
     """
     from octavo.train.run_records import ONE_SEED, different_settings, read_run
@@ -371,14 +331,10 @@ def _decide(records: list[RunRecord], margin: str, as_json: bool) -> None:
 
 
 def _margin(text: str) -> float:
-    number = text.removesuffix("%")
-    try:
-        value = float(number) / 100
-    except ValueError:
-        value = math.nan
-    if not (number != text and 0 < value < 1):
+    found = re.fullmatch(r"(\d*\.?\d+)%", text)
+    if not found or not 0 < float(found[1]) < 100:
         raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {text!r}")
-    return value
+    return float(found[1]) / 100
 
 
 def _decided(decision: Decision, margin: str) -> str:
@@ -407,9 +363,9 @@ def _print_losses(records: list[RunRecord], names: list[str]) -> None:
 def _print_summary(records: list[RunRecord], names: list[str]) -> None:
     rows = [
         {
-            "run": name, "steps": str(run.step), "final loss": number(_final(run), ".4f"),
+            "run": name, "steps": str(run.step), "final loss": number(run.evaluations.get(_last(run)), ".4f"),
             "gap": number(_gap(run, records[0], _last(run)), "+.2%"), "tokens/s": number(run.tokens_per_second, ",.0f"),
-            "peak memory, GB": number(None if run.peak_memory is None else run.peak_memory / 1e9, ".2f"),
+            "peak memory, GB": number(run.peak_memory, ".2f", 1e9),
         }
         for name, run in zip(names, records, strict=True)
     ]  # fmt: skip
@@ -422,24 +378,20 @@ def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
         "steps": run.step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
         "gaps": {str(step): gap for step in run.evaluations if (gap := _gap(run, first, step)) is not None},
-        "final_loss": _final(run),
+        "final_loss": run.evaluations.get(_last(run)),
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }
 
 
-def _last(run: RunRecord) -> int | None:
-    return max(run.evaluations, default=None)
+def _last(run: RunRecord) -> int:
+    """The step of the last evaluation; -1 without any."""
+    return max(run.evaluations, default=-1)
 
 
-def _final(run: RunRecord) -> float | None:
-    last = _last(run)
-    return None if last is None else run.evaluations[last]
-
-
-def _gap(run: RunRecord, first: RunRecord, step: int | None) -> float | None:
+def _gap(run: RunRecord, first: RunRecord, step: int) -> float | None:
     """The loss of `run` relative to that of `first` at a step, minus 1; None if one of the two has no loss there."""
-    if step is None or run is first or not (run.evaluations.get(step) and first.evaluations.get(step)):
+    if run is first or not (run.evaluations.get(step) and first.evaluations.get(step)):
         return None
     return run.evaluations[step] / first.evaluations[step] - 1
 
@@ -456,23 +408,16 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# ---- octavo report: what FP8 did in runs, as a page, on the terminal or as JSON.
-
-
 _EVENTS = 8
 _LINES = (("loss", "loss"), ("evaluation_loss", "evaluation loss"), ("tokens_per_second", "tokens/s"))
 
 
 def report_command(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Runs of octavo train, or folders of octavo.watch.")
-    ],
+    runs: Annotated[list[Path], argument("RUN...", "Runs of octavo train, or folders of octavo.watch.")],
     to_html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="The page; without it, report.html in the first run.")
+        Path | None, option("--html FILE", "The page; without it, report.html in the first run.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, and write no page unless --html is given.")
-    ] = False,
+    as_json: Annotated[bool, option("--json", "Print JSON, and write no page unless --html is given.")] = False,
 ) -> None:
     """Show loss, speed, memory, and what FP8 did in each layer.
 
@@ -482,7 +427,6 @@ def report_command(
     Examples:
 
       octavo report runs/rowwise
-
       octavo report runs/rowwise runs/bf16 --html report.html
     """
     from octavo.report.runs import read_runs

@@ -20,6 +20,7 @@ from octavo_cli.command import (
     PromptBatch,
     PromptSeed,
     PromptTokens,
+    argument,
     option,
     print_reading,
     refuse_unused,
@@ -27,13 +28,8 @@ from octavo_cli.command import (
 from octavo_cli.display import check_output, print_rows, print_table, progress, say, write_output
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from octavo.checkpoint.packed_folder import PackedTensors
     from octavo.verification.findings import Report
-
-
-# ---- octavo verify: check a packed folder, and measure what packing cost.
 
 
 _ROWS = 12
@@ -63,14 +59,10 @@ def verify_command(
     device: Device = "cpu",
     seed: PromptSeed = 0,
     folded: Annotated[
-        bool, typer.Option("--folded", help="Smoothing or a rotation was folded into the weights: do not compare them.")
+        bool, option("--folded", "Smoothing or a rotation was folded into the weights: do not compare them.")
     ] = False,
-    to_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results to FILE, as JSON.")
-    ] = None,
-    to_html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write all results to FILE, as one HTML page.")
-    ] = None,
+    to_json: Annotated[Path | None, option("--json FILE", "Write all results to FILE, as JSON.")] = None,
+    to_html: Annotated[Path | None, option("--html FILE", "Write all results to FILE, as one HTML page.")] = None,
 ) -> None:
     """Check a packed folder, and measure what packing cost.
 
@@ -83,7 +75,9 @@ def verify_command(
       octavo verify packed/qwen --against models/qwen --data texts/ --budget kl=0.01 --budget ppl=0.5% --html q.html
     """
     from octavo.evaluation import Budget, PromptOptions
+    from octavo.report.page import page_of_report
     from octavo.verification import verify
+    from octavo.verification.findings import Invocation
 
     if not data:
         refuse_unused(command, ["--samples", "--context", "--batch", "--seed"], "--data")
@@ -98,13 +92,21 @@ def verify_command(
             folded=folded, progress=advance, on_read=print_reading,
         )  # fmt: skip
     _print(report)
-    _write(report, to_json, to_html)
+    invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
+    if to_json is not None:
+        write_output(to_json, json.dumps(report.to_dict(invocation), indent=1, allow_nan=False) + "\n")
+    if to_html is not None:
+        write_output(to_html, page_of_report(report, invocation).html())
     if not report.ok:
         raise typer.Exit(1)
 
 
 def _print(report: Report) -> None:
-    shown = _with_worst_layers(report)
+    shown = report
+    if len(report.layers) > _ROWS:
+        ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
+        remark = f"of {len(report.layers)} layers the {_ROWS} that lose most are shown; --json and --html have all"
+        shown = replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
     for section in shown.sections():
         print_table(section.columns, section.rows, prose=[""], title=section.title)
         if section.remark:
@@ -117,40 +119,14 @@ def _print(report: Report) -> None:
         say(f"  {finding.kind} {finding}")
 
 
-def _with_worst_layers(report: Report) -> Report:
-    """The report with at most `_ROWS` layers, those with the lowest SQNR."""
-    if len(report.layers) <= _ROWS:
-        return report
-    ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
-    remark = f"of {len(report.layers)} layers the {_ROWS} that lose most are shown; --json and --html have all"
-    return replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
-
-
-def _write(report: Report, to_json: Path | None, to_html: Path | None) -> None:
-    from octavo.report.page import page_of_report
-    from octavo.verification.findings import Invocation
-
-    invocation = Invocation.now(shlex.join(["octavo", *sys.argv[1:]]))
-    if to_json is not None:
-        text = json.dumps(report.to_dict(invocation), indent=1, allow_nan=False)
-        write_output(to_json, f"{text}\n")
-    if to_html is not None:
-        write_output(to_html, page_of_report(report, invocation).html())
-
-
-# ---- octavo inspect: the tensors of a packed folder, and the dtypes that a model trains in.
-
-
 def inspect_command(
     command: typer.Context,
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A packed folder; with --dtypes the model of a training.")
-    ],
+    source: Annotated[Path, argument("SOURCE", "A packed folder; with --dtypes the model of a training.")],
     dtypes: Annotated[
         bool,
-        typer.Option(
+        option(
             "--dtypes",
-            help="Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
+            "Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
             "file of settings, a run of octavo train, or the folder or config.json of a Hugging Face model.",
         ),
     ] = False,
@@ -174,15 +150,13 @@ def inspect_command(
     Examples:
 
       octavo inspect packed/first
-
       octavo inspect llama-3-70b --dtypes
-
       octavo inspect models/qwen --dtypes --recipe bf16 --module "*.layers.0.self_attn*"
     """
     changes = {"recipe": recipe, "batch": batch, "context": context, "optimizer.weights": weights}
     given = {name: value for name, value in changes.items() if value is not None}
     if dtypes:
-        print_dtypes(source, module, given, as_json=as_json)
+        _print_dtypes(source, module, given, as_json)
         return
     refuse_unused(command, ["--module", "--recipe", "--batch", "--context", "--weights"], "--dtypes")
     if source.suffix == ".toml" or not source.exists():
@@ -197,8 +171,17 @@ def _print_packed(folder: Path, as_json: bool) -> None:
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
-    rows += [_scale(name, t) for name, t in packed.kv_tensors(packed.packing).items()]
-    rows += [_other(packed, name) for name in packed.others]
+    rows += [
+        {
+            "tensor": name, "dtype": "float32", "shape": list(scale.shape), "scheme": "kv cache", "scales": 1,
+            "least": float(scale), "largest": float(scale), "bytes": scale.nbytes,
+        }
+        for name, scale in packed.kv_tensors(packed.packing).items()
+    ]  # fmt: skip
+    for name in packed.others:
+        spec = packed.reader.specs[name]
+        dtype = str(spec.dtype).removeprefix("torch.")
+        rows.append({"tensor": name, "dtype": dtype, "shape": list(spec.shape), "bytes": spec.nbytes})
     total = sum(row["bytes"] for row in rows)
     suspects = packed.suspects()
     if as_json:
@@ -232,27 +215,8 @@ def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
     return row | ({"input_scale": float(packed.input_scale(name))} if scheme.static else {})
 
 
-def _scale(name: str, scale: Tensor) -> dict[str, Any]:
-    return {
-        "tensor": name, "dtype": "float32", "shape": list(scale.shape), "scheme": "kv cache", "scales": 1,
-        "least": float(scale), "largest": float(scale), "bytes": scale.nbytes,
-    }  # fmt: skip
-
-
-def _other(packed: PackedTensors, name: str) -> dict[str, Any]:
-    spec = packed.reader.specs[name]
-    dtype = str(spec.dtype).removeprefix("torch.")
-    return {"tensor": name, "dtype": dtype, "shape": list(spec.shape), "bytes": spec.nbytes}
-
-
-# ---- octavo inspect --dtypes: the dtypes of a step of training.
-
-
-def print_dtypes(source: Path, module: str | None, changes: dict[str, Any], *, as_json: bool) -> None:
-    """Trace a step of training of the model `source`, with `changes` of settings, and print its tables.
-
-    With a glob `module` they are the operations of these modules.
-    """
+def _print_dtypes(source: Path, module: str | None, changes: dict[str, Any], as_json: bool) -> None:
+    """Trace a step of training, with `changes` of settings, and print its tables, or the operations of some modules."""
     from octavo.train.finished import trace_source
 
     flow = trace_source(source, changes)

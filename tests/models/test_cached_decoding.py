@@ -11,8 +11,11 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig, llama
 
 Config = LlamaConfig | GPT2Config
-TOLERANCES = {"float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03}  # of the root mean square of the logits
-PRECISIONS = pytest.mark.parametrize("precision", TOLERANCES)
+TOLERANCES = {  # of the root mean square of the logits
+    "float32": 1e-5, "bfloat16": 0.03, "autocast": 0.03,
+    "float32 on a GPU": 1e-3, "bfloat16 on a GPU": 0.08, "autocast on a GPU": 0.08,
+}  # fmt: skip
+PRECISIONS = pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 
 
 def model_of(config: Config, precision: str) -> Llama | GPT2:
@@ -118,3 +121,28 @@ def test_a_text_beyond_the_context_or_the_cache_is_an_error(config: Config) -> N
 def test_training_with_a_cache_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="under torch.no_grad"):
         model_of(GPT, "float32")(tokens(), ModelKVCache(GPT.layers, 17))
+
+
+@pytest.mark.gpu
+@BOTH
+@PRECISIONS
+@pytest.mark.parametrize("first", [None, [0, 3, 11, 5]])
+@pytest.mark.parametrize("pieces", [[12, 1, 1, 1], [4, 8, 1, 2]], ids=str)
+@torch.inference_mode()
+def test_a_gpu_gives_the_logits_of_a_cpu(
+    config: Config, precision: str, first: list[int] | None, pieces: list[int]
+) -> None:
+    model, text = model_examples.lively(config).eval(), tokens(4, 15)
+    begin = first or [0] * 4
+    required = [model(text[row : row + 1, begin[row] :])[0] for row in range(4)]
+    model = model.cuda().bfloat16() if precision == "bfloat16" else model.cuda()
+    cache = ModelKVCache(config.layers, 15)
+    if first:
+        cache.first = torch.tensor(first, dtype=torch.int32, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16) if precision == "autocast" else nullcontext():
+        found = torch.cat([model(piece, cache) for piece in text.cuda().split(pieces, dim=1)], dim=1).float().cpu()
+    last = torch.tensor(pieces).cumsum(0) - 1
+    for row in range(4):
+        seen = last >= begin[row]
+        wanted = required[row][last[seen] - begin[row]]
+        check(found[row, seen], wanted, f"{precision} on a GPU")

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ import transformers
 from model_examples import BOTH, EACH, GPT, GQA, lively, tokens
 from torch import nn
 
-from octavo.models import GPT2Config, LlamaConfig, build, from_hf_config
+from octavo.models import GPT2Config, Llama, LlamaConfig, MixtureConfig, build, from_hf_config
+from octavo.models.vision import ImageConfig
 
 Config = LlamaConfig | GPT2Config
 
@@ -124,25 +126,96 @@ def test_autocast_keeps_the_residual_stream_in_float32(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("config", "change"),
     [
-        {"activation_function": "relu"},
-        {"do_layer_norm_before": False},
-        {"_remove_final_layer_norm": True},
-        {"word_embed_proj_dim": 12},
-        {"layer_norm_elementwise_affine": False},
-        {"ffn_dim": 100},
-        {"vocab_size": None},
+        (GQA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
+        (GQA, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+        (GQA, {"attention_bias": True}),
+        (GQA, {"mlp_bias": True}),
+        (GQA, {"hidden_act": "gelu"}),
+        (GQA, {"head_dim": 16}),
+        (GQA, {"hidden_size": None}),
+        (GPT, {"activation_function": "relu"}),
+        (GPT, {"do_layer_norm_before": False}),
+        (GPT, {"_remove_final_layer_norm": True}),
+        (GPT, {"word_embed_proj_dim": 12}),
+        (GPT, {"layer_norm_elementwise_affine": False}),
+        (GPT, {"ffn_dim": 100}),
+        (GPT, {"vocab_size": None}),
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_features_of_opt_that_are_not_here_are_refused_by_name(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
-        GPT2Config.from_hf(GPT.to_hf() | change)
+def test_features_that_are_not_here_are_refused_by_name(config: Config, change: dict[str, object]) -> None:
+    name = next(iter(change))
+    with pytest.raises(ValueError, match="unscaled, full rotary positions" if "rope" in name else name):
+        type(config).from_hf(config.to_hf() | change)
 
 
-def test_sizes_of_gpt2_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="multiple of heads"):
-        GPT2Config(vocabulary=61, layers=2, width=24, heads=5, context=20)
-    with pytest.raises(ValueError, match="at least 1"):
-        GPT2Config(vocabulary=61, layers=2, width=24, heads=3, context=0)
+MIXTURE = MixtureConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=32, experts=4)
+IMAGES = ImageConfig(image=8, patch=2, channels=1, classes=4, layers=2, width=32, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "message"),
+    [
+        (GQA, {"heads": 5}, "even multiple of heads, got width=32, heads=5"),
+        (GQA, {"kv_heads": 3}, "heads must be a multiple of kv_heads, got 4 and 3"),
+        (GQA, {"layers": 0}, "must be at least 1"),
+        (GQA, {"width": 36, "heads": 12}, "even multiple of heads"),
+        (GPT, {"heads": 5}, "multiple of heads"),
+        (GPT, {"context": 0}, "must be at least 1"),
+        (MIXTURE, {"top_k": 5}, "top_k must be at least 1 and at most the number of experts, got top_k=5 of 4 experts"),
+        (MIXTURE, {"top_k": 0}, "got top_k=0 of 4 experts"),
+        (MIXTURE, {"shared_width": -1}, "must be 0 or more, got -1 and 0.01"),
+        (MIXTURE, {"balance": -1.0}, "must be 0 or more, got 0 and -1.0"),
+        (IMAGES, {"image": 9}, "multiple of patch, got image=9, patch=2: resize or pad the images to 10"),
+        (IMAGES, {"width": 33}, "multiple of heads, got width=33, heads=2"),
+        (IMAGES, {"layers": 0}, "must be at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(config: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(config, **change)
+
+
+# ---- What only Llama has: RoPE, grouped heads, and a checkpoint whose tied matrix is stored once
+
+
+def test_rope_theta_is_read_from_both_places_and_written_to_both() -> None:
+    hf = GQA.to_hf()
+    assert transformers.LlamaConfig(**hf).rope_parameters["rope_theta"] == 500.0
+    for key in ("rope_theta", "rope_parameters"):
+        assert LlamaConfig.from_hf({k: v for k, v in hf.items() if k != key}) == GQA
+
+
+def test_absent_fields_have_the_defaults_of_transformers() -> None:
+    sizes = {
+        "vocab_size": 97, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
+        "max_position_embeddings": 24,
+    }  # fmt: skip
+    assert LlamaConfig.from_hf(sizes) == LlamaConfig.from_hf(transformers.LlamaConfig(**sizes).to_dict())
+
+
+def test_other_architectures_are_not_ours() -> None:
+    assert from_hf_config({"architectures": ["MambaForCausalLM"]}) is None
+    assert from_hf_config({}) is None
+
+
+def test_wrong_tokens_are_refused() -> None:
+    model = lively(GQA)
+    with pytest.raises(ValueError, match="context is 24"):
+        model(tokens(1, 25))
+    with pytest.raises(ValueError, match="int64"):
+        model(tokens().int())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_tied_checkpoint_may_store_the_matrix_once(assign: bool) -> None:
+    source, model = lively(GQA), Llama(GQA)
+    state = source.state_dict()
+    del state["lm_head.weight"]
+    model.load_state_dict(state, assign=assign)
+    assert model.lm_head.weight is model.embedding.weight
+    assert torch.equal(model(tokens()), source(tokens()))
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
+        Llama(LlamaConfig(**(vars(GQA) | {"tied": False}))).load_state_dict(state)

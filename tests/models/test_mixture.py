@@ -66,17 +66,3 @@ def test_its_weights_are_drawn_as_those_of_the_other_models():
     experts = model.model.layers[0].mlp.experts
     assert float(experts.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.05)
     assert float(experts.down_proj.detach().std()) == pytest.approx(0.02 / 4, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"top_k": 5}, "top_k must be at least 1 and at most the number of experts, got top_k=5 of 4 experts"),
-        ({"top_k": 0}, "got top_k=0 of 4 experts"),
-        ({"shared_width": -1}, "must be 0 or more, got -1 and 0.01"),
-        ({"balance": -1.0}, "must be 0 or more, got 0 and -1.0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        MixtureConfig(**(SIZES | changes))

@@ -41,11 +41,6 @@ def test_byte_ids_are_the_bytes():
     assert tokenizer.decode([0x61, 0xFF, 0x62]) == "a\ufffdb"
 
 
-def test_texts_hold_every_byte_of_utf8():
-    never = {0xC0, 0xC1, *range(0xF5, 0x100)}
-    assert set("".join(TEXTS).encode()) == set(range(256)) - never
-
-
 def test_byte_characters_are_those_of_tokenizers():
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -109,15 +104,24 @@ def test_hugging_face_tokenizer(tmp_path, bpe):
     assert load_tokenizer(tmp_path / "second").encode(TEXTS[0]) == bpe.encode(TEXTS[0])
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe", "hugging face"])
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "hugging face", "characters"])
 def test_encode_batch_is_encode_of_each(tmp_path, bpe, kind):
+    """More texts than the library gets at once, each by its own ids."""
     bpe.save(tmp_path)
-    make = {"bytes": ByteTokenizer, "bpe": lambda: bpe, "hugging face": lambda: HuggingFaceTokenizer(tmp_path)}
-    tokenizer, texts = make[kind](), [f"{text}{n}" for n, text in enumerate(TEXTS * 30)]  # more than one chunk
+    texts = [f"{text}{n}" for n, text in enumerate(["", *TEXTS] * 30)]
+    make = {
+        "bytes": ByteTokenizer,
+        "bpe": lambda: bpe,
+        "hugging face": lambda: HuggingFaceTokenizer(tmp_path),
+        "characters": lambda: CharacterTokenizer.train(texts),
+    }
+    tokenizer = make[kind]()
     arrays = tokenizer.encode_batch(texts)
     assert all(array.dtype.kind == "u" for array in arrays)
     assert [array.tolist() for array in arrays] == [tokenizer.encode(text) for text in texts]
+    assert [tokenizer.decode(array.tolist()) for array in arrays] == texts
     assert max(map(np.max, arrays)) < tokenizer.vocabulary_size
+    assert tokenizer.encode("") == []
 
 
 def test_nothing_to_load(tmp_path):
@@ -134,12 +138,8 @@ def test_a_tokenizer_whose_expression_takes_too_long_is_named(tmp_path, bpe, kin
     """Onig gives up after a number of retries, and Rust panics: what is raised is no Exception."""
     bpe.save(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "(a+)+$"},
-        "behavior": "Isolated",
-        "invert": False,
-    }
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = split
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     text = "a" * 40 + "b"
     if kind == "prompts":
@@ -179,12 +179,6 @@ def test_every_distinct_character_is_a_token(characters):
 
 def test_a_document_may_end_in_a_newline_that_the_texts_lack():
     assert CharacterTokenizer.train(["ab"]).encode("ab\n") == [1, 2, 0]
-
-
-def test_a_batch_is_encoded_as_each_text_is(characters):
-    arrays = characters.encode_batch(TEXTS_CHARACTERS)
-    assert all(np.issubdtype(array.dtype, np.unsignedinteger) for array in arrays)
-    assert [array.tolist() for array in arrays] == [characters.encode(text) for text in TEXTS_CHARACTERS]
 
 
 def test_unknown_characters_are_named(characters):

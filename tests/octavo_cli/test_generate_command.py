@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import random
 import re
 import shutil
 import sys
@@ -21,9 +20,6 @@ from octavo.inference.kv_cache import LayerKVCache
 from octavo.inference.opening import end_tokens
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.packing import pack
-from octavo.train.config import Config
-from octavo.train.start import start_run
-from octavo.train.step_metrics import training_console
 
 GREEDY = ("--temperature", 0, "--count", 7, "--device", "cpu")
 PROMPTS = ["It was", "the clerk", "a", "7 times 3 is 21"]
@@ -112,10 +108,7 @@ def test_a_stop_token_that_is_no_id_is_refused(tmp_path, wrong):
 def test_a_text_ends_at_the_stop_token_of_the_folder(octavo, tmp_path, llama):
     text = greedy(llama, PROMPTS[0])
     config = {"eos_token_id": text[3]}
-    folder = tmp_path / "ending"
-    folder.mkdir()
-    for path in llama.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = shutil.copytree(llama, tmp_path / "ending")
     (folder / "generation_config.json").write_text(json.dumps(config))
     [found] = generated(octavo, folder, "--prompt", PROMPTS[0], *GREEDY)["texts"]
     end = text.index(text[3])
@@ -124,11 +117,9 @@ def test_a_text_ends_at_the_stop_token_of_the_folder(octavo, tmp_path, llama):
 
 
 def test_drawing_follows_its_settings_and_seed(octavo, llama):
-    def drawn(*words):
-        return generated(octavo, llama, "--prompt", "It was", "--count", 12, "--device", "cpu", *words)["texts"]
-
     def tokens(*words):
-        return [text["text"] for text in drawn(*words)]
+        found = generated(octavo, llama, "--prompt", "It was", "--count", 12, "--device", "cpu", *words)
+        return [text["text"] for text in found["texts"]]
 
     best = tokens("--temperature", 0)
     hot = ("--temperature", 9, "--seed", 1)
@@ -246,8 +237,7 @@ TEMPLATE = (
 
 
 def test_a_chat_has_the_template_of_the_tokenizer(octavo, llama, tmp_path):
-    folder = tmp_path / "chat"
-    shutil.copytree(llama, folder)
+    folder = shutil.copytree(llama, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     plain, chat = (
         generated(octavo, folder, "--prompt", prompt, *words, *GREEDY)["texts"][0]
@@ -259,29 +249,9 @@ def test_a_chat_has_the_template_of_the_tokenizer(octavo, llama, tmp_path):
 
 # --- runs
 
-TINY = {
-    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
-    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1, "evaluate_every": 2,
-    "evaluate_batches": 3, "save_every": 2,
-}  # fmt: skip
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with text.txt, the runs bf16 and fp8, and fp8 packed."""
-    root = tmp_path_factory.mktemp("made")
-    draw = random.Random(0)
-    (root / "text.txt").write_text(" ".join(draw.choices(["folio", "quarto", "octavo", "duodecimo"], k=400)))
-    torch.manual_seed(0)
-    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
-        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
-        start_run(Config(**settings), training_console()).run()
-    pack(root / "fp8", root / "packed")
-    return root
-
-
-def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
-    words = ("generate", made / "fp8", "--prompt", "folio ", "--count", 12, "--device", "cpu", "--seed")
+def test_text_comes_from_a_run_and_follows_its_seed(octavo, trained):
+    words = ("generate", trained / "fp8", "--prompt", "folio ", "--count", 12, "--device", "cpu", "--seed")
     code, out, err = octavo(*words, 1)
     assert code == 0
     assert err.startswith("12 tokens, ")
@@ -291,10 +261,10 @@ def test_text_comes_from_a_run_and_follows_its_seed(octavo, made):
     assert earlier != out
 
 
-def test_a_folder_is_verified_against_the_checkpoint_that_it_was_packed_from(octavo, made, tmp_path):
+def test_a_folder_is_verified_against_the_checkpoint_that_it_was_packed_from(octavo, trained, tmp_path):
     """Also where the run went on after packing."""
-    pack(made / "fp8", tmp_path / "early", step=2)
-    code, out, err = octavo("verify", tmp_path / "early", "--against", made / "fp8")
+    pack(trained / "fp8", tmp_path / "early", step=2)
+    code, out, err = octavo("verify", tmp_path / "early", "--against", trained / "fp8")
     assert (code, err) == (0, "")
     assert "the bytes are right" in out
 
@@ -325,11 +295,6 @@ def test_an_encoder_gives_no_next_token(refused, encoders, name):
 # --- evaluate
 
 
-def logged(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
-
-
 def evaluated(octavo, *words):
     code, out, err = octavo("evaluate", *words, "--device", "cpu", "--json")
     assert (code, err) == (0, "")
@@ -337,28 +302,28 @@ def evaluated(octavo, *words):
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
-def test_a_run_is_evaluated_as_its_training_did(octavo, made, name):
-    losses = logged(made / name)
+def test_a_run_is_evaluated_as_its_training_did(octavo, trained, logged, name):
+    losses = logged(trained / name)
     for words, step in (((), 4), (("--step", 2), 2)):
-        found = evaluated(octavo, made / name, *words)
+        found = evaluated(octavo, trained / name, *words)
         assert found["loss"] == losses[step]
         assert found["perplexity"] == pytest.approx(math.exp(losses[step]))
         assert found["tokens"] == 3 * 2 * 16
 
 
-def test_the_loss_is_printed_with_what_was_read(octavo, made):
-    code, out, err = octavo("evaluate", made / "fp8", "--device", "cpu")
+def test_the_loss_is_printed_with_what_was_read(octavo, trained, logged):
+    code, out, err = octavo("evaluate", trained / "fp8", "--device", "cpu")
     assert (code, err) == (0, "")
     assert "read 1 file" in out
     assert "fp8, step 4, delayed" in out
-    assert f"{logged(made / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out
+    assert f"{logged(trained / 'fp8')[4]:.4f} nats a token, on 96 tokens" in out
 
 
-def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(octavo, made):
-    loss = evaluated(octavo, made / "packed", "--held-out", made / "fp8")["loss"]
-    trained = logged(made / "fp8")[4]
-    assert loss != trained
-    assert loss == pytest.approx(trained, rel=0.01)
+def test_a_packed_model_is_evaluated_on_what_its_run_holds_out(octavo, trained, logged):
+    loss = evaluated(octavo, trained / "packed", "--held-out", trained / "fp8")["loss"]
+    before = logged(trained / "fp8")[4]
+    assert loss != before
+    assert loss == pytest.approx(before, rel=0.01)
 
 
 def test_given_text_is_evaluated_as_transformers_does(octavo, tmp_path, llama):

@@ -9,14 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import Folders, write_text
-from verify_examples import change_tensors
+from verify_examples import change_json, change_tensors
 
 from octavo import load
 from octavo.checkpoint.files import ArtifactError
-from octavo.packing import pack
-from octavo.train.config import Config
-from octavo.train.start import start_run
-from octavo.train.step_metrics import training_console
 
 Octavo = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
@@ -41,33 +37,22 @@ def _made_before(made: Folders) -> None:
         made("llama", scheme=scheme)
 
 
-def unlabelled(made: Folders, folder: Path, scheme: str) -> None:
-    """A packed folder whose config.json was saved again without its quantization_config."""
-    shutil.copytree(made("llama", scheme=scheme), folder)
-    shutil.copyfile(made("llama") / "config.json", folder / "config.json")
+def words_of(command: str, model: Path, text: Path) -> list[str]:
+    places = {"model": model, "text": text, "out": model.with_name("out")}
+    return COMMANDS.get(command, command).format(**places).split()
 
 
-def with_tensors(made: Folders, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    shutil.copytree(made("llama"), folder)
-    change_tensors(folder, change)
-
-
-DAMAGES: dict[str, tuple[Callable[[Folders, Path], None], str]] = {
-    "e4m3": (lambda made, folder: unlabelled(made, folder, "channel"), "config.json states no quantization"),
-    "int8": (lambda made, folder: unlabelled(made, folder, "int8"), "config.json states no quantization"),
-    "mx": (lambda made, folder: unlabelled(made, folder, "mx"), "config.json states no quantization"),
+# The scheme of a folder whose config.json was saved again without its quantization_config; or a change of tensors.
+DAMAGES: dict[str, tuple[str | Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "e4m3": ("channel", "config.json states no quantization"),
+    "int8": ("int8", "config.json states no quantization"),
+    "mx": ("mx", "config.json states no quantization"),
     "scales alone": (
-        lambda made, folder: with_tensors(made, folder, lambda t: t.update({f"{WEIGHT}_scale": torch.ones(128, 1)})),
+        lambda t: t.update({f"{WEIGHT}_scale": torch.ones(128, 1)}),
         f"{WEIGHT}_scale is the scale of a packed weight",
     ),
-    "int32": (
-        lambda made, folder: with_tensors(made, folder, lambda t: t.update({WEIGHT: t[WEIGHT].int()})),
-        f"{WEIGHT} is torch.int32",
-    ),
-    "e5m2": (
-        lambda made, folder: with_tensors(made, folder, lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.float8_e5m2)})),
-        f"{WEIGHT} is torch.float8_e5m2",
-    ),
+    "int32": (lambda t: t.update({WEIGHT: t[WEIGHT].int()}), f"{WEIGHT} is torch.int32"),
+    "e5m2": (lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.float8_e5m2)}), f"{WEIGHT} is torch.float8_e5m2"),
 }
 
 
@@ -76,10 +61,14 @@ DAMAGES: dict[str, tuple[Callable[[Folders, Path], None], str]] = {
 def test_codes_are_not_read_as_weights(
     refused: Refused, made: Folders, tmp_path: Path, command: str, damage: str
 ) -> None:
-    make, message = DAMAGES[damage]
-    make(made, tmp_path / "model")
-    places = {"model": tmp_path / "model", "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
-    assert message in refused(*COMMANDS[command].format(**places).split())
+    what, message = DAMAGES[damage]
+    if isinstance(what, str):
+        model = shutil.copytree(made("llama", scheme=what), tmp_path / "model")
+        shutil.copyfile(made("llama") / "config.json", model / "config.json")
+    else:
+        model = shutil.copytree(made("llama"), tmp_path / "model")
+        change_tensors(model, what)
+    assert message in refused(*words_of(command, model, write_text(tmp_path / "text.txt")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "text.txt"]
 
 
@@ -92,8 +81,8 @@ def test_a_tensor_of_an_older_file_is_not_trained(refused: Refused, made: Folder
     (model / "model.safetensors").rename(model / "a.safetensors")
     places = dict.fromkeys(names, "a.safetensors") | {WEIGHT: "b.safetensors"}
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    places = {"model": model, "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
-    assert "which its index takes from another file" in refused(*COMMANDS["train"].format(**places).split())
+    err = refused(*words_of("train", model, write_text(tmp_path / "text.txt")))
+    assert "which its index takes from another file" in err
 
 
 # --- config.json and the tokenizer
@@ -119,10 +108,8 @@ def test_a_config_of_wrong_values_is_named(
 ) -> None:
     scheme = {"scheme": "channel"} if command == "packed" else {}
     model = shutil.copytree(made("llama", **scheme), tmp_path / "model")
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | WRONG[wrong]))
-    places = {"model": model, "text": write_text(tmp_path / "text.txt"), "out": tmp_path / "out"}
-    words = COMMANDS["generate" if command == "packed" else command].format(**places).split()
+    change_json(model / "config.json", lambda config: config.update(WRONG[wrong]))
+    words = words_of("generate" if command == "packed" else command, model, write_text(tmp_path / "text.txt"))
     if (command, wrong) in (("train", "a number for a class"), ("packed", "unknown dtype")):
         pytest.skip("the entry is not read")
     code, _, err = octavo(*words)
@@ -140,82 +127,41 @@ def test_octavo_load_names_the_config_too(made: Folders, tmp_path: Path) -> None
             load(model)
 
 
-def tokenizer_with(model: Path, **fields: object) -> None:
-    """The tokenizer of the bytes as a BPE with other entries."""
-    path = model / "tokenizer.json"
-    found = json.loads(path.read_text())
-    path.write_text(json.dumps(found | {"model": found["model"] | fields}))
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            lambda model: tokenizer_with(model, vocab={"a": None}),
-            "tokenizer.json is not a tokenizer that can be opened",
-        ),
-        (
-            lambda model: tokenizer_with(model, merges=[["no", "pe"]]),
-            "tokenizer.json is not a tokenizer that can be op",
-        ),
-        (lambda model: (model / "tokenizer.json").write_text("[]"), "tokenizer.json must hold a JSON object, got list"),
-        (
-            lambda model: (model / "tokenizer.json").write_text("{}"),
-            "tokenizer.json is not a tokenizer that can be open",
-        ),
-        (
-            lambda model: tokenizer_with(model, vocab={"a": 256, "b": 1}),
-            "has 256 rows, but its tokenizer makes token 256",
-        ),
+        ({"vocab": {"a": None}}, "tokenizer.json is not a tokenizer that can be opened"),
+        ({"merges": [["no", "pe"]]}, "tokenizer.json is not a tokenizer that can be opened"),
+        ("[]", "tokenizer.json must hold a JSON object, got list"),
+        ("{}", "tokenizer.json is not a tokenizer that can be opened"),
+        ({"vocab": {"a": 256, "b": 1}}, "has 256 rows, but its tokenizer makes token 256"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_a_tokenizer_that_does_not_open_or_fit(
-    octavo: Octavo, made: Folders, tmp_path: Path, command: str, damage: Callable[[Path], object], message: str
+    octavo: Octavo, made: Folders, tmp_path: Path, command: str, damage: str | dict[str, object], message: str
 ) -> None:
+    """Of the bytes as a BPE with other entries, or with another text."""
     model = shutil.copytree(made("llama"), tmp_path / "model")
-    damage(model)
+    path = model / "tokenizer.json"
+    found = json.loads(path.read_text())
+    path.write_text(damage if isinstance(damage, str) else json.dumps(found | {"model": found["model"] | damage}))
     (tmp_path / "text.txt").write_text("ab" * 200)
-    code, _, err = octavo(*COMMANDS[command].format(model=model, text=tmp_path / "text.txt", out="").split())
+    code, _, err = octavo(*words_of(command, model, tmp_path / "text.txt"))
     assert (code, err.count("\n"), err[:7]) == (1, 1, "error: ")
     assert message in err
 
 
 # --- Runs
 
-TINY = {
-    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
-    "warmup": 1, "device": "cpu", "recipe": "rowwise", "save_every": 4,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    text = write_text(folder / "text.txt")
-    start_run(Config(**TINY, data=(str(text),), out=str(folder / "run")), training_console()).run()
-    return folder / "run"
-
-
-def set_inf(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[WEIGHT.replace("1", "0")][3, 3] = torch.inf
-
-
-def described_by(checkpoint: Path, **fields: object) -> None:
-    path = checkpoint / "train.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-DAMAGED_RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "inf": (lambda checkpoint: change_tensors(checkpoint, set_inf), "down_proj.weight holds inf or NaN: the "),
+DAMAGED_RUNS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "inf": (lambda t: t[WEIGHT.replace("1", "0")].fill_(torch.inf), "down_proj.weight holds inf or NaN: the "),
     "int32": (
-        lambda checkpoint: change_tensors(checkpoint, lambda t: t.update({name: w.int() for name, w in t.items()})),
+        lambda t: t.update({name: w.int() for name, w in t.items()}),
         "weight must be torch.float32, the file has torch.int32",
     ),
     "e5m2": (
-        lambda checkpoint: change_tensors(
-            checkpoint, lambda t: t.update({name: w.to(torch.float8_e5m2) for name, w in t.items()})
-        ),
+        lambda t: t.update({name: w.to(torch.float8_e5m2) for name, w in t.items()}),
         "weight must be torch.float32, the file has torch.float8_e5m2",
     ),
 }
@@ -223,13 +169,14 @@ DAMAGED_RUNS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGED_RUNS)
 @pytest.mark.parametrize("command", ["generate", "evaluate", "train --resume {model} --steps 6", "pack"])
-def test_a_damaged_checkpoint_is_refused(octavo: Octavo, run: Path, tmp_path: Path, command: str, damage: str) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
+def test_a_damaged_checkpoint_is_refused(
+    octavo: Octavo, trained: Path, tmp_path: Path, command: str, damage: str
+) -> None:
+    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
     change, message = DAMAGED_RUNS[damage]
-    change(copy / "step-00000004")
+    change_tensors(copy / "step-00000004", change)
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    places = {"model": copy, "text": run.parent / "text.txt", "out": tmp_path / "out"}
-    code, _, found = octavo(*COMMANDS.get(command, command).format(**places).split())
+    code, _, found = octavo(*words_of(command, copy, trained / "text.txt"))
     assert (code, found.count("\n"), found[:7]) == (1, 1, "error: ")
     assert message in found.replace("torch.bfloat16", "torch.float32")  # pack reads the model in BF16
     assert "last good" not in found
@@ -237,9 +184,11 @@ def test_a_damaged_checkpoint_is_refused(octavo: Octavo, run: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("step", [0, 3, 5, 30])
-def test_a_step_that_contradicts_its_folder_is_refused(refused: Refused, run: Path, tmp_path: Path, step: int) -> None:
-    copy = shutil.copytree(run, tmp_path / "run")
-    described_by(copy / "step-00000004", step=step)
+def test_a_step_that_contradicts_its_folder_is_refused(
+    refused: Refused, trained: Path, tmp_path: Path, step: int
+) -> None:
+    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
+    change_json(copy / "step-00000004" / "train.json", lambda fields: fields.update(step=step))
     log = (copy / "metrics.jsonl").read_bytes()
     assert f"says that it is of step {step}, " in refused("train", "--resume", copy, "--steps", 6)
     assert (copy / "metrics.jsonl").read_bytes() == log
@@ -249,19 +198,13 @@ def test_a_step_that_contradicts_its_folder_is_refused(refused: Refused, run: Pa
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory, made: Folders) -> Path:
+def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Path) -> Path:
     """A folder with text.txt, the runs bf16, fp8, again (another seed) and bare (no tokenizer), packed, and llama."""
-    root = tmp_path_factory.mktemp("places")
-    write_text(root / "text.txt")
-    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
-        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
-        start_run(Config.from_dict(settings), training_console()).run()
-    again = shutil.copytree(root / "bf16", root / "again") / "config.json"
-    again.write_text(json.dumps(json.loads(again.read_text()) | {"seed": 9}))
+    root = shutil.copytree(trained, tmp_path_factory.mktemp("places") / "places")
+    change_json(shutil.copytree(root / "bf16", root / "again") / "config.json", lambda config: config.update(seed=9))
     shutil.copytree(root / "bf16", root / "bare")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (root / "bare" / "model" / name).unlink()
-    pack(root / "fp8", root / "packed")
     shutil.copytree(made("llama"), root / "llama")
     return root
 
@@ -298,7 +241,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders) -> Path:
         (["unpack", "packed", "out", "--data", "text.txt"], "--data is for --freeze"),
         (["pack", "bf16", "static", "--scheme", "static"], "give --calibration, made by octavo calibrate"),
         (["generate", "none", "--prompt", "a"], "give a run of octavo train, a folder of octavo pack"),
-        (["generate", "fp8", "--prompt", "a", "--step", "3"], "no checkpoint of step 3: it keeps 4"),
+        (["generate", "fp8", "--prompt", "a", "--step", "3"], "no checkpoint of step 3: it keeps 2, 4"),
         (["generate", "llama", "--prompt", "a", "--step", "3"], "is a model, not a run of octavo train"),
         (["generate", "bare", "--prompt", "a"], "no tokenizer in"),
         (["generate", "packed", "--prompt", "a", "--device", "cuda:77"], "device cuda:77"),

@@ -4,7 +4,6 @@ import inspect
 import json
 import json.decoder
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from full_disk import files_of_at_most
 from report_examples import make_run, write_metrics
+from verify_examples import change_json
 
 from octavo.bisection.bisector import ShortRuns
 from octavo.bisection.search import Gap
@@ -25,7 +25,7 @@ from octavo.report.training_page import sparkline
 from octavo.train.config import Config, describe
 from octavo.train.run_records import ONE_SEED
 from octavo.train.trainer import Trainer
-from octavo_cli.train import _advice, _resume_command
+from octavo_cli.train import _advice
 
 Octavo = Callable[..., tuple[Any, str, str]]
 TINY = """
@@ -47,24 +47,14 @@ save_every = 2
 QUICK = ("train", "tiny.toml", "--data=text.txt", "--recipe=bf16", "--out=run")
 
 
-def make_here(folder: Path) -> Path:
-    draw = random.Random(0)
-    for name in ("text.txt", "other.txt"):
-        (folder / name).write_text(" ".join(draw.choices(["folio", "quarto", "octavo", "duodecimo"], k=200)))
-    (folder / "tiny.toml").write_text(TINY)
-    return folder
-
-
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, book: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to stand in, with text.txt, other.txt and tiny.toml."""
     monkeypatch.chdir(tmp_path)
-    return make_here(tmp_path)
-
-
-def logged(run: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
+    half = len(book) // 2
+    for name, text in {"text.txt": book[:half], "other.txt": book[half:], "tiny.toml": TINY}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
 
 
 def settings_of(run: Path) -> Config:
@@ -127,10 +117,6 @@ def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
     else:
         assert code not in (0, None)
         assert not list((here / "run").glob("*step*"))
-
-
-def test_the_way_on_of_several_processes_is_torchrun() -> None:
-    assert _resume_command(Path("run"), 2) == "torchrun ... -m octavo train --resume run"
 
 
 @pytest.mark.parametrize(
@@ -277,24 +263,10 @@ def test_an_interrupt_says_how_to_continue(octavo: Octavo, text: Path, monkeypat
 # --- compare
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, read_once: Any) -> Path:
-    """A folder with the runs bf16 and fp8."""
-    from rich.console import Console
-
-    from octavo.train.start import start_run
-
-    root = make_here(tmp_path_factory.mktemp("runs"))
-    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
-        words = ["--data", str(root / "text.txt"), "--recipe", recipe, "--out", str(root / name)]
-        start_run(Config.load(root / "tiny.toml", words), Console(quiet=True)).run()
-    return root
-
-
-def test_runs_are_compared_step_by_step(octavo: Octavo, runs: Path) -> None:
-    code, out, err = octavo("compare", runs / "bf16", runs / "fp8")
+def test_runs_are_compared_step_by_step(octavo: Octavo, trained: Path, logged: Any) -> None:
+    code, out, err = octavo("compare", trained / "bf16", trained / "fp8")
     assert (code, err) == (0, "")
-    bf16, fp8 = logged(runs / "bf16"), logged(runs / "fp8")
+    bf16, fp8 = logged(trained / "bf16"), logged(trained / "fp8")
     lines = [line.split() for line in out.splitlines()]
     assert lines[1] == ["step", "bf16", "fp8", "gap"]
     for step, line in zip((2, 4), lines[2:4], strict=True):
@@ -304,45 +276,45 @@ def test_runs_are_compared_step_by_step(octavo: Octavo, runs: Path) -> None:
     assert float(lines[7][-1]) > 0.1
     assert " ".join(lines[8]) == ONE_SEED
     assert lines[9:] == [["recipe:", "bf16,", "delayed"]]
-    found = json.loads(octavo("compare", runs / "bf16", runs / "fp8", "--json")[1])
+    found = json.loads(octavo("compare", trained / "bf16", trained / "fp8", "--json")[1])
     assert found["different_settings"] == {"recipe": ["bf16", "delayed"]}
     assert found["remark"] == ONE_SEED
     assert found["runs"][1]["gaps"]["4"] == pytest.approx(fp8[4] / bf16[4] - 1)
     assert found["runs"][1]["evaluations"] == {str(step): loss for step, loss in fp8.items()}
 
 
-def test_runs_without_memory_or_with_other_steps_are_compared_too(octavo: Octavo, runs: Path, tmp_path: Path) -> None:
+def test_runs_without_memory_or_with_other_steps_are_compared_too(
+    octavo: Octavo, trained: Path, tmp_path: Path
+) -> None:
     """An older run has no peak_memory; a run that goes on has fewer steps, and may be writing a line."""
-    other = shutil.copytree(runs / "fp8", tmp_path / "bf16")
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"min_learning_rate": 1e-5 / 10}))
+    other = shutil.copytree(trained / "fp8", tmp_path / "bf16")
+    change_json(other / "config.json", lambda config: config.update(min_learning_rate=1e-6))
     lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if k != "peak_memory"} for line in lines if line["step"] < 4]
     (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept) + '{"step": 4, "evalu')
-    code, out, err = octavo("compare", runs / "bf16", other, runs / "fp8")
+    code, out, err = octavo("compare", trained / "bf16", other, trained / "fp8")
     assert (code, err) == (0, "")
     assert str(other) in out  # two folders are called bf16
     row = next(line.split() for line in out.splitlines() if line.split()[:1] == ["4"])
     assert len(row) == 4  # the step, two losses, and one gap
-    assert out.splitlines()[-1] == "min-learning-rate: 0.0001, 1e-06, 0.0001"
+    assert out.splitlines()[-1] == "min-learning-rate: 0.001, 1e-06, 0.001"
     log = "".join(json.dumps(line) + "\n" for line in lines if "evaluation_loss" not in line)
     (other / "metrics.jsonl").write_text(log)
-    out = octavo("compare", runs / "bf16", other)[1]  # without a common evaluation there is no gap and no remark
+    out = octavo("compare", trained / "bf16", other)[1]  # without a common evaluation there is no gap and no remark
     assert "%" not in out
     assert ONE_SEED not in out
 
 
 @pytest.fixture(scope="module")
-def groups(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def groups(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Four runs of BF16 with seeds, four in FP8 that end 0.1 % higher with some spread, and two twins."""
     root = tmp_path_factory.mktemp("groups")
     changes: dict[str, dict[str, Any]] = {"bf16": {}, "fp8": {"recipe": "rowwise"}, "twin": {"disturb": 0.1}}
     for name, settings in changes.items():
         factor = 1.001 if name == "fp8" else 1
         for seed in range(2 if name == "twin" else 4):
-            run = shutil.copytree(runs / "bf16", root / f"{name}-{seed}")
-            config = run / "config.json"
-            config.write_text(json.dumps(json.loads(config.read_text()) | {"seed": seed} | settings))
+            run = shutil.copytree(trained / "bf16", root / f"{name}-{seed}")
+            change_json(run / "config.json", lambda config, new={"seed": seed} | settings: config.update(new))
             losses = {s: (4.0 - s / 10 + seed / 10) * (factor + seed * 1e-5 * (factor > 1)) for s in (2, 4, 6)}
             lines = [json.dumps({"step": s, "evaluation_loss": loss}) for s, loss in losses.items()]
             (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")

@@ -21,19 +21,20 @@ from octavo.train.loss import make_loss
 from octavo.train.model import prepare_blocks
 
 FP32 = ("--parallel.gather-dtype", "fp32")
-COMMON = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 512}
-SIZES = {"llama": LlamaConfig(**COMMON, kv_heads=2, mlp_width=512), "gpt2": GPT2Config(**COMMON)}
+CHECKPOINTING = pytest.mark.parametrize("mode", ["none", "full", "selective"])
 
 
-def settings(recipe: str, mode: str, logits: str) -> Config:
-    chunks = {"loss.logits": logits, "loss.chunk": 128}
-    return Config(recipe=recipe).change(**{"context": 512, "batch": 1, "activation_checkpointing.mode": mode, **chunks})
-
-
-def measured_peak(kind: str, config: Config) -> int:
-    """Bytes of a forward and backward pass, without the weights."""
+@CHECKPOINTING
+@pytest.mark.parametrize("logits", ["whole", "chunked"])
+@pytest.mark.parametrize(("kind", "recipe"), [("gpt2", "bf16"), ("gpt2", "rowwise"), ("llama", "rowwise")])
+def test_the_peak_of_a_step(kind, recipe, mode, logits):
+    """Of a forward and backward pass, with the weights and the states of the optimizer."""
+    common = {"vocabulary": 1024, "layers": 4, "width": 128, "heads": 4, "context": 512}
+    sizes = LlamaConfig(**common, kv_heads=2, mlp_width=512) if kind == "llama" else GPT2Config(**common)
+    changes = {"context": 512, "batch": 1, "activation_checkpointing.mode": mode, "loss.logits": logits}
+    config = Config(recipe=recipe).change(**changes, **{"loss.chunk": 128})
     torch.manual_seed(0)
-    model = build(SIZES[kind])
+    model = build(sizes)
     loss = make_loss(config, model)
     octavo.convert(model, config.recipe)
     prepare_blocks(model, config)
@@ -42,18 +43,8 @@ def measured_peak(kind: str, config: Config) -> int:
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(model, tokens, tokens)
         value.backward()
-    return memory.peak
-
-
-@pytest.mark.parametrize("logits", ["whole", "chunked"])
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
-@pytest.mark.parametrize(("kind", "recipe"), [("gpt2", "bf16"), ("gpt2", "rowwise"), ("llama", "rowwise")])
-def test_the_peak_of_a_step(kind, recipe, mode, logits):
-    config = settings(recipe, mode, logits)
-    model = describe_architecture(kind, SIZES[kind].to_hf())
-    plan = plan_memory(make_setup(model, config, find_gpu("h200"), 1))
-    states = plan.weights + plan.optimizer
-    expected = measured_peak(kind, config) + states
+    plan = plan_memory(make_setup(describe_architecture(kind, sizes.to_hf()), config, find_gpu("h200"), 1))
+    expected = memory.peak + plan.weights + plan.optimizer
     assert plan.peak - plan.fp8_copies == pytest.approx(expected, rel=0.05)
 
 
@@ -75,25 +66,17 @@ def test_gpus_share_the_states():
     assert one.activations == eight.activations  # one sequence a GPU
 
 
-def test_one_block_is_reduced_while_the_next_one_computes():
-    """At the end of the backward pass: two gathered blocks, the gathered root, and one reduction in FP32."""
-    setup = Case("llama-3.1-8b", FP32, gpus=8).training().setup
-    block = setup.model.blocks[0]
-    outside = 4 * (setup.model.parameters - 32 * block.parameters)
-    narrow = block.weights + 4 * (block.parameters - block.weights)
-    at_start, at_end = (buffer_bytes(setup, block, start=start) for start in (True, False))
-    assert at_start == 2 * narrow + outside
-    assert at_end - at_start == 4 * block.parameters
-
-
-def test_two_small_blocks_are_gathered_and_reduced_together():
-    setup = Case("gpt2", FP32, gpus=8).training().setup
+@pytest.mark.parametrize(("model", "together"), [("llama-3.1-8b", 1), ("gpt2", 2)])
+def test_one_unit_is_reduced_while_the_next_one_computes(model, together):
+    """At the end of the backward pass: two gathered units, the gathered root, and one reduction in FP32. Two small
+    blocks are one unit."""
+    setup = Case(model, FP32, gpus=8).training().setup
     block = setup.model.blocks[0]
     outside = 4 * (setup.model.parameters - setup.model.depth * block.parameters)
     narrow = block.weights + 4 * (block.parameters - block.weights)
     at_start, at_end = (buffer_bytes(setup, block, start=start) for start in (True, False))
-    assert at_start == 2 * 2 * narrow + outside
-    assert at_end - at_start == 2 * 4 * block.parameters
+    assert at_start == 2 * together * narrow + outside
+    assert at_end - at_start == 4 * together * block.parameters
 
 
 def test_replicas_share_nothing():
@@ -116,10 +99,6 @@ def test_offloaded_states_are_in_the_memory_of_the_cpu():
     memory = planned("--optimizer.offload")
     assert memory.weights == memory.gradients == memory.optimizer == 0
     assert memory.offloaded == 16 * 8030261248
-
-
-def test_fewer_bytes_are_gathered_in_eight_bits():
-    assert planned(gpus=8).buffers < planned("--no-parallel.fp8-all-gather", gpus=8).buffers
 
 
 def test_whole_logits_are_the_peak_of_a_large_vocabulary():
@@ -155,15 +134,17 @@ def prepared(
     return model
 
 
-def held(kind: str, recipe: str, mode: str, layers: int, *, fp8_attention: bool = False) -> int:
-    """Bytes that are alive after the forward pass."""
-    model = prepared(kind, recipe, mode, layers, fp8_attention=fp8_attention)
-    tokens = torch.randint(VOCABULARY, (1, TOKENS))
-    with LiveMemory(model.parameters()) as memory, torch.autocast("cpu", torch.bfloat16):
-        loss = model(tokens).float().sum()
-        found = memory.now()
-    assert loss.requires_grad
-    return found
+def held(kind: str, recipe: str, mode: str, *, fp8_attention: bool = False) -> float:
+    """Bytes of a block that are alive after the forward pass: half of what two more blocks hold."""
+    found = []
+    for layers in (2, 4):
+        model = prepared(kind, recipe, mode, layers, fp8_attention=fp8_attention)
+        tokens = torch.randint(VOCABULARY, (1, TOKENS))
+        with LiveMemory(model.parameters()) as memory, torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).float().sum()
+            found.append(memory.now())
+        assert loss.requires_grad
+    return (found[1] - found[0]) / 2
 
 
 def saved(kind: str, recipe: str, layers: int) -> int:
@@ -203,20 +184,20 @@ def of_block(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_a
     return block_bytes(setup, block) if mode == "none" else checkpointed_bytes(setup, block, mode)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@CHECKPOINTING
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "groupwise"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_block_saves_what_is_planned(kind, recipe, mode):
-    block = (held(kind, recipe, mode, 4) - held(kind, recipe, mode, 2)) / 2
+    block = held(kind, recipe, mode)
     if kind == "llama" and mode == "none" and recipe != "rowwise":
         block -= 2 * 4 * WIDTH * TOKENS  # nn.RMSNorm on the CPU is several operations, and saves one tensor more
     assert of_block(kind, recipe, mode) * TOKENS == pytest.approx(block, rel=0.05)
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@CHECKPOINTING
 @pytest.mark.parametrize(("kind", "recipe"), [("llama", "bf16"), ("llama", "rowwise"), ("gpt2", "rowwise")])
 def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode):
-    block = (held(kind, recipe, mode, 4, fp8_attention=True) - held(kind, recipe, mode, 2, fp8_attention=True)) / 2
+    block = held(kind, recipe, mode, fp8_attention=True)
     if mode == "none" and recipe == "bf16":
         block -= 2 * 4 * WIDTH * TOKENS  # as above
     assert of_block(kind, recipe, mode, fp8_attention=True) * TOKENS == pytest.approx(block, rel=0.05)
@@ -224,8 +205,7 @@ def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode)
 
 @pytest.mark.parametrize(("recipe", "plain_norms"), [("bf16", 2), ("tensorwise", 2), ("rowwise", 1)])
 def test_a_block_of_experts_saves_what_is_planned(recipe, plain_norms):
-    block = (held("mixture", recipe, "none", 4) - held("mixture", recipe, "none", 2)) / 2
-    block -= plain_norms * 4 * WIDTH * TOKENS  # as above
+    block = held("mixture", recipe, "none") - plain_norms * 4 * WIDTH * TOKENS  # as above
     casts = 0 if recipe == "rowwise" else 2 * sum(e.weights for e in described("mixture").layers if e.copies > 1)
     assert of_block("mixture", recipe, "none") * TOKENS + casts == pytest.approx(block, rel=0.05)
 

@@ -14,6 +14,7 @@ from octavo.train.config import Config
 
 LANGUAGE_MODELS = [name for name, fields in model_presets().items() if fields["model_type"] not in ("vit", "dit")]
 SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
+OURS = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96)
 
 
 def count(model: nn.Module) -> int:
@@ -71,7 +72,7 @@ def test_experts_count_once_in_memory_and_by_use_in_time():
     assert mixtral.active_parameters / 1e9 == pytest.approx(12.75, rel=1e-2)  # arXiv:2401.04088 says 13 billion active
 
 
-@pytest.mark.parametrize("config", [LlamaConfig(**SMALL, kv_heads=2, mlp_width=96), GPT2Config(**SMALL)])
+@pytest.mark.parametrize("config", [OURS, GPT2Config(**SMALL)])
 def test_octavos_own_models_are_counted_exactly(config):
     with torch.device("meta"):
         model = build(config)
@@ -82,7 +83,7 @@ def test_octavos_own_models_are_counted_exactly(config):
 
 
 def test_a_folder_and_a_file_are_read(tmp_path):
-    fields = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96).to_hf()
+    fields = OURS.to_hf()
     (tmp_path / "config.json").write_text(json.dumps(fields))
     expected = describe_architecture("x", fields).parameters
     for path in (tmp_path, tmp_path / "config.json"):
@@ -144,18 +145,17 @@ def test_a_config_that_cannot_be_read(tmp_path, text, message):
         find_architecture(str(tmp_path), Config())
 
 
-@pytest.mark.parametrize("size", ["wide", None])
-def test_a_size_that_is_no_number(tmp_path, size):
-    fields = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96).to_hf() | {"hidden_size": size}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="must be whole numbers of at least 1"):
-        find_architecture(str(tmp_path), Config())
-
-
-def test_an_impossible_size(tmp_path):
-    fields = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96).to_hf() | {"num_hidden_layers": 0}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ValueError, match="every size of a model must be at least 1; got 0"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "wide"}, "must be whole numbers of at least 1"),
+        ({"hidden_size": None}, "must be whole numbers of at least 1"),
+        ({"num_hidden_layers": 0}, "every size of a model must be at least 1; got 0"),
+    ],
+)
+def test_an_impossible_size(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(OURS.to_hf() | change))
+    with pytest.raises(ValueError, match=message):
         find_architecture(str(tmp_path), Config())
 
 

@@ -65,8 +65,7 @@ def test_the_measured_decoding_steps(scheme, mode, batch, cache):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "mode"),
-    [("bf16", "bf16, compile"), ("channel", "W8A8, compile"), ("weight", "weight-only, compile")],
+    ("scheme", "mode"), [("bf16", "bf16, compile"), ("channel", "W8A8, compile"), ("weight", "weight-only, compile")]
 )
 def test_the_measured_decoding_steps_on_an_h200(scheme, mode):
     decode = json.loads((RESULTS / "gpu_weight_only.json").read_text())["decode"]

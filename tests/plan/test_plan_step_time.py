@@ -40,7 +40,9 @@ from octavo.rates.measured import (
 from octavo.recipe import get_recipe
 from octavo.train.config import Config
 
-RESULTS = Path(__file__).parents[2] / "bench/results"
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench/results"
+TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
 
 
 def layer_stack(*, fused: bool) -> Architecture:
@@ -63,9 +65,8 @@ def layer_stack(*, fused: bool) -> Architecture:
 def test_the_measured_stack_of_layers(mode, recipe, fused):
     rows = json.loads((RESULTS / "gpu_stack.json").read_text())["modes"]
     measured = next(row["median"] for row in rows if row["mode"] == mode)
-    config = Config(recipe=recipe).change(
-        batch=1, context=8192, **{"compile.blocks": True, "optimizer.weights": "bf16"}
-    )
+    settings = {"batch": 1, "context": 8192, "compile.blocks": True, "optimizer.weights": "bf16"}
+    config = Config(recipe=recipe).change(**settings)
     time = plan_step(make_setup(layer_stack(fused=fused), config, find_gpu("h100"), 1), 0.0)
     assert 1e3 * (time.total - time.optimizer) == pytest.approx(measured, rel=0.1)
 
@@ -130,12 +131,9 @@ def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():
     assert 0 < fast < slow
 
 
-def test_gathering_in_eight_bits_is_faster_on_a_slow_network():
+def test_what_gathers_in_eight_bits_save_and_offloading_costs():
     narrow, wide = (step(*option, gpus=64, network=100) for option in ((), ("--no-parallel.fp8-all-gather",)))
     assert narrow.total < 0.95 * wide.total
-
-
-def test_offloading_pays_with_the_links_and_the_cpu():
     here, there = step(), step("--optimizer.offload")
     assert there.optimizer > 10 * here.optimizer
     assert there.communication > 0
@@ -149,8 +147,7 @@ def test_tensor_parallelism_divides_the_work():
 
 
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
-    table = json.loads((RESULTS.parents[1] / "src/octavo/rates/h100.json").read_text())["grid"]
-    row = next(r for r in table if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 32768))
+    row = next(r for r in TABLE if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 32768))
     gpu, bf16, rowwise, shape = find_gpu("h100"), get_recipe("bf16"), get_recipe("rowwise"), (8192, 4096, 32768)
     assert 1e3 * linear_seconds(gpu, bf16, shape) == pytest.approx(row["bf16_ms"])
     assert 1e3 * linear_seconds(gpu, rowwise, shape) == pytest.approx(row["fp8_ms"])
@@ -214,17 +211,13 @@ def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
     plan = Case("gpt2", ("--recipe", "bf16"), gpu="a100").training()
     assert "data sheet" in plan.origins["matrix products"]
     assert Case("gpt2", gpu="h100").training().origins["matrix products"].startswith("interpolated")
-    assert (
-        "mxfp8 was not measured"
-        in Case("gpt2", ("--recipe", "mxfp8"), gpu="h100").training().origins["matrix products"]
-    )
+    unmeasured = Case("gpt2", ("--recipe", "mxfp8"), gpu="h100").training()
+    assert "mxfp8 was not measured" in unmeasured.origins["matrix products"]
 
 
 # ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu
 
 
-ROOT = Path(__file__).parents[2]
-TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
 BF16, ROWWISE = get_recipe("bf16"), get_recipe("rowwise")
 
 
@@ -298,25 +291,23 @@ def kernel_ms(profile: dict[str, list[list[float]]], name: str) -> float:
     return ms / count
 
 
-@pytest.mark.parametrize(("which", "form"), [(0, "triton_poi_fused_gelu_view"), (1, "triton_poi_fused_gelu_gelu_b")])
-def test_the_kernels_of_gelu_in_a_step(which, form):
+@pytest.mark.parametrize(
+    ("backward", "at", "instructions", "form"),
+    [
+        (0, 2, GELU[0] * 5120, "triton_poi_fused_gelu_view"),
+        (1, 2, GELU[1] * 5120, "triton_poi_fused_gelu_gelu_b"),
+        # a power of two of columns, of which 1,280 are the row
+        (0, 0, LAYER_NORM[0] * 2048, "triton_red_fused_native_layer_norm_0"),
+    ],
+)
+def test_the_kernels_of_gelu_and_layer_norm_in_a_step(backward, at, instructions, form):
     """They were timed alone, and take longer in a step, in which the clock is lower."""
     shape = json.loads((RESULTS / "gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
     setup, block = setup_of("vit-h-14", "bf16", "--batch", "128", "--optimizer.weights", "bf16")
-    activation = block_passes(setup, block)[which][2]
-    assert activation.instructions == GELU[which] * 5120
-    planned = 1e3 * setup.tokens * activation.seconds(setup.gpu)
+    found = block_passes(setup, block)[backward][at]
+    assert found.instructions == instructions
     assert setup.tokens == shape["shape"]["batch"] * shape["shape"]["tokens"]
-    assert 0.85 < planned / kernel_ms(shape["profiles"]["bf16"], form) < 1
-
-
-def test_the_kernel_of_layer_norm_in_a_step():
-    shape = json.loads((RESULTS / "gpu_vision.json").read_text())["shapes"]["ViT-H/14"]
-    setup, block = setup_of("vit-h-14", "bf16", "--batch", "128", "--optimizer.weights", "bf16")
-    norm = block_passes(setup, block)[0][0]
-    assert norm.instructions == LAYER_NORM[0] * 2048  # a power of two of columns, of which 1,280 are the row
-    measured = kernel_ms(shape["profiles"]["bf16"], "triton_red_fused_native_layer_norm_0")
-    assert 0.85 < 1e3 * setup.tokens * norm.seconds(setup.gpu) / measured < 1
+    assert 0.85 < 1e3 * setup.tokens * found.seconds(setup.gpu) / kernel_ms(shape["profiles"]["bf16"], form) < 1
 
 
 def test_the_gradient_of_gate_and_up_as_one_tensor():

@@ -47,9 +47,8 @@ def build(config: Config) -> Llama | GPT2 | Mixture:
 def from_hf_config(hf: Mapping[str, Any]) -> Config | None:
     """The configuration in a parsed config.json, or None if its architecture is not one of this package.
 
-    A mixture is opened by transformers, whose files have other names for the experts.
-
-    Raises a ValueError if the architecture is one of this package, but has features that the implementation lacks.
+    A mixture is opened by transformers, whose files have other names for the experts. Raises a ValueError for features
+    that the implementation of an architecture lacks.
     """
     architectures = hf.get("architectures") or []
     if llama.ARCHITECTURE in architectures:

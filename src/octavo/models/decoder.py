@@ -13,6 +13,7 @@ attention, and to the outputs of attention and MLP. It draws from torch's global
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, Self
 
@@ -79,18 +80,39 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=gqa)
 
 
-# ---- The base of the decoder-only language models: logits[B, T, V] from tokens[B, T] through a stack of residual
-# blocks.
+# ---- The configuration of a decoder, and the fields of a config.json that say the same.
 
 
-INIT_STD = 0.02
+_FIELDS = {
+    "vocab_size": "vocabulary",
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "intermediate_size": "mlp_width",
+    "max_position_embeddings": "context",
+}
+
+
+def read_sizes(hf: Mapping[str, Any], kind: str, *names: str) -> dict[str, Any]:
+    """The sizes of these names in the config.json of a `kind` of model. A ValueError names those that are missing."""
+    fields = {field: name for field, name in _FIELDS.items() if name in names}
+    if missing := [field for field in fields if hf.get(field) is None]:
+        raise ValueError(f"{kind} config.json must have {', '.join(missing)}; got the keys {sorted(hf)}")
+    return {name: hf[field] for field, name in fields.items()}
+
+
+def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any], **absent: Any) -> None:
+    """Raise a ValueError unless each field has the value that `kind` supports. Without the field this is the value, or
+    the one in `absent`."""
+    for field, only in supported.items():
+        found = absent.get(field, only) if hf.get(field) is None else hf[field]
+        if found != only:
+            raise ValueError(f"this {kind} has {field}={only!r} only, got {found!r}; load it with transformers")
 
 
 class DecoderShape(Protocol):
-    """The settings that every decoder's configuration has: sizes in elements, `context` in tokens."""
+    """What every decoder's configuration has: sizes in elements, `context` in tokens."""
 
-    @property
-    def vocabulary(self) -> int: ...
     @property
     def layers(self) -> int: ...
     @property
@@ -99,8 +121,12 @@ class DecoderShape(Protocol):
     def context(self) -> int: ...
     @property
     def tied(self) -> bool: ...
-    @property
-    def dropout(self) -> float: ...
+
+
+# ---- The base of the decoder-only language models.
+
+
+INIT_STD = 0.02
 
 
 class Dropout(nn.Dropout):
@@ -122,7 +148,7 @@ class Decoder(nn.Module, ABC):
     in the backward pass.
     """
 
-    residual_projections: ClassVar[tuple[str, ...]]
+    residual_projections: ClassVar[tuple[str, ...]]  # the last names of the layers that write to the residual stream
     lm_head: nn.Linear
 
     def __init__(self, config: DecoderShape) -> None:
@@ -150,22 +176,19 @@ class Decoder(nn.Module, ABC):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all parameters anew, for example after `to_empty`, which leaves them uninitialized.
-
-        Does nothing on the meta device.
-        """
+        """Draw all parameters anew, for example after `to_empty`; nothing on the meta device."""
         if self.embedding.weight.is_meta:
             return
+        residual_std = INIT_STD / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.rpartition(".")[2] in self.residual_projections
-                std = INIT_STD / math.sqrt(2 * self.config.layers) if residual else INIT_STD
-                nn.init.normal_(module.weight, std=std)
+                nn.init.normal_(module.weight, std=residual_std if residual else INIT_STD)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
             elif isinstance(module, Experts):
                 nn.init.normal_(module.gate_up_proj, std=INIT_STD)
-                nn.init.normal_(module.down_proj, std=INIT_STD / math.sqrt(2 * self.config.layers))
+                nn.init.normal_(module.down_proj, std=residual_std)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
             elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
@@ -209,9 +232,8 @@ def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
 
 # ---- Finding out how a language model computes its logits, from the logits and not from the model's name.
 #
-# Training on the next token is only possible if the logits of a token depend on that token and the ones before it. In
-# an encoder they depend on the later tokens too, so that the model sees the answer. The logits need not be in memory as
-# a whole if they are the outputs of a linear layer.
+# In an encoder the logits of a token depend on the later tokens too, so that training on the next token sees the
+# answer. The logits need not be in memory as a whole if they are the outputs of a linear layer.
 
 
 _TOKENS = 8
@@ -222,12 +244,9 @@ _TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the e
 def is_causal(model: nn.Module, vocabulary: int) -> bool:
     """Whether the logits of a token stay the same when the last token of the sequence changes.
 
-    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens. Call this before `octavo.convert`: the model
-    must compute in float32, and quantization with one scale for a tensor makes every logit depend on every token.
-
-    Args:
-        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
-        vocabulary: tokens from 0 to this number, at least 2, are valid.
+    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before
+    `octavo.convert`: the model must compute in float32, and quantization with one scale for a tensor makes every logit
+    depend on every token.
     """
     device = next(model.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
@@ -256,22 +275,17 @@ def head_name(model: nn.Module) -> str | None:
     """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does.
 
     Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
-
-    Args:
-        model: returns logits [B, T, V], or an object with `logits`, for int64 tokens [B, T].
     """
-    outputs: dict[str, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}
 
-    def note(name: str) -> Any:
-        return lambda module, args, output: outputs.__setitem__(name, output)
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        outputs[module] = output
 
-    # a subclass may compute in another way
-    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name}
     with ExitStack() as stack:
-        for name, module in linear.items():
-            if module.bias is None:
-                stack.enter_context(module.register_forward_hook(note(name)))
+        for name, module in model.named_modules():
+            if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
+                stack.enter_context(module.register_forward_hook(note))
         stack.callback(model.train, model.training)
         model.eval()
         logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
-    return next((name for name, output in outputs.items() if output is logits), None)
+    return next((name for name, module in model.named_modules() if outputs.get(module) is logits), None)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes
 from octavo.nn import GELU, NormLinear
 from octavo.nn.attention_layers import GradientScales
 
@@ -82,30 +82,13 @@ class GPT2Config:
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: an activation other
         than gelu (OPT's own models use relu), post-norm, projected embeddings, an MLP width other than 4 * width.
         """
-        required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-        missing = [key for key in required if hf.get(key) is None]
-        if missing:
-            raise ValueError(f"an OPT config.json must have {', '.join(missing)}; got the keys {sorted(hf)}")
-        config = cls(
-            vocabulary=hf["vocab_size"],
-            layers=hf["num_hidden_layers"],
-            width=hf["hidden_size"],
-            heads=hf["num_attention_heads"],
-            context=hf["max_position_embeddings"],
-            tied=hf.get("tie_word_embeddings", True),
-            bias=hf.get("enable_bias", True),
-        )
-        for key, default, supported in (
-            ("activation_function", "relu", "gelu"),
-            ("do_layer_norm_before", True, True),
-            ("_remove_final_layer_norm", False, False),
-            ("layer_norm_elementwise_affine", True, True),
-            ("word_embed_proj_dim", config.width, config.width),
-            ("ffn_dim", 3072, config.mlp_width),
-        ):
-            value = hf.get(key, default)
-            if value != supported:
-                raise ValueError(f"this GPT-2 has {key}={supported!r} only, got {value!r}; load it with transformers")
+        sizes = read_sizes(hf, "an OPT", "vocabulary", "layers", "width", "heads", "context")
+        config = cls(**sizes, tied=hf.get("tie_word_embeddings", True), bias=hf.get("enable_bias", True))
+        supported = {
+            "activation_function": "gelu", "do_layer_norm_before": True, "_remove_final_layer_norm": False,
+            "layer_norm_elementwise_affine": True, "word_embed_proj_dim": config.width, "ffn_dim": config.mlp_width,
+        }  # fmt: skip
+        check_features(hf, "GPT-2", supported, activation_function="relu", ffn_dim=3072)
         return config
 
 
@@ -125,9 +108,7 @@ class Attention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache | None) -> Tensor:
         """[B, T, width] from the outputs of the projections, [B, T, width] each."""
-        q, k, v = (
-            x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, k, v)
-        )  # [B, heads, T, head_dim]
+        q, k, v = (x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2) for x in (q, k, v))  # [B, heads, T, d]
         if cache is None:
             y = causal_attention(q, k, v, dropout=self.dropout.now, fp8=self.fp8_gradients)
         else:

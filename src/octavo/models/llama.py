@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention
+from octavo.models.decoder import Decoder, Dropout, KVCache, causal_attention, check_features, read_sizes
 from octavo.nn import NormLinear, SwiGLU
 from octavo.nn.attention_layers import GradientScales
 
@@ -87,26 +87,16 @@ class LlamaConfig:
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: RoPE scaling, biases,
         an activation other than silu, a head_dim other than width / heads.
         """
-        required = ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-        missing = [key for key in (*required, "max_position_embeddings") if hf.get(key) is None]
-        if missing:
-            raise ValueError(f"a Llama config.json must have {', '.join(missing)}; got the keys {sorted(hf)}")
+        sizes = read_sizes(hf, "a Llama", "vocabulary", "layers", "width", "heads", "mlp_width", "context")
         config = cls(
-            vocabulary=hf["vocab_size"],
-            layers=hf["num_hidden_layers"],
-            width=hf["hidden_size"],
-            heads=hf["num_attention_heads"],
-            kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            mlp_width=hf["intermediate_size"],
-            context=hf["max_position_embeddings"],
+            **sizes,
+            kv_heads=hf.get("num_key_value_heads") or sizes["heads"],
             tied=hf.get("tie_word_embeddings", False),
             rope_theta=_rope_theta(hf),
             norm_eps=hf.get("rms_norm_eps", 1e-6),
         )
         supported = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "head_dim": config.head_dim}
-        for key, value in supported.items():
-            if hf.get(key) not in (None, value):
-                raise ValueError(f"this Llama has {key}={value!r} only, got {hf[key]!r}; load it with transformers")
+        check_features(hf, "Llama", supported)
         return config
 
 

@@ -120,7 +120,6 @@ class MixtureBlock(Block):
 class Mixture(Llama):
     """The language model, see `Decoder.forward`."""
 
-    residual_projections = ("o_proj", "down_proj")
     block = MixtureBlock
     config: MixtureConfig
 

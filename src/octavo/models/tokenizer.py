@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, byte-level BPE, or a Hugging Face tokenizer (characters: `characters.py`).
+"""Text to token ids and back: bytes, byte-level BPE, characters, or a Hugging Face tokenizer.
 
 In bytes mode the id of a token is a byte of the text in UTF-8: 256 tokens, none unknown, nothing to train. Byte-level
 BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 tokens and
@@ -10,9 +10,10 @@ itself; the n-th of the others is the code point 256 + n.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -22,42 +23,45 @@ from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_ENCODES = "a tokenizer that encodes this text"
 _BATCH = 64  # texts encoded at once: the encodings of a library hold about 100 bytes a token
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """The methods that training and sampling need. Ids are in [0, vocabulary_size)."""
 
     @property
+    @abstractmethod
     def vocabulary_size(self) -> int:
         """Number of token ids."""
 
     @property
     def chat(self) -> Chat | None:
         """The chat template, which writes a conversation as text with its special tokens; None if there is none."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens around it."""
+        return self.encode_batch([text])[0].tolist()  # type: ignore[no-any-return]
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of each text as an array of unsigned integers, [tokens]."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD."""
 
+    @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write the files of the tokenizer, for `transformers.AutoTokenizer` and `load_tokenizer`, into `folder`."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens: id == byte. Needs no extra package."""
 
-    vocabulary_size = 256
-    chat = None
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8"))
+    @property
+    def vocabulary_size(self) -> int:
+        return 256
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8) for text in texts]
@@ -69,17 +73,28 @@ class ByteTokenizer:
         save_tokenizer_json(folder, json.dumps(byte_json(), ensure_ascii=False, indent=1))
 
 
-class BpeTokenizer:
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the library tokenizers or transformers, from the file or folder `where`."""
+
+    def __init__(self, tokenizer: Any, where: str | Path) -> None:
+        self._tokenizer, self._where = tokenizer, where
+
+    @abstractmethod
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        """The ids of a few texts."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
+        batches = (list(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH))
+        with reading(self._where, "a tokenizer that encodes this text"):
+            return [np.array(ids, dtype=np.uint32) for batch in batches for ids in self._ids(batch)]
+
+
+class BpeTokenizer(LibraryTokenizer):
     """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`).
 
     It opens any `tokenizer.json`. The names of special tokens and the chat template are in other files, which
     `HuggingFaceTokenizer` reads too.
     """
-
-    chat = None
-
-    def __init__(self, tokenizer: Any, where: str | Path = "the trained tokenizer") -> None:
-        self._tokenizer, self._where = tokenizer, where
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
@@ -94,7 +109,7 @@ class BpeTokenizer:
             vocab_size=vocabulary, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(tokenizer)
+        return cls(tokenizer, "the trained tokenizer")
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -105,16 +120,8 @@ class BpeTokenizer:
     def vocabulary_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
-        with reading(self._where, _ENCODES):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        def encode(some: list[str]) -> list[list[int]]:
-            return [found.ids for found in self._tokenizer.encode_batch_fast(some, add_special_tokens=False)]
-
-        with reading(self._where, _ENCODES):
-            return _in_batches(texts, encode)
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -123,7 +130,7 @@ class BpeTokenizer:
         save_tokenizer_json(folder, self._tokenizer.to_str())
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(LibraryTokenizer):
     """The tokenizer of a local Hugging Face model folder (extra `hf`); `from_hub` alone downloads."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -131,26 +138,25 @@ class HuggingFaceTokenizer:
             raise FileNotFoundError(f"the tokenizer must be in a local folder; {folder} is not one")
         if not any((Path(folder) / name).is_file() for name in _FILES):  # transformers would make an empty one
             raise FileNotFoundError(f"no tokenizer in {folder}: it needs one of {', '.join(_FILES)}")
-        self._tokenizer, self._where = open_local(_auto_tokenizer(), folder), str(folder)
+        super().__init__(open_local(_auto_tokenizer(), folder), folder)
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
         """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder.
 
-        Raises:
-            ValueError: it cannot be opened; the message says why.
+        Raises a ValueError, which says why, if it cannot be opened.
         """
         if Path(name).is_dir():
             return cls(name)
-        tokenizer = cls.__new__(cls)
-        tokenizer._where = f"hf:{name}"
         try:
-            tokenizer._tokenizer = _auto_tokenizer().from_pretrained(name, trust_remote_code=False)
+            opened = _auto_tokenizer().from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"the tokenizer hf:{name} cannot be opened ({str(error).splitlines()[0]}): give the name of a model on "
                 "the hub (log in with `hf auth login` if it is gated), or a local folder"
             ) from error
+        tokenizer = cls.__new__(cls)
+        LibraryTokenizer.__init__(tokenizer, opened, f"hf:{name}")
         return tokenizer
 
     @property
@@ -161,18 +167,10 @@ class HuggingFaceTokenizer:
     def chat(self) -> ChatTemplate | None:
         return chat_of(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        with reading(self._where, _ENCODES):
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
-        def encode(some: list[str]) -> Any:
-            # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
-            encoded = self._tokenizer(some, add_special_tokens=False, return_attention_mask=False, verbose=False)
-            return encoded["input_ids"]
-
-        with reading(self._where, _ENCODES):
-            return _in_batches(texts, encode)
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        # verbose=False: a whole document is longer than the model's context, and is cut into sequences later.
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]  # type: ignore[no-any-return]
 
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
@@ -182,15 +180,8 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Open the tokenizer in `folder`: our bytes or characters, any other `tokenizer.json`, or older files.
-
-    Bytes and characters need no extra.
-
-    Raises:
-        FileNotFoundError: `folder` holds neither `tokenizer.json` nor `tokenizer_config.json`.
-        ImportError: the extra that the tokenizer needs is not installed.
-        ValueError: the file is damaged.
-    """
+    """Open the tokenizer in `folder`: our bytes or characters, which need no extra, any other `tokenizer.json`, or
+    older files. Raises a FileNotFoundError without files, an ImportError without the extra, a ValueError if damaged."""
     path = Path(folder) / "tokenizer.json"
     if path.is_file():
         with reading(path, "a tokenizer that can be opened: take the file from where the model came from"):
@@ -202,11 +193,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     if (Path(folder) / "tokenizer_config.json").is_file():
         return HuggingFaceTokenizer(folder)
     raise FileNotFoundError(f"no tokenizer in {folder}: it needs tokenizer.json or tokenizer_config.json")
-
-
-def _in_batches(texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[npt.NDArray[Any]]:
-    batches = (list(texts[start : start + _BATCH]) for start in range(0, len(texts), _BATCH))
-    return [np.array(ids, dtype=np.uint32) for batch in batches for ids in encode(batch)]
 
 
 def _auto_tokenizer() -> Any:
@@ -292,16 +278,11 @@ def characters_of(content: dict[str, Any]) -> str | None:
     return characters if content == character_json(characters) else None
 
 
-# ---- Characters as tokens: every distinct character of the training text has an id.
-#
-# The vocabulary is small, as that of the byte tokenizer, and a character of several bytes in UTF-8 is one token. A
-# character that the training text does not contain has no id, and is an error.
+# ---- Characters as tokens: every distinct character of the training text has an id; every other one is an error.
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(Tokenizer):
     """The id of a token is the rank of its character among the sorted distinct `characters`. Needs no extra package."""
-
-    chat = None
 
     def __init__(self, characters: Iterable[str]) -> None:
         self.characters = "".join(sorted(set(characters)))
@@ -316,13 +297,9 @@ class CharacterTokenizer:
     def vocabulary_size(self) -> int:
         return len(self.characters)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`. Raises a ValueError that names the characters without an id."""
-        return [int(i) for i in self._encode(text)]
-
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[Any]]:
         """The ids of each text, [characters] in uint32. Raises a ValueError that names the characters without an id."""
-        return [self._encode(text) for text in texts]
+        return [self._ids(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in ids)
@@ -330,7 +307,7 @@ class CharacterTokenizer:
     def save(self, folder: str | Path) -> None:
         save_tokenizer_json(folder, json.dumps(character_json(self.characters), ensure_ascii=False, indent=1))
 
-    def _encode(self, text: str) -> npt.NDArray[np.uint32]:
+    def _ids(self, text: str) -> npt.NDArray[np.uint32]:
         codes = _codes(text)
         ids = np.searchsorted(self._codes, codes)
         known = self._codes[np.minimum(ids, len(self._codes) - 1)] == codes

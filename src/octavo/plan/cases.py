@@ -5,17 +5,17 @@ tokens), and the batch is one sequence for each GPU that works on its own.
 """
 
 import difflib
-import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from itertools import combinations, product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.run import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
@@ -33,8 +33,8 @@ from octavo.plan.setup import (
     speed_if_fp8,
     training_limit,
 )
-from octavo.plan.step_time import StepTime, block_products, plan_step
-from octavo.rates.measured import LEAST_SPEEDUP, Gpu, find_gpu, layer_speedup
+from octavo.plan.step_time import Product, StepTime, block_products, plan_step
+from octavo.rates.measured import Gpu, find_gpu, layer_speedup
 from octavo.train.config import Config, known_vocabulary, read_settings
 from octavo.train.settings import PRESETS, find_degrees
 from octavo.util import hub_hint
@@ -42,6 +42,7 @@ from octavo.util import hub_hint
 # ---- The plan of a training run: memory, time, speed, and which layers gain from the recipe.
 
 
+MODE = "activation_checkpointing.mode"
 CHECKPOINTING = ("none", "selective", "full")  # the modes, from the fastest to the smallest
 RECIPES = ("bf16", "rowwise")  # that a search compares
 # Numbers of GPUs that a search tries, and how many that are enough it finds for each recipe.
@@ -50,17 +51,12 @@ LARGEST = 1 << 20  # sequences of a micro-batch on one GPU
 WORTHWHILE = 1.02  # times the tokens a second, for which another setting is worth naming
 
 
-@dataclass(frozen=True)
-class Gain:
+class Gain(NamedTuple):
     """A GEMM of a block: its shape, and the speed of its forward and backward pass as a multiple of that in BF16."""
 
     layer: str
     shape: tuple[int, int, int]
     speedup: float
-
-    @property
-    def gains(self) -> bool:
-        return self.speedup >= LEAST_SPEEDUP
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,15 @@ class TrainingPlan:
         return self.days(tokens) * 24 * self.gpus * price
 
     @property
+    def products(self) -> list[Product]:
+        """The GEMMs of each kind of block."""
+        return [each for block in self.setup.model.blocks for each in block_products(self.setup, block)]
+
+    @property
     def gains(self) -> list[Gain]:
         """The quantized GEMMs of each kind of block."""
         setup = self.setup
-        products = [each for block in setup.model.blocks for each in block_products(setup, block) if each.quantized]
-        kinds = dict.fromkeys((each.layer, each.shape, each.count) for each in products)
+        kinds = dict.fromkeys((each.layer, each.shape, each.count) for each in self.products if each.quantized)
         return [Gain(layer, shape, layer_speedup(setup.gpu, setup.recipe, shape, n)) for layer, shape, n in kinds]
 
     @property
@@ -137,17 +137,12 @@ class TrainingPlan:
     def largest_batch(self) -> int:
         """The most sequences of a micro-batch, of all GPUs, that fit; 0 if none do."""
         step = self.setup.degrees.data
-        low, high = 0, 1
-        while high <= LARGEST and self._fits_with(high * step):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits_with(middle * step) else (low, middle)
-        return low * step
 
-    def _fits_with(self, batch: int) -> bool:
-        setup = replace(self.setup, config=self.setup.config.change(batch=batch))
-        return plan_memory(setup).peak <= setup.gpu.memory
+        def exceeds(sequences: int) -> bool:
+            setup = replace(self.setup, config=self.setup.config.change(batch=sequences * step))
+            return plan_memory(setup).peak > setup.gpu.memory
+
+        return bisect_left(range(1, LARGEST), True, key=exceeds) * step
 
     def changed(self, gpus: int = 0, sequences: int = 0, **settings: Any) -> "TrainingPlan | None":
         """The same run on other GPUs, with so many sequences of a micro-batch on each, and with other settings.
@@ -173,7 +168,7 @@ class TrainingPlan:
         changes: dict[str, dict[str, Any]] = {
             f"--batch {2 * config.batch}": {"batch": 2 * config.batch},
             f"--accumulate {4 * config.accumulate}": {"accumulate": 4 * config.accumulate},
-            "--activation-checkpointing.mode none": {"activation_checkpointing.mode": "none"},
+            "--activation-checkpointing.mode none": {MODE: "none"},
             "--compile.blocks": {"compile.blocks": True},
             "--no-parallel.fp8-all-gather": {"parallel.fp8_all_gather": False},
             "--recipe bf16": {"recipe": "bf16"},
@@ -190,10 +185,10 @@ class TrainingPlan:
 
         Of each kind of change the fewest GPUs count, then the most tokens a second. Empty where the plan fits.
         """
-        sequences, used = self.setup.config.batch // self.setup.degrees.data, self.setup.config
+        sequences, mode = self.setup.config.batch // self.setup.degrees.data, attrgetter(MODE)(self.setup.config)
         kinds: dict[str, list[Any]] = {
             "sequences": [sequences >> n for n in range(1, sequences.bit_length())],
-            "activation_checkpointing.mode": list(CHECKPOINTING[CHECKPOINTING.index(_mode(used)) + 1 :]),
+            MODE: list(CHECKPOINTING[CHECKPOINTING.index(mode) + 1 :]),
             "recipe": [name for name in RECIPES if name != self.setup.recipe.name],
             "optimizer.state": ["8bit"],
             "optimizer.weights": ["bf16"],
@@ -226,9 +221,8 @@ class TrainingPlan:
     @property
     def origins(self) -> dict[str, str]:
         """For each kind of figure, whether it rests on measurements of such a model or on the data sheet."""
-        setup = self.setup
-        products = [each for block in setup.model.blocks for each in block_products(setup, block)]
-        found = find_origins(setup.model, setup.gpu, setup.recipe, [(each.shape, each.count) for each in products])
+        setup, products = self.setup, [(each.shape, each.count) for each in self.products]
+        found = find_origins(setup.model, setup.gpu, setup.recipe, products)
         found["host"] = "measured with compiled blocks of a Llama on hosts of H200s, which differ by 15 %"
         if setup.fp8_attention:
             found["attention"] += ", over the speed of FP8 that was measured on an H200"
@@ -265,10 +259,6 @@ class TrainingPlan:
         }
 
 
-def _mode(config: Config) -> str:
-    return config.activation_checkpointing.mode
-
-
 def _shared(config: Config, sequences: int, data: int) -> Config:
     """The settings with so many sequences of a micro-batch for each of `data` GPUs, and as many tokens a step."""
     batch = sequences * data
@@ -278,7 +268,7 @@ def _shared(config: Config, sequences: int, data: int) -> Config:
 # ---- The model that a person names: a preset, a Hugging Face folder or config.json, or the settings of a training run.
 
 
-@functools.cache
+@cache
 def model_presets() -> dict[str, dict[str, Any]]:
     """The fields of each preset, by its name, as in a config.json; "source" is where they come from."""
     presets: dict[str, dict[str, Any]] = json.loads((files("octavo.plan") / "models.json").read_text())
@@ -287,7 +277,7 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 def find_architecture(model: str, config: Config) -> Architecture:
     """The architecture of `model`: a preset, a Hugging Face folder, a config.json, or "" for Octavo's own model of the
-    sizes in `config`. The error for another word names the nearest preset."""
+    sizes in `config`."""
     if model == "":
         return _built_in(config)
     if model.lower() in model_presets():
@@ -368,9 +358,8 @@ class Case:
 
     def training(self) -> TrainingPlan:
         """The plan of a training run. A preset of `octavo train` has its own settings, as a run and a file do."""
-        usual = Case(self.model)
         for name, field in _SERVING.items():
-            if getattr(self, field) != getattr(usual, field):
+            if getattr(self, field) != getattr(Case, field):
                 raise ValueError(f"--{name} belongs to serving: add --serve")
         if self.network <= 0:
             raise ValueError(f"--network must be above 0 Gb/s; got {self.network:g}")
@@ -472,7 +461,7 @@ def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
             fault = error
             continue
         for recipe, found in (each for each in recipes if len(each[1]) < ENOUGH):
-            modes = choices("activation_checkpointing.mode", CHECKPOINTING)
+            modes = choices(MODE, CHECKPOINTING)
             runs = [first.changed(sequences=n, **(recipe | mode)) for mode in modes for n in shares]
             if fit := [plan for plan in runs if plan and plan.fits]:
                 best = max(fit, key=lambda plan: plan.tokens_per_second)
@@ -502,29 +491,23 @@ def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
 
 
 def _with(case: Case, name: str, value: str) -> Case:
-    changes: dict[str, Any] = {}
-    if name in ("model", "gpu", *_SERVING):
-        changes[_SERVING.get(name, name)] = value
-    elif name in ("gpus", "network"):
+    changed: dict[str, Any] = {_SERVING.get(name, name): value}
+    if name in ("gpus", "network"):
         if not re.fullmatch(r"-?\d+", value):
             raise ValueError(f"--compare {name}= takes numbers such as 8,64; got {value!r}")
-        changes[name] = int(value)
-    else:
-        option = f"--{name}"
-        changes["settings"] = (*_without(case.settings, option), option, value)
-    return replace(case, **changes)
+        changed = {name: int(value)}
+    elif name not in ("model", "gpu", *_SERVING):
+        changed = {"settings": (*_without(case.settings, f"--{name}"), f"--{name}", value)}
+    return replace(case, **changed)
 
 
-def _without(settings: Sequence[str], option: str) -> list[str]:
+def _without(settings: Sequence[str], option: str) -> Iterator[str]:
     """The settings without an option and its value, so that a comparison can set it again."""
-    kept: list[str] = []
     dropping = False
     for word in settings:
-        if word.startswith("--"):
-            dropping = word.partition("=")[0] == option
+        dropping = word.partition("=")[0] == option if word.startswith("--") else dropping
         if not dropping:
-            kept.append(word)
-    return kept
+            yield word
 
 
 def _check_fixed(model: Architecture, config: Config, given: set[str]) -> None:

@@ -142,7 +142,7 @@ def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
     return ""
 
 
-# ---- A model as it is served: its packing scheme, its GPUs, and the texts that are generated at once.
+# ---- A model as it is served.
 
 
 CACHE_BYTES = {"bf16": 2, "fp8": 1}
@@ -241,7 +241,7 @@ def check_server(server: Server) -> None:
         raise ValueError(reason)
 
 
-# ---- The memory and the speed of a served model: weights, keys and values, the prompt, and each new token.
+# ---- Its memory and its speed.
 
 
 # Of the rate of a copy, that the GEMMs of one token reach in BF16 (the kernels of bench/results/gpu_serve.json).
@@ -279,7 +279,6 @@ class ServingPlan:
 
 
 def plan_serving(server: Server) -> ServingPlan:
-    """Plan to serve a model. `check_server` says what is refused."""
     check_server(server)
     model, gpu, batch, context = server.model, server.gpu, server.batch, server.context
     weights = weight_bytes(model, server.scheme) / server.gpus
@@ -364,18 +363,15 @@ def _step_seconds(server: Server) -> float:
 
 
 def _layer_step_seconds(server: Server, layer: Layer) -> float:
-    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed."""
+    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed.
+
+    Of experts, those are read that a token is sent to, drawn evenly.
+    """
     rows = max(server.batch * layer.active // layer.copies, 1)
-    reading = 2.0 * _touched(layer, server.batch) / server.gpu.copy_rate / READ_SHARE
+    read = 1.0 if layer.copies == 1 else 1 - (1 - layer.active / layer.copies) ** server.batch
+    reading = 2.0 * (layer.weights * read) / server.gpu.copy_rate / READ_SHARE
     alone = forward_seconds(server.gpu, Recipe("bf16"), (rows, layer.inputs, layer.outputs), copies=1)
     return max(reading, layer.copies * alone) / server.speed(layer, server.batch)
-
-
-def _touched(layer: Layer, batch: int) -> float:
-    """Elements of a layer that `batch` tokens read: of experts those that one of them is sent to, drawn evenly."""
-    if layer.copies == 1:
-        return float(layer.weights)
-    return layer.weights * (1 - (1 - layer.active / layer.copies) ** batch)
 
 
 def _exchange_seconds(server: Server, rows: int) -> float:

@@ -32,13 +32,6 @@ def find_gemms(recipe: Recipe, gpu: Gpu) -> dict[str, Backend]:
     return gemm_backends(in_formats_of(architecture, recipe), architecture)
 
 
-def has_grouped_gemms(recipe: Recipe, gpu: Gpu) -> bool:
-    """Whether experts run in FP8 by `recipe` on `gpu`."""
-    architecture = ARCHITECTURES[gpu.architecture]
-    found = grouped_backends(in_formats_of(architecture, recipe), architecture)
-    return bool(found) and all(backend.name != "none" for backend in found.values())
-
-
 def check_gemms(recipe: Recipe, gpu: Gpu) -> None:
     """Raise a ValueError if `gpu` lacks a GEMM of `recipe`."""
     if recipe.quantized and gpu.fp8 is None:
@@ -107,7 +100,7 @@ def own_states() -> dict[str, States]:
     return {name: states_of(settings, recipe, accumulate=1) for name, settings in ways.items()}
 
 
-# ---- A training run as it is planned: the model, the recipe, the GPUs, and the settings of `octavo train`.
+# ---- The setup.
 
 
 MOST_GPUS = 1_000_000
@@ -115,8 +108,8 @@ MOST_GPUS = 1_000_000
 
 @dataclass(frozen=True)
 class Setup:
-    """A training run, before it exists. `batch` of its settings counts the sequences of all GPUs in a micro-batch; the
-    `degrees` say how the GPUs share weights and data."""
+    """A training run. `batch` of its settings counts the sequences of all GPUs in a micro-batch; the `degrees` say how
+    the GPUs share weights and data."""
 
     model: Architecture
     recipe: Recipe
@@ -131,12 +124,14 @@ class Setup:
 
     @property
     def fp8_experts(self) -> bool:
-        """Whether experts run in FP8."""
-        return has_grouped_gemms(self.recipe, self.gpu)
+        """True if experts run in FP8."""
+        architecture = ARCHITECTURES[self.gpu.architecture]
+        found = grouped_backends(in_formats_of(architecture, self.recipe), architecture)
+        return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property
     def fp8_attention(self) -> bool:
-        """Whether attention runs in FP8."""
+        """True if attention runs in FP8."""
         return self.config.attention.precision == "fp8" and not training_limit(self)
 
     @property
@@ -187,9 +182,8 @@ def make_setup(model: Architecture, config: Config, gpu: Gpu, gpus: int) -> Setu
 def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> None:
     if config.batch % degrees.data:
         raise ValueError(
-            f"batch counts the sequences of all GPUs and must be a multiple of the {degrees.data} that work on "
-            f"different ones; the settings have {config.batch}: give "
-            f"--batch {-(-config.batch // degrees.data) * degrees.data}"
+            f"batch counts the sequences of all GPUs and must be a multiple of the {degrees.data} that work on others; "
+            f"the settings have {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
     sizes = {"the context": config.context, "the width": model.width}
     for block in model.blocks:
@@ -197,11 +191,9 @@ def _check_degrees(model: Architecture, config: Config, degrees: Degrees) -> Non
         sizes["the key and value heads"] = block.attention.heads * block.attention.keys // block.attention.queries
     for name, size in sizes.items():
         if size % degrees.tp:
-            divisors = [n for n in range(1, min(size, 64) + 1) if all(each % n == 0 for each in sizes.values())]
-            raise ValueError(
-                f"--parallel.tp must divide {name} of {model.name}, {size}; got {degrees.tp}: it can be "
-                f"{', '.join(map(str, divisors))}"
-            )
+            divisors = [str(n) for n in range(1, min(size, 64) + 1) if all(each % n == 0 for each in sizes.values())]
+            wrong = f"--parallel.tp must divide {name} of {model.name}, {size}; got {degrees.tp}"
+            raise ValueError(f"{wrong}: it can be {', '.join(divisors)}")
 
 
 # ---- The attention of a plan, in BF16 or in FP8: its time, where it runs in FP8, and by how much that is faster.

@@ -26,9 +26,7 @@ from octavo.train.settings import unit_size
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)
-# From bench/results/gpu_fsdp_16_layers_2_gpus.json: the share of the rate of a copy that FSDP2's copy of gradients into
-# the reduction reaches.
-REDUCTION_COPY_SHARE = 0.5
+REDUCTION_COPY_SHARE = 0.5  # of the same rate, that FSDP2's copy of gradients into the reduction reaches there
 # How much longer computation takes for each second of NCCL's kernels beside it, which take multiprocessors, memory
 # bandwidth and power; fitted to bench/results/gpu_fsdp_{16,32}_layers_2_gpus.json. With 32 layers the GEMMs of a block
 # take 16.7 ms in BF16 (14.9 alone).
@@ -85,9 +83,7 @@ def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     passes, passes_forward = (setup.tokens * each / tp for each in passes_seconds(setup, block))
     copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
-    again = 0.0
-    if mode != "none":
-        again = _products_again(setup, block) + passes_forward
+    again = 0.0 if mode == "none" else _products_again(setup, block) + passes_forward
     if mode == "full":
         again += attention_forward
     return {
@@ -127,13 +123,13 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
 
 def _linear_seconds(setup: Setup, block: Block) -> float:
     gradients = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)  # dw comes in BF16, and is cast to FP32
-    products = sum(_seconds_of(product_seconds, setup, each) for each in block_products(setup, block))
+    products = _seconds_of(product_seconds, setup, block_products(setup, block))
     return products + _cast_seconds(setup, block) + gradients
 
 
-def _seconds_of(passes: Callable[[Gpu, Recipe, Shape, int], float], setup: Setup, product: Product) -> float:
-    recipe = setup.recipe if product.quantized else Recipe("bf16")
-    return passes(setup.gpu, recipe, product.shape, product.count)
+def _seconds_of(passes: Callable[[Gpu, Recipe, Shape, int], float], setup: Setup, products: list[Product]) -> float:
+    bf16 = Recipe("bf16")
+    return sum(passes(setup.gpu, setup.recipe if p.quantized else bf16, p.shape, p.count) for p in products)
 
 
 def _cast_seconds(setup: Setup, block: Block) -> float:
@@ -155,7 +151,7 @@ def _products_again(setup: Setup, block: Block) -> float:
     if setup.config.compile.blocks or not setup.recipe.quantized:
         products = [each for each in products if each.layer != "down" or each.count > 1]  # routing needs its experts'
     casts = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)
-    return sum(_seconds_of(forward_seconds, setup, each) for each in products) + casts
+    return _seconds_of(forward_seconds, setup, products) + casts
 
 
 def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
@@ -287,12 +283,12 @@ def _norm(setup: Setup) -> tuple[float, float]:
 
 def _activation(setup: Setup, block: Block) -> tuple[Pass, Pass]:
     u, hidden = block.activated, block.hidden
-    instructions = (0.0, 0.0)
+    forward, backward = 0.0, 0.0  # instructions an element
     if not block.gated and not is_fused(setup.model, setup.recipe):
-        instructions = GELU[0] * hidden, GELU[1] * hidden
+        forward, backward = GELU
     elif block.has_experts and not setup.fp8_experts:
-        instructions = 0.0, STACKED_GATE * hidden
-    return Pass(2 * (u + hidden), instructions[0]), Pass(4 * (u + hidden), instructions[1])
+        backward = STACKED_GATE
+    return Pass(2 * (u + hidden), forward * hidden), Pass(4 * (u + hidden), backward * hidden)
 
 
 def _moved(setup: Setup, block: Block) -> tuple[float, float]:
@@ -355,7 +351,10 @@ UPDATE, UPDATE_FP8, UPDATE_SHARDED = 0.3e-3, 0.8e-3, 0.35e-3
 def host_seconds(setup: Setup) -> float:
     """Seconds that the host takes for a step with all its micro-batches."""
     passes = sum(block.count * _micro_batch(setup, block) for block in setup.model.blocks)
-    return setup.config.accumulate * passes + setup.model.depth * _update(setup)
+    update = UPDATE_FP8 if setup.recipe.quantized else UPDATE
+    if setup.sharded:  # a rank casts its parts of all weights in a few launches
+        update = UPDATE_SHARDED
+    return setup.config.accumulate * passes + setup.model.depth * update
 
 
 def _micro_batch(setup: Setup, block: Block) -> float:
@@ -365,18 +364,12 @@ def _micro_batch(setup: Setup, block: Block) -> float:
         seconds = _compiled(setup) + AGAIN[mode]
     else:
         seconds = (EAGER_FP8 if quantized else EAGER) + EAGER_AGAIN[mode]
-    return seconds + _hooks(setup, block)
-
-
-def _hooks(setup: Setup, block: Block) -> float:
-    """Seconds of FSDP2's hooks for a block."""
     if not setup.sharded:
-        return 0.0
-    quantized = setup.recipe.quantized
-    seconds = SHARDED_FP8 if quantized else SHARDED
+        return seconds
+    hooks = SHARDED_FP8 if quantized else SHARDED
     if quantized and setup.config.parallel.fp8_all_gather:
-        seconds += NARROW_GATHER
-    return seconds if unit_size(block.parameters) == 1 else IN_PAIRS * seconds
+        hooks += NARROW_GATHER
+    return seconds + (hooks if unit_size(block.parameters) == 1 else IN_PAIRS * hooks)
 
 
 def _compiled(setup: Setup) -> float:
@@ -389,13 +382,6 @@ def _compiled(setup: Setup) -> float:
         return HISTORIES
     granularities = {cast.granularity for cast in (recipe.x, recipe.w, recipe.dy) if cast is not None}
     return ROWS if granularities <= {ROW, TENSOR} else BLOCKS
-
-
-def _update(setup: Setup) -> float:
-    """Seconds of a block's weights after the last micro-batch."""
-    if setup.sharded:  # a rank casts its parts of all weights in a few launches
-        return UPDATE_SHARDED
-    return UPDATE_FP8 if setup.recipe.quantized else UPDATE
 
 
 # ---- The time of a training step under FSDP2 on many GPUs, from the time that its blocks take on a few.

@@ -1,10 +1,16 @@
-"""The page on warnings has a section on each rule, with its limits."""
+"""What pages say of the library: a section on each rule of warnings, the problems of doctor, the fields of a recipe."""
 
 import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
 
 import pytest
-from code_blocks import ROOT
+from code_blocks import ROOT, read_blocks
 
+from octavo.numerics import Cast, History
+from octavo.recipe import Gemm, Recipe
 from octavo.watching import rules as losses
 from octavo.watching.rules import RULES
 
@@ -32,3 +38,28 @@ def test_numbers_of_the_loss_rule() -> None:
     for number in (losses.STEADY, f"{losses.LONGER:g}"):
         assert re.search(rf"\b{re.escape(str(number))}\b", SECTIONS["loss_stall"])
     assert f"The limit is {losses.RATE:g}." in SECTIONS["rate_too_high"].replace("\n", " ")
+
+
+def test_every_problem_of_doctor_is_on_the_page() -> None:
+    rules = (ROOT / "src" / "octavo" / "inspection" / "doctor.py").read_text()
+    names = re.findall(r'Problem\(\s*"([^"]+)"', rules)
+    assert len(names) > 5
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert [name for name in names if name not in page] == []
+
+
+def names(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        yield from value
+        for entry in value.values():
+            yield from names(entry)
+
+
+def test_the_example_has_every_field_of_a_recipe() -> None:
+    (text,) = (b.text for b in read_blocks("docs/training.md") if b.text.startswith("# own.toml"))
+    example = tomllib.loads(text)["recipe"]
+    required = {field.name for kind in (Recipe, Gemm, Cast, History) for field in fields(kind) if field.init}
+    assert set(names(example)) == required - {"a", "b"} | {"x", "w", "dy"}
+    recipe = Recipe.from_dict(example)
+    assert recipe.rotate == ("dw",)
+    assert recipe.quantizes_w_once

@@ -1,0 +1,47 @@
+"""Tiny runs of `octavo train` for the tests of commands, made once, and what a run logged."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.packing import pack
+from octavo.train.config import Config
+from octavo.train.start import start_run
+from octavo.train.step_metrics import training_console
+
+TINY = {
+    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
+    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1, "evaluate_every": 2,
+    "evaluate_batches": 3, "save_every": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def book() -> str:
+    return " ".join(random.Random(0).choices(["folio", "quarto", "octavo", "duodecimo"], k=400))
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, book: str) -> Path:
+    """A folder with text.txt, the runs bf16 and fp8 (delayed), and fp8 packed. Not to be changed."""
+    root = tmp_path_factory.mktemp("trained")
+    (root / "text.txt").write_text(book)
+    for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
+        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
+        start_run(Config(**settings), training_console()).run()
+    pack(root / "fp8", root / "packed")
+    return root
+
+
+@pytest.fixture
+def logged() -> Callable[[Path], dict[int, float]]:
+    """logged(run): the evaluation losses of a run by step."""
+
+    def read(run: Path) -> dict[int, float]:
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return {r["step"]: r["evaluation_loss"] for r in records if "evaluation_loss" in r}
+
+    return read

@@ -1,0 +1,214 @@
+"""What every package uses of `octavo.util`: words, files of the user, packages of extras, and devices."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo.checkpoint.files import ArtifactError
+from octavo.util import (
+    check_kinds,
+    choose_device,
+    hub_hint,
+    import_extra,
+    open_local,
+    parse_object,
+    plural,
+    reading,
+    some_of,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [((1, "linear layer"), "1 linear layer"), ((0, "file"), "0 files"), ((2, "file"), "2 files")],
+)
+def test_a_noun_has_the_number_of_its_count(words, text):
+    assert plural(*words) == text
+
+
+@pytest.mark.parametrize(("names", "text"), [("", ""), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")])
+def test_the_first_of_many_names(names, text):
+    assert some_of(list(names)) == text
+
+
+# ---- Files of the user
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it where a parser in Rust fails."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "essential"),
+    [
+        (KeyError("nope"), "KeyError: 'nope'"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (TypeError("a\n  b"), "TypeError: a b"),
+        (ValueError("no such type"), "no such type"),
+        (OSError(36, "File name too long"), "File name too long"),
+        (RecursionError("maximum depth"), "it is nested too deeply"),
+        (PanicException("regex"), "PanicException: regex"),
+        (StopIteration(), "StopIteration"),
+    ],
+)
+def test_a_fault_in_a_file_names_it(fault, essential):
+    def read():
+        with reading("model/config.json", "the description of a model", ArtifactError):
+            raise fault
+
+    with pytest.raises(ArtifactError) as caught:
+        read()
+    assert str(caught.value) == f"model/config.json is not the description of a model ({essential})"
+    assert caught.value.__cause__ is fault
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ValueError("model/config.json: heads must be 1 or more"),
+        FileNotFoundError(2, "No such file", "model/config.json"),
+        ImportError("transformers is needed"),
+        MemoryError(),
+        KeyboardInterrupt(),
+        SystemExit(),
+    ],
+)
+def test_what_names_the_file_or_is_no_fault_of_it_is_raised_as_it_is(fault):
+    def read():
+        with reading("model/config.json", "the description of a model"):
+            raise fault
+
+    with pytest.raises(type(fault)) as caught:
+        read()
+    assert caught.value is fault
+
+
+@pytest.mark.parametrize("form", ["JSON", "TOML"])
+def test_damaged_text_is_refused_and_a_byte_order_mark_is_not(form):
+    text, deep = {"JSON": ('{"a": 1}', "[" * 100_000), "TOML": ("a = 1", "a = " + "[" * 100_000)}[form]
+    for given in (text, text.encode(), text.encode("utf-8-sig")):
+        assert parse_object(given, "f", toml=form == "TOML") == {"a": 1}
+    for damaged in (b"{", b"\xff", deep.encode()):
+        with pytest.raises(ArtifactError, match=rf"^f is not valid {form} \(.+\)$"):
+            parse_object(damaged, "f", ArtifactError, toml=form == "TOML")
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "shown"),
+    [
+        (int, [0, 10**30], [True, 1.0, "1", None], "a whole number"),
+        (float, [0, 1.5, float("nan")], [False, "1", None], "a number"),
+        (bool, [True], [1, None], str(bool)),
+        (float | None, [None, 1], ["x", [None]], "a number or null"),
+        (dict[str, str], [{}, {"a": "b"}], [{"a": 1}, [], None], "an object"),
+    ],
+)
+def test_each_value_is_of_its_kind(kind, right, wrong, shown):
+    for value in right:
+        check_kinds({"a": value, "b": 3}, {"a": kind})
+    for value in wrong:
+        with pytest.raises(ArtifactError) as caught:
+            check_kinds({"a": value}, {"a": kind}, "f: ", ArtifactError)
+        assert str(caught.value) == f"f: a must be {shown}, got {value!r}"
+
+
+# ---- Packages of extras, and devices
+
+
+def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone():
+    assert import_extra("math", "hf", "sums need math") is math
+    with pytest.raises(
+        ImportError, match=r"^text needs nowhere, and nowhere cannot be imported .*No module named 'nowhere'.*"
+    ) as raised:
+        import_extra("nowhere", "hf", "text needs nowhere")
+    assert 'pip install ".[hf]"' in str(raised.value)
+
+
+def test_no_message_installs_octavo_from_an_index():
+    """It is on none: pip finds no distribution of that name."""
+    sources = [path for path in (ROOT / "src").rglob("*.py") if "install" in path.read_text()]
+    assert sources
+    assert [str(path) for path in sources if 'install "octavo' in path.read_text()] == []
+
+
+def test_every_extra_that_is_named_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {"hf", "gguf", "bpe", "cudnn", "optim", "tensorboard"} <= extras.keys()
+
+
+@pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path, monkeypatch, auto):
+    transformers = pytest.importorskip("transformers")
+    described = {"model_type": "mine", "auto_map": {"AutoConfig": "code.C", auto: "code.M"}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    own_tokenizer = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.T", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_tokenizer))
+    (tmp_path / "code.py").write_text("raise SystemExit('this code was run')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
+    with pytest.raises(ValueError, match="octavo runs no code of a model folder"):
+        open_local(getattr(transformers, auto), tmp_path)
+
+
+def test_a_model_that_transformers_implements_is_opened_beside_an_auto_map(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": {"AutoConfig": "code.C"}}))
+    assert open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"
+
+
+def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in hub_hint("Qwen/Qwen3-0.6B")
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/first", "./nowhere", "models", "/data/models/qwen", "a/b/c", tmp_path / "none"):
+        assert hub_hint(path) == ""
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """gpus(n): torch says that it sees n GPUs."""
+
+    def see(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return see
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(0, "cpu"), (2, "cuda")])
+def test_auto_is_the_gpu_where_there_is_one(gpus, count, chosen):
+    gpus(count)
+    assert choose_device("auto") == torch.device(chosen)
+
+
+def test_a_device_that_is_there_is_taken(gpus):
+    gpus(2)
+    for device in ("cpu", "meta", "cuda", "cuda:1", torch.device("cuda", 0)):
+        assert choose_device(device) == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "message"),
+    [
+        ("cuda", 0, r"device cuda was asked for, but this torch \(.*\) sees no GPU: use cpu"),
+        (torch.device("cuda", 1), 0, "device cuda:1 was asked for"),
+        ("cuda:2", 2, "end with cuda:1: use cuda:1"),
+        ("gpu", 2, "device must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_by_name(gpus, device, count, message):
+    gpus(count)
+    with pytest.raises(ValueError, match=message):
+        choose_device(device)
+
+
+def test_load_refuses_it_before_it_reads_the_folder(gpus, tmp_path):
+    gpus(0)
+    with pytest.raises(ValueError, match="device cuda was asked for"):
+        octavo.load(tmp_path / "nowhere", "cuda")
