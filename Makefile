@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-gpus bench-cpu docs size clean
+.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-smoke bench-gpus bench-cpu docs size clean
 
 # A process writes the bytecode of what it imports, and the next process reads it, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -87,6 +87,9 @@ BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start li
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done
+
+bench-smoke:  ## run every benchmark at its smallest on a GPU machine, in five minutes; writes no result
+	PYTHONPATH=src $(PYTHON) -m bench.smoke
 
 GPUS ?= 2
 

@@ -1,26 +1,36 @@
 """The files of bench/results. Each begins with the machine, the versions and the commit."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from octavo.speed import facts
 from octavo.util import installed
 
-__all__ = ["RESULTS", "facts", "installed", "rows_before", "write"]
+__all__ = ["QUICK", "RESULTS", "before", "facts", "installed", "rows_before", "write"]
 
 RESULTS = Path(__file__).parent / "results"
+QUICK = "--quick" in sys.argv  # a benchmark at its smallest size, which writes nothing
+
+
+def before(name: str) -> dict[str, Any]:
+    """results/NAME.json; {} without the file, and with `--quick`."""
+    path = RESULTS / f"{name}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not QUICK else {}
+    return found
 
 
 def rows_before(name: str, key: str) -> list[dict[str, Any]]:
     """The rows below `key` in results/NAME.json, each with the machine that measured it; none without the file."""
-    path = RESULTS / f"{name}.json"
-    found = json.loads(path.read_text()) if path.exists() else {key: []}
-    return [{"machine": found["machine"], **row} for row in found[key]]
+    found = before(name)
+    return [{"machine": found["machine"], **row} for row in found.get(key, [])]
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
     """Write `result` to results/NAME.json, with the facts of this machine unless it has a "machine" of its own."""
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": facts(), **result}, indent=2) + "\n")
+    text = json.dumps({"machine": facts(), **result}, indent=2) + "\n"
+    if not QUICK:
+        path.write_text(text)
     return path

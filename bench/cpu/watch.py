@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from bench import record
-from bench.gpu.harness import option
+from bench.gpu.harness import parser_of, show, sized
 from examples import demo
 from octavo.train.config import Config
 from octavo.train.start import start_run
@@ -70,9 +70,8 @@ def measure(steps: int, *overrides: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    result = measure(int(option("--steps", "150")))
-    print(f"a step {result['step_ms']:.1f} ms; more by the kind of its sample: {result['extra_ms']} ms")
-    print(f"at interval {INTERVAL}: {result['overhead']:.2%}")
+    result = measure(parser_of(__doc__, steps=sized(150, 8)).parse_args().steps)
+    show(result)
     print(record.write("cpu_watch", result))
 
 

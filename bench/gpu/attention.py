@@ -5,11 +5,9 @@ float64 on one group of heads. `cuDNN alone` begins with operands in E4M3; the o
 their casts, but for the keys and values of an FP8 cache. A step is a CUDA graph, so that the time of the host does not
 count. The prefill is that of `bench.gpu.serve`.
 
-    python -m bench.gpu.attention [--quick]
+    python -m bench.gpu.attention
 """
 
-import statistics
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,14 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench import record
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Captured, decibels, interleaved
+from bench.gpu.harness import DEVICE, Captured, decibels, interleaved, medians, parser_of, show, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
 from octavo.ops import fp8_attention, fp8_attention_backward
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
-TOKENS = (2048, 4096, 8192, 32768)
+TOKENS = sized((2048, 4096, 8192, 32768), (256,))
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 ROWS = 1024  # queries that the oracle computes at a time
 OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
@@ -37,40 +35,30 @@ Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
+    parser_of(__doc__).parse_args()
     result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": []}
     for tokens in TOKENS:
-        cell = measure(tokens, rounds=4 if quick else 10)
-        result["cells"].append(cell)
-        print(tokens, {which: cell[which]["ms"] for which in ("forward", "both")}, flush=True)
-        print(tokens, {mode: {name: round(db, 1) for name, db in found.items()} for mode, found in cell["db"].items()})
+        result["cells"].append(measure(tokens))
+        show(result["cells"][-1])
         record.write("gpu_attention", result)
-    result["prefill"] = prefill_fp8_attention(llama.CONFIG, 4 if quick else 32, 3 if quick else 8, "cuda")
-    print(result["prefill"], flush=True)
+    result["prefill"] = prefill_fp8_attention(llama.CONFIG)
+    show(result["prefill"])
     print(record.write("gpu_attention", result))
 
 
-def measure(tokens: int, rounds: int) -> dict[str, Any]:
+def measure(tokens: int) -> dict[str, Any]:
     """The SQNR of each mode, and its milliseconds forward, and of both passes."""
     torch.manual_seed(0)
     shapes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     q, k, v, dy = (torch.randn(1, tokens, n, DIM, device=DEVICE).bfloat16().transpose(1, 2) for n in shapes)
     passes = modes(q, k, v, dy)
-    db = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
+    cell: dict[str, Any] = {"tokens": tokens}
+    cell["db"] = {name: quality(*run(), q, k, v, dy) for name, run in passes["both"].items()}
     repeat = max(2, min(20, 200_000_000 // tokens**2))
-    times = {
-        which: interleaved({name: captured(step) for name, step in steps.items()}, rounds=rounds, repeat=repeat)
-        for which, steps in passes.items()
-    }
-    return {"tokens": tokens, "db": db, **{which: timed(found) for which, found in times.items()}}
-
-
-def captured(step: Step) -> Step:
-    return Captured(step) if DEVICE == "cuda" else step
-
-
-def timed(times: dict[str, list[float]]) -> dict[str, Any]:
-    return {"rounds": times, "ms": {name: statistics.median(found) for name, found in times.items()}}
+    for which, steps in passes.items():
+        times = interleaved({name: Captured(step) for name, step in steps.items()}, rounds=10, repeat=repeat)
+        cell[which] = {"rounds": times, "ms": medians(times)}
+    return cell
 
 
 def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, Step]]:

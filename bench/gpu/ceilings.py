@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from bench import record
-from bench.gpu.harness import decibels, interleaved, summary
+from bench.gpu.harness import DEVICE, decibels, interleaved, medians, parser_of, show, sized
 from bench.gpu.llama import CONFIG, GEMMS, MLP_WIDTH, TOKENS
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
@@ -19,17 +19,18 @@ CASTS = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "1x128 by 128x128": (gro
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     result = {"copy": copy_bandwidth(), "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
     print(record.write("gpu_ceilings", result))
 
 
 def copy_bandwidth() -> float:
     """Bytes read and written a second, in TB/s."""
-    x = torch.randn(TOKENS * 2 * MLP_WIDTH, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(TOKENS * 2 * MLP_WIDTH, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    ms = summary(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4)["copy"])["median"]
-    print(f"copy {4 * x.numel() / ms / 1e9:.2f} TB/s")
-    return 4 * x.numel() / ms / 1e9
+    rate = 4 * x.numel() / medians(interleaved({"copy": lambda: y.copy_(x)}, rounds=8, repeat=4))["copy"] / 1e9
+    show("copy", rate, "TB/s")
+    return rate
 
 
 def gemms() -> list[dict[str, Any]]:
@@ -37,16 +38,16 @@ def gemms() -> list[dict[str, Any]]:
     rows = []
     for name, (n, k) in GEMMS.items():
         for which, (a, b, inner) in {"y": (TOKENS, n, k), "dx": (TOKENS, k, n), "dw": (n, k, TOKENS)}.items():
-            times = interleaved(ways(a, b, inner), rounds=5, repeat=4)
-            rate = {way: 2 * a * b * inner / summary(t)["median"] / 1e9 for way, t in times.items()}
+            ms = medians(interleaved(ways(a, b, inner), rounds=5, repeat=4))
+            rate = {way: 2 * a * b * inner / took / 1e9 for way, took in ms.items()}
             rows.append({"layer": name, "gemm": which, "shape": [a, b, inner], "tflops": rate})
-            print(name, which, (a, b, inner), {way: round(r) for way, r in rate.items()}, flush=True)
+            show(rows[-1])
     return rows
 
 
 def ways(m: int, n: int, k: int) -> dict[str, Any]:
     """A GEMM [m, k] @ [n, k]^T in BF16 and in each eight-bit layout that the GPU has, as closures."""
-    a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    a, b = (torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16) for rows in (m, n))
     found: dict[str, Any] = {"bf16": lambda: a @ b.t()}
     for name, (left, right) in CASTS.items():
         x, w = quantize(a, Cast(granularity=left)), quantize(b, Cast(granularity=right))
@@ -60,7 +61,7 @@ def attention() -> float:
     """Milliseconds of causal attention, forward and backward: 32 query and 8 key heads of 128, 8,192 tokens."""
     heads, kv_heads, d = CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim
     shapes = ((1, TOKENS, n, d) for n in (heads, kv_heads, kv_heads))
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16).transpose(1, 2) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
     dy = torch.randn_like(q)
 
@@ -68,9 +69,9 @@ def attention() -> float:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         torch.autograd.grad(y, inputs, dy)
 
-    ms = summary(interleaved({"attention": step}, rounds=8, repeat=3)["attention"])["median"]
-    print(f"attention {ms:.2f} ms")
-    return ms
+    ms = medians(interleaved({"attention": step}, rounds=8, repeat=3))
+    show(ms)
+    return ms["attention"]
 
 
 DATA: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -85,8 +86,8 @@ def accumulation() -> list[dict[str, Any]]:
     torch.manual_seed(0)
     rows = []
     for data, make in DATA.items():
-        for k in (4096, 8192, 28672):
-            x, w = (make(torch.randn(2048, k, device="cuda")) for _ in range(2))
+        for k in sized((4096, 8192, 28672), (256,)):
+            x, w = (make(torch.randn(sized(2048, 64), k, device=DEVICE)) for _ in range(2))
             a, b = (quantize(t, Cast(granularity=ROW)) for t in (x, w))
             same, exact = wide(a) @ wide(b).t(), x.double() @ w.double().t()
             row: dict[str, Any] = {"data": data, "k": k}
@@ -94,7 +95,7 @@ def accumulation() -> list[dict[str, Any]]:
                 y = scaled_mm(a, b, out_dtype=torch.float32, fast_accumulation=fast)
                 row[name] = {"gemm": decibels(same, y), "whole": decibels(exact, y)}
             rows.append(row)
-            print(data, k, row["fast"], row["promoted"], flush=True)
+            show(row)
     return rows
 
 

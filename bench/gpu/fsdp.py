@@ -7,62 +7,196 @@ to the mean of these two. The time of a step is that of the slowest rank.
 
 With `--only`, the other modes' rows of an earlier result stay in the file, each with the machine and commit of its own.
 
-    torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6] [--seconds 560]
+    torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6]
 """
 
-import gc
+import math
 import statistics
-import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import octavo
 from bench import record
 from bench.gpu import llama
 from bench.gpu.communication import profiled
-from bench.gpu.harness import interleaved, once, summary
-from bench.gpu.modes import BASE
-from bench.gpu.ranks import Deadline, Network, agreed, bandwidth, chosen, read_options, say, slowest, start
-from bench.gpu.sharded import MODES, Runner, gradient_error, gradient_problem
+from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, once, peak_of, summary
+from bench.gpu.llama import Fused, LanguageModel, Plain
+from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
+from bench.gpu.peers import update_torchao, use_torchao
+from bench.gpu.ranks import (
+    Network,
+    Row,
+    agreed,
+    attempt,
+    bandwidth,
+    chosen,
+    read_options,
+    say,
+    setting_of,
+    slowest,
+    start,
+    write,
+)
+from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 
 REPEAT = 3  # steps between two readings of the clock
 CHECKED_LAYERS = 2  # of the model whose gradients are compared
 ROOM = 0.85  # of the GPU's memory, that two models at once may fill
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+# The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
+GRADIENT_ERRORS = 0.03, 0.5
+QUERIES_AND_KEYS = "q", "k", "q_proj", "k_proj"  # names of the layers
 
-Row = dict[str, Any]
+# --- The modes -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Mode:
+    """A way to make and convert a model, and to send its weights and gradients."""
+
+    stack: Callable[[LlamaConfig], nn.Module] = Plain
+    convert: Callable[[nn.Module], Any] | None = None  # before sharding
+    communicate: Callable[[nn.Module], Any] | None = None  # after sharding
+    stepped: Callable[[nn.Module], Any] | None = None  # after each optimizer step
+    compiled: bool = True
+
+
+def _fp8_gather(model: nn.Module) -> None:
+    say(fp8_all_gather(model))
+    send_bf16_gradients(model)
+
+
+_octavo = partial(octavo.convert, recipe="rowwise")
+MODES = {
+    BASE: Mode(),
+    "bf16, eager": Mode(compiled=False),
+    OURS: Mode(Fused, _octavo, _fp8_gather),
+    WIDE: Mode(Fused, _octavo, send_bf16_gradients),
+    # The last, because converting patches Inductor.
+    TORCHAO: Mode(Plain, partial(use_torchao, recipe="tensorwise", fp8_gather=True), stepped=update_torchao),
+    "torchao: rowwise, gathered in BF16": Mode(Plain, partial(use_torchao, recipe="rowwise")),
+}
+
+
+class Runner:
+    """The model of a mode, sharded over all processes, and its whole training step."""
+
+    def __init__(self, name: str, config: LlamaConfig, tokens: int, network: Network | None = None) -> None:
+        self.mode = mode = MODES[name]
+        with torch.device(DEVICE):
+            self.model = LanguageModel(config, mode.stack)
+            draw_matrices(self.model)  # the matrices of all models come in the same order
+        if mode.convert is not None:
+            mode.convert(self.model)
+        if mode.compiled:
+            for block in self.model.blocks:
+                block.compile(fullgraph=True)
+            self.model.loss = torch.compile(self.model.loss)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mp_policy=POLICY)
+        if mode.communicate is not None:
+            mode.communicate(self.model)
+        self.network = network or Network()
+        self.network.carry(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        generator = torch.Generator(DEVICE).manual_seed(1 + distributed.get_rank())  # each rank has its own batch
+        shape = 2, 1, tokens
+        self.batch = torch.randint(config.vocabulary, shape, device=DEVICE, generator=generator).unbind()
+
+    def step(self) -> None:
+        self.model(*self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.mode.stepped is not None:
+            self.mode.stepped(self.model)
+
+    def gradients(self) -> list[Tensor]:
+        """This rank's shards of the gradients of the matrices in the last block, but those of queries and keys.
+
+        With random weights, these and the gradients of early blocks are so small that they are noise in every FP8.
+        """
+        self.model(*self.batch).backward()
+        named = self.model.blocks[-1].named_parameters()
+        grads = [p.grad for name, p in named if p.ndim == 2 and name.split(".")[-2] not in QUERIES_AND_KEYS]
+        found = [grad.to_local().cpu() for grad in grads]  # type: ignore[union-attr]
+        self.optimizer.zero_grad()
+        return found
+
+    def optimizer_ms(self) -> float:
+        """Milliseconds of the optimizer's step alone."""
+        self.model(*self.batch).backward()
+        self.optimizer.step()
+        found = min(slowest([once(self.optimizer.step, REPEAT) for _ in range(2)]))
+        self.optimizer.zero_grad()
+        return found
+
+
+def gradient_error(name: str, expected: list[Tensor], actual: list[Tensor]) -> float:
+    """The largest relative error of a gradient, over all matrices and ranks; a wrong one, or one that is not of FP8,
+    is a RuntimeError."""
+    parts = [[float((a - e).square().sum()), float(e.square().sum())] for e, a in zip(expected, actual, strict=True)]
+    sums = torch.tensor(parts, dtype=torch.float64, device=DEVICE)
+    distributed.all_reduce(sums)  # the shards of a matrix are on all ranks
+    error = float((sums[:, 0] / sums[:, 1]).sqrt().max())
+    least, most = GRADIENT_ERRORS if MODES[name].convert else (0.0, GRADIENT_ERRORS[0])
+    if not (math.isfinite(error) and least <= error <= most):
+        raise RuntimeError(f"{name}: the gradients must be off by {least} to {most}, and are by {error}")
+    return error
+
+
+# --- The rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass
 class Bench:
-    """The rows of the modes so far, and the model of BF16 that they are compared with."""
+    """The setting of all modes, the rows so far, and the model of BF16 that the others are compared with."""
 
-    def __init__(self, config: LlamaConfig, tokens: int, rounds: int, device: torch.device) -> None:
-        self.config, self.tokens, self.rounds, self.device = config, tokens, rounds, device
-        self.base: Runner | None = None
-        self.expected: list[Tensor] = []
-        self.rows: list[Row] = []
-        self.earlier: list[Row] = []  # of modes that this run does not measure
+    config: LlamaConfig
+    tokens: int
+    rounds: int
+    rows: list[Row] = field(default_factory=list)
+    expected: list[Tensor] = field(default_factory=list)
+    base: Runner | None = None
 
-    def measure(self, name: str) -> None:
-        """Add the row of a mode. One that fails adds its error; the others go on."""
-        began = time.monotonic()
-        row: Row = {"mode": name, "gradient_error": self.gradient_error(name)}
+    def run(self, names: list[str]) -> None:
+        """Measure the modes, and write the result after each."""
+        file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
+        links = {"bytes_per_second": bandwidth()} if distributed.get_world_size() > 1 else {}
+        earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
+
+        def add(name: str) -> None:
+            attempt(self.rows, name, partial(self.measure, name))
+            result = {"setting": setting_of(self.config, self.tokens), "modes": [*self.with_ratios(), *earlier]}
+            write(file, {**result, **links})
+
+        for name in names:
+            add(name)
+        if self.base is None and len(names) > 1:
+            add(BASE)
+
+    def measure(self, name: str) -> Row:
+        """The row of a mode."""
+        error = self.gradient_error(name)
         before = allocated()
-        runner = Runner(name, self.config, self.tokens, self.device)
+        runner = Runner(name, self.config, self.tokens)
         for _ in range(2):
             runner.step()
-        row["seconds_to_build"] = time.monotonic() - began
-        row |= memory_and_bytes(runner, before)
+        network = runner.network
+        network.gathered = network.reduced = 0
+        row: Row = {"gradient_error": error, "peak_bytes": peak_of(runner.step, before, warmup=0)}
+        row |= {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
         row |= self.times(name, runner)
-        row["kernels"] = profiled(runner.step)
-        row["optimizer_ms"] = optimizer_time(runner)
-        problem = gradient_problem(name, row["gradient_error"])
-        self.rows.append({"mode": name, "error": problem, "measured": row} if problem else row)
-        if name == BASE and self.base is None and self.room_for_two():
+        row |= {"kernels": profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
+        if name == BASE and self.base is None and room_for_two(row["peak_bytes"]):
             self.base = runner
-        say(line(row))
+        return row
 
     def gradient_error(self, name: str) -> float:
         """How far the gradients of a mode are from those of BF16, in a model of a few layers.
@@ -70,9 +204,9 @@ class Bench:
         With random weights, the rounding errors of FP8 grow from layer to layer until they are as large as the numbers.
         """
         config = replace(self.config, layers=min(self.config.layers, CHECKED_LAYERS))
-        grads = Runner(name, config, self.tokens, self.device).gradients()
+        grads = Runner(name, config, self.tokens).gradients()
         self.expected = self.expected or grads
-        return gradient_error(self.expected, grads)
+        return gradient_error(name, self.expected, grads)
 
     def times(self, name: str, runner: Runner) -> Row:
         """The milliseconds of a step, and its speed as a multiple of that of BF16."""
@@ -85,107 +219,28 @@ class Bench:
             row["ratio"] = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
         return row
 
-    def room_for_two(self) -> bool:
-        if self.device.type == "cpu":
-            return True
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        return bool(agreed(2 * self.rows[0]["peak_bytes"] < ROOM * whole))
-
-    def finish(self) -> None:
-        """The ratios of modes that had no BF16 beside them, to the mean of its first and its last time."""
-        base = [row["median"] for row in self.rows if row["mode"] == BASE]
-        for row in self.rows:
-            if "median" in row:
-                row.setdefault("ratio", statistics.mean(base) / row["median"])
-
-    def result(self) -> dict[str, Any]:
-        config = self.config
-        setting = {name: getattr(config, name) for name in ("layers", "width", "heads", "kv_heads", "mlp_width")}
-        setting |= {"vocabulary": config.vocabulary, "tokens": self.tokens, "world": distributed.get_world_size()}
-        return {"setting": setting, "modes": [*self.rows, *self.earlier]}
+    def with_ratios(self) -> list[Row]:
+        """The rows; the ratio of a mode that had no BF16 beside it is to the mean of its first and its last time."""
+        base = [row["median"] for row in self.rows if row["mode"] == BASE and "median" in row]
+        return [
+            {"ratio": statistics.mean(base) / row["median"], **row} if base and "median" in row else row
+            for row in self.rows
+        ]
 
 
-def memory_and_bytes(runner: Runner, before: int) -> Row:
-    """The peak memory of a step, and the bytes of this rank's shards in its collectives."""
-    network: Network = runner.network
-    network.gathered = network.reduced = 0
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    runner.step()
-    peak = torch.cuda.max_memory_allocated() - before if torch.cuda.is_available() else 0
-    return {"peak_bytes": peak, "gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
-
-
-def optimizer_time(runner: Runner) -> float:
-    """Milliseconds of the optimizer's step alone."""
-    runner.model(*runner.batch).backward()
-    runner.optimizer.step()
-    found = min(slowest([once(runner.optimizer.step, REPEAT) for _ in range(2)]))
-    runner.optimizer.zero_grad()
-    return found
-
-
-def allocated() -> int:
-    gc.collect()  # the models of earlier modes
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
-
-
-def line(row: Row) -> str:
-    parts = [f"{row['mode']:36} {row['median']:8.1f} ms, {row['tokens_per_second']:8.0f} tokens/s a GPU"]
-    parts.append(f"{row['ratio']:.3f} of {BASE}" if "ratio" in row else "")
-    parts.append(f"{row['peak_bytes'] / 2**30:.1f} GiB, gathered {row['gathered_bytes'] / 1e9:.3f} GB")
-    parts.append(f"off by {row['gradient_error']:.3f}, built in {row['seconds_to_build']:.0f} s")
-    parts.append(str({kind: round(ms, 1) for kind, ms in row["kernels"].items()}))
-    return ", ".join(part for part in parts if part)
+def room_for_two(peak: int) -> bool:
+    if DEVICE == "cpu":
+        return True
+    whole = torch.cuda.get_device_properties().total_memory
+    return bool(agreed(2 * peak < ROOM * whole))
 
 
 def main() -> None:
-    options = read_options(__doc__, layers=16, rounds=6)
-    deadline = Deadline(options.seconds)
-    torch._dynamo.config.recompile_limit = 64
-    device = start()
-    config = replace(llama.CONFIG, layers=options.layers)
-    run(chosen(MODES, BASE, options.only), Bench(config, llama.TOKENS, options.rounds, device), deadline)
+    options = read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6)
+    start()
+    bench = Bench(replace(llama.CONFIG, layers=options.layers), llama.TOKENS, options.rounds)
+    bench.run(chosen(MODES, BASE, options.only))
     distributed.destroy_process_group()
-
-
-def run(names: list[str], bench: Bench, deadline: Deadline) -> None:
-    """Measure the modes, and write the result after each."""
-    world = distributed.get_world_size()
-    links = {"bytes_per_second": bandwidth()} if world > 1 else {}
-    say(links)
-    bench.earlier = [row for row in record.rows_before(file_name(bench), "modes") if row["mode"] not in names]
-    for name in names:
-        attempt(bench, name, deadline)
-        write(bench, links)
-    if bench.base is None and len(names) > 1:
-        attempt(bench, BASE, deadline)
-    bench.finish()
-    write(bench, links)
-
-
-def attempt(bench: Bench, name: str, deadline: Deadline) -> None:
-    if not deadline.allows(name):
-        return
-    try:
-        bench.measure(name)
-    except Exception as error:  # a mode that does not run here must not end the others; it fails on every rank alike
-        text = f"{type(error).__name__}: {str(error)[:500]}"
-        bench.rows.append({"mode": name, "error": text})
-        print(f"{name}: {text}", flush=True)
-
-
-def write(bench: Bench, links: dict[str, float]) -> None:
-    if distributed.get_rank() == 0:
-        record.write(file_name(bench), {**bench.result(), **links})
-
-
-def file_name(bench: Bench) -> str:
-    return f"gpu_fsdp_{bench.config.layers}_layers_{distributed.get_world_size()}_gpus"
 
 
 if __name__ == "__main__":

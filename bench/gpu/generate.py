@@ -2,9 +2,10 @@
 transformers in BF16, eager and with a static cache.
 
 The model is written to a folder once, and packed by `octavo pack`. Then the models are opened, and their ways take
-turns in one process (`bench.gpu.programs`): the first token of prompts, and 64 new tokens of prompts of 1,024. The same
-decoding is also timed as CUDA graphs that are captured by hand, of models in memory: the share of their speed that
-`generate` reaches is the cost of its loop. Each section is printed and written when it is done.
+turns in one process, in an order that is drawn for each round: the first token of prompts, and 64 new tokens of prompts
+of 1,024. `octavo.speed` times each call. The same decoding is also timed as CUDA graphs that are captured by hand, of
+models in memory: the share of their speed that `generate` reaches is the cost of its loop. Each section is printed and
+written when it is done.
 
     python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
                                 [--folder FOLDER]
@@ -12,226 +13,276 @@ decoding is also timed as CUDA graphs that are captured by hand, of models in me
 --only keeps the other sections of the result. --folder is where the models lie; they are made if they are not there.
 """
 
-import argparse
-import gc
-import json
+import random
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import LlamaConfig as HFConfig
 
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.modes import FP8_CACHE, HOOKED
-from bench.gpu.programs import (
-    EAGER,
-    OCTAVO,
-    Meter,
-    Opened,
-    Program,
-    Prompts,
-    Way,
-    check_tokens,
-    drop_caches,
-    generation,
-    measure_cell,
-    octavo_program,
-    open_program,
-    transformers_program,
-)
+from bench.gpu.harness import DEVICE, allocated, parser_of, show, sized
+from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.packed_fusion import fuse
 from octavo.loading import load
-from octavo.models import LlamaConfig as LlamaShape
+from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
-from octavo.speed import Grid
+from octavo.speed import Cell, Generate, Grid, Row, release
+from octavo.util import open_config, open_local
 
 NAME = "gpu_generate"
-PROMPTS, PROMPT, TOKENS = (128, 2048), 1024, 64
+PROMPTS, PROMPT, TOKENS = sized((128, 2048), (8, 16)), sized(1024, 16), sized(64, 4)
 END = 128_001  # Llama's end token: `generate` looks for it in every step
-STARTED = time.perf_counter()
+CHECKED = 2  # prompts whose tokens are compared before anything is timed
+Result = dict[str, Any]
 
 
 def main() -> None:
-    options = parse()
-    shape = replace(llama.CONFIG, layers=options.layers)
+    parser = parser_of(__doc__, layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
     batches = [int(batch) for batch in options.batches.split(",")]
-    named: dict[str, Callable[[Bench], Any]] = {"prompt": prompt}
-    named |= {f"decode {batch}": partial(decode, batch=batch, rounds=options.rounds) for batch in batches}
-    named |= {f"graphs {batch}": partial(graphs, batch=batch) for batch in batches}
+    named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
+    named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
+    named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
         raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
-    bench = Bench(shape, options.folder or Path(tempfile.gettempdir()) / f"octavo-generate-{options.layers}", "cuda")
-    result = earlier(options.layers) if options.only else {}
+    result = {key: value for key, value in record.before(NAME).items() if options.only and key != "machine"}
+    if result.get("layers") != options.layers:
+        result = {}
     with quiet_transformers():
         for name in chosen:
-            say(name)
-            result |= {"layers": options.layers, "tokens": TOKENS, name: named[name](bench)} | bench.facts
-            say(f"{name}: written to {record.write(NAME, result)}")
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layers", type=int, default=llama.CONFIG.layers)
-    parser.add_argument("--batches", default="1,16,64")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--folder", type=Path)
-    return parser.parse_args()
-
-
-def earlier(layers: int) -> dict[str, Any]:
-    """The sections that were measured before, of a model of as many layers."""
-    path = record.RESULTS / f"{NAME}.json"
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    found.pop("machine", None)
-    return found if found.get("layers") == layers else {}
-
-
-def say(words: str) -> None:
-    print(f"{time.perf_counter() - STARTED:6.1f} s  {words}", flush=True)
+            result |= {"layers": options.layers, "tokens": TOKENS, name: named[name]()} | bench.checked
+            print(f"{name}: written to {record.write(NAME, result)}", flush=True)
 
 
 # --- The models ------------------------------------------------------------------------------------------------
 
 
-class Bench:
-    """The folders of the model, and their open models, each made when it is first needed.
-
-    Attributes:
-        facts: what was found while the models were opened: their starts, and the check of the tokens.
-    """
-
-    def __init__(self, shape: LlamaShape, folder: Path, device: str) -> None:
-        self.shape, self.folder, self.device = shape, folder, torch.device(device)
-        self.facts: dict[str, Any] = {}
-        self._ways: dict[str, Way] = {}
-        self._in_memory: tuple[Any, Any] | None = None
-
-    def ways(self, *names: str) -> list[Way]:
-        """The ways of these names, or all of them; the models are loaded together, Octavo's first."""
-        if not self._ways:
-            self._in_memory = None
-            gc.collect()
-            torch.cuda.empty_cache()
-            self._open()
-        return [way for name, way in self._ways.items() if name in names or not names]
-
-    def in_memory(self) -> tuple[Any, Any]:
-        """The model in BF16 and packed, made in memory, for graphs that are captured by hand."""
-        if self._in_memory is None:
-            self._ways = {}
-            gc.collect()
-            torch.cuda.empty_cache()
-            wide = models.build_bf16(self.shape, str(self.device))
-            packed = models.build_fp8(wide, str(self.device))
-            fuse(packed)
-            self._in_memory = wide, packed
-        return self._in_memory
-
-    def prompts(self, batch: int, lengths: Sequence[int], tokens: int, rounds: int) -> Prompts:
-        return Prompts(Grid([batch], lengths, tokens, rounds), self.shape.vocabulary, self.device)
-
-    def _open(self) -> None:
-        wide, packed = make_folders(self.shape, self.folder, str(self.device))
-        starts, checked = [], self.prompts(1, [min(PROMPTS)], TOKENS, 1)
-        for program in programs(wide, packed, self.device):
-            say(f"loading: {program.name}")
-            opened, start = open_program(program, checked)
-            starts.append(start._asdict())
-            say(f"{program.name}: {start.load_seconds:.1f} s, and {start.first_token_seconds:.1f} s to the first token")
-            if (check := check_tokens(opened, checked)) is not None:
-                say(f"{check.way}: {check.equal} of {check.tokens} leading greedy tokens as {check.reference}")
-                self.facts[f"check of {check.way}"] = check._asdict()
-            for name, generate in opened.ways.items():
-                meter = Meter(self.device, start.weight_bytes or 0)
-                self._ways[name] = Way(name, generate, program.baseline, meter, opened.forget)
-        self.facts["starts"] = starts
+def folder_of(layers: int) -> Path:
+    """The folder of the model of so many layers, by default."""
+    return Path(tempfile.gettempdir()) / f"octavo-generate-{sized('', 'quick-')}{layers}"
 
 
-def programs(wide: Path, packed: Path, device: torch.device) -> list[Program]:
-    """`octavo.load` with the cache of the folder and with one in FP8, and transformers."""
-
-    def eager() -> Opened:
-        model = load(packed, device)
-        model.model.norm.register_forward_hook(lambda *_: None)  # a hook must be called, so no step is captured
-        return Opened({HOOKED: generation(model)}, forget=partial(drop_caches, model))
-
-    def with_fp8_cache() -> Opened:
-        model = load(packed, device, kv_cache="fp8")
-        return Opened({FP8_CACHE: generation(model)}, forget=partial(drop_caches, model))
-
-    return [
-        octavo_program(packed, device),
-        Program(HOOKED, eager),
-        Program(FP8_CACHE, with_fp8_cache),
-        transformers_program(wide, device),
-    ]
-
-
-def make_folders(shape: LlamaShape, folder: Path, device: str) -> tuple[Path, Path]:
+def make_folders(shape: LlamaConfig, folder: Path) -> tuple[Path, Path]:
     """The model in BF16 as a Hugging Face folder, and packed by the command."""
     wide, packed = folder / "bf16", folder / "packed"
     if not (wide / "octavo-bench.done").exists():
-        say(f"making the model in {wide}")
         torch.manual_seed(0)
-        model = models.build_bf16(shape, device)
-        model.config = LlamaConfig.from_dict(shape.to_hf() | {"eos_token_id": END % shape.vocabulary})
+        model = models.build_bf16(shape, DEVICE)
+        model.config = HFConfig.from_dict(shape.to_hf() | {"eos_token_id": END % shape.vocabulary})
         model.generation_config.eos_token_id = model.config.eos_token_id
         model.save_pretrained(wide, max_shard_size="4GB")
         ByteTokenizer().save(wide)
         (wide / "octavo-bench.done").touch()
         del model
-        gc.collect()
-        torch.cuda.empty_cache()
+        release(torch.device(DEVICE))
     if not packed.exists():
-        say(f"packing to {packed}")
-        command = [sys.executable, "-m", "octavo", "pack", str(wide), str(packed), "--device", device]
+        command = [sys.executable, "-m", "octavo", "pack", str(wide), str(packed), "--device", DEVICE]
         subprocess.run(command, check=True)
     return wide, packed
 
 
-# --- The sections ----------------------------------------------------------------------------------------------
+def open_bf16(folder: Path) -> Any:
+    """transformers with the model in BF16."""
+    model = open_local(AutoModelForCausalLM, folder, config=open_config(folder), dtype=torch.bfloat16)
+    return model.eval().to(DEVICE)
 
 
-def prompt(bench: Bench) -> list[dict[str, Any]]:
-    """The time to the first token of one prompt. A static cache changes nothing there."""
-    return measured(bench.ways(OCTAVO, FP8_CACHE, EAGER), bench.prompts(1, PROMPTS, 1, 10))
+def open_hooked(folder: Path) -> Any:
+    """`octavo.load`, with a hook, which must be called, so that no step is captured."""
+    model = load(folder, DEVICE)
+    model.model.norm.register_forward_hook(lambda *_: None)
+    return model
 
 
-def decode(bench: Bench, batch: int, rounds: int) -> list[dict[str, Any]]:
-    return measured(bench.ways(), bench.prompts(batch, [PROMPT], TOKENS, rounds))
+def generation(model: Any, **settings: Any) -> Generate:
+    """`model.generate`, greedy, which no end token stops early."""
+
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens,
+            **settings,
+        )  # fmt: skip
+        return made[:, ids.shape[1] :]  # type: ignore[no-any-return]
+
+    return generate
 
 
-def measured(ways: Sequence[Way], prompts: Prompts) -> list[dict[str, Any]]:
-    """The rows of all sizes."""
-    rows = [row for cell in prompts.grid.cells for row in measure_cell(ways, cell, prompts, say)]
+def own_loop(model: Any) -> Generate:
+    """transformers' own loop with `model`: a cache that the caller gives turns Octavo's engine off."""
+
+    def generate(ids: Tensor, tokens: int) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "generate runs on transformers' own loop")
+            return generation(model, past_key_values=DynamicCache(config=model.config))(ids, tokens)
+
+    return generate
+
+
+# --- Ways to generate, in turn ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Way:
+    """A way to generate from an open model, and the most bytes that its calls hold, beside other ways' models.
+
+    Attributes:
+        weights: bytes of its model.
+        baseline: True in BF16, with which the others are compared.
+        forget: drops the caches that calls left, so that a size does not count the memory of the one before.
+        held: the weights, and what the calls of this size left allocated.
+        peak: the most bytes of this size: those held, and what a call takes while it runs; None on a CPU.
+    """
+
+    name: str
+    generate: Generate
+    weights: int = 0
+    baseline: bool = False
+    forget: Callable[[], None] = lambda: None
+    held: int = 0
+    peak: int | None = None
+
+    def begin(self) -> None:
+        """Begin another size."""
+        self.forget()
+        self.held, self.peak = self.weights, None
+
+    @contextmanager
+    def metered(self) -> Iterator[None]:
+        """Count the memory of a call."""
+        if DEVICE == "cpu":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        yield
+        self.peak = max(self.peak or 0, self.held + torch.cuda.max_memory_allocated() - before)
+        self.held += torch.cuda.memory_allocated() - before
+
+
+def measure_cell(ways: Sequence[Way], cell: Cell, grid: Grid, vocabulary: int) -> list[Result]:
+    """The rows of ways at one size. They take turns, in an order that is drawn for each round."""
+    device = torch.device(DEVICE)
+    ids = grid.draw(cell, vocabulary, device)
+    rows = {way.name: Row(way.name, *cell, grid.tokens) for way in ways}
+    for way in ways:
+        way.begin()
+        with way.metered():
+            rows[way.name].first_call(way.generate, ids)
+        if rows[way.name].problem:
+            way.forget()
+            release(device)
+    running, drawn = [way for way in ways if not rows[way.name].problem], random.Random(0)
+    for _ in range(grid.rounds):
+        drawn.shuffle(running)
+        for way in running:
+            with way.metered():
+                rows[way.name].time(way.generate, ids)
+            rows[way.name].peak_bytes = way.peak
+    # Otherwise torch.compile makes code for any batch once it has seen two, which is slower than code for one.
+    torch.compiler.reset()
+    return with_speeds([rows[way.name].to_dict() | {"baseline": way.baseline} for way in ways])
+
+
+def with_speeds(rows: list[Result]) -> list[Result]:
+    """The rows with their speeds over the best BF16 way: to the first token, and in tokens a second."""
+    wide = [row for row in rows if row["baseline"]]
+    first = min((row["first_token_seconds"] for row in wide if row["first_token_seconds"]), default=None)
+    rate = max((row["tokens_per_second"] for row in wide if row["tokens_per_second"]), default=None)
     for row in rows:
-        ms, rate = 1e3 * (row["first_token_seconds"] or 0), row["tokens_per_second"] or 0
-        figures = f"first token {ms:.1f} ms, {rate:.0f} tokens/s, {row['tokens_per_second_speedup'] or 0:.2f}x"
-        say(f"{row['way']:20} batch {row['batch']} prompt {row['prompt']}: {row['problem'] or figures}")
+        own, made = row["first_token_seconds"], row["tokens_per_second"]
+        row["first_token_speedup"] = first / own if first and own else None
+        row["tokens_per_second_speedup"] = made / rate if rate and made else None
+        show(row)
     return rows
 
 
-def graphs(bench: Bench, batch: int) -> dict[str, Any]:
-    """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context that `decode` covers."""
-    torch._dynamo.config.recompile_limit = 64  # each layer has a cache of its own
-    wide, packed = bench.in_memory()
-    found = decode_graphs(wide, packed, batch, PROMPT + TOKENS // 2)
-    rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
-    say(", ".join(f"{mode}: {rate:.0f} tokens/s" for mode, rate in rates.items()))
-    return found | {"tokens_per_second": rates}
+def leading_tokens(model: Any, ids: Tensor, tokens: int) -> list[int]:
+    """The greedy tokens that equal those of transformers' loop with the same model, before the first that differs."""
+    same = (own_loop(model)(ids, tokens).cpu() == generation(model)(ids, tokens).cpu()).long()
+    return same.cummin(1).values.sum(1).tolist()  # cummin is 0 from the first that differs
+
+
+class Bench:
+    """The model's folders, and its open models, each made when it is first needed.
+
+    Attributes:
+        checked: the check of the tokens of `octavo.load`.
+    """
+
+    def __init__(self, shape: LlamaConfig, folder: Path) -> None:
+        self.shape, self.folder = shape, folder
+        self.checked: Result = {}
+        self._ways: list[Way] = []
+        self._in_memory: tuple[Any, Any] | None = None
+
+    def ways(self) -> list[Way]:
+        """All ways; the models are loaded together, Octavo's first."""
+        if not self._ways:
+            self._in_memory = None
+            wide, packed = make_folders(self.shape, self.folder)
+            for open_model, named in (
+                (partial(load, packed, DEVICE), {OCTAVO: {}}),
+                (partial(open_hooked, packed), {HOOKED: {}}),
+                (partial(load, packed, DEVICE, kv_cache="fp8"), {FP8_CACHE: {}}),
+                (partial(open_bf16, wide), {EAGER: {}, STATIC: {"cache_implementation": "static"}}),
+            ):  # type: Callable[[], Any], dict[str, dict[str, str]]
+                before = allocated()
+                model = open_model()
+                weights, baseline = allocated() - before, EAGER in named
+                forget = (lambda: None) if baseline else model.octavo_engine.sessions.clear  # with their CUDA graphs
+                if OCTAVO in named:
+                    cell, device = Cell(CHECKED, min(PROMPTS)), torch.device(DEVICE)
+                    ids = Grid([CHECKED], PROMPTS).draw(cell, self.shape.vocabulary, device)
+                    equal = leading_tokens(model, ids, TOKENS)
+                    self.checked = {f"check of {OCTAVO}": {"tokens": TOKENS, "equal": equal}}
+                self._ways += [
+                    Way(name, generation(model, **settings), weights, baseline, forget)
+                    for name, settings in named.items()
+                ]
+        return self._ways
+
+    def prompt(self) -> list[Result]:
+        """The time to the first token of one prompt. A static cache changes nothing there."""
+        ways = [way for way in self.ways() if way.name in (OCTAVO, FP8_CACHE, EAGER)]
+        return self.measure(ways, Grid([1], PROMPTS, 1, sized(10, 1)))
+
+    def decode(self, batch: int, rounds: int) -> list[Result]:
+        return self.measure(self.ways(), Grid([batch], [PROMPT], TOKENS, sized(rounds, 1)))
+
+    def measure(self, ways: Sequence[Way], grid: Grid) -> list[Result]:
+        return [row for cell in grid.cells for row in measure_cell(ways, cell, grid, self.shape.vocabulary)]
+
+    def graphs(self, batch: int) -> Result:
+        """Tokens a second of CUDA graphs that are captured by hand, at the middle of the context of `decode`."""
+        torch._dynamo.config.recompile_limit = 64  # each layer has a cache of its own
+        if self._in_memory is None:
+            self._ways = []
+            release(torch.device(DEVICE))
+            wide = models.build_bf16(self.shape, DEVICE)
+            self._in_memory = wide, models.build_fp8(wide, DEVICE)
+            fuse(self._in_memory[1])
+        found = decode_graphs(*self._in_memory, batch, PROMPT + TOKENS // 2)
+        rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
+        show(rates)
+        return found | {"tokens_per_second": rates}
 
 
 if __name__ == "__main__":

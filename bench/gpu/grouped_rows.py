@@ -2,15 +2,14 @@
 
 y, dx and dw of the inner layer of Mixtral's experts and of many small ones, with promoted and with fast accumulation,
 and with E5M2 gradients, which CUTLASS's kernel does not take. Scales are ones. The SQNR against a BF16 product of the
-same operands comes first. Then the kernels take turns, and at last our kernel runs with many tilings. Change `choose`
-in octavo.ops.kernels.grouped_gemm by these, and the choice in octavo.ops.dispatch by the table.
+same operands comes first, and must be above 20 dB. Then the kernels take turns. Change the choice in
+octavo.ops.dispatch by the table. `bench.gpu.tune grouped-rows` tries many tilings of our kernel.
 
     python -m bench.gpu.grouped_rows
 """
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -18,22 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import record
-from bench.gpu.harness import decibels, fastest, once
+from bench.gpu.harness import each_decibels, parser_of, show
 from bench.gpu.moe import SHAPES, Products, Shape, transposed
 from octavo.numerics import Cast
 from octavo.ops import library_gemms as cutlass
 from octavo.ops import quantize
 from octavo.ops.kernels import grouped_gemm as ours
-from octavo.ops.kernels.grouped_gemm import Tiling, choose, choose_dw, likely_rows
 from octavo.ops.launching import compile_only
 
 Product = Callable[[], Tensor]
 BF16 = torch.bfloat16
 ACCUMULATION = {"promoted": False, "fast": True}
-# The rows of both operands in a tile, stages and warps that are worth a try.
-FAST = [(128, 256, 3, 8), (256, 128, 4, 8), (256, 128, 3, 8), (128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 2, 4)]
-PROMOTED = [(128, 128, 3, 8), (64, 128, 3, 4), (128, 64, 3, 4), (128, 256, 3, 8), (256, 128, 3, 8)]
-TILINGS = {"y": ("fast", FAST), "dw": ("promoted", PROMOTED)}
 
 
 class Gemm(NamedTuple):
@@ -43,40 +37,35 @@ class Gemm(NamedTuple):
         wide: it in BF16.
         cutlass: it by PyTorch's kernel, for a way to accumulate; None if the kernel does not take the formats.
         ours: it by our kernel, for a way to accumulate and a tiling.
-        chosen: its tiling for a way to accumulate.
     """
 
     wide: Product
     cutlass: Callable[..., Tensor] | None
-    ours: Callable[[bool, Tiling | None], Tensor]
-    chosen: Callable[[bool], Tiling]
+    ours: Callable[..., Tensor]
 
 
 def main() -> None:
-    result = {name: measure(name, shape) for name, shape in SHAPES.items()}
+    parser_of(__doc__).parse_args()
+    result = {name: measure(shape) for name, shape in SHAPES.items()}
     print(record.write("gpu_grouped_rows", {"shapes": result}))
 
 
-def measure(name: str, shape: Shape) -> dict[str, Any]:
+def measure(shape: Shape) -> dict[str, Any]:
     p = Products(shape)
     gemms = gemms_of(p)
     with compile_only():  # in several threads
-        for gemm, found in gemms.items():
-            for how, tiling in [*((how, None) for how in ACCUMULATION), *tilings_of(gemm)]:
-                found.ours(ACCUMULATION[how], tiling)
+        for found in gemms.values():
+            for fast in ACCUMULATION.values():
+                found.ours(fast, None)
     ways = {f"{gemm}, bf16": product for gemm, product in p.in_bf16().items()}
     db = {}
     for gemm, found in gemms.items():
         wide = found.wide()
         for way, product in ways_of(gemm, found).items():
-            db[way], ways[way] = round(decibels(wide, product()), 2), product
-            assert db[way] > 20, (way, db[way])  # NaN is not
-    tflops = p.tflops(ways)
-    print(f"{name}: {shape}")
-    for way, rate in tflops.items():
-        print(f"    {way:28} {rate:8.1f} TFLOP/s  {db.get(way, '')}", flush=True)
-    tilings = {f"{gemm}, {how}": timed(gemms[gemm], how, tried, p.flops) for gemm, (how, tried) in TILINGS.items()}
-    return {"shape": vars(shape), "db": db, "gemm_tflops": tflops, "tilings": tilings}
+            (db[way],), ways[way] = each_decibels([wide], [product()], 20), product
+    result = {"shape": vars(shape), "db": db, "gemm_tflops": p.tflops(ways)}
+    show(result)
+    return result
 
 
 def gemms_of(p: Products) -> dict[str, Gemm]:
@@ -97,7 +86,6 @@ def of_rows(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).transpose(1, 2), offs=offsets),
         partial(cutlass.grouped_mm, *operands, offsets) if a.dtype == b.dtype else None,
         partial(ours.grouped_mm, *operands, offsets, BF16),
-        partial(choose, likely_rows(len(a), len(b)), device=a.device),
     )
 
 
@@ -108,7 +96,6 @@ def of_columns(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).t(), offs=offsets),
         partial(cutlass.grouped_mm_dw, a, scale, b, offsets) if a.dtype == b.dtype else None,
         partial(ours.grouped_mm_dw, a, scale, b, offsets, BF16),
-        partial(choose_dw, len(b), a.shape[1], len(offsets), device=a.device),
     )
 
 
@@ -119,29 +106,6 @@ def ways_of(name: str, gemm: Gemm) -> dict[str, Product]:
             ways[f"{name}, cutlass, {how}"] = partial(gemm.cutlass, fast=fast)
         ways[f"{name}, triton, {how}"] = partial(gemm.ours, fast, None)
     return ways
-
-
-def tilings_of(gemm: str) -> list[tuple[str, Tiling | None]]:
-    how, tried = TILINGS.get(gemm, ("", []))
-    return [(how, Tiling(*each)) for each in tried]
-
-
-def timed(gemm: Gemm, how: str, tried: list[tuple[int, int, int, int]], flops: float) -> list[tuple[list[int], float]]:
-    """TFLOP/s of the chosen tiling, then of the best."""
-    fast, chosen = ACCUMULATION[how], gemm.chosen(ACCUMULATION[how])
-
-    def ms(tiling: Tiling) -> float:
-        product = partial(gemm.ours, fast, tiling)
-        product()
-        return median(once(product, 4) for _ in range(3))
-
-    found = [
-        (list(tiling), round(flops / took / 1e9, 1))
-        for tiling, took in fastest(chosen, map(Tiling._make, tried), ms, 4)
-    ]
-    for tiling, rate in found:
-        print(f"    {how} {tiling!s:22} {rate:8.1f} TFLOP/s", flush=True)
-    return found
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
-"""What the GPU benchmarks share: modes that take turns, checks before them, passes of a stack of blocks, peaks.
+"""What the GPU benchmarks share: their words, modes that take turns, checks before them, passes of blocks, peaks.
 
 Variants take turns in one process, several steps at a time; a figure is the median of the rounds. Steps follow each
 other without a synchronization, as in training, so that host code that runs ahead of the device costs nothing. The
 order is drawn anew each round, because the work before, and the power that it drew, sets the clock.
+
+Every benchmark takes `--quick`: it runs at its smallest size, also without a GPU where its kernels allow that, and
+writes nothing (`bench.smoke` runs all of them so).
 """
 
+import argparse
+import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -17,37 +25,73 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from bench.record import QUICK
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.models.llama import LlamaConfig, rope_tables
+from octavo.speed import release
 
 Step = Callable[[], Any]
 Made = TypeVar("Made")
 Weight = TypeVar("Weight")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU for a rehearsal
-BEYOND_CACHE = 1 << 28  # bytes that the L2 cache cannot keep from call to call
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BEYOND_CACHE = 1 << (20 if QUICK else 28)  # bytes that the L2 cache cannot keep from call to call
+
+# --- Words -----------------------------------------------------------------------------------------------------
 
 
-def option(name: str, default: str) -> str:
-    """The word after `name` on the command line, or the default."""
-    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
+def sized(full: Made, quick: Made) -> Made:
+    """A size of the measurement, or of a run with `--quick`."""
+    return quick if QUICK else full
+
+
+def parser_of(what: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser of `--name value` for each default, of its type; a default of False is a flag. `what` describes it."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in {**defaults, "quick": False}.items():
+        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
+        parser.add_argument(f"--{name}", default=default, **kind)
+    return parser
+
+
+def show(*words: Any) -> None:
+    """Print words, and results with four digits of their numbers."""
+    print(*map(rounded, words), flush=True)
+
+
+def rounded(value: Any) -> Any:
+    """`value` with four digits of every float in it."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def in_new_process(module: str, *words: str, **environment: str) -> Any:
+    """The result that `python -m MODULE WORDS` prints as JSON in its last line, with more environment variables."""
+    command = [sys.executable, "-m", module, *words, *(["--quick"] if QUICK else [])]
+    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
+    *others, last = done.stdout.splitlines()
+    print(*others, sep="\n", end="")
+    return json.loads(last)
 
 
 # --- Time ------------------------------------------------------------------------------------------------------
 
 
 def interleaved(steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Milliseconds a step of each variant, one entry a round."""
+    """Milliseconds a step of each variant, one entry a round. With `--quick` two rounds of one step."""
     for step in steps.values():
-        for _ in range(warmup):
+        for _ in range(sized(warmup, 1)):
             step()
     times: dict[str, list[float]] = {name: [] for name in steps}
     order, drawn = list(steps), random.Random(0)
-    for _ in range(rounds):
+    for _ in range(sized(rounds, 2)):
         drawn.shuffle(order)
         for name in order:
-            times[name].append(once(steps[name], repeat))
+            times[name].append(once(steps[name], sized(repeat, 1)))
     return times
 
 
@@ -59,7 +103,7 @@ def own_code(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def once(step: Step, repeat: int) -> float:
-    """Milliseconds a step, of `repeat` in a row; by the clock in a rehearsal without a GPU."""
+    """Milliseconds a step, of `repeat` in a row; by the clock without a GPU."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         for _ in range(repeat):
@@ -89,23 +133,29 @@ def host_once(step: Step) -> float:
 
 
 class Captured:
-    """A step as one CUDA graph, after a few ordinary calls. Each call overwrites the result of the one before.
+    """A step as one CUDA graph, after a few ordinary calls; without a GPU the step itself.
 
-    The object holds the step, because the graph does not hold the memory that the step reads and writes.
+    Each call overwrites the result of the one before. The object holds the step, because the graph does not hold the
+    memory that the step reads and writes.
     """
 
     def __init__(self, step: Step) -> None:
+        self.step = step
+        if DEVICE == "cpu":
+            return
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 step()
         torch.cuda.current_stream().wait_stream(side)
-        self.step, self.graph = step, torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.result = step()
 
     def __call__(self) -> Any:
+        if DEVICE == "cpu":
+            return self.step()
         self.graph.replay()
         return self.result
 
@@ -117,12 +167,12 @@ def replayed(step: Step, *, calls: int = 6, rounds: int = 8) -> float:
     """
 
     def repeat() -> None:
-        for _ in range(calls):
+        for _ in range(sized(calls, 1)):
             step()  # its result is dropped, so that each call writes to the same memory
 
     graph = Captured(repeat)
     graph()
-    return statistics.median(once(graph, 4) for _ in range(rounds)) / calls
+    return statistics.median(once(graph, sized(4, 1)) for _ in range(sized(rounds, 1))) / sized(calls, 1)
 
 
 def summary(times: list[float]) -> dict[str, float]:
@@ -131,17 +181,39 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each variant."""
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------
+
+
 def decibels(exact: torch.Tensor, actual: torch.Tensor) -> float:
     """The SQNR of `actual`."""
     return sqnr(*energies(exact, actual))
 
 
+def each_decibels(exact: Iterable[Tensor], actual: Iterable[Tensor], least: float = 6) -> list[float]:
+    """The SQNR of each tensor of `actual`; an AssertionError unless all exceed `least`: less is a wrong kernel."""
+    found = [decibels(e, a) for e, a in zip(exact, actual, strict=True)]
+    assert all(db > least for db in found), found  # NaN is not
+    return found
+
+
 def against(base: str, steps: Mapping[str, Step], least: float = 10) -> dict[str, float]:
     """The SQNR of what each other step returns against that of `base`; all must exceed `least` decibels."""
     exact = steps[base]().clone()  # a graph overwrites its result
-    found = {name: decibels(exact, step()) for name, step in steps.items() if name != base}
-    assert all(db > least for db in found.values()), found  # NaN is not
-    return found
+    return {name: each_decibels([exact], [step()], least)[0] for name, step in steps.items() if name != base}
+
+
+def turns(
+    base: str, steps: Mapping[str, Step], *, rounds: int, repeat: int, warmup: int = 3, least: float = 10
+) -> dict[str, Any]:
+    """The SQNR of each mode's result against that of `base`, its milliseconds by round, and their medians."""
+    found = against(base, steps, least)
+    times = interleaved(steps, rounds=rounds, repeat=repeat, warmup=warmup)
+    return {"sqnr": found, "rounds": times, "ms": {name: summary(each) for name, each in times.items()}}
 
 
 # --- What runs, memory and kernels -----------------------------------------------------------------------------
@@ -156,11 +228,18 @@ def made(name: str, make: Callable[[], Made]) -> Made | None:
         return None
 
 
+def allocated() -> int:
+    """Bytes of tensors on the GPU, without those that nothing refers to; 0 without a GPU."""
+    release(torch.device(DEVICE))
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+
+
 def peak_of(step: Step, before: int, warmup: int = 1) -> int:
     """The most bytes that tensors take during a step, without the `before` of other tensors; 0 without a GPU."""
     for _ in range(warmup):
         step()
     if not torch.cuda.is_available():
+        step()
         return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -171,6 +250,8 @@ def peak_of(step: Step, before: int, warmup: int = 1) -> int:
 
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:
     """Each kernel of a step on the GPU, the longest first: its name, its calls and its milliseconds."""
+    if DEVICE == "cpu":
+        return []
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(steps):
             step()
@@ -203,11 +284,9 @@ def fastest(
 ) -> list[tuple[Tiling, float]]:
     """The microseconds of the chosen tiling, then those of the `best` of all. Prints those that do not run."""
     found: dict[Tiling, float] = {}
-    for tiling in dict.fromkeys((chosen, *others)):
-        try:
-            found[tiling] = us(tiling)
-        except Exception as error:  # the tiling needs more shared memory than there is
-            print(f"  {tuple(tiling)}: {type(error).__name__} {str(error)[:60]}", flush=True)
+    for tiling in list(dict.fromkeys((chosen, *others)))[: sized(None, 2)]:
+        took = made(f"  {tuple(tiling)}", partial(us, tiling))  # it may need too much shared memory
+        found |= {tiling: took} if took is not None else {}
     return [(tiling, found[tiling]) for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:best])]
 
 

@@ -3,51 +3,49 @@
 First every byte is compared with the reference's on the same device.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from bench import record
-from bench.gpu.harness import replayed
-from octavo import ops
-from octavo.numerics import Cast
-from octavo.numerics.qtensor import TENSOR
-from octavo.ops.activation import activation_backward_reference, activation_quantize_reference
-from octavo.ops.norm import norm_quantize_reference
-from octavo.ops.quantization import quantize_reference, quantize_scaled_reference
-from octavo.ops.requantization import requantize_norm_reference, requantize_transposed_reference
-from octavo.ops.rotation import rotate_reference
-from octavo.ops.transposition import transpose_reference
+from bench.gpu.harness import DEVICE, parser_of, replayed, show, sized
+from octavo.numerics import TENSOR, Cast
+from octavo.ops import activation, norm, quantization, quantize, requantization, rotation, transposition
+from octavo.ops.registration import Operation
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
-T = 8192
-DEVICE = "cuda"
+T = sized(8192, 64)  # tokens
+DY_CAST = Cast(scale="pow2")
 
 
 class Kernel(NamedTuple):
-    """A kernel at one size: the operation, its reference, and the bytes that it must move for an element."""
+    """An operation with its arguments, and the bytes that it must move for each of so many elements."""
 
     name: str
-    run: Callable[[], Any]
-    reference: Callable[[], Any]
+    operation: Operation[Any]
+    arguments: tuple[Any, ...]
     elements: int
     bytes: float
 
+    def run(self) -> Any:
+        return self.operation(*self.arguments)
+
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     rows = []
-    for k in (4096, 14336, 28672):
+    for k in sized((4096, 14336, 28672), (4096, 14336)):
         for kernel in kernels(k):
             check(kernel)
             moved = int(kernel.elements * kernel.bytes)
             ms, copy = replayed(kernel.run), copy_ms(moved)
             times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
             rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
-            rate = f"{moved / ms / 1e9:5.2f} TB/s  {copy / ms:6.1%} of copy"
-            print(f"{kernel.name:38} {T} x {k:<6} {1e3 * ms:8.1f} us  {rate}", flush=True)
+            show(rows[-1])
     print(record.write("gpu_kernels", {"kernels": rows}))
 
 
@@ -60,148 +58,86 @@ def copy_ms(moved: int) -> float:
 
 
 def check(kernel: Kernel) -> None:
-    """Raise an AssertionError unless the bytes are the reference's."""
-    for found, required in zip(flat(kernel.run()), flat(kernel.reference()), strict=False):
-        if found.element_size() == 1 or found.dtype == torch.int32:
+    """Raise an AssertionError unless the eight-bit results, or the only one, have the bytes of the reference's."""
+    results = tree_leaves(kernel.run())
+    expected = tree_leaves(kernel.operation.function(*kernel.operation._read(kernel.arguments)))
+    for found, required in zip(results, expected, strict=True):
+        if isinstance(found, Tensor) and (found.element_size() == 1 or len(results) == 1):
             wrong = int((found.view(torch.uint8) != required.view(torch.uint8)).sum())
             assert wrong == 0, f"{kernel.name}: {wrong} of {found.numel()} bytes are not the reference's"
-
-
-def flat(result: Any) -> Iterator[Tensor]:
-    """The tensors of a result, in order."""
-    if isinstance(result, Tensor):
-        yield result
-    elif isinstance(result, tuple):
-        for part in result:
-            yield from flat(part)
-    else:
-        yield result.data
-        yield result.scale
-
-
-def bits(rotation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The bits of BF16 numbers, two in an integer, which `check` compares."""
-    return rotation(x).view(torch.int32)
 
 
 def bf16(*shape: int) -> Tensor:
     return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
+def factors(columns: int) -> tuple[Tensor, Tensor]:
+    """Positive numbers [1, columns] and [T, 1]."""
+    return torch.rand(1, columns, device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
+
+
 def kernels(k: int) -> Iterator[Kernel]:
     """The kernels on tensors [8192, k]."""
-    x_cast, dy_cast = ROW_X, Cast(scale="pow2")
     x, n = bf16(T, k), T * k
     for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
-        yield from quantizations(x, dy_cast, seed)
-    yield Kernel("rotate", partial(bits, ops.rotate, x), partial(bits, rotate_reference, x), n, 4)
-    q = ops.quantize(x, x_cast)
+        yield from quantizations(x, seed)
+    yield Kernel("rotate", rotation._rotate, (x, None), n, 4)
+    q, again = quantize(x, ROW_X), requantization._requantize_transposed
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
-        yield Kernel(
-            name,
-            partial(ops.transpose, q.data, places),
-            partial(transpose_reference, q.data, places),
-            n, 2,
-        )  # fmt: skip
-    yield Kernel(
-        "cast again, transposed",
-        partial(ops.requantize_transposed, [x], q.scale, x_cast),
-        partial(requantize_transposed_reference, [x], q.scale, x_cast.fmt, x_cast.granularity),
-        n, 3,
-    )  # fmt: skip
+        yield Kernel(name, transposition._transpose, (q.data, places, None, None), n, 2)
+    yield Kernel("cast again, transposed", again, ([x], q.scale, ROW_X.format, ROW_X.granularity.name, None), n, 3)
     if k == 4096:
-        yield from norms(x, x_cast)
+        yield from norms(x)
     if k == 14336:
-        yield from activations(k, x_cast, dy_cast)
+        yield from activations(k)
 
 
-def quantizations(x: Tensor, dy_cast: Cast, seed: Tensor | None) -> Iterator[Kernel]:
+def quantizations(x: Tensor, seed: Tensor | None) -> Iterator[Kernel]:
     """The quantizations of x: to nearest, or stochastically with a seed."""
     rounding, tensor = "" if seed is None else ", stochastic", Cast(granularity=TENSOR)
-    column, row = torch.rand(1, x.shape[1], device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
+    column, row = factors(x.shape[1])
     scale = x.abs().amax().float().view(1, 1) / 448
-    for name, cast, columns, rows in (
-        ("rows", ROW_X, None, None),
-        ("rows, floor (weights)", ROW_W, None, None),
-        ("rows, factors (dy)", dy_cast, column, row),
-        ("1x128", BLOCK_X, None, None),
-        ("MX", MX_GROUPS, None, None),
-        ("128x128", BLOCK_W, None, None),
-        ("tensor", tensor, None, None),
+    for name, cast, columns, rows, moved in (
+        ("rows", ROW_X, None, None, 3),
+        ("rows, floor (weights)", ROW_W, None, None, 3),
+        ("rows, factors (dy)", DY_CAST, column, row, 3),
+        ("1x128", BLOCK_X, None, None, 3),
+        ("MX", MX_GROUPS, None, None, 3),
+        ("128x128", BLOCK_W, None, None, 3),
+        ("tensor", tensor, None, None, 5),
     ):
-        yield Kernel(
-            f"quantize {name}{rounding}",
-            partial(torch.ops.octavo.quantize, x, cast.spec, columns, rows, seed),
-            partial(quantize_reference, x, cast, columns, rows, seed),
-            x.numel(), 5 if cast == tensor else 3,
-        )  # fmt: skip
-    yield Kernel(
-        f"quantize tensor, known scale{rounding}",
-        partial(torch.ops.octavo.quantize_scaled, x, scale, tensor.format, seed),
-        partial(quantize_scaled_reference, x, scale, tensor.fmt, seed),
-        x.numel(), 3,
-    )  # fmt: skip
+        arguments = x, cast.spec, columns, rows, seed
+        yield Kernel(f"quantize {name}{rounding}", quantization._quantize, arguments, x.numel(), moved)
+    known = x, scale, tensor.format, seed
+    yield Kernel(f"quantize tensor, known scale{rounding}", quantization._quantize_scaled, known, x.numel(), 3)
     for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
-        yield Kernel(
-            f"quantize {name}, transposed{rounding}",
-            partial(torch.ops.octavo.quantize_transposed, x, cast.spec, seed),
-            partial(quantize_reference, x.t().contiguous(), cast, None, None, seed),
-            x.numel(), 3,
-        )  # fmt: skip
+        transposed = quantization._quantize_transposed
+        yield Kernel(f"quantize {name}, transposed{rounding}", transposed, (x, cast.spec, seed), x.numel(), 3)
 
 
-def norms(x: Tensor, cast: Cast) -> Iterator[Kernel]:
+def norms(x: Tensor) -> Iterator[Kernel]:
     residual, weight, bias = bf16(*x.shape), bf16(x.shape[1]), bf16(x.shape[1])
     for name, center, beta in (("RMS norm", False, None), ("layer norm", True, bias)):
-        run = partial(norm, x, residual, weight, beta, cast, center)
-        reference = partial(norm_quantize_reference, x, residual, weight, beta, 1e-5, cast, center)
-        yield Kernel(f"{name} + residual + quantize", run, reference, x.numel(), 7)
-        total, _, scale, mean, rstd = run()
-        subtracted = mean if center else None
-        yield Kernel(
-            f"{name}, cast again, transposed",
-            partial(ops.requantize_norm, total, subtracted, rstd, weight, beta, scale, cast),
-            partial(requantize_norm_reference, total, subtracted, rstd, weight, beta, scale, cast.fmt),
-            x.numel(), 3,
-        )  # fmt: skip
-        yield Kernel(
-            f"{name} + residual, backward",
-            partial(ops.norm_backward, x, residual, weight, mean, rstd, x, center=center),
-            tuple,
-            x.numel(), 8,
-        )  # fmt: skip
+        arguments = x, residual, weight, beta, 1e-5, ROW_X.spec, center, True
+        yield Kernel(f"{name} + residual + quantize", norm._norm_quantize, arguments, x.numel(), 7)
+        total, _, scale, mean, rstd = norm._norm_quantize(*arguments)
+        cast_again = total, mean if center else None, rstd, weight, beta, scale, ROW_X.format
+        yield Kernel(f"{name}, cast again, transposed", requantization._requantize_norm, cast_again, x.numel(), 3)
+        backward = x, residual, weight, mean, rstd, x, center
+        yield Kernel(f"{name} + residual, backward", norm._norm_backward, backward, x.numel(), 8)
 
 
-def norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> Any:
-    normed = ops.norm_quantize(x, residual, weight, bias, 1e-5, cast, center=center)
-    return normed.total, normed.output.data, normed.output.scale, normed.mean, normed.rstd
-
-
-def activation_gradient(
-    dh: Tensor, u: Tensor, kind: str, cast: Cast, column: Tensor, row: Tensor, h_cast: Cast, h_scale: Tensor
-) -> Any:
-    factors = {"column_scale": column, "row_scale": row}
-    du, h, _ = ops.activation_backward(dh, u, kind, cast, **factors, h_cast=h_cast, h_scale=h_scale, biased=False)
-    return du.data, du.scale, h.data
-
-
-def activations(f: int, cast: Cast, dy_cast: Cast) -> Iterator[Kernel]:
+def activations(f: int) -> Iterator[Kernel]:
     dh = bf16(T, f)
     for kind, width in (("swiglu", 2), ("gelu", 1)):
         u = bf16(T, width * f)
-        column, row = torch.rand(1, width * f, device=DEVICE) + 0.5, torch.rand(T, 1, device=DEVICE) + 1
-        h = ops.activation_quantize(u, kind, cast)
-
-        backward = partial(activation_gradient, dh, u, kind, dy_cast, column, row, cast, h.scale)
-        reference = partial(activation_backward_reference, dh, u, kind, dy_cast, column, row, cast, h.scale, False)
-        yield Kernel(
-            f"{kind} + quantize",
-            partial(ops.activation_quantize, u, kind, cast),
-            partial(activation_quantize_reference, u, kind, cast),
-            T * f, 2 * width + 1,
-        )  # fmt: skip
-        yield Kernel(f"{kind} + quantize, backward", backward, reference, T * f, 2 * width + 2 + width + 1)
+        forward, moved = (u, kind, ROW_X.spec), 2 * width + 1
+        yield Kernel(f"{kind} + quantize", activation._activation_quantize, forward, T * f, moved)
+        _, scale = activation._activation_quantize(*forward)
+        arguments = dh, u, kind, DY_CAST.spec, *factors(width * f), ROW_X.spec, scale, False, None
+        backward = activation._activation_backward
+        yield Kernel(f"{kind} + quantize, backward", backward, arguments, T * f, moved + width + 2)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,20 @@ Compiling the modes of a cell takes longer than measuring them, so several proce
 each, and then measure them, one at a time on each GPU. One process at a time on a GPU times the candidates of a Triton
 kernel that Inductor generated, since the fastest candidate is what will be measured.
 
-The cells come in an order that covers the range first, and the run ends before `--seconds`. The result is written after
-each batch. Cells that bench/results has already, of this machine and commit, are not measured again. The result holds
+The cells come in an order that covers the range first. The result is written after each batch, so a run may be ended
+at any time: cells that bench/results has already, of this machine and commit, are not measured again. The result holds
 every round, since modes are compared round by round: the host takes most of the time of a short step, and its speed
 varies by more than the modes differ.
 
 "ours, only if faster" either converts the layer or leaves it as it is. So it has the rounds of "ours" or of "bf16".
 
-    python -m bench.gpu.layer [--seconds 3600] [--processes 12]      without a GPU: few tiny layers; writes nothing
+    python -m bench.gpu.layer [--processes 12]          an hour
 """
 
-import argparse
 import functools
-import json
 import multiprocessing
 import os
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +26,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu.harness import DEVICE, interleaved, own_code
+from bench.gpu.harness import DEVICE, interleaved, own_code, parser_of, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from octavo.nn import NormLinear
@@ -37,7 +34,7 @@ from octavo.nn import NormLinear
 Cell = tuple[int, int, int]
 Rounds = dict[str, list[float]]
 
-SIZES = (1024, 2048, 4096, 8192, 16384, 32768) if DEVICE == "cuda" else (16, 48)
+SIZES = sized((1024, 2048, 4096, 8192, 16384, 32768), (64,))
 TIMEOUT = 3600  # seconds that a batch may take to compile, and a cell to be measured
 CONTEXT = 1 << 30  # bytes of a GPU that a process takes before it allocates
 PER_ELEMENT = 16  # bytes for each element of x, w and y while a cell is compiled: more than any mode takes
@@ -55,38 +52,25 @@ class Layer(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--processes", type=int, default=12, help="that compile at the same time")
-    options = parser.parse_args()
+    processes = parser_of(__doc__, processes=12).parse_args().processes  # that compile at the same time
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # of each process
     rows = measured_before()
     left = [cell for cell in order() if cell not in {(row["m"], row["k"], row["n"]) for row in rows}]
     memory = 0.9 * torch.cuda.mem_get_info()[1] if DEVICE == "cuda" else float("inf")
-    began, before, longest = time.monotonic(), len(rows), 0.0
     gpus = max(1, torch.cuda.device_count())
-    for batch in batches(left, options.processes, memory, gpus):
-        start = time.monotonic()
-        if start - began + longest > options.seconds:
-            break
+    for batch in batches(left, processes, memory, gpus):
         for (m, k, n), rounds in measure(batch, gpus):
             if isinstance(rounds, str):
                 print(m, k, n, rounds, flush=True)
                 continue
             rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
-            print(m, k, n, {mode: round(speedup(rows[-1], mode, "bf16"), 2) for mode in rounds}, flush=True)
-        now = time.monotonic()
-        longest = max(longest, now - start)
-        rest = (now - began) / max(1, len(rows) - before) * (len(SIZES) ** 3 - len(rows))
-        print(f"{len(rows)} of {len(SIZES) ** 3} cells, {now - began:.0f} s; {rest:.0f} s for the others", flush=True)
-        if DEVICE == "cuda":
-            record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3})
+            show(m, k, n, {mode: speedup(rows[-1], mode, "bf16") for mode in rounds})
+        print(record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}), len(rows), flush=True)
 
 
 def measured_before() -> list[dict[str, Any]]:
     """The cells of bench/results, if they are of this machine, these versions and this commit."""
-    path = record.RESULTS / "gpu_layer.json"
-    found = json.loads(path.read_text()) if path.exists() else {"machine": {}, "cells": []}
+    found = record.before("gpu_layer") or {"machine": {}, "cells": []}
     same = {**found["machine"], "measured": ""} == {**record.facts(), "measured": ""}
     return list(found["cells"]) if same else []
 

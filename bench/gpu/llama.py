@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.gpu.harness import sized
 from octavo.models.decoder import causal_attention
 from octavo.models.llama import Block, LlamaConfig, rope_tables, rotate
 
-CONFIG = LlamaConfig(
+LLAMA = LlamaConfig(
     vocabulary=128_256, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, context=8192, tied=False,
     rope_theta=5e5,
 )  # fmt: skip
-TOKENS = 8192
+SMALL = replace(LLAMA, vocabulary=512, layers=2, width=256, heads=2, kv_heads=1, mlp_width=384, context=64)
+CONFIG = sized(LLAMA, SMALL)
+TOKENS = CONFIG.context
 WIDTH, KV_WIDTH, MLP_WIDTH = CONFIG.width, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.mlp_width
 GEMMS = {  # (outputs N, inputs K) of a layer, with q, k, v and gate, up as one
     "qkv": (WIDTH + 2 * KV_WIDTH, WIDTH),
@@ -40,29 +44,37 @@ class Fused(nn.Module):
         return x if delta is None else x + delta
 
 
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, kv_width = config.width, config.kv_heads * config.head_dim
+        self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
+
+    def forward(self, n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.o(attend((self.q(n), self.k(n), self.v(n)), cos, sin))  # type: ignore[no-any-return]
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(config.width, config.mlp_width, bias=False) for _ in range(2))
+        self.down = nn.Linear(config.mlp_width, config.width, bias=False)
+
+    def forward(self, n: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+
+
 class PlainBlock(nn.Module):
     """The same mathematics in plain PyTorch modules."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        width, kv_width = config.width, config.kv_heads * config.head_dim
-        self.norm1, self.norm2 = (nn.RMSNorm(width, eps=config.norm_eps) for _ in range(2))
-        self.q, self.k, self.v, self.o = (nn.Linear(width, n, bias=False) for n in (width, kv_width, kv_width, width))
-        self.gate, self.up = (nn.Linear(width, config.mlp_width, bias=False) for _ in range(2))
-        self.down = nn.Linear(config.mlp_width, width, bias=False)
+        self.norm1, self.norm2 = (nn.RMSNorm(config.width, eps=config.norm_eps) for _ in range(2))
+        self.attention, self.mlp = Attention(config), MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.o(attend(self.projections(x), cos, sin))
-        return x + self.feed_forward(x)
-
-    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q [B, T, width], k and v [B, T, kv_width]."""
-        n = self.norm1(x)
-        return self.q(n), self.k(n), self.v(n)
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        n = self.norm2(x)
-        return self.down(F.silu(self.gate(n)) * self.up(n))  # type: ignore[no-any-return]
+        x = x + self.attention(self.norm1(x), cos, sin)
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 def attend(projections: Iterable[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,11 +85,9 @@ def attend(projections: Iterable[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Plain(nn.Module):
-    block: type[nn.Module] = PlainBlock
-
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(PlainBlock(config) for _ in range(config.layers))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         for block in self.layers:

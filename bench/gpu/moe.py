@@ -4,11 +4,10 @@ Two shapes: Mixtral's (8 experts of 4096 x 14336, top 2) and one of many small e
 outputs and gradients come first, against BF16, for the layer and for one grouped linear layer alone; then the grouped
 GEMMs alone, in each way of accumulating; then the modes take turns.
 
-    python -m bench.gpu.moe [--quick]
+    python -m bench.gpu.moe
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import record
-from bench.gpu.harness import DEVICE, decibels, interleaved, kernels_of, made, own_code, summary
+from bench.gpu.harness import (
+    DEVICE,
+    decibels,
+    interleaved,
+    kernels_of,
+    made,
+    medians,
+    own_code,
+    parser_of,
+    show,
+    sized,
+)
 from bench.gpu.modes import speedup
 from octavo.nn import Experts, GroupedLinear
 from octavo.numerics import QTensor
@@ -42,8 +52,10 @@ class Shape:
         return self.tokens * self.top_k
 
 
-SHAPES = {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)}
-TINY = {"tiny": Shape(4, 64, 48, 2, 96)}  # for a rehearsal on a CPU
+SHAPES = sized(
+    {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)},
+    {"mixtral": Shape(4, 256, 128, 2, 64)},
+)
 
 
 class Layer(nn.Module):
@@ -118,20 +130,14 @@ class Runner:
         self.layer.__class__ = own
         self.call = torch.compile(self.layer)
 
-    def step(self) -> None:
-        self.call(self.x).backward(self.dy)
-        self.layer.zero_grad()
-        self.x.grad = None
-
-    def results(self) -> dict[str, Tensor]:
+    def step(self) -> list[Any]:
         """y, dx and the gradients of both weights."""
         y = self.call(self.x)
         y.backward(self.dy)
-        found = {"y": y.detach(), "dx": self.x.grad}
-        found |= {f"d{name}": getattr(self.layer.experts, name).grad for name in Experts.matrices}
+        found = [y.detach(), self.x.grad, *(getattr(self.layer.experts, name).grad for name in Experts.matrices)]
         self.layer.zero_grad()
         self.x.grad = None
-        return {name: t for name, t in found.items() if t is not None}
+        return found
 
 
 def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
@@ -176,8 +182,8 @@ class Products:
         }
 
     def tflops(self, ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-        times = interleaved(ways, rounds=5, repeat=3)
-        return {way: round(self.flops / summary(found)["median"] / 1e9, 1) for way, found in times.items()}
+        ms = medians(interleaved(ways, rounds=5, repeat=3))
+        return {way: round(self.flops / took / 1e9, 1) for way, took in ms.items()}
 
 
 def transposed(q: QTensor) -> Tensor:
@@ -203,42 +209,34 @@ def build(mode: str, shape: Shape) -> Runner:
     return runner
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape)}
-    print(result, flush=True)
+def measure(shape: Shape) -> dict[str, Any]:
     built = {mode: made(mode, partial(build, mode, shape)) for mode in MODES}
     modes = {mode: runner for mode, runner in built.items() if runner is not None}
-    exact = modes["bf16"].results()
-    others = {mode: runner.results() for mode, runner in modes.items() if mode != "bf16"}
-    result["db"] = {
-        mode: {name: decibels(exact[name], t) for name, t in found.items()} for mode, found in others.items()
+    exact = modes["bf16"].step()
+    names = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
+    db = {
+        mode: dict(zip(names, map(decibels, exact, runner.step()), strict=True))
+        for mode, runner in modes.items()
+        if mode != "bf16"
     }
-    del exact, others
-    print(result["db"], flush=True)
-    result["gemm_tflops"] = gemms(shape)
-    print(result["gemm_tflops"], flush=True)
-    times = interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=rounds, repeat=3)
-    result["rounds"] = {mode: [round(ms, 4) for ms in found] for mode, found in times.items()}
-    result["ms"] = {mode: summary(found)["median"] for mode, found in times.items()}
+    del exact
+    result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
+    times = interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
+    result |= {"rounds": times, "ms": medians(times)}
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
-    print(result["ms"], result["speedup"], flush=True)
-    if DEVICE == "cuda":
-        result["kernels"] = {
-            mode: [[name[:90], calls, round(ms, 3)] for name, calls, ms in kernels_of(runner.step, 1)[:24]]
-            for mode, runner in modes.items()
-        }
+    show(result)
+    result["kernels"] = {mode: kernels_of(runner.step, 1)[:24] for mode, runner in modes.items()}
     return result
 
 
 def main() -> None:
     global torchao_mm
-    torchao_mm, quick = find_torchao(), "--quick" in sys.argv
-    shapes = SHAPES if DEVICE == "cuda" else TINY
+    parser_of(__doc__).parse_args()
+    torchao_mm = find_torchao()
     result = {}
-    for name, shape in shapes.items():
-        result[name] = measure(shape, 5 if quick else 15)
-        if DEVICE == "cuda":
-            print(record.write("gpu_moe", result), flush=True)
+    for name, shape in SHAPES.items():
+        result[name] = measure(shape)
+        print(record.write("gpu_moe", result), flush=True)
 
 
 if __name__ == "__main__":

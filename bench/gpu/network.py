@@ -9,8 +9,6 @@ collectives of FSDP2 move to the group of the moment.
         torchrun --nproc-per-node 2 -m bench.gpu.network --channels 1,2,4
 """
 
-import argparse
-import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -20,51 +18,40 @@ from torch import distributed
 
 from bench import record
 from bench.gpu import llama
-from bench.gpu.harness import interleaved, summary
-from bench.gpu.modes import BASE
-from bench.gpu.ranks import Deadline, Network, bandwidth, say, slowest, start
-from bench.gpu.sharded import MODES, OURS, TORCHAO, WIDE, Runner
+from bench.gpu.fsdp import MODES, Runner
+from bench.gpu.harness import DEVICE, interleaved, medians, parser_of, sized
+from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
+from bench.gpu.ranks import Network, bandwidth, say, setting_of, slowest, start, write
 from octavo.models.llama import LlamaConfig
 
 TRANSPORT = "socket" if os.environ.get("NCCL_NET") == "Socket" else "direct"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--channels", default="1,2,4,8,16", help="channels that NCCL may use, a link each")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no link that would end later")
+    parser = parser_of(__doc__, layers=8, rounds=4)
+    parser.add_argument("--channels", default=sized("1,2,4,8,16", "1,2"), help="that NCCL may use, a link each")
     options = parser.parse_args()
-    deadline = Deadline(options.seconds)
     torch._dynamo.config.recompile_limit = 64
-    device = start()
+    start()
     modes = [BASE, WIDE, OURS, *([TORCHAO] if record.installed("torchao") else [])]
-    config = replace(llama.CONFIG, layers=options.layers)
-    channels = [int(each) for each in options.channels.split(",")]
-    run(modes, config, llama.TOKENS, channels, options.rounds, device, deadline)
+    config = replace(llama.CONFIG, layers=sized(options.layers, 2))
+    run(modes, config, llama.TOKENS, [int(each) for each in options.channels.split(",")], options.rounds)
     distributed.destroy_process_group()
 
 
-def run(
-    modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int, device: torch.device,
-    deadline: Deadline,
-) -> None:  # fmt: skip
+def run(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> None:
     """Time `modes` over a link of each number of channels, the fastest first, and write the result after each."""
     network = Network()
-    runners = {name: Runner(name, config, tokens, device, network) for name in modes}
+    runners = {name: Runner(name, config, tokens, network) for name in modes}
     for runner in runners.values():
         runner.step()  # compiles
-    setting = {"layers": config.layers, "tokens": tokens, "world": distributed.get_world_size(), "transport": TRANSPORT}
+    setting: dict[str, Any] = {**setting_of(config, tokens), "transport": TRANSPORT}
     setting["bf16_gradients"] = [name for name in modes if MODES[name].communicate is not None]
     setting |= {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     links: list[dict[str, Any]] = []
     for count in sorted(channels, reverse=True):
-        if not deadline.allows(f"a link of {count} channels"):
-            break
         links.append(link(count, runners, network, rounds))
-        if distributed.get_rank() == 0:
-            record.write(f"gpu_network_{TRANSPORT}", {"setting": setting, "links": links})
+        write(f"gpu_network_{TRANSPORT}", {"setting": setting, "links": links})
 
 
 def link(channels: int, runners: dict[str, Runner], network: Network, rounds: int) -> dict[str, Any]:
@@ -73,14 +60,13 @@ def link(channels: int, runners: dict[str, Runner], network: Network, rounds: in
     rate = bandwidth(network.group)
     steps = {name: runner.step for name, runner in runners.items()}
     times = {name: slowest(each) for name, each in interleaved(steps, rounds=rounds, repeat=2, warmup=1).items()}
-    medians = {name: round(summary(found)["median"], 1) for name, found in times.items()}
-    say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", medians)
+    say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", medians(times))
     return {"channels": channels, "bytes_per_second": rate, "rounds": times}
 
 
 def group(channels: int) -> distributed.ProcessGroup:
     """A group of all ranks whose NCCL uses at most so many channels."""
-    if not torch.cuda.is_available():
+    if DEVICE == "cpu":
         return distributed.new_group()  # type: ignore[no-any-return]
     options = distributed.ProcessGroupNCCL.Options()
     options.config.max_ctas = channels

@@ -3,10 +3,9 @@
 The routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph. The outputs come first, against
 BF16; then the ways take turns.
 
-    python -m bench.gpu.packed_experts [--quick]
+    python -m bench.gpu.packed_experts
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,15 +14,15 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.harness import DEVICE, Captured, against, interleaved, summary
-from bench.gpu.moe import SHAPES, TINY, Shape
+from bench.gpu.harness import DEVICE, Captured, parser_of, show, sized, turns
+from bench.gpu.moe import SHAPES, Shape
 from octavo.checkpoint.scheme import get_scheme
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts
 from octavo.ops import quantize
 
 SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")
-TOKENS = {"decode": (1, 16), "prefill": (512, 8192)}
+TOKENS = {"decode": sized([1, 16], [2]), "prefill": sized([512, 8192], [8])}
 LEAST_DB = 15.0  # two quantizations in a row leave 23 dB
 
 
@@ -43,38 +42,33 @@ def pack(experts: Experts, name: str) -> PackedExperts:
     return PackedExperts(*layers)
 
 
-def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+def measure(shape: Shape) -> dict[str, Any]:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         experts = Experts(shape.experts, shape.width, shape.mlp_width).bfloat16().requires_grad_(False)
     ways: dict[str, Callable[..., Tensor]] = {"bf16": experts} | {name: pack(experts, name) for name in SCHEMES}
-    cells = [measure_tokens(shape, ways, tokens, kind, rounds) for kind, sizes in TOKENS.items() for tokens in sizes]
+    cells = [measure_tokens(shape, ways, tokens, kind) for kind, sizes in TOKENS.items() for tokens in sizes]
     return {"shape": vars(shape), "cells": cells}
 
 
 @torch.inference_mode()
-def measure_tokens(
-    shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens: int, kind: str, rounds: int
-) -> dict[str, Any]:
+def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens: int, kind: str) -> dict[str, Any]:
     with torch.device(DEVICE):
         x = torch.randn(tokens, shape.width, dtype=torch.bfloat16)
         weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
     steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
-    quality = against("bf16", steps, least=LEAST_DB)
-    if DEVICE == "cuda" and kind == "decode":
+    if kind == "decode":
         steps = {name: Captured(step) for name, step in steps.items()}
-    times = interleaved(steps, rounds=rounds, repeat=10 if tokens <= 512 else 3)
-    ms = {name: summary(t) for name, t in times.items()}
-    print(shape, tokens, {name: round(found["median"], 4) for name, found in ms.items()}, quality, flush=True)
-    return {"tokens": tokens, "kind": kind, "db": quality, "ms": ms}
+    found = turns("bf16", steps, rounds=15, repeat=10 if tokens <= 512 else 3, least=LEAST_DB)
+    cell = {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
+    show(shape, cell)
+    return cell
 
 
 def main() -> None:
-    shapes = SHAPES if DEVICE == "cuda" else TINY
-    rounds = 5 if "--quick" in sys.argv else 15
-    result = {name: measure(shape, rounds) for name, shape in shapes.items()}
-    if DEVICE == "cuda":
-        print(record.write("gpu_packed_experts", {"shapes": result}))
+    parser_of(__doc__).parse_args()
+    result = {name: measure(shape) for name, shape in SHAPES.items()}
+    print(record.write("gpu_packed_experts", {"shapes": result}))
 
 
 if __name__ == "__main__":

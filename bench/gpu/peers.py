@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.gpu.llama import PlainBlock
+from bench.gpu.llama import PlainBlock, attend
 
 RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
 
@@ -46,13 +46,14 @@ def use_transformer_engine(model: nn.Module, recipe: str) -> None:
     object.__setattr__(model, "autocast", lambda: te.autocast(enabled=True, recipe=chosen))
 
 
-class EngineBlock(PlainBlock):
+class EngineBlock(nn.Module):
     """Norm with q, k, v; o; norm with the SwiGLU MLP: three modules of Transformer Engine."""
 
     def __init__(self, te: Any, plain: PlainBlock) -> None:
-        nn.Module.__init__(self)
-        q, k, v, o, down = (layer.weight for layer in (plain.q, plain.k, plain.v, plain.o, plain.down))
-        inner = torch.cat((plain.gate.weight, plain.up.weight))
+        super().__init__()
+        attention, mlp = plain.attention, plain.mlp
+        q, k, v, o, down = (m.weight for m in (attention.q, attention.k, attention.v, attention.o, mlp.down))
+        inner = torch.cat((mlp.gate.weight, mlp.up.weight))
         options: dict[str, Any] = {"bias": False, "params_dtype": q.dtype, "device": q.device}
         normed = options | {"eps": plain.norm1.eps, "normalization": "RMSNorm"}
         width = q.shape[1]
@@ -69,8 +70,6 @@ class EngineBlock(PlainBlock):
             for target, source in copies:
                 target.copy_(source)
 
-    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(x).split(self.sizes, 2)  # type: ignore[no-any-return]
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        return self.mlp(x)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.o(attend(self.qkv(x).split(self.sizes, 2), cos, sin))
+        return x + self.mlp(x)  # type: ignore[no-any-return]

@@ -11,7 +11,6 @@ The result is written after each configuration. With `--missing` the next run me
     python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about four minutes on two GPUs
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -26,10 +25,10 @@ import torch
 
 from bench import record
 from bench.gpu.communication import profiled
-from bench.gpu.harness import host_once, once
+from bench.gpu.harness import DEVICE, host_once, once, parser_of, show, sized
 from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
-from octavo.rates.measured import Gpu, known_gpus
+from octavo.rates.measured import Gpu, find_gpu, known_gpus
 from octavo.scales import cast_once
 from octavo.train.config import Config
 from octavo.train.processes import rank, run_in_group
@@ -37,7 +36,7 @@ from octavo.train.start import start_run
 from octavo.train.step_metrics import training_console
 from octavo.train.trainer import collect_between_steps
 
-WARM, STRETCHES, STEPS = 6, 3, 5  # steps before the clock starts; then stretches of so many steps
+WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
 LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})
 MODELS = {
     "8b": LLAMA.change(layers=6, width=4096, mlp_width=14336, tied=False, context=4096, batch=2),
@@ -59,24 +58,21 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser = parser_of(__doc__, model="8b", missing=False)
     parser.add_argument("--only", type=int, help="configurations on so many GPUs")
-    parser.add_argument("--missing", action="store_true", help="configurations that bench/results lacks")
-    parser.add_argument("--worker", metavar="FILE", help="train the configuration in this file, as a process of it")
+    parser.add_argument("--worker", type=Path, metavar="FILE", help="train the configuration in this file")
     options = parser.parse_args()
     if options.worker:
-        run_in_group(lambda: work(Path(options.worker)))
+        run_in_group(lambda: work(options.worker))
         return
-    there = torch.cuda.device_count()
-    name = f"gpu_plan_{options.model}"
+    there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
     rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     measured = {configuration_of(row) for row in rows}
-    configs = [(each[0], configured(options.model, *each)) for each in chosen if each not in measured]
-    for row in measure(configs, there, gpu_here()):
+    wanted = [each for each in chosen if each not in measured][: sized(None, 1)]
+    for row in measure([(each[0], configured(options.model, *each)) for each in wanted], there, gpu_here()):
         rows.append({"model": options.model, **row})
-        print(line(row), flush=True)
+        show(rows[-1])
         path = record.write(name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)})
         print(path, flush=True)
 
@@ -90,7 +86,8 @@ def order(row: Row) -> int:
 
 
 def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config:
-    base = MODELS[model]
+    small = {"layers": 2, "width": 256, "heads": 4, "kv_heads": 2, "mlp_width": 384, "context": 64, "device": DEVICE}
+    base = MODELS[model].change(**sized({}, small))
     return base.change(recipe=recipe, batch=base.batch * gpus, **{"activation_checkpointing.mode": checkpointing})
 
 
@@ -118,7 +115,8 @@ def start(config: Config, gpus: int, at: int, folder: Path) -> tuple[subprocess.
     if gpus > 1:
         launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
     process = subprocess.Popen(
-        [*launch, "bench.gpu.plan", "--worker", str(task)], env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}
+        [*launch, "bench.gpu.plan", "--worker", str(task), *sized([], ["--quick"])],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": devices},
     )
     return process, result
 
@@ -141,7 +139,9 @@ def work(path: Path) -> None:
 
 
 def gpu_here() -> Gpu:
-    """The GPU of the plan: the one whose name this machine's has in it."""
+    """The GPU of the plan: the one whose name this machine's has in it; an H200 without one."""
+    if DEVICE == "cpu":
+        return find_gpu("h200")
     name = torch.cuda.get_device_name().lower().replace(" ", "")
     return next(gpu for key, gpu in known_gpus().items() if key in name)
 
@@ -180,19 +180,6 @@ def planned_again(row: Row) -> Row:
     found = row if "error" in row else row | {"seconds": [row["seconds"]]}
     again = compared(configured(row["model"], *wanted), row["gpus"], known_gpus()[row["gpu"]], found)
     return {"model": row["model"], **again}
-
-
-def line(row: Row) -> str:
-    where = f"{row['recipe']:8} {row['checkpointing']:9} {row['gpus']} GPU"
-    if "error" in row:
-        return f"{where} {row['error']}"
-    planned, errors = row["planned"], row["errors"]
-    memory = f"{planned['peak_bytes'] / 1e9:.2f} GB planned, {row['peak_bytes'] / 1e9:.2f} measured"
-    seconds = f"{planned['seconds'] * 1e3:.1f} ms planned, {row['seconds'] * 1e3:.1f} measured"
-    judged = ", ".join(f"{name} {error:+.1%}" for name, error in errors.items())
-    idle = f"; {row['kernels_ms']['idle']:.1f} ms idle" if row["kernels_ms"] else ""
-    host = f"; {row['host_seconds'] * 1e3:.1f} ms of the host" if "host_seconds" in row else ""
-    return f"{where} {memory}; {seconds}; {judged}{idle}{host}"
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""Benchmarks of several processes, one a GPU: their start, their agreement, and the collectives of FSDP2.
+"""Benchmarks of several processes, one a GPU: their modes and rows, their agreement, and the collectives of FSDP2.
 
-Without a GPU the processes use gloo, for rehearsals.
+Without a GPU the processes use gloo. A result is written after each mode, so a run may be ended at any time.
 """
 
 import argparse
-import math
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,19 +16,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from bench import record
-from bench.gpu.harness import once
+from bench.gpu.harness import DEVICE, once, parser_of, sized
+from octavo.models.llama import LlamaConfig
 
-GATHERED = 256 << 20  # bytes of the all-gather that measures a link
+GATHERED = sized(256 << 20, 1 << 16)  # bytes of the all-gather that measures a link
 TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone must not use up the time
+
+Row = dict[str, Any]
 
 
 def read_options(what: str | None, layers: int, rounds: int) -> argparse.Namespace:
     """The options of a benchmark of modes, with these defaults; `what` is its description."""
-    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=layers)
+    parser = parser_of(what, layers=layers, rounds=rounds)
     parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
-    parser.add_argument("--rounds", type=int, default=rounds, help="times that each mode has its turn")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="start no mode that would end later")
+    torch._dynamo.config.recompile_limit = 64
     return parser.parse_args()
 
 
@@ -43,9 +42,8 @@ def chosen(modes: Iterable[str], base: str, only: str | None) -> list[str]:
 
 def start() -> torch.device:
     """Join the group that torchrun describes; the device of this process."""
-    if not torch.cuda.is_available():
-        if not distributed.is_initialized():  # a test makes the group itself
-            distributed.init_process_group("gloo")
+    if DEVICE == "cpu":
+        distributed.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
@@ -53,7 +51,29 @@ def start() -> torch.device:
     return device
 
 
-def say(*words: object) -> None:
+def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
+    """Add the row of a mode. One that does not run must not end the others: it adds its error, on every rank alike."""
+    try:
+        rows.append({"mode": name, **measure()})
+    except Exception as error:
+        rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
+    say(rows[-1])
+
+
+def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
+    """The sizes that the page of several GPUs names."""
+    names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary")
+    sizes = {name: getattr(config, name) for name in names}
+    return {**sizes, "tokens": tokens, "world": distributed.get_world_size()}
+
+
+def write(name: str, result: dict[str, Any]) -> None:
+    """Write a result, from rank 0."""
+    if distributed.get_rank() == 0:
+        record.write(name, result)
+
+
+def say(*words: Any) -> None:
     """Print on rank 0."""
     if distributed.get_rank() == 0:
         print(*words, flush=True)
@@ -68,31 +88,9 @@ def agreed(value: Any) -> Any:
 
 def slowest(times: list[float]) -> list[float]:
     """The largest of each time over the ranks: a step ends when its last rank ends."""
-    found = torch.tensor(times, dtype=torch.float64, device=_device())
+    found = torch.tensor(times, dtype=torch.float64, device=DEVICE)
     distributed.all_reduce(found, distributed.ReduceOp.MAX)
     return [float(each) for each in found.tolist()]
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Deadline:
-    """The seconds of a benchmark: no part starts that, taking as long as the longest before it, would end later."""
-
-    def __init__(self, seconds: float) -> None:
-        self.began = self.last = time.monotonic()
-        self.seconds, self.longest = seconds, 0.0
-
-    def allows(self, part: str) -> bool:
-        """True if `part` may start. Rank 0 decides for all."""
-        now = time.monotonic()
-        self.longest, self.last = max(self.longest, now - self.last), now
-        ends = now - self.began + self.longest
-        allowed: bool = agreed(ends <= self.seconds)
-        if not allowed:
-            say(f"{part} is not started: it would end after {ends:.0f} s of {self.seconds:.0f}")
-        return allowed
 
 
 # --- The collectives of FSDP2 ----------------------------------------------------------------------------------
@@ -148,8 +146,8 @@ class _ReduceScatter(ReduceScatter):
 def bandwidth(group: distributed.ProcessGroup | None = None) -> float:
     """Bytes a second that a rank receives in an all-gather of 256 MB in total."""
     world = distributed.get_world_size()
-    share = torch.zeros(GATHERED // world, dtype=torch.uint8, device=_device())
-    whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=_device())
+    share = torch.zeros(GATHERED // world, dtype=torch.uint8, device=DEVICE)
+    whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=DEVICE)
     gather, members = DefaultAllGather(), group or distributed.group.WORLD
     assert members is not None
     times = [once(lambda: gather(whole, share, members), 4) for _ in range(4)]

@@ -12,17 +12,16 @@ Student's.
 
 A mode is a recipe (`bench.gpu.variants`), or torchao; `_if_faster` at its end stands for `only_if_faster`, and ` + FP8
 attention` for attention in FP8. A run's file is written at each of its evaluations, and a run whose file is there is
-skipped, so a long measurement can be done in several calls. With `--stop` runs end early, on the schedule of all steps.
+skipped, so a long measurement can be ended and begun again. With `--stop` runs end early, on the schedule of all steps.
 Runs that did not end in time are compared at the last evaluation that all have reached.
 
     python -m bench.gpu.runs gpt --time bf16,rowwise,torchao --out FOLDER                      steps, in turns
-    python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --seconds 560 --out FOLDER            MODE:SEED
+    python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --out FOLDER                          MODE:SEED
     python -m bench.gpu.runs gpt --merge FOLDER                                 FOLDER to bench/results
 
 A worker is a process on one GPU. Several GPUs, or `--processes` on each, take modes from a queue with all their seeds.
 """
 
-import argparse
 import hashlib
 import json
 import math
@@ -43,9 +42,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from bench import record
-from bench.gpu.harness import DEVICE, interleaved, summary
+from bench.gpu.harness import DEVICE, allocated, interleaved, parser_of, show, summary
 from bench.gpu.peers import use_torchao
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from bench.record import QUICK
 from octavo.checkpoint.folder import FolderLock
 from octavo.checkpoint.run import RunFolder
 from octavo.data import ReadReport, read_text
@@ -140,34 +140,39 @@ STUDIES = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, runs="", processes=1, out=Path("runs/bench"))
     parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--runs", metavar="MODE:SEED,...", default="", help="runs to train, in this order")
     parser.add_argument("--time", metavar="MODES", help="modes whose steps to time; the first is the base")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run")
     parser.add_argument("--stop", type=int, help="end each run after this step of its schedule")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no run after so long, nor a part of one")
-    parser.add_argument("--processes", type=int, default=1, help="workers on each GPU")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the files")
     parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
     options = parser.parse_args(arguments)
     torch._dynamo.config.recompile_limit = 64
-    study = with_steps(STUDIES[options.study], options.steps)
+    study = study_of(options.study, options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.time:
         result = time_steps(options.time.split(","), study.config)
         (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
     if options.runs:
         plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
-        train_all(study, plan, options.out, began + options.seconds, options.stop, options.processes)
+        train_all(study, plan, options.out, options.stop, options.processes)
     if options.merge:
         found = merge(options.merge)
         print(record.write(study.result + early(found), {"model": options.study, **found}))
 
 
-def with_steps(study: Study, steps: int | None) -> Study:
-    return study._replace(config=study.config.change(steps=steps or study.config.steps))
+def study_of(name: str, steps: int | None) -> Study:
+    """The study with so many steps; a tiny one with `--quick`."""
+    study = STUDIES[name]
+    return tiny(study) if QUICK else study._replace(config=study.config.change(steps=steps or study.config.steps))
+
+
+def tiny(study: Study, **changes: Any) -> Study:
+    """The study of a tiny model, on the text of this file."""
+    sizes: Result = {"kv_heads": 2, "mlp_width": 128} if study.config.model == "llama" else {"mlp_width": 64}
+    sizes |= {"layers": 1, "width": 64, "heads": 2, "context": 16, "tokenizer": "bytes", "vocabulary": 256, "batch": 4}
+    sizes |= {"accumulate": 1, "steps": 4, "warmup": 1, "evaluate_batches": 2, "compile.blocks": False}
+    return study._replace(config=study.config.change(**sizes | changes), sources=(__file__,))
 
 
 # --- Data ------------------------------------------------------------------------------------------------------
@@ -283,16 +288,14 @@ def restart(trainer: Trainer, data: Data, seed: int, mode: str = BASE) -> None:
 # --- Training --------------------------------------------------------------------------------------------------
 
 
-def train_all(
-    study: Study, plan: Sequence[Run], out: Path, deadline: float, stop: int | None = None, processes: int = 1
-) -> None:
+def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = None, processes: int = 1) -> None:
     """Train the runs to step `stop`, without those that have reached it in `out`. One worker alone is this process."""
     stop = stop or study.config.steps
     todo = [run for run in plan if last_step(path_of(out, *run)) < stop]
     tokens_of(study, out)  # made once, before the workers read them
     workers = max(torch.cuda.device_count(), 1) * processes
     if workers == 1:
-        train_runs(study, todo, tokens_of(study, out), out, deadline, stop)
+        train_runs(study, todo, tokens_of(study, out), out, stop)
         return
     context = multiprocessing.get_context("spawn")
     jobs: Any = context.Queue()
@@ -300,14 +303,14 @@ def train_all(
         jobs.put([run for run in todo if run[0] == mode])
     for _ in range(workers):
         jobs.put(None)
-    started = [context.Process(target=work, args=(i, jobs, study, out, deadline, stop)) for i in range(workers)]
+    started = [context.Process(target=work, args=(i, jobs, study, out, stop)) for i in range(workers)]
     for worker in started:
         worker.start()
     for worker in started:
         worker.join()
 
 
-def work(index: int, jobs: Any, study: Study, out: Path, deadline: float, stop: int) -> None:
+def work(index: int, jobs: Any, study: Study, out: Path, stop: int) -> None:
     """Train the modes that come from `jobs`, until None comes. The workers have the GPUs in turn."""
     if torch.cuda.is_available():
         torch.cuda.set_device(index % torch.cuda.device_count())
@@ -317,18 +320,16 @@ def work(index: int, jobs: Any, study: Study, out: Path, deadline: float, stop: 
     while (plan := jobs.get()) is not None:
         try:
             torch._dynamo.reset()  # the modes share the code of their blocks
-            train_runs(study, plan, data, out, deadline, stop)
+            train_runs(study, plan, data, out, stop)
         except Exception:  # a mode that does not run must not end the others; it has no row in the table
             print(f"{plan[0][0]} failed:\n{traceback.format_exc()}", flush=True)
 
 
-def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, deadline: float, stop: int) -> None:
+def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, stop: int) -> None:
     """Train the runs in order in this process."""
     trainers: dict[str, tuple[Trainer, int]] = {}
     states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
     for mode, seed in plan:
-        if time.monotonic() > deadline:
-            return
         before = allocated()
         if mode not in trainers:
             trainers[mode] = make_trainer(mode, study.config, data)
@@ -345,7 +346,7 @@ def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, deadlin
             trainer.step()  # compiles
             evaluate(trainer, study)
             restart(trainer, data, seed, mode)
-            for progress in train(trainer, study, deadline, stop):
+            for progress in train(trainer, study, stop):
                 progress["peak_bytes"] -= sum(states.values()) - states[mode]  # the other trainers
                 path = path_of(out, mode, seed)
                 path.with_suffix(".part").write_text(json.dumps(facts | progress, indent=2) + "\n")
@@ -354,8 +355,8 @@ def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, deadlin
                 print(f"{mode}:{seed}, step {trainer.state.step}: {loss}, {speed:.0f} tokens/s", flush=True)
 
 
-def train(trainer: Trainer, study: Study, deadline: float, stop: int) -> Iterator[Result]:
-    """Train to step `stop` or to `deadline`; gives the run so far at each evaluation. One that diverges ends there."""
+def train(trainer: Trainer, study: Study, stop: int) -> Iterator[Result]:
+    """Train to step `stop`; gives the run so far at each evaluation. One that diverges ends there."""
     config, cuda = trainer.config, DEVICE == "cuda"
     every = max(config.steps // study.evaluations, 1)
     tokens = config.batch * config.accumulate * config.context
@@ -364,7 +365,7 @@ def train(trainer: Trainer, study: Study, deadline: float, stop: int) -> Iterato
     seconds, finite = 0.0, True
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    while len(losses) < stop and finite and time.monotonic() < deadline:
+    while len(losses) < stop and finite:
         began = time.perf_counter()
         losses += [trainer.step()[0] for _ in range(min(every, stop - len(losses)))]
         if cuda:
@@ -394,10 +395,6 @@ def evaluate(trainer: Trainer, study: Study) -> float:
 def means(losses: list[float]) -> list[float]:
     """The means over CURVE_STEPS training losses each."""
     return [statistics.fmean(losses[i : i + CURVE_STEPS]) for i in range(0, len(losses), CURVE_STEPS)]
-
-
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def path_of(out: Path, mode: str, seed: int) -> Path:
@@ -435,7 +432,7 @@ def time_steps(modes: Sequence[str], config: Config) -> Result:
         found = summary(times[mode])
         row = {"mode": mode, "converted": converted, "milliseconds": found["median"], "ratio": found["median"] / base}
         rows.append(row | {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)})
-        print(f"{mode:18} {found['median']:7.1f} ms  {found['median'] / base:.3f} of {modes[0]}", flush=True)
+        show(rows[-1])
     return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
 
 

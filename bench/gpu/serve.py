@@ -29,7 +29,19 @@ from transformers.modeling_utils import AttentionInterface
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import Captured, against, beyond_cache, decibels, in_turn, interleaved, option, replayed, summary
+from bench.gpu.harness import (
+    DEVICE,
+    Captured,
+    beyond_cache,
+    each_decibels,
+    in_turn,
+    medians,
+    parser_of,
+    replayed,
+    show,
+    sized,
+    turns,
+)
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
 from bench.gpu.modes import (
@@ -60,11 +72,11 @@ from octavo.ops.attention import widened_attention
 from octavo.ops.launching import Cache, Operands
 from octavo.ops.library_gemms import scaled_mm_cublaslt
 
-CONTEXT, BATCHES = 1024, (1, 64)
-ROWS = (1, 8, 16, 32, 64, 128)
+CONTEXT, BATCHES = sized(1024, 16), sized((1, 64), (1, 4))
+ROWS = sized((1, 8, 16, 32, 64, 128), (1, 16))
 HEADS, KV_HEADS, DIM = llama.CONFIG.heads, llama.CONFIG.kv_heads, llama.CONFIG.head_dim
-CACHE_CONTEXTS, CACHE_BATCHES = (2048, 4096, 8192, 16384, 32768), (1, 8)
-LONG_CONTEXT, LONG_BATCH = 32768, 8  # of the whole steps over caches
+CACHE_CONTEXTS, CACHE_BATCHES = sized((2048, 4096, 8192, 16384, 32768), (256,)), (1, 8)
+LONG_CONTEXT, LONG_BATCH = sized(32768, 256), 8  # of the whole steps over caches
 ATTENTION = "bench_fp8"
 SCALE = 0.03  # of keys and values: they are below 13
 Step = Callable[[], Tensor]
@@ -72,42 +84,34 @@ Result = dict[str, Any]
 
 
 def main() -> None:
-    layers, only = int(option("--layers", "32")), option("--only", "")
+    options = parser_of(__doc__, layers=llama.CONFIG.layers, only="").parse_args()
     torch.manual_seed(0)
     torch._dynamo.config.recompile_limit = 64
-    if only in ("", "serve"):
-        serve(partial(note, "gpu_serve", {"layers": layers}), layers)
-    torch.cuda.empty_cache()
-    if only in ("", "kv-cache"):
+    if options.only in ("", "serve"):
+        serve(partial(note, "gpu_serve", {"layers": options.layers}), options.layers)
+    if options.only in ("", "kv-cache"):
         cache = partial(note, "gpu_kv_cache", {})
         cache("attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)])
-        torch.cuda.empty_cache()
-        cache("decode", decode_caches(layers))
+        cache("decode", decode_caches(options.layers))
 
 
 def note(name: str, result: Result, section: str, found: Any) -> None:
     """Add a section to a result, print it and write the result."""
     result[section] = found
-    print(section, found, flush=True)
+    show(section, found)
     record.write(name, result)
+    torch.cuda.empty_cache()
 
 
 def serve(note: Callable[[str, Any], None], layers: int) -> None:
-    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
-    packed = models.build_fp8(wide, "cuda")
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
+    packed = models.build_fp8(wide, DEVICE)
     note("check", check(wide, packed))
     note("memory", memory(wide, packed))
     for batch in BATCHES:
         note(f"decode {batch}", decode(wide, packed, batch, CONTEXT))
     note("prefill", prefill(wide, packed))
-    note("kernels", kernels())
-
-
-def turns(base: str, steps: dict[str, Step], *, rounds: int, repeat: int) -> Result:
-    """The SQNR of each mode's logits against those of `base`, and its milliseconds."""
-    quality = against(base, steps)
-    times = interleaved(steps, rounds=rounds, repeat=repeat, warmup=2)
-    return {"sqnr": quality, "rounds": times, "ms": {name: summary(found) for name, found in times.items()}}
+    note("kernels", [gemm(m, n, k) for n, k in SHAPES for m in ROWS])
 
 
 def tokens(model: Any, batch: int, length: int = 1) -> Tensor:
@@ -123,13 +127,11 @@ def check(wide: Any, packed: Any) -> dict[str, float]:
     exact, apart = models.forward(wide, ids), models.forward(packed, ids)
     with torch.no_grad():
         theirs = wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0]
-    assert decibels(theirs, exact) > 40, "`forward` must compute what transformers computes"
+    each_decibels([theirs], [exact], 40)  # `forward` must compute what transformers computes
     fuse(packed)
     fused = models.forward(packed, ids)
-    found = {"fused against bf16": decibels(exact, fused), "fused against layer by layer": decibels(apart, fused)}
-    found["layer by layer against bf16"] = decibels(exact, apart)
-    assert all(db > 10 for db in found.values()), found
-    return found
+    names = "fused against bf16", "fused against layer by layer", "layer by layer against bf16"
+    return dict(zip(names, each_decibels((exact, apart, exact), (fused, fused, apart), 10), strict=True))
 
 
 def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
@@ -143,7 +145,7 @@ def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
 def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     """Decoding steps of BF16, and of the packed model with caches in BF16 and in FP8."""
     ids = tokens(wide, batch)
-    stores = models.random_stores(wide.config, batch, context, "cuda", "bf16", "fp8")
+    stores = models.random_stores(wide.config, batch, context, DEVICE, "bf16", "fp8")
     plain = [models.PlainCache(store) for store in stores["bf16"]]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
@@ -155,23 +157,23 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     steps[SERVE_FP8_CACHE] = Captured(partial(models.forward_again, packed, ids, context - 1, caches))
     packed.set_attn_implementation(attention)  # for the measurements after this one
     backend = " and ".join(sorted({runs(batch, n) for n, _ in GEMMS.values()}))
-    found = turns(BASE, steps, rounds=8, repeat=8)
-    return {"batch": batch, "context": context, "gemm": backend, "sqnr": found["sqnr"], "ms": found["ms"]}
+    found = turns(BASE, steps, rounds=8, repeat=8, warmup=2)
+    return {"batch": batch, "context": context, "gemm": backend, **found}
 
 
 def runs(m: int, n: int) -> str:
     """The backend that octavo chooses for a GEMM of m rows and n columns."""
-    return find_backend(torch.device("cuda"), ROW, ROW, ("e4m3", "e4m3"), (m, n)).name
+    return find_backend(torch.device(DEVICE), ROW, ROW, ("e4m3", "e4m3"), (m, n)).name
 
 
 def weight_only_step(layers: int) -> Result:
     """A decoding step of one text: BF16, W8A8 and weight-only; and weight-only in eager code."""
-    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
     ids = tokens(wide, 1)
     caches = [
-        models.PlainCache(store) for store in models.random_stores(wide.config, 1, CONTEXT, "cuda", "bf16")["bf16"]
+        models.PlainCache(store) for store in models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"]
     ]
-    packed = {W8A8: models.build_fp8(wide, "cuda"), WEIGHT_ONLY: models.build_fp8(wide, "cuda", WEIGHT)}
+    packed = {W8A8: models.build_fp8(wide, DEVICE), WEIGHT_ONLY: models.build_fp8(wide, DEVICE, WEIGHT)}
     for model in packed.values():
         fuse(model)
 
@@ -182,7 +184,7 @@ def weight_only_step(layers: int) -> Result:
     for name, model in {BASE: wide, **packed}.items():
         models.compile_layers(model)
         steps[name] = captured(model)
-    return {"context": CONTEXT, **turns(BASE, steps, rounds=8, repeat=8)}
+    return {"context": CONTEXT, **turns(BASE, steps, rounds=8, repeat=8, warmup=2)}
 
 
 # --- Prompts ---------------------------------------------------------------------------------------------------
@@ -193,16 +195,15 @@ def prefill(wide: Any, packed: Any) -> Result:
     torch._dynamo.reset()
     compared = {BASE: wide, SERVE: packed}
     if record.installed("torchao"):
-        compared[SERVE_TORCHAO] = models.build_torchao(wide, "cuda")
+        compared[SERVE_TORCHAO] = models.build_torchao(wide, DEVICE)
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
     steps[SERVE_GRAPH] = Captured(steps[SERVE])
-    found = turns(BASE, steps, rounds=6, repeat=2)
-    return {"tokens": TOKENS, "sqnr": found["sqnr"], "ms": found["ms"]}
+    return {"tokens": TOKENS, **turns(BASE, steps, rounds=6, repeat=2, warmup=2)}
 
 
-def prefill_fp8_attention(shape: LlamaConfig, layers: int, rounds: int, device: str) -> Result:
+def prefill_fp8_attention(shape: LlamaConfig) -> Result:
     """The prefill of a Llama in BF16, packed, and packed with the attention of the prompt in FP8.
 
     The layers are compiled, without a cache. The engine of `octavo.load` runs the same prompt eagerly, into an FP8
@@ -210,8 +211,8 @@ def prefill_fp8_attention(shape: LlamaConfig, layers: int, rounds: int, device: 
     """
     torch._dynamo.config.recompile_limit = 64
     AttentionInterface.register(ATTENTION, _attention)
-    wide = models.build_bf16(replace(shape, layers=layers), device)
-    packed = {mode: models.build_fp8(wide, device) for mode in (SERVE, SERVE_FP8_ATTENTION, ENGINE)}
+    wide = models.build_bf16(shape, DEVICE)
+    packed = {mode: models.build_fp8(wide, DEVICE) for mode in (SERVE, SERVE_FP8_ATTENTION, ENGINE)}
     packed[SERVE_FP8_ATTENTION].set_attn_implementation(ATTENTION)
     for model in packed.values():
         fuse(model)
@@ -222,9 +223,9 @@ def prefill_fp8_attention(shape: LlamaConfig, layers: int, rounds: int, device: 
     steps: dict[str, Step] = {mode: partial(models.forward, model, ids) for mode, model in compared.items()}
     for mode, attention in ((ENGINE, "bf16"), (ENGINE_FP8_ATTENTION, "fp8")):
         steps[mode] = engine_step(packed[ENGINE], ids, attention)
-    found = turns(BASE, steps, rounds=rounds, repeat=2)
-    ms = {mode: each["median"] for mode, each in found["ms"].items()}
-    return {"layers": layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
+    found = turns(BASE, steps, rounds=8, repeat=2, warmup=2)
+    ms = medians(found["rounds"])
+    return {"layers": shape.layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
 
 
 def engine_step(model: Any, ids: Tensor, attention: str) -> Step:
@@ -245,24 +246,13 @@ def _attention(
 # --- The GEMM alone --------------------------------------------------------------------------------------------
 
 
-def kernels() -> list[Result]:
-    """Microseconds of our kernel, of cuBLASLt, of BF16, and of a copy of the FP8 bytes, by shape and rows."""
-    rows = []
-    for n, k in SHAPES:
-        for m in ROWS:
-            rows.append(gemm(m, n, k))
-            print(rows[-1], flush=True)
-        torch.cuda.empty_cache()
-    return rows
-
-
 def gemm(m: int, n: int, k: int) -> Result:
-    """One shape."""
+    """Microseconds of our kernel, of cuBLASLt, of BF16, and of a copy of the FP8 bytes, at one shape."""
     from octavo.ops.kernels.gemm import scaled_mm as scaled_mm_triton  # Triton is not everywhere that this file is read
 
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
     count = beyond_cache(n, k)
-    wide = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    wide = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
     a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
 
     def ours(b: QTensor) -> Tensor:
@@ -272,7 +262,7 @@ def gemm(m: int, n: int, k: int) -> Result:
         return scaled_mm_cublaslt(Operands.of(a, b), None, torch.bfloat16, True)
 
     y, exact = ours(bs[0]), (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
-    assert decibels(exact, y) > 40, f"{m} x {n} x {k}: {decibels(exact, y)} dB"
+    each_decibels([exact], [y], 40)
     moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))
     times = {"us": in_turn(ours, bs), "cublaslt_us": in_turn(native, bs), "bf16_us": in_turn(lambda w: x @ w.t(), wide)}
     copy = 1e3 * copy_ms(moved) / count
@@ -284,8 +274,8 @@ def gemm(m: int, n: int, k: int) -> Result:
 
 def attention(batch: int, context: int) -> Iterator[Result]:
     """Times of each dtype and of PyTorch at one size."""
-    q = torch.randn(batch, HEADS, 1, DIM, device="cuda", dtype=torch.bfloat16) * 2
-    k, v = (torch.randn(batch, KV_HEADS, context, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    q = torch.randn(batch, HEADS, 1, DIM, device=DEVICE, dtype=torch.bfloat16) * 2
+    k, v = (torch.randn(batch, KV_HEADS, context, DIM, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     moved = {dtype: 2 * k.numel() * DTYPES[dtype].itemsize for dtype in DTYPES}
     for dtype in DTYPES:
         cache = models.filled(dtype, k, v)
@@ -300,7 +290,6 @@ def attention(batch: int, context: int) -> Iterator[Result]:
 def row(name: str, batch: int, context: int, run: Step, moved: int) -> Result:
     """Microseconds of one way, beside a copy that moves the bytes of an unexpanded cache of its dtype."""
     ms, copy = replayed(run), copy_ms(moved)
-    print(f"{name:24} batch {batch} context {context:6} {1e3 * ms:8.1f} us  {copy / ms:6.1%} of copy", flush=True)
     return {"way": name, "batch": batch, "context": context, "us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
 
 
@@ -313,25 +302,25 @@ def check_cache(q: Tensor, cache: LayerKVCache) -> None:
     found = cache.attend(q)[:1]
     held = Cache(cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
     exact = widened_attention(q[:1].float(), held, None, DIM**-0.5)
-    assert decibels(exact, found) > 40, f"{cache.dtype}: {decibels(exact, found):.1f} dB"
+    each_decibels([exact], [found], 40)
 
 
 def decode_caches(layers: int) -> Result:
     """Whole steps over a long context, by cache."""
-    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), "cuda")
-    model = models.build_fp8(wide, "cuda")
+    wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
+    model = models.build_fp8(wide, DEVICE)
     del wide
     torch.cuda.empty_cache()  # the caches below take 52 GB
     fuse(model)
     models.compile_layers(model)
     ids, last = tokens(model, LONG_BATCH), LONG_CONTEXT - 1
-    stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, "cuda", "bf16", "fp8")
+    stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, DEVICE, "bf16", "fp8")
     plain = [models.PlainCache(store) for store in stores["bf16"]]
     steps: dict[str, Step] = {CACHE_TORCH: Captured(partial(models.forward, model, ids, last, plain))}
     for name, dtype in ((CACHE_BF16, "bf16"), (CACHE_FP8, "fp8")):
         caches = models.octavo_caches(model, stores[dtype])
         steps[name] = Captured(partial(models.forward_again, model, ids, last, caches))
-    found = turns(CACHE_BF16, steps, rounds=8, repeat=4)
+    found = turns(CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
     base = found["ms"][CACHE_BF16]["median"]
     modes = [
         {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"], "ratio": base / ms["median"]}

@@ -6,13 +6,12 @@ outputs and gradients against BF16. Then the modes take turns and are timed, and
 The floor is the time of the GEMMs and the attention at the rates that bench.gpu.ceilings measured, and of all other
 bytes at the speed of a copy.
 
-    python -m bench.gpu.stack [--quick]
+    python -m bench.gpu.stack
 """
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,15 +22,21 @@ from bench import record
 from bench.gpu import llama
 from bench.gpu.communication import kind_of
 from bench.gpu.harness import (
+    DEVICE,
     Captured,
     Passes,
-    decibels,
+    allocated,
     draw_matrices,
+    each_decibels,
     interleaved,
     kernels_of,
     made,
+    medians,
     own_code,
+    parser_of,
     peak_of,
+    show,
+    sized,
     summary,
 )
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
@@ -39,8 +44,7 @@ from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
 from octavo.models.llama import LlamaConfig
 
-CONFIG = replace(llama.CONFIG, layers=4)
-
+CONFIG = replace(llama.CONFIG, layers=sized(4, 2))
 
 Mode = tuple[Callable[[LlamaConfig], nn.Module], Callable[[nn.Module, Any], Any] | None, str, bool]
 MODES: dict[str, Mode] = {
@@ -66,16 +70,16 @@ PROFILED = (BASE, FUSED, PLAIN)
 class Runner(Passes):
     """A mode's model and its step."""
 
-    def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS, device: str = "cuda") -> None:
+    def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS) -> None:
         make, convert, recipe, compiled = MODES[name]
-        with torch.device(device):
+        with torch.device(DEVICE):
             model = make(config).to(torch.bfloat16)
         draw_matrices(model)
         if convert is not None:
             convert(model, recipe)
         self.delayed = convert is octavo.convert and recipe == "delayed"
         model.__class__ = own_code(type(model))
-        super().__init__(model, config, tokens, device)
+        super().__init__(model, config, tokens, DEVICE)
         self.call = torch.compile(model) if compiled else model
 
     def step(self) -> list[Tensor]:
@@ -85,20 +89,42 @@ class Runner(Passes):
         return found
 
 
-def build(names: list[str]) -> tuple[dict[str, Runner], dict[str, float]]:
-    """A runner of each mode that runs here, and the peak gigabytes of its step, weights included."""
-    runners, peaks = {}, {}
-    for name in names:
-        before = torch.cuda.memory_allocated()
+def main() -> None:
+    parser_of(__doc__).parse_args()
+    modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
+    built = {name: made(name, partial(build, name)) for name in modes}
+    runners = {name: found[0] for name, found in built.items() if found is not None}
+    peaks = {name: found[1] / 1e9 for name, found in built.items() if found is not None}
+    checks = check(runners)
+    steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
+    steps[FUSED_GRAPH] = Captured(runners[FUSED].step)
+    times = interleaved(steps, rounds=6, repeat=4, warmup=1)
+    base = medians(times)[BASE]
+    rows = [
+        {"mode": name, **summary(t), "ratio": base / medians(times)[name], "peak_gb": peaks.get(name)}
+        for name, t in times.items()
+    ]
+    profiles = {name: categories(runners[name].step) for name in PROFILED}
+    ceilings = record.before("gpu_ceilings")
+    way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
+    floors = {name: floor(ceilings, way, cast=name == "cast") for name in ("cast", "kept") if ceilings}
+    result = {"modes": rows, "kept": keep(runners), "profiles": profiles, "floors": floors, "sqnr": checks}
+    for part in result.values():
+        show(part)
+    print(record.write("gpu_stack", result))
 
-        def measured(name: str = name, before: int = before) -> tuple[Runner, int]:
-            runner = Runner(name)
-            return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
 
-        if (found := made(name, measured)) is not None:
-            runners[name], peaks[name] = found[0], found[1] / 1e9
-            print(f"{name:40} peak {peaks[name]:.2f} GB", flush=True)
-    return runners, peaks
+def build(name: str) -> tuple[Runner, int]:
+    """A mode, and the peak bytes of its step, weights included."""
+    before = allocated()
+    runner = Runner(name)
+    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
+
+
+def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
+    """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
+    exact = runners[BASE].step()
+    return {name: each_decibels(exact, runner.step()) for name, runner in runners.items() if name != BASE}
 
 
 def categories(step: Callable[[], object]) -> dict[str, Any]:
@@ -130,54 +156,11 @@ def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[
     return parts | {"total": sum(parts.values()), "gigabytes_a_layer": moved / 1e9}
 
 
-def main() -> None:
-    quick = "--quick" in sys.argv
-    modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
-    runners, peaks = build(modes)
-    checks = check(runners)
-    steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
-    steps[FUSED_GRAPH] = Captured(runners[FUSED].step)
-    times = interleaved(steps, rounds=3 if quick else 6, repeat=4, warmup=1)
-    kept = keep(runners)
-    base = summary(times[BASE])["median"]
-    profiles = {name: categories(runners[name].step) for name in PROFILED}
-    ceilings = json.loads((record.RESULTS / "gpu_ceilings.json").read_text())
-    way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
-    rows = [
-        {"mode": name, **summary(t), "ratio": base / summary(t)["median"], "peak_gb": peaks.get(name)}
-        for name, t in times.items()
-    ]
-    for row in rows:
-        peak = f"{row['peak_gb']:.2f} GB" if row["peak_gb"] else ""
-        print(f"{row['mode']:40} {row['median']:7.2f} ms  {row['ratio']:.3f}  {peak}")
-    floors = {"cast": floor(ceilings, way, cast=True), "kept": floor(ceilings, way, cast=False)}
-    for name, found in profiles.items():
-        print(name, {part: round(found[part], 2) for part in ("gemm", "attention", "rest")})
-    print(kept, floors, sep="\n")
-    result = {"modes": rows, "kept": kept, "profiles": profiles, "floors": floors, "sqnr": checks}
-    print(record.write("gpu_stack", result))
-
-
-def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
-    """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
-    found = {}
-    exact = runners[BASE].step()
-    for name, runner in runners.items():
-        if name != BASE:
-            found[name] = [decibels(e, g) for e, g in zip(exact, runner.step(), strict=True)]
-            assert all(db > 6 for db in found[name]), f"{name} is off: {found[name]} dB"
-            print(
-                f"{name:40} output {found[name][0]:.1f} dB, gradient of the input {found[name][1]:.1f} dB", flush=True
-            )
-    return found
-
-
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
     """Times of BF16 and ours with cached weights, as in the later micro-batches of an accumulation."""
     with octavo.scales.cast_once(runners[FUSED].model):
-        times = interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
-    medians = {name: summary(t)["median"] for name, t in times.items()}
-    return {"ms": medians, "ratio": medians[BASE] / medians[FUSED]}
+        ms = medians(interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4))
+    return {"ms": ms, "ratio": ms[BASE] / ms[FUSED]}
 
 
 if __name__ == "__main__":

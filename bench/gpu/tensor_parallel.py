@@ -1,47 +1,82 @@
 """Blocks of Llama-3-70B's shape under tensor parallelism, 8,192 tokens, BF16 weights: forward and backward.
 
+BF16 and torchao are split by PyTorch's styles, with the plan of torchtitan: norms and residual sums on a part of the
+sequence, attention and the MLP on a part of their heads and features. The input of q, k, v (of gate and up) is gathered
+once.
+
 Every mode is in memory, and they take turns. First the outputs and the gradients of the input of each mode are compared
 with those of BF16. The time of a step is that of the slowest rank.
 
-    torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8] [--seconds 300]
+    torchrun --nproc-per-node 2 -m bench.gpu.tensor_parallel [--layers 2] [--only octavo] [--rounds 8]
 """
 
+import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import octavo
-from bench import record
+from bench.gpu import llama
 from bench.gpu.communication import profiled
-from bench.gpu.harness import Passes, decibels, draw_matrices, interleaved, own_code, summary
-from bench.gpu.llama import TOKENS
-from bench.gpu.parallel_blocks import CONFIG, SplitStack, split
+from bench.gpu.harness import DEVICE, Passes, decibels, draw_matrices, interleaved, own_code, sized, summary
+from bench.gpu.llama import Fused, Plain
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Deadline, bandwidth, chosen, read_options, say, slowest, start
+from bench.gpu.ranks import Row, attempt, bandwidth, chosen, read_options, setting_of, slowest, start, write
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
+LLAMA_70B = replace(llama.LLAMA, vocabulary=128, width=8192, heads=64, kv_heads=8, mlp_width=28672)
+CONFIG = sized(LLAMA_70B, replace(llama.SMALL, heads=4, kv_heads=2))
 BASE, ASYNC = "bf16", ", async"
 
 
-class OctavoStack(nn.Module):
+def split(model: nn.Module, mesh: DeviceMesh, *, torchao: bool = False) -> None:
+    """Apply PyTorch's styles to every block; or torchao's, which gather tensorwise activations in FP8."""
+    column: Any = ColwiseParallel
+    row: Any = RowwiseParallel
+    gather: Any = PrepareModuleInput
+    if torchao:
+        styles: Any = importlib.import_module("torchao.float8.float8_tensor_parallel")
+        column, row = styles.Float8ColwiseParallel, styles.Float8RowwiseParallel
+        gather = styles.PrepareFloat8ModuleInput
+    part, whole = Shard(1), Replicate()
+    plan = {
+        "norm1": SequenceParallel(),
+        "attention": gather(input_layouts=(part, None, None), desired_input_layouts=(whole, None, None)),
+        **{f"attention.{name}": column() for name in "qkv"},
+        "attention.o": row(output_layouts=part),
+        "norm2": SequenceParallel(),
+        "mlp": gather(input_layouts=(part,), desired_input_layouts=(whole,)),
+        "mlp.gate": column(),
+        "mlp.up": column(),
+        "mlp.down": row(output_layouts=part),
+    }
+    for block in model.modules():
+        if isinstance(block, llama.PlainBlock):
+            parallelize_module(block, mesh, plan)
+
+
+class OctavoStack(Fused):
     """The blocks of a whole Llama, which `octavo.distributed.tensor_parallel` takes."""
 
     def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.llama = Llama(config)
         self.layers = self.llama.model.layers
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        delta = None
-        for block in self.layers:
-            x, delta = block(x, delta, cos, sin, None)
-        return x if delta is None else x + delta
 
 
 def _octavo(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -50,12 +85,9 @@ def _octavo(model: nn.Module, mesh: DeviceMesh) -> None:
     tensor_parallel(model.llama, mesh)
 
 
-def _torchao(recipe: str) -> Callable[[nn.Module, DeviceMesh], None]:
-    def make(model: nn.Module, mesh: DeviceMesh) -> None:
-        use_torchao(model, recipe)
-        split(model, mesh, torchao=recipe == "tensorwise")  # its styles gather tensorwise activations only
-
-    return make
+def _torchao(model: nn.Module, mesh: DeviceMesh, *, recipe: str) -> None:
+    use_torchao(model, recipe)
+    split(model, mesh, torchao=recipe == "tensorwise")  # its styles gather tensorwise activations only
 
 
 @dataclass(frozen=True)
@@ -65,13 +97,14 @@ class Mode:
     overlap: bool = False  # Inductor's asynchronous tensor parallelism
 
 
+_rowwise = partial(_torchao, recipe="rowwise")
 MODES = {
-    BASE: Mode(SplitStack, split),
-    BASE + ASYNC: Mode(SplitStack, split, overlap=True),
+    BASE: Mode(Plain, split),
+    BASE + ASYNC: Mode(Plain, split, overlap=True),
     "octavo: rowwise": Mode(OctavoStack, _octavo),
-    "torchao: rowwise": Mode(SplitStack, _torchao("rowwise")),
-    "torchao: rowwise" + ASYNC: Mode(SplitStack, _torchao("rowwise"), overlap=True),
-    "torchao: tensorwise, gathered in FP8": Mode(SplitStack, _torchao("tensorwise")),
+    "torchao: rowwise": Mode(Plain, _rowwise),
+    "torchao: rowwise" + ASYNC: Mode(Plain, _rowwise, overlap=True),
+    "torchao: tensorwise, gathered in FP8": Mode(Plain, partial(_torchao, recipe="tensorwise")),
 }
 
 
@@ -81,8 +114,7 @@ class Runner(Passes):
     def __init__(
         self, mode: Mode, config: LlamaConfig, tokens: int, mesh: DeviceMesh, *, compiled: bool = True
     ) -> None:
-        device = torch.device(mesh.device_type)
-        with torch.device(device):
+        with torch.device(DEVICE):
             model = mode.stack(config).to(torch.bfloat16)
         self.layers: nn.ModuleList = model.layers  # type: ignore[assignment]
         draw_matrices(self.layers)
@@ -91,18 +123,7 @@ class Runner(Passes):
         for block in self.layers if compiled else ():
             block.__class__ = own_code(type(block))
             block.compile(fullgraph=True, dynamic=False, options=options)
-        super().__init__(model, config, tokens, device, (mesh.get_local_rank(), mesh.size()))
-
-
-def main() -> None:
-    options = read_options(__doc__, layers=2, rounds=8)
-    deadline = Deadline(options.seconds)
-    torch._dynamo.config.recompile_limit = 64
-    device = start()
-    mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
-    config = replace(CONFIG, layers=options.layers)
-    Bench(config, TOKENS, mesh, options.rounds, deadline).run(chosen(MODES, BASE, options.only))
-    distributed.destroy_process_group()
+        super().__init__(model, config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size()))
 
 
 @dataclass
@@ -113,61 +134,57 @@ class Bench:
     tokens: int
     mesh: DeviceMesh
     rounds: int
-    deadline: Deadline
     compiled: bool = True
     runners: dict[str, Runner] = field(default_factory=dict)
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
 
     def run(self, names: list[str]) -> None:
         """Measure the modes and write the result; then those that overlap, which take turns with BF16 too."""
         rate = bandwidth()
         for overlap in (False, True):
             part = [name for name in names if MODES[name].overlap == overlap]
+            built: list[Row] = []
             for name in part:
-                if self.deadline.allows(name):
-                    self.build(name)
+                attempt(built, name, partial(self.build, name))
+            self.rows += [row for row in built if "error" in row]
             there = [name for name in part if name in self.runners]
-            if there:
-                self.rows += [row for row in self.measure({BASE, *there}) if row["mode"] in there]
-            self.write(rate)
+            times = self.times({BASE, *there}) if there else {}
+            for name in there:
+                attempt(self.rows, name, partial(self.row, name, times))
+            result = {"setting": setting_of(self.config, self.tokens), "bytes_per_second": rate, "modes": self.rows}
+            write(f"gpu_tensor_parallel_{self.mesh.size()}_gpus", result)
 
-    def build(self, name: str) -> None:
-        """Add the model of a mode that agrees with BF16, or the row of one that does not run."""
-        try:
-            runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
-            actual = runner.step()
-            expected = self.runners[BASE].step() if self.runners else actual
-            found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
-            found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
-            say(f"{name:40} output {found[0]:.1f} dB, gradient of the input {found[1]:.1f} dB")
-            if not all(db > 6 for db in found):
-                raise RuntimeError(f"output and gradient are off: {found} dB")
-            self.runners[name] = runner
-        except Exception as error:  # a mode that does not run here must not end the others
-            text = f"{type(error).__name__}: {str(error)[:500]}"
-            self.rows.append({"mode": name, "error": text})
-            print(f"{name}: {text}", flush=True)
+    def build(self, name: str) -> Row:
+        """Add the model of a mode that agrees with BF16; the SQNR of its output, and of the gradient of its input."""
+        runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
+        actual = runner.step()
+        expected = self.runners[BASE].step() if self.runners else actual
+        found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+        found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
+        if not all(db > 6 for db in found):
+            raise RuntimeError(f"output and gradient are off: {found} dB")
+        self.runners[name] = runner
+        return {"sqnr": found}
 
-    def measure(self, names: set[str]) -> list[dict[str, Any]]:
-        """A row a mode: milliseconds, and the speed as a multiple of that of BF16 in the same round."""
+    def times(self, names: set[str]) -> dict[str, list[float]]:
+        """Milliseconds of the modes, which take turns."""
         steps = {name: runner.step for name, runner in self.runners.items() if name in names}
-        times = {name: slowest(each) for name, each in interleaved(steps, rounds=self.rounds, repeat=4).items()}
-        rows = []
-        for name, found in times.items():
-            ratio = statistics.median(b / a for a, b in zip(found, times[BASE], strict=True))
-            row = {"mode": name, **summary(found), "ratio": ratio, "rounds": found, "kernels": profiled(steps[name])}
-            say(f"{name:40} {row['median']:8.2f} ms  {ratio:.3f} of {BASE}  {row['kernels']}")
-            rows.append(row)
-        return rows
+        return {name: slowest(each) for name, each in interleaved(steps, rounds=self.rounds, repeat=4).items()}
 
-    def write(self, rate: float) -> None:
-        if distributed.get_rank() != 0:
-            return
-        sizes = ("layers", "width", "heads", "kv_heads", "mlp_width")
-        setting = {name: getattr(self.config, name) for name in sizes} | {"tokens": self.tokens}
-        world = self.mesh.size()
-        result = {"setting": setting | {"world": world}, "bytes_per_second": rate, "modes": self.rows}
-        record.write(f"gpu_tensor_parallel_{world}_gpus", result)
+    def row(self, name: str, times: dict[str, list[float]]) -> Row:
+        """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
+        ratio = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
+        kernels = profiled(self.runners[name].step)
+        return {**summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
+
+
+def main() -> None:
+    options = read_options(__doc__, layers=2, rounds=8)
+    start()
+    mesh = init_device_mesh(DEVICE, (distributed.get_world_size(),))
+    config = replace(CONFIG, layers=options.layers)
+    Bench(config, CONFIG.context, mesh, options.rounds).run(chosen(MODES, BASE, options.only))
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

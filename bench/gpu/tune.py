@@ -1,32 +1,35 @@
 """Times our GEMMs with many tilings: what a kernel's `choose` takes, and the best of all. It writes no result.
 
-    gemm             the GEMM of row scales at few rows, beside cuBLASLt and a copy of the same bytes
-    block            the GEMM of scales along K, by scales, beside BF16, cuBLASLt and operands widened to BF16
-    grouped          the grouped GEMM of block scales, beside BF16's; the routing is drawn at random
+    gemm             the GEMM of row scales at few rows, beside a copy of the same bytes
+    block            the GEMM of scales along K, by scales, beside cuBLASLt and operands widened to BF16
+    grouped          the grouped GEMM of block scales; the routing is drawn at random
+    grouped-rows     the grouped GEMMs of row scales on a Hopper: y with fast accumulation, and dw promoted
     weight-only      the GEMM of an eight-bit weight; --bytes widens E4M3 as on older GPUs
     int8             the GEMM of INT8 at more than 64 rows
-    cache            the attention that reads a cache of keys and values, by tiles
+    cache            the attention that reads a cache of keys and values, by tiles, beside a copy of the same bytes
 
-Change `choose` in octavo.ops.kernels (and `TILES` in octavo.ops.attention_tiles) by what it prints.
+Change `choose` in octavo.ops.kernels (and `TILES` in octavo.ops.attention_tiles) by what it prints. The other ways to
+compute the same are in bench.gpu.serve, linears, moe and grouped_rows.
 
     python -m bench.gpu.tune gemm [--rows 1,16,64] [--shapes 4]
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product, starmap
+from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import beyond_cache, fastest, in_turn, made, option, replayed
+from bench.gpu.grouped_rows import of_columns, of_rows
+from bench.gpu.harness import beyond_cache, fastest, in_turn, once, parser_of, replayed, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
+from bench.gpu.moe import Products
 from octavo.inference.kv_cache import DTYPES
 from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.ops import quantize, sort_by_expert
@@ -46,6 +49,9 @@ GROUPED = {
     64: [(64, 64, 1, 5, 4), (128, 64, 1, 4, 8), (128, 64, 1, 4, 4), (64, 32, 2, 4, 4)],
     1 << 20: [(128, 128, 1, 5, 8), (128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 4, 8)],
 }
+# The rows of both operands in a tile, stages and warps.
+FAST = [(128, 256, 3, 8), (256, 128, 4, 8), (256, 128, 3, 8), (128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 2, 4)]
+PROMOTED = [(128, 128, 3, 8), (64, 128, 3, 4), (128, 64, 3, 4), (128, 256, 3, 8), (256, 128, 3, 8)]
 INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
     (128, 128, 128, 3, 4), (128, 128, 128, 3, 8), (128, 128, 128, 4, 8), (128, 256, 64, 4, 8), (128, 256, 128, 3, 8),
     (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (64, 256, 128, 3, 4), (64, 128, 128, 4, 4),
@@ -53,15 +59,16 @@ INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
 CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    name = (words or sys.argv[1:] or [""])[0]
-    if name not in KERNELS:
-        raise SystemExit(f"the first word must be one of {', '.join(KERNELS)}, got {name!r}")
-    rows, tune = KERNELS[name]
-    chosen = [int(each) for each in option("--rows", rows).split(",")]
-    for m in chosen:
-        for n, k in llama.SHAPES[-int(option("--shapes", "4")) :] if name in BY_SHAPE else ((0, 0),):
-            tune(m, n, k)
+def main() -> None:
+    parser = parser_of(__doc__, shapes=sized(4, 1), rows="", bytes=False)
+    parser.add_argument("kernel", choices=KERNELS)
+    options = parser.parse_args()
+    rows, tune = KERNELS[options.kernel]
+    by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
+    for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
+        for n, k in by_shape:
+            print(f"{m} x {n} x {k}" if n else m, flush=True)
+            tune(m, n, k, **{"native": False} if options.bytes else {})
             torch.cuda.empty_cache()
 
 
@@ -79,39 +86,32 @@ def gemm(m: int, n: int, k: int) -> None:
     a, count = quantize(bf16(m, k), Cast()), beyond_cache(n, k)
     bs = [quantize(bf16(n, k), Cast()) for _ in range(count)]
 
-    def ours(tiling: row_gemm.Tiling) -> float:
+    def us(tiling: row_gemm.Tiling) -> float:
         return in_turn(lambda b: row_gemm.scaled_mm(a.data, a.scale, b.data, b.scale, None, BF16, True, tiling), bs)
-
-    def native(b: QTensor) -> None:
-        scaled_mm_cublaslt(Operands.of(a, b), None, BF16, True)
 
     many = product((64, 128), (128, 256), (3, 4, 6), (4,), (1, 2, 4, 8))
     tilings = product((2, 4, 8, 16), (512, 1024, 2048), (1, 3, 4), (4,)) if m == 1 else many
-    found = fastest(row_gemm.choose(m, n, k, a.data.device), starmap(row_gemm.Tiling, tilings), ours)
-    copy = 1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count
-    print(f"{m} x {n} x {k}: a copy {copy:.1f} us, cuBLASLt {in_turn(native, bs):.1f} us", flush=True)
-    show(found, copy=copy)
+    found = fastest(row_gemm.choose(m, n, k, a.data.device), starmap(row_gemm.Tiling, tilings), us)
+    show(found, copy=1e3 * copy_ms(count * (n * k + 4 * n + m * (k + 4 + 2 * n))) / count)
 
 
 def block(m: int, n: int, k: int) -> None:
     x, wide = bf16(m, k), [bf16(n, k) for _ in range(beyond_cache(n, k) if m < 1024 else 2)]
-    print(f"{m} x {n} x {k}: BF16 {in_turn(partial(F.linear, x), wide):.1f} us", flush=True)
     for name, (left, right) in PAIRS.items():
-        cast, size = Cast(granularity=left), left.cols or 1
-        a, bs = quantize(x, cast), [quantize(w, Cast(granularity=right)) for w in wide]
+        a, bs, size = (
+            quantize(x, Cast(granularity=left)),
+            [quantize(w, Cast(granularity=right)) for w in wide],
+            left.cols,
+        )
 
-        by = partial(time_products, a, bs)
-        native = f", cuBLASLt {by(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
-        print(f"  {name}: quantize {in_turn(partial(quantize, cast=cast), [x] * len(wide)):.1f} us{native}", flush=True)
-        print(f"    widened to BF16 {by(block_scaled_gemm.dequantized_mm):8.1f} us")
-        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
-        chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
-        show(fastest(chosen, tilings, partial(by, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
+        def us(call: Callable[..., Any], *options: Any, a: QTensor = a, bs: list[QTensor] = bs) -> float:
+            return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
 
-
-def time_products(a: QTensor, bs: Sequence[QTensor], call: Callable[..., Any], *options: Any) -> float:
-    """Microseconds of a product of a with each of bs in turn."""
-    return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
+        native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
+        print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
+        chosen = block_scaled_gemm.choose(m, n, k, size or 1, x.device)
+        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size or 1))
+        show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
 
 
 def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
@@ -130,38 +130,53 @@ def block_tilings(m: int, group_size: int) -> Iterator[tuple[int, ...]]:
 def grouped(tokens: int, *_: int) -> None:
     for name, shape in EXPERTS.items():
         for n, k in ((2 * shape.mlp_width, shape.width), (shape.width, shape.mlp_width)):
-            e, m, w = shape.experts, tokens * shape.top_k, bf16(shape.experts, n, k)
-            qs = [quantize(matrix, Cast(granularity=SQUARE)) for matrix in w]
-            data = torch.stack([q.data.view(torch.uint8) for q in qs]).view(qs[0].data.dtype)
+            e, m = shape.experts, tokens * shape.top_k
+            qs = [quantize(w, Cast(granularity=SQUARE)) for w in bf16(e, n, k)]
+            w = torch.stack([q.data.view(torch.uint8) for q in qs]).view(qs[0].data.dtype)
             scale = torch.stack([q.scale for q in qs])
             offsets = sort_by_expert(torch.rand(tokens, e, device="cuda").topk(shape.top_k).indices, e).offsets
-            x = bf16(m, k)
-            a = quantize(x, Cast(granularity=STRIP))
-            wide = 1e3 * replayed(partial(F.grouped_mm, x, w.transpose(1, 2), offs=offsets), rounds=4)
-            print(f"{name}, {tokens} tokens, {n} x {k}: BF16 {wide:.1f} us", flush=True)
+            a = quantize(bf16(m, k), Cast(granularity=STRIP))
             rows = grouped_gemm.likely_rows(m, e)
-            chosen = block_scaled_gemm.choose(rows, n, k, 128, x.device)
+            chosen = block_scaled_gemm.choose(rows, n, k, 128, offsets.device)
             tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
-            others = [block_scaled_gemm.Tiling(*each) for each in tilings]
-            operands = Operands(a.data, data, a.scale, scale, STRIP, SQUARE)
+            operands = Operands(a.data, w, a.scale, scale, STRIP, SQUARE)
             ours = partial(grouped_gemm.block_scaled_grouped_mm, operands, offsets, BF16)
-            with compile_only():  # in several threads
-                for tiling in (chosen, *others):
-                    ours(tiling)
-            us = lambda tiling, ours=ours: 1e3 * replayed(partial(ours, tiling), rounds=4)  # noqa: E731
-            show(fastest(chosen, others, us, best=4), 2 * m * n * k)
+            print(f"{name}, {tokens} tokens, {n} x {k}", flush=True)
+            time_grouped(ours, chosen, [block_scaled_gemm.Tiling(*each) for each in tilings], 2 * m * n * k)
 
 
-def eight_bit_weight(m: int, n: int, k: int) -> None:
-    x, native = bf16(m, k), "--bytes" not in sys.argv
-    ws = [quantize(bf16(n, k), ROW_W) for _ in range(beyond_cache(n, k))]
+def time_grouped(ours: Callable[[Any], Any], chosen: Any, others: Sequence[Any], flops: float) -> None:
+    with compile_only():  # in several threads
+        for tiling in (chosen, *others):
+            ours(tiling)
+
+    def us(tiling: Any) -> float:
+        ours(tiling)
+        return 1e3 * median(once(partial(ours, tiling), 4) for _ in range(3))
+
+    show(fastest(chosen, others, us, best=4), flops)
+
+
+def grouped_rows(*_: int) -> None:
+    for name, shape in EXPERTS.items():
+        p, tiling = Products(shape), grouped_gemm.Tiling
+        y, dw = of_rows(p.x_q.data, p.w_q.data, p.offsets), of_columns(p.dy_t, p.x_t, p.offsets)
+        device, likely = p.offsets.device, grouped_gemm.likely_rows(shape.rows, shape.experts)
+        print(f"{name}: y, then dw", flush=True)
+        chosen = grouped_gemm.choose(likely, True, device)
+        time_grouped(partial(y.ours, True), chosen, [tiling(*each) for each in FAST], p.flops)
+        chosen = grouped_gemm.choose_dw(shape.width, shape.rows, shape.experts, False, device)
+        time_grouped(partial(dw.ours, False), chosen, [tiling(*each) for each in PROMOTED], p.flops)
+
+
+def eight_bit_weight(m: int, n: int, k: int, native: bool = True) -> None:
+    x, ws = bf16(m, k), [quantize(bf16(n, k), ROW_W) for _ in range(beyond_cache(n, k))]
 
     def us(tiling: row_gemm.Tiling) -> float:
         return in_turn(lambda w: weight_only.weight_only_mm(x, w.data, w.scale, ROW, None, None, tiling, native), ws)
 
     many = product((64, 128), (128, 256) if m <= 32 else (64, 128), (3, 4), (4, 8), (1, 2))
     tilings = product((4, 8, 16), (512, 1024), (3, 4), (4,), (1,)) if m == 1 else many
-    print(f"{m} x {n} x {k}", flush=True)
     show(fastest(weight_only.choose(m, n, k, 0, x.device), starmap(row_gemm.Tiling, tilings), us))
 
 
@@ -172,39 +187,42 @@ def int8(m: int, n: int, k: int) -> None:
     def us(tiling: int8_gemm.Tiling) -> float:
         return 1e3 * replayed(partial(int8_gemm.int8_mm, a, ones[0], b, ones[1], None, None, BF16, tiling), calls=3)
 
-    print(f"{m} x {n} x {k}", flush=True)
     tilings = [int8_gemm.Tiling(*each) for each in INT8]
     show(fastest(tilings[0], tilings, us, best=len(tilings)), 2 * m * n * k)
 
 
 def cache(batch: int, *_: int) -> None:
-    heads, kv_heads, dim = llama.CONFIG.heads, llama.CONFIG.kv_heads, llama.CONFIG.head_dim
-    for context in (32768, 4096):
-        q, k, v = (bf16(batch, n, length, dim) for n, length in ((heads, 1), (kv_heads, context), (kv_heads, context)))
+    heads, kv_heads, dim = llama.LLAMA.heads, llama.LLAMA.kv_heads, llama.LLAMA.head_dim
+    for context in sized((32768, 4096), (256,)):
+        q, k, v = (bf16(batch, n, t, dim) for n, t in ((heads, 1), (kv_heads, context), (kv_heads, context)))
         for dtype in DTYPES:
             store = models.filled(dtype, k, v)
             size = store.keys.element_size()
-            before, copy, found = TILES[size], copy_ms(2 * k.numel() * size), dict[Tile, float]()
-            for choice in CACHED:
-                TILES[size] = (choice,)
-                choose_tile.cache_clear()
-                took = made(str(choice), partial(replayed, partial(store.attend, q), calls=3, rounds=4))
-                found |= {choice: took} if took is not None else {}  # None: more shared memory than there is
+            before, step = TILES[size], partial(store.attend, q)
+            print(f"batch {batch} context {context} {dtype}", flush=True)
+            found = fastest(before[0], CACHED, partial(time_tile, step, size), best=5)
+            show(found, copy=1e3 * copy_ms(2 * k.numel() * size))
             TILES[size] = before
             choose_tile.cache_clear()
-            print(f"batch {batch} context {context} {dtype}; now {tuple(before[0])}", flush=True)
-            show([(tile, 1e3 * found[tile]) for tile in sorted(found, key=found.__getitem__)[:5]], copy=1e3 * copy)
 
 
-KERNELS: dict[str, tuple[str, Callable[[int, int, int], None]]] = {  # and the rows (tokens, texts) by default
+def time_tile(step: Callable[[], Tensor], size: int, tile: Tile) -> float:
+    """Microseconds of an attention whose elements of keys and values have `size` bytes, with a tile."""
+    TILES[size] = (tile,)
+    choose_tile.cache_clear()
+    return 1e3 * replayed(step, calls=3, rounds=4)
+
+
+KERNELS: dict[str, tuple[str, Callable[..., None]]] = {  # and the rows (tokens, texts) by default
     "gemm": ("1,16,64", gemm),
     "block": ("16,8192", block),
     "grouped": ("16,512,8192", grouped),
+    "grouped-rows": ("0", grouped_rows),
     "weight-only": ("1,16,64", eight_bit_weight),
     "int8": ("512,8192", int8),
     "cache": ("1,8", cache),
 }
-BY_SHAPE = KERNELS.keys() - {"grouped", "cache"}
+BY_SHAPE = KERNELS.keys() - {"grouped", "grouped-rows", "cache"}
 
 if __name__ == "__main__":
     main()

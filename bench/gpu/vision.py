@@ -2,8 +2,7 @@
 
 Two shapes. ViT-H/14 has 128 images of 257 tokens; its blocks are timm's where timm is installed, and else those of
 `octavo.models.vision`. A transformer of the size of SDXL's is 1280 wide and has 20 heads, 10 blocks, a GEGLU MLP, and
-1,024 tokens that attend to themselves and to 77 of a text; its blocks are diffusers' where diffusers is installed, and
-else those below.
+1,024 tokens that attend to themselves and to 77 of a text; its blocks are diffusers', and it is left out without them.
 
 Each block is compiled by itself. First come the outputs and gradients against BF16's, then the modes take turns.
 The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
@@ -13,28 +12,33 @@ GPU.
 is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly. At the end the profiler
 sums the kernels of BF16 and "ours" by kind.
 
-    python -m bench.gpu.vision [--quick]
+    python -m bench.gpu.vision
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu.harness import DEVICE, decibels, interleaved, peak_of
+from bench.gpu.harness import (
+    DEVICE,
+    allocated,
+    each_decibels,
+    interleaved,
+    parser_of,
+    peak_of,
+    show,
+    sized,
+)
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.stack import categories
 from octavo.models.vision import Block
-from octavo.nn import GEGLU, NormLinear
-from octavo.speed import release
 
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
 PROFILED = ("bf16", "ours")
@@ -52,41 +56,10 @@ class Shape:
     text: int = 0
 
 
-SHAPES = {"ViT-H/14": Shape(6, 128, 257, 1280, 16), "SDXL-size": Shape(10, 16, 1024, 1280, 20, 77)}
-TINY = {"ViT-H/14": Shape(2, 2, 9, 64, 4), "SDXL-size": Shape(2, 2, 16, 64, 4, 5)}  # for a rehearsal on a CPU
-
-
-class Attention(nn.Module):
-    layer_after = "to_out"  # whose input is the result of PyTorch's attention (`octavo.nn.attention_layers`)
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(width, width, bias=i == 3) for i in range(4))
-
-    def forward(self, *projected: Any) -> Tensor:
-        """[B, T, width] from q [B, T, width], k and v [B, S, width]."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in projected)
-        return self.to_out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class DiffusionBlock(nn.Module):
-    """A transformer block of SDXL's U-Net, as `BasicTransformerBlock` of diffusers. Once it is converted, norms and the
-    activation quantize in the pass that computes them."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.norm3 = (nn.LayerNorm(width) for _ in range(3))
-        self.attn1, self.attn2 = Attention(width, heads), Attention(width, heads)
-        self.proj, self.out = nn.Linear(width, 8 * width), nn.Linear(4 * width, width)
-        self.qkv = NormLinear(self, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
-        self.q, self.mlp = NormLinear(self, "norm2", "attn2.to_q"), GEGLU(self, "proj", "out")
-
-    def forward(self, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
-        projected, _ = self.qkv(x)
-        (q,), x = self.q(x, self.attn1(*projected))
-        k, v = self.attn2.to_k(encoder_hidden_states), self.attn2.to_v(encoder_hidden_states)
-        return self.mlp.forward_residual(x, self.norm3, self.attn2(q, k, v))
+SHAPES = {
+    "ViT-H/14": sized(Shape(6, 128, 257, 1280, 16), Shape(2, 2, 9, 64, 4)),
+    "SDXL-size": sized(Shape(10, 16, 1024, 1280, 20, 77), Shape(2, 2, 16, 64, 4, 5)),
+}
 
 
 class Stack(nn.Module):
@@ -103,21 +76,15 @@ class Stack(nn.Module):
 
 
 def diffusion_block() -> Callable[[int, int], nn.Module]:
-    """diffusers' block; ours without diffusers."""
+    """diffusers' block."""
     block = library_block("diffusers.models.attention", "BasicTransformerBlock")
-    if block is None:
-        return DiffusionBlock
     return lambda width, heads: block(width, heads, width // heads, cross_attention_dim=width)
 
 
 def vision_block() -> Callable[[int, int], nn.Module]:
     """timm's block, with biases as in ViT-H/14; ours without timm."""
-    block = timm_block()
+    block = library_block("timm.models.vision_transformer", "Block")
     return Block if block is None else lambda width, heads: block(width, heads, qkv_bias=True)
-
-
-def timm_block() -> Any:
-    return library_block("timm.models.vision_transformer", "Block")
 
 
 def library_block(module: str, name: str) -> Any:
@@ -129,8 +96,8 @@ def library_block(module: str, name: str) -> Any:
 
 
 def block_source() -> str:
-    """The module of the blocks of ViT-H/14, for a table's heading."""
-    return "octavo.models.vision" if timm_block() is None else "timm"
+    """The module of the blocks of ViT-H/14."""
+    return "octavo.models.vision" if vision_block() is Block else "timm"
 
 
 def inputs(shape: Shape) -> tuple[Tensor, ...]:
@@ -176,56 +143,42 @@ def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
     return run
 
 
-def free_models() -> None:
-    """Free the models of earlier modes, with their gradients.
-
-    A compiled block refers to itself. By itself Python frees it later, and a mode measured before that seems to take
-    more memory.
-    """
-    torch._dynamo.reset()
-    release(torch.device(DEVICE))
-
-
-def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+def measure(shape: Shape) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 64  # the modes share the code of their blocks
     modes = [mode for mode in MODES if "torchao" not in mode or record.installed("torchao")]
     result: dict[str, Any] = {"shape": vars(shape), "conversion": {}, "peak_bytes": {}, "db": {}}
     reference: list[Tensor] = []
-    steps: dict[str, Callable[[], Any]] = {}
     for mode in modes:  # alone on the GPU first, for its memory
-        free_models()
+        torch._dynamo.reset()  # a compiled block refers to itself, and would hold an earlier mode's model
+        before = allocated()
         model, result["conversion"][mode] = make(shape, mode)
         run = step(model, shape)
-        known = sum(t.numel() * t.element_size() for t in reference)
-        result["peak_bytes"][mode] = peak_of(run, known)
+        result["peak_bytes"][mode] = peak_of(run, before)
         found = [t.clone() for t in run()]
         reference = reference or found
-        result["db"][mode] = [decibels(b, a) for a, b in zip(found, reference, strict=True)] if mode != "bf16" else []
-        print(mode, f"{result['peak_bytes'][mode] / 2**30:.2f} GiB", result["db"][mode], flush=True)
+        result["db"][mode] = each_decibels(reference, found) if mode != "bf16" else []
         del model, run, found
-    free_models()
-    for mode in modes:
-        steps[mode] = step(make(shape, mode)[0], shape)
-    result["rounds"] = interleaved(steps, rounds=rounds, repeat=3 if DEVICE == "cuda" else 1)
+    torch._dynamo.reset()
+    allocated()
+    steps = {mode: step(make(shape, mode)[0], shape) for mode in modes}
+    result["rounds"] = interleaved(steps, rounds=15, repeat=3)
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
     best = max(1.0, result["speedup"]["ours"])
     result["only_if_faster_to_best"] = result["speedup"]["ours, only if faster"] / best
-    if DEVICE == "cuda":
-        result["profiles"] = {mode: categories(steps[mode]) for mode in PROFILED}
-        for mode, sums in result["profiles"].items():
-            print(mode, {kind: round(sums[kind], 2) for kind in ("gemm", "attention", "rest")}, flush=True)
-    print(result["speedup"], result["only_if_faster_to_best"], flush=True)
+    result["profiles"] = {mode: categories(steps[mode]) for mode in PROFILED}
+    show(result)
     return result
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
-    shapes = SHAPES if DEVICE == "cuda" else TINY
+    parser_of(__doc__).parse_args()
     found: dict[str, Any] = {}
-    for name, shape in shapes.items():
-        found[name] = measure(shape, 5 if quick else 15)
-        if DEVICE == "cuda":
-            print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
+    for name, shape in SHAPES.items():
+        if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:
+            print(f"{name}: diffusers is not installed")
+            continue
+        found[name] = measure(shape)
+        print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,10 @@ one with a full sample, and as many steps in a row as the default interval has. 
 default interval, and 1 % of the peak memory. Outputs must be equal bit for bit. So must the gradients of a small stack
 with deterministic algorithms: otherwise the backward pass of flash attention differs from call to call.
 
-    python -m bench.gpu.watch [--quick]         2 minutes, or 1.5: most of it compiles
+    python -m bench.gpu.watch         2 minutes: most of it compiles
 """
 
-import gc
 import os
-import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,14 +16,13 @@ from typing import Any
 import torch
 
 from bench import record
-from bench.gpu.harness import interleaved, peak_of, summary
+from bench.gpu.harness import allocated, interleaved, parser_of, peak_of, show, sized, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
 from octavo.watching import Watch, watch
 from octavo.watching.collection import CHECK_INTERVAL
 
 INTERVAL = 100
-BRIEF_SAMPLES = INTERVAL // CHECK_INTERVAL
 NEVER = 1 << 30
 PLAIN, UNSAMPLED, BRIEF, FULL = "not watched", "watched, not sampled", "brief sample", "full sample"
 DEFAULT = "at the default interval"
@@ -59,43 +55,30 @@ class WatchedRunner(Runner):
         return step
 
 
-def measure(mode: str = FUSED, *, rounds: int, repeat: int = 4, many: int = INTERVAL, **options: Any) -> dict[str, Any]:
+def measure(mode: str = FUSED, *, many: int = INTERVAL, **options: Any) -> dict[str, Any]:
     """Times, memory and equality of the stack with and without a watch; `many` steps at the default interval."""
-    gc.collect()  # tensors of other stacks, freed later, would hide as many bytes of a peak
-    allocated = torch.cuda.memory_allocated
     before = allocated()
     plain = Runner(mode, **options)
-    peaks = {PLAIN: peak_of(plain.step, before)}
-    before = allocated()
+    least, before = peak_of(plain.step, before), allocated()
     watched = WatchedRunner(mode, **options)
     single = {
         UNSAMPLED: watched.every(NEVER, NEVER),
         BRIEF: watched.every(NEVER, 1),
         FULL: watched.every(1, NEVER),
     }
-    peaks |= {name: peak_of(step, before) for name, step in single.items()}
+    peaks = [peak_of(step, before) for step in single.values()]
     equal = {"outputs": torch.equal(everything(plain)[0], everything(watched)[0])}
-    long = max(rounds // 3, 2)
-    turns = [(name, step, rounds, repeat) for name, step in single.items()]
-    turns.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), long, many))
+    rows = [(name, step, 12, 4) for name, step in single.items()]
+    rows.append((DEFAULT, watched.every(INTERVAL, CHECK_INTERVAL), 4, many))
     times = {
-        name: interleaved({PLAIN: plain.step, name: step}, rounds=count, repeat=each, warmup=2)
-        for name, step, count, each in turns
+        name: interleaved({PLAIN: plain.step, name: step}, rounds=rounds, repeat=repeat, warmup=2)
+        for name, step, rounds, repeat in rows
     }
     watched.watch.close()
-    extra = {name: statistics.median(found[name]) - statistics.median(found[PLAIN]) for name, found in times.items()}
-    samples = extra[BRIEF] * BRIEF_SAMPLES + extra[FULL]
-    more = (extra[UNSAMPLED] * (INTERVAL - BRIEF_SAMPLES) + samples) / INTERVAL
-    return {
-        "equal": equal,
-        "interval": INTERVAL,
-        "ms": {name: {which: summary(t) for which, t in found.items()} for name, found in times.items()},
-        "sample_ms": {name: extra[name] for name in (BRIEF, FULL)},
-        "overhead": extra[DEFAULT] / statistics.median(times[DEFAULT][PLAIN]),
-        "overhead_of_parts": more / statistics.median(times[UNSAMPLED][PLAIN]),
-        "peak_bytes": peaks,
-        "memory": max(peaks.values()) / peaks[PLAIN] - 1 if peaks[PLAIN] else None,
-    }
+    ms = {name: {which: summary(t) for which, t in found.items()} for name, found in times.items()}
+    memory = max(least, *peaks) / least - 1 if least else None
+    overhead = ms[DEFAULT][DEFAULT]["median"] / ms[DEFAULT][PLAIN]["median"] - 1
+    return {"equal": equal, "interval": INTERVAL, "ms": ms, "overhead": overhead, "memory": memory}
 
 
 def small_equality(mode: str = FUSED, **options: Any) -> dict[str, bool]:
@@ -123,21 +106,14 @@ def everything(runner: Runner) -> list[torch.Tensor]:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic GEMMs need it
     dynamo: Any = torch._dynamo.config
     dynamo.automatic_dynamic_shapes = False  # the large stack must not be compiled for any number of tokens
-    small = small_equality(config=replace(CONFIG, layers=1), tokens=1024)
-    print(f"a small stack, equal bit for bit: {small}", flush=True)
-    result = measure(rounds=5 if "--quick" in sys.argv else 12)
+    small = small_equality(config=replace(CONFIG, layers=1), tokens=sized(1024, 32))
+    result = measure()
     result["equal"] |= small
-    for name, found in result["ms"].items():
-        print(
-            f"{name:24} {found[name]['median']:8.2f} ms; not watched, in turn with it, {found[PLAIN]['median']:.2f} ms"
-        )
-    for name, cost in result["sample_ms"].items():
-        print(f"a {name} costs {cost:.2f} ms")
-    print(f"at interval {INTERVAL}: {result['overhead']:.2%} of a step; by parts {result['overhead_of_parts']:.2%}")
-    print(f"peak memory {result['memory'] or 0:+.2%}; equal bit for bit: {result['equal']}")
+    show(result)
     print(record.write("gpu_watch", {"layers": CONFIG.layers, **result}))
 
 

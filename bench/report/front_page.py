@@ -4,9 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from bench.gpu.modes import BASE, FP8_CACHE, FUSED, SERVE, SERVE_TORCHAO
-from bench.gpu.programs import OCTAVO
-from bench.gpu.sharded import OURS, TORCHAO
+from bench.gpu.modes import BASE, FP8_CACHE, FUSED, OCTAVO, OURS, SERVE, SERVE_TORCHAO, TORCHAO
 from bench.report.filler import Result, Row, number
 from bench.report.performance import GRAPHS, by_mode, figure, serve_medians
 from bench.report.pretraining import mean_of

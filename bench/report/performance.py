@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from importlib.resources import files
 from pathlib import Path
 
-from bench.gpu.modes import BASE, FP8_CACHE, FUSED, HOOKED, SERVE, SERVE_FP8_CACHE, speedup
-from bench.gpu.programs import EAGER, OCTAVO, STATIC
+from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
 from bench.report import pretraining, vision
 from bench.report.filler import Result, Row, ratio
 from octavo.nn.only_if_faster import SHIPPED

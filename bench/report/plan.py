@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from bench.gpu.modes import BASE, FUSED, SERVE, SERVE_FP8_ATTENTION
+from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
 from bench.gpu.plan import AIMS, MODELS, planned_again
-from bench.gpu.sharded import OURS, WIDE
 from bench.report.filler import Fields, Result, Row, machine
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.gpu.modes import BASE, speedup
-from bench.gpu.sharded import OURS, WIDE
+from bench.gpu.modes import BASE, OURS, WIDE, speedup
 from bench.report import loss as loss_page
 from bench.report import scaling
 from bench.report.filler import Result

@@ -4,8 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from bench.gpu.modes import BASE, speedup
-from bench.gpu.sharded import OURS, TORCHAO, WIDE
+from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.report.filler import Result, Row, machine
 from octavo.plan.step_time import NODE, NVLINK, Links, Training
 

@@ -1,14 +1,15 @@
-"""Every benchmark of bench/gpu and bench/cpu is rehearsed on this CPU at a tiny size, or is at least imported.
+"""Every benchmark is imported; those that a CPU can run are run at their smallest, with what they compare against.
 
-A rehearsal computes what the GPU computes, by emulation. The others need kernels that a CPU lacks.
+`make bench-smoke` runs all of them on a GPU.
 """
 
 import importlib
 import json
 import queue
+import runpy
+import shlex
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,35 +18,23 @@ from typing import Any
 import attention_fp8_oracle
 import pytest
 import torch
+from torch import Tensor
 
-from bench import record
+from bench import record, smoke
 from bench.cpu import vision as digits
 from bench.cpu import watch as watch_on_cpu
-from bench.gpu import (
-    attention,
-    generate,
-    harness,
-    kernels,
-    layer,
-    llama,
-    moe,
-    packed_experts,
-    plan,
-    stack,
-    start,
-    vision,
-    watch,
-)
+from bench.gpu import attention, generate, harness, kernels, layer, llama, plan, stack, watch
 from bench.gpu import serve_models as models
 from bench.gpu.harness import decibels
-from bench.gpu.modes import BASE, FP8_CACHE, FUSED, FUSED_EAGER, HOOKED
+from bench.gpu.llama import SMALL
+from bench.gpu.modes import BASE, FP8_CACHE, FUSED, FUSED_EAGER, HOOKED, OCTAVO
 from bench.gpu.peers import RECIPES
-from bench.gpu.programs import EAGER, OCTAVO, STATIC
 from bench.report.plots import OWNERS, owner
 from octavo.inference.kv_cache import DTYPES
 from octavo.inference.packed_fusion import fuse
-from octavo.models.llama import LlamaConfig, rope_tables
+from octavo.models.llama import rope_tables
 from octavo.rates.measured import find_gpu
+from octavo.speed import Cell, Generate, Grid
 
 ROOT = Path(__file__).parents[2]
 MAINS = sorted(
@@ -53,9 +42,7 @@ MAINS = sorted(
     for path in (ROOT / "bench").rglob("*.py")
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 )
-BLOCKS = LlamaConfig(vocabulary=8, layers=2, width=256, heads=2, kv_heads=1, mlp_width=384, context=16)
-MODEL = LlamaConfig(vocabulary=512, layers=1, width=64, heads=2, kv_heads=1, mlp_width=128, context=64, tied=False)
-TINY_MOE = moe.Shape(4, 64, 48, 2, 8)
+BLOCKS = replace(SMALL, vocabulary=8, context=16)
 
 
 @pytest.fixture(autouse=True)
@@ -75,20 +62,26 @@ def test_every_main_is_imported_and_says_how_it_is_called(name: str) -> None:
         pytest.skip("it imports Triton's kernels, which this torch comes without")
     assert callable(module.main)
     assert len(module.__doc__ or "") > 40
+    if name.startswith("bench.gpu."):
+        assert any(name in command for command in (*smoke.COMMANDS, *smoke.COMMANDS_OF_A_GPU))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moe", "packed_experts", "vision"])
-def test_mains_that_know_tiny_sizes_run(name: str, monkeypatch: pytest.MonkeyPatch, results: Path) -> None:
-    for module, field, value in (
-        (packed_experts, "TOKENS", {"decode": (2,), "prefill": (8,)}),
-        (moe, "TINY", {"tiny": TINY_MOE}), (packed_experts, "TINY", {"tiny": TINY_MOE}),
-        (vision, "MODES", ("bf16", "ours", "ours, only if faster")), (torch, "compile", lambda model: model),
-        (torch.nn.Module, "compile", lambda self: None), (sys, "argv", [name, "--quick"]),
-    ):  # fmt: skip
-        monkeypatch.setattr(module, field, value)
-    importlib.import_module(f"bench.gpu.{name}").main()
-    assert list(results.iterdir()) == []  # only a GPU's results are written
+@pytest.mark.parametrize(
+    "command", [each for each in smoke.COMMANDS if not {"torch.distributed.run", "bench.gpu.layer"} & {*each.split()}]
+)
+def test_it_runs_at_its_smallest_and_writes_nothing(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+        monkeypatch.delitem(sys.modules, name)  # sizes are chosen at import
+    _, name, *words = shlex.split(command.replace("{out}", str(tmp_path)))
+    monkeypatch.setattr(sys, "argv", [name, *words, "--quick"])
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").iterdir()}
+    runpy.run_module(name, run_name="__main__")
+    assert {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").iterdir()} == before
 
 
 # --- What benchmarks compare with ------------------------------------------------------------------------------
@@ -113,34 +106,23 @@ def test_the_frechet_distance_of_known_gaussians() -> None:
     assert digits.frechet(x, 2 * x) == pytest.approx(float(x.T.cov().trace() + means))
 
 
-@pytest.mark.parametrize("k", [4096, 14336])
-def test_each_operation_gives_what_its_reference_gives(monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "T", 32)
-    monkeypatch.setattr(kernels, "DEVICE", "cpu")
-    found = list(kernels.kernels(k))
-    for kernel in found:
-        kernels.check(kernel)
-        assert kernel.elements == 32 * k
-    assert len({kernel.name for kernel in found}) == len(found)
-    right = torch.zeros(3, dtype=torch.int32)
-    with pytest.raises(AssertionError, match="some: 3 of 3 bytes"):
-        kernels.check(kernels.Kernel("some", lambda: right, lambda: right + 1, 3, 2))
-
-
-def test_a_mode_that_does_not_run_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert harness.made("a mode", lambda: 1 // 0) is None
-    assert "a mode: ZeroDivisionError" in capsys.readouterr().out
-    assert harness.made("a mode", lambda: 7) == 7
-    steps = {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)}
+    rotate = next(kernel for kernel in kernels.kernels(4096) if kernel.name == "rotate")
+    kernels.check(rotate)
+    monkeypatch.setattr(kernels.Kernel, "run", lambda self: self.arguments[0])
+    with pytest.raises(AssertionError, match="rotate: .* bytes are not the reference's"):
+        kernels.check(rotate)
     with pytest.raises(AssertionError):
-        harness.against("base", steps)
+        harness.against("base", {"base": lambda: torch.ones(4), "other": lambda: -torch.ones(4)})
+    assert harness.made("a mode", lambda: 1 // 0) is None  # a mode that does not run is left out
+    assert "a mode: ZeroDivisionError" in capsys.readouterr().out
 
 
 # --- The layer, the stack, and its watch -----------------------------------------------------------------------
 
 
-def test_batches_hold_each_cell_once_and_fit_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "SIZES", (1024, 2048, 4096, 8192, 16384, 32768))
+def test_batches_hold_each_cell_once_and_fit_the_memory() -> None:
     cells, memory = layer.order(), 100 << 30
     batches = list(layer.batches(cells, 12, memory, 2))
     assert [cell for batch in batches for cell in batch] == cells
@@ -180,7 +162,7 @@ def test_plain_and_fused_blocks_compute_the_same() -> None:
 
 def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
     modes = {BASE: "bf16, eager", FUSED: FUSED_EAGER, "plain": "ours plain: rowwise, eager"}
-    runners = {name: stack.Runner(mode, BLOCKS, 16, "cpu") for name, mode in modes.items()}
+    runners = {name: stack.Runner(mode, BLOCKS, 16) for name, mode in modes.items()}
     found = stack.check(runners)
     assert all(40 < db < 50 for each in found.values() for db in each)
     for runner in runners.values():
@@ -191,12 +173,8 @@ def test_a_mode_in_fp8_is_near_bf16_and_its_step_leaves_no_gradient() -> None:
     assert sum(mode.startswith("Transformer Engine") for mode in stack.MODES) == len(RECIPES)
 
 
-def test_the_watch_of_a_stack_and_of_a_run_costs_time_and_changes_no_bit(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"config": BLOCKS, "tokens": 16, "device": "cpu"}
-    found = watch.measure(FUSED_EAGER, rounds=2, repeat=1, many=3, **options)
-    assert found["equal"] == {"outputs": True}
-    assert found["sample_ms"][watch.FULL] > 0
-    assert watch.small_equality(FUSED_EAGER, **options) == {"repeated": True, "watched": True}
+def test_the_watch_of_a_stack_and_of_a_run_changes_no_bit(tmp_path: Path) -> None:
+    assert watch.small_equality(FUSED_EAGER, config=BLOCKS, tokens=16) == {"repeated": True, "watched": True}
     text = tmp_path / "text.txt"
     text.write_text("a quire of sheets folded three times makes eight leaves\n" * 200)
     sizes = ["--data", str(text), "--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
@@ -206,59 +184,86 @@ def test_the_watch_of_a_stack_and_of_a_run_costs_time_and_changes_no_bit(tmp_pat
     assert found["overhead"] == pytest.approx(expected)
 
 
-# --- Whole models ----------------------------------------------------------------------------------------------
+# --- Generating ------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """bench/gpu/generate.py with these words, of a small model; returns what it wrote."""
-    original = generate.Bench
-    monkeypatch.setattr(generate, "Bench", lambda shape, folder, _: original(shape, folder, "cpu"))
-    monkeypatch.setattr(llama, "CONFIG", MODEL)
+def test_ways_take_turns_and_a_speed_is_over_the_best_bf16_way() -> None:
+    order: list[tuple[str, int]] = []
+
+    def way(name: str, baseline: bool) -> generate.Way:
+        def call(ids: Tensor, tokens: int) -> Tensor:
+            order.append((name, tokens))
+            return torch.arange(tokens).expand(len(ids), -1)
+
+        made: Generate = call
+        return generate.Way(name, made, baseline=baseline)
+
+    rows = generate.measure_cell([way("a", False), way("b", True)], Cell(2, 8), Grid([2], [8], 4, 3), 256)
+    assert [row["way"] for row in rows] == ["a", "b"]
+    assert order[:4] == [("a", 4), ("a", 1), ("b", 4), ("b", 1)]  # the first calls
+    for turn in range(4, 16, 4):
+        assert sorted(order[turn : turn + 4]) == [("a", 1), ("a", 4), ("b", 1), ("b", 4)]
+    figures = ((1.0, 10.0, False), (2.0, 4.0, True), (3.0, 5.0, True))
+    named = ("first_token_seconds", "tokens_per_second", "baseline")
+    found = generate.with_speeds([dict(zip(named, each, strict=True)) for each in figures])
+    assert [row["first_token_speedup"] for row in found] == [2.0, 1.0, pytest.approx(2 / 3)]
+    assert [row["tokens_per_second_speedup"] for row in found] == [2.0, 0.8, 1.0]
+
+
+def test_the_memory_of_others_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {"now": 500, "most": 500}  # of which 100 are this way's weights
+    monkeypatch.setattr(generate, "DEVICE", "cuda")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: counted["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counted["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counted.update(most=counted["now"]))
+
+    def allocate(count: int) -> None:
+        counted["now"] += count
+        counted["most"] = max(counted.values())
+
+    way = generate.Way("a", lambda ids, tokens: ids, weights=100)
+    way.begin()
+    with way.metered():
+        allocate(70)
+        allocate(-50)  # 20 stay
+    assert way.peak == 170
+    allocate(200)  # another way's
+    with way.metered():
+        allocate(60)
+        allocate(-60)
+    assert way.peak == 100 + 20 + 60
+    way.begin()
+    with way.metered():
+        allocate(5)
+    assert way.peak == 105
+
+
+@pytest.mark.slow
+def test_generation_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections are added to those of before, and the folders that are there are used again."""
+    monkeypatch.setattr(llama, "CONFIG", SMALL)
     for name, value in {"PROMPTS": (8, 16), "PROMPT": 16, "TOKENS": 4}.items():
         monkeypatch.setattr(generate, name, value)
-
-    def run(*words: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["generate", "--layers", "1", "--folder", str(tmp_path / "models"), *words])
+    words = ["generate", "--layers", "1", "--folder", str(tmp_path / "models"), "--batches", "1,2", "--rounds", "1"]
+    found: list[dict[str, Any]] = []
+    for section in ("prompt", "decode 2"):
+        monkeypatch.setattr(sys, "argv", [*words, "--only", section])
         generate.main()
-        found: dict[str, Any] = json.loads((tmp_path / f"{generate.NAME}.json").read_text())
-        return found
-
-    return run
-
-
-@pytest.mark.slow
-def test_generation_and_its_start_are_measured(
-    call: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sections are added to those of before, and the folders that are there are used again."""
-    found = call("--only", "prompt", "--batches", "1,2")
-    assert [row["way"] for row in found["prompt"]] == [OCTAVO, FP8_CACHE, EAGER] * 2
-    assert found[f"check of {OCTAVO}"]["equal"] == [4, 4]
-    again = call("--only", "decode 2", "--batches", "1,2")
-    assert again["prompt"] == found["prompt"]
-    assert [row["way"] for row in again["decode 2"]] == [OCTAVO, HOOKED, FP8_CACHE, EAGER, STATIC]
-    with pytest.raises(SystemExit, match="--only takes prompt, decode 1, graphs 1, got 'decode 7'"):
-        call("--only", "decode 7", "--batches", "1")
-    folders = [str(tmp_path / "models" / "packed"), "--against", str(tmp_path / "models" / "bf16")]
-    monkeypatch.setattr(sys, "argv", ["start", *folders, "--prompt", "8", "--device", "cpu"])
-    seconds = start.run(OCTAVO, start.parse(), tmp_path)
-    assert all(seconds[key] > 0 for key in start.FIGURES)
+        found.append(json.loads((tmp_path / f"{generate.NAME}.json").read_text()))
+    assert [row["way"] for row in found[0]["prompt"]] == [OCTAVO, FP8_CACHE, "BF16, eager"] * 2
+    assert found[0][f"check of {OCTAVO}"]["equal"] == [4, 4]
+    assert found[1]["prompt"] == found[0]["prompt"]
+    ways = [OCTAVO, HOOKED, FP8_CACHE, "BF16, eager", "BF16, static"]
+    assert [row["way"] for row in found[1]["decode 2"]] == ways
+    monkeypatch.setattr(sys, "argv", [*words, "--only", "decode 7"])
+    with pytest.raises(SystemExit, match="--only takes prompt, decode 1, .* got 'decode 7'"):
+        generate.main()
 
 
-@pytest.mark.slow
-def test_one_configuration_of_a_plan_is_trained(tmp_path: Path) -> None:
-    small = plan.MODELS["8b"].change(
-        layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=32, device="cpu", recipe="rowwise",
-        out=str(tmp_path / "run"), **{"compile.blocks": False},
-    )  # fmt: skip
-    task, result = tmp_path / "task.json", tmp_path / "result.json"
-    task.write_text(json.dumps({"config": small.to_dict(), "out": str(result)}))
-    plan.work(task)
-    row = plan.compared(small, 1, find_gpu("h200"), json.loads(result.read_text()))
-    assert min(row["seconds"], row["host_seconds"]) > 0
-    assert set(row["errors"]) == {"time"}  # the CPU has no peak of a GPU
-    assert "rowwise  none      1 GPU" in plan.line(row)
+# --- Plans and served models -----------------------------------------------------------------------------------
+
+
+def test_every_configuration_of_a_plan_fits_its_gpu() -> None:
     for name in plan.MODELS:
         for each in plan.CONFIGURATIONS:
             unmeasured = plan.compared(plan.configured(name, *each), each[0], find_gpu("h200"), {"error": "not run"})
@@ -267,19 +272,18 @@ def test_one_configuration_of_a_plan_is_trained(tmp_path: Path) -> None:
 
 @pytest.fixture
 def wide() -> Any:
-    return models.build_bf16(replace(MODEL, layers=3, width=256, heads=4, kv_heads=2, mlp_width=512), "cpu")
+    shape = replace(SMALL, layers=3, heads=4, kv_heads=2, mlp_width=512)
+    return models.build_bf16(shape, "cpu")
 
 
-def ids(length: int) -> torch.Tensor:
+def ids(length: int) -> Tensor:
     return torch.randint(0, 512, (2, length))
 
 
 @pytest.mark.slow
 def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None:
-    text, kept = (
-        ids(16),
-        [models.PlainCache(each) for each in models.random_stores(wide.config, 2, 16, "cpu", "bf16")["bf16"]],
-    )
+    text, stores = ids(16), models.random_stores(wide.config, 2, 16, "cpu", "bf16")["bf16"]
+    kept = [models.PlainCache(each) for each in stores]
     assert torch.equal(models.forward(wide, text), wide(text, use_cache=False, logits_to_keep=1).logits[:, 0])
     expected = models.forward(wide, text)
     for number, each in enumerate(wide.model.layers):
