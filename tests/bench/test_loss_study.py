@@ -20,7 +20,8 @@ from octavo.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
-CONFIG = SIZES["tiny"].change(warmup=1)  # as `settings_of` has it
+CONFIG = SIZES["tiny"].change(warmup=1)  # as `study_of` has it
+STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
 PLAN = "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen bf16,rowwise:7"
@@ -30,7 +31,7 @@ PLAN = "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A whole study, of this repository's tests as text, by `all`."""
     folder = tmp_path_factory.mktemp("loss")
-    command.settings_of(folder, "tiny", None)
+    command.study_of(folder, size="tiny")
     text.prepare(folder, CONFIG, [str(Path(__file__).parent)])
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(folder), "--processes", "2", "--plan", PLAN])
@@ -40,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, Any]:
-    return result.merge(folder, CONFIG)
+    return result.merge(folder, STUDY)
 
 
 # --- Text ------------------------------------------------------------------------------------------------------
@@ -76,7 +77,7 @@ def test_every_mode_takes_the_weights_of_the_trunk() -> None:
 def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(folder: Path) -> None:
     """The state of a branch is whole: the steps after it are bit for bit those of a run without a stop."""
     training_text = text.read_tokens(folder, "training", CONFIG.context, CPU)
-    first, last = training.branch_step(CONFIG), training.branch_step(CONFIG) + 2
+    first, last = STUDY.first, STUDY.first + 2
     order = text.reading_order(len(training_text), first, CONFIG.batch, None)
     straight = training.Learner("bf16", CONFIG, CPU)
     losses = list(training.steps(straight, training_text, order, 0, last))
@@ -100,13 +101,47 @@ def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.*")} == files
 
 
-def test_other_steps_than_the_folder_was_begun_with_are_refused(folder: Path) -> None:
-    with pytest.raises(SystemExit, match="was begun with 20 steps"):
-        command.main(["trunk", str(folder), "--steps", "30"])
+@pytest.mark.parametrize(
+    ("option", "value", "begun"), [("steps", "30", "20"), ("share", "0.1", "0.6"), ("rate", "2", "1.0")]
+)
+def test_another_study_than_the_folder_was_begun_with_is_refused(
+    folder: Path, option: str, value: str, begun: str
+) -> None:
+    with pytest.raises(SystemExit, match=f"was begun with {begun} {option}"):
+        command.main(["trunk", str(folder), f"--{option}", value])
+
+
+def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp_path: Path) -> None:
+    """At twice the rate from the step at which they leave; the losses before it are the trunk's."""
+    study = command.study_of(tmp_path, size="tiny", share=0.1, rate=2.0)
+    assert study.first == 2
+    (tmp_path / "tokens.npz").write_bytes((folder / "tokens.npz").read_bytes())
+    for words in ("trunk", "branch bf16:7"):
+        name, _, runs = words.partition(" ")
+        command.main([name, str(tmp_path), *([runs] if runs else [])])
+    trunk, whole = (json.loads((path / "trunk.json").read_text())["losses"] for path in (tmp_path, folder))
+    branch = json.loads((tmp_path / "branch-bf16-7.json").read_text())
+    assert trunk == whole[:2]
+    assert branch["first"] == 2
+    assert len(branch["losses"]) == 18
+    order = text.reading_order(len(text.read_tokens(tmp_path, "training", CONFIG.context, CPU)), 2, CONFIG.batch, 7)
+    learner = training.Learner("bf16", CONFIG, CPU)
+    learner.restart(load_file(tmp_path / "trunk.safetensors"))
+    rows = text.read_tokens(tmp_path, "training", CONFIG.context, CPU)
+    assert training.rounded(list(training.steps(learner, rows, order, 2, 4, 2.0))) == branch["losses"][:2]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixture"])
+def test_other_models_learn_in_fp8(model: str) -> None:
+    learner = training.Learner("rowwise", CONFIG.change(model=model, mlp_width=256), CPU)
+    tokens = torch.randint(CONFIG.vocabulary, (CONFIG.batch, CONFIG.context + 1), dtype=torch.int32)
+    losses = [float(learner.step(index, tokens)) for index in range(5)]
+    assert learner.converted > 0
+    assert losses[-1] < losses[0]
 
 
 def test_a_trunk_that_fails_ends_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.settings_of(tmp_path, "tiny", None)
+    command.study_of(tmp_path, size="tiny")
     (tmp_path / "tokens.npz").write_bytes(b"not numpy's")
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(tmp_path), "--plan", "trunk; branch bf16:7"])
@@ -146,6 +181,25 @@ def test_recipes_of_few_orders_have_one_deviation() -> None:
         assert row["fp8"]["half_pooled"] == pytest.approx(half, rel=1e-6)
 
 
+def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
+    """Errors of a known mean and deviation, in 64 batches."""
+    torch.manual_seed(0)
+    g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
+    errors = mean + deviation * torch.randn(batches, 256, 64)
+    found = training.error_of(
+        g * batches, g.square().sum() * batches, errors.sum(0), errors.square().sum(), batches=batches
+    )
+    assert found["bias"] == pytest.approx((mean / 2) ** 2, rel=0.2)  # the mean of the errors alone has 2.6 times that
+    assert found["noise"] == pytest.approx((deviation / 2) ** 2, rel=0.02)
+
+
+def test_gradients_in_fp8_have_an_error_and_bf16_has_none(folder: Path, found: dict[str, Any]) -> None:
+    command.main(["gradients", str(folder), "rowwise,bf16_rounded"])
+    rows = result.merge(folder, STUDY)["gradients"]
+    assert rows["bf16_rounded"]["noise"]["worst"] == 0
+    assert 1e-4 < rows["rowwise"]["noise"]["median"] < 1e-1  # 40 to 10 dB
+
+
 def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
     folder: Path, found: dict[str, Any]
 ) -> None:
@@ -176,7 +230,7 @@ def test_the_summary_has_a_line_for_each_mode(found: dict[str, Any]) -> None:
 
 def test_runs_without_bf16_have_nothing_to_be_compared_with(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="must have a branch of bf16"):
-        result.merge(tmp_path, CONFIG)
+        result.merge(tmp_path, STUDY)
 
 
 # --- The page --------------------------------------------------------------------------------------------------

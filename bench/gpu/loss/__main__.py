@@ -4,9 +4,9 @@
     python -m bench.gpu.loss summary FOLDER               the table of the runs that FOLDER has so far
     python -m bench.gpu.loss merge FOLDER                 FOLDER to bench/results/gpu_loss_SIZE.json, or cpu_
 
-`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS`, `frozen MODES:ORDERS`. Each writes a
-file when a run ends and skips runs whose file is there, so `all` goes on where it was ended. The settings of the first
-command stay with FOLDER.
+`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS`, `frozen MODES:ORDERS` and
+`gradients MODES`. Each writes a file when a run ends and skips runs whose file is there, so `all` goes on where it was
+ended. The settings of the first command stay with FOLDER.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch
 from bench import record
 from bench.gpu.loss import result, text, training
 from bench.gpu.loss.model import SIZES
-from octavo.train.config import Config
+from bench.gpu.loss.training import SHARE, Study
 
 MAIN = ("bf16", "twin", "rowwise", "rowwise_y_only", "torchao_rowwise", "torchao_tensorwise")
 OTHERS = (
@@ -32,7 +32,7 @@ OTHERS = (
 )  # fmt: skip
 FROZEN = ",".join(("bf16", "rowwise", "torchao_rowwise", "torchao_tensorwise", *OTHERS))
 PLAN = (
-    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10",
+    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10", f"gradients {FROZEN}",
     *(f"branch {mode}:7,8" for mode in OTHERS),
 )  # fmt: skip
 ALL_NEED = ("prepare", "trunk")  # a failure of one of these ends everything
@@ -45,39 +45,51 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="?", default="", metavar="MODES:ORDERS", help="of branch and frozen")
     parser.add_argument("--size", choices=SIZES, default="30m", help="the model, of a new folder")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run from its start, of a new folder")
+    parser.add_argument(
+        "--share", type=float, help="of the steps, after which branches leave the trunk; of a new folder"
+    )
+    parser.add_argument("--rate", type=float, help="of the branches, over the trunk's learning rate; of a new folder")
     parser.add_argument("--processes", type=int, default=6, help="that `all` runs at a time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="end `all` after so long")
     parser.add_argument("--plan", default="; ".join(PLAN), help="the commands of `all`, separated by semicolons")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = settings_of(folder, options.size, options.steps)
+    study = study_of(folder, size=options.size, steps=options.steps, share=options.share, rate=options.rate)
     if options.command == "all":
         plan = [words.strip() for words in options.plan.split(";")]
         sys.exit(run_all(folder, plan, options.processes, options.seconds))
     if options.command == "summary":
-        print(result.summary(result.merge(folder, config)))
+        print(result.summary(result.merge(folder, study)))
     elif options.command == "merge":
-        found = result.merge(folder, config)
+        found = result.merge(folder, study)
         where = "gpu" if found["machine"]["gpu"] else "cpu"
-        size = json.loads((folder / "size.json").read_text())["size"]
-        print(record.write(f"{where}_loss_{size}", found))
+        share = "" if study.share == SHARE else f"_at_{100 * study.share:.0f}"
+        rate = "" if study.rate == 1 else f"_rate_{study.rate:g}"
+        print(record.write(f"{where}_loss_{study.size}{share}{rate}", found))
     else:
         torch._dynamo.config.recompile_limit = 64
-        COMMANDS[options.command](folder, options.runs, config)
+        COMMANDS[options.command](folder, options.runs, study)
 
 
-def settings_of(folder: Path, size: str, steps: int | None) -> Config:
-    """The settings that `folder` was begun with, which these are if it is new."""
+def study_of(
+    folder: Path, *, size: str = "30m", steps: int | None = None, share: float | None = None, rate: float | None = None
+) -> Study:
+    """The study that `folder` was begun with; what these are if it is new."""
     path = folder / "size.json"
+    begun = {"size": size, "steps": SIZES[size].steps} | {
+        name: Study._field_defaults[name] for name in ("share", "rate")
+    }
+    given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
     if not path.exists():
-        text.write_whole(path, json.dumps({"size": size, "steps": steps or SIZES[size].steps}).encode())
-    chosen = json.loads(path.read_text())
-    if steps not in (None, chosen["steps"]):
-        raise SystemExit(f"{folder} was begun with {chosen['steps']} steps: leave --steps out, or give a new folder")
-    steps = chosen["steps"]
-    assert isinstance(steps, int)
-    return SIZES[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
+        text.write_whole(path, json.dumps(begun | given).encode())
+    chosen = begun | json.loads(path.read_text())
+    for name, value in given.items():
+        if value != chosen[name]:
+            raise SystemExit(f"{folder} was begun with {chosen[name]} {name}: leave --{name} out, or give a new folder")
+    steps = int(chosen["steps"])
+    config = SIZES[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
+    return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
 
 
 # --- Commands --------------------------------------------------------------------------------------------------
@@ -87,30 +99,36 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def prepare(folder: Path, runs: str, config: Config) -> None:
+def prepare(folder: Path, runs: str, study: Study) -> None:
     if not (folder / "tokens.npz").exists():
-        print(text.prepare(folder, config), flush=True)
+        print(text.prepare(folder, study.config), flush=True)
 
 
-def trunk(folder: Path, runs: str, config: Config) -> None:
-    training.train_trunk(folder, config, device())
+def trunk(folder: Path, runs: str, study: Study) -> None:
+    training.train_trunk(folder, study, device())
 
 
-def rates(folder: Path, runs: str, config: Config) -> None:
-    training.check_rates(folder, config, device())
+def rates(folder: Path, runs: str, study: Study) -> None:
+    training.check_rates(folder, study, device())
 
 
-def branch(folder: Path, runs: str, config: Config) -> None:
+def branch(folder: Path, runs: str, study: Study) -> None:
     modes, orders = parse(runs)
     for mode in modes:
-        training.train_branches(folder, mode, orders, config, device())
+        training.train_branches(folder, mode, orders, study, device())
 
 
-def frozen(folder: Path, runs: str, config: Config) -> None:
-    training.evaluate_frozen(folder, *parse(runs), config, device())
+def gradients(folder: Path, runs: str, study: Study) -> None:
+    training.compare_gradients(folder, runs.split(","), study, device())
 
 
-COMMANDS = {"prepare": prepare, "trunk": trunk, "rates": rates, "branch": branch, "frozen": frozen}
+def frozen(folder: Path, runs: str, study: Study) -> None:
+    training.evaluate_frozen(folder, *parse(runs), study, device())
+
+
+COMMANDS = {
+    "prepare": prepare, "trunk": trunk, "rates": rates, "branch": branch, "gradients": gradients, "frozen": frozen,
+}  # fmt: skip
 
 
 def parse(runs: str) -> tuple[list[str], list[int]]:

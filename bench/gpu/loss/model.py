@@ -1,10 +1,14 @@
 """The model of the study and its modes: BF16, recipes of Octavo, and recipes of torchao.
 
 The model is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
-arXiv:2302.05442), which keeps a small model stable at a high learning rate.
+arXiv:2302.05442), which keeps a small model stable at a high learning rate. Two others, with GELU and with experts,
+have half of the rate and no such norm.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +18,10 @@ from bench.gpu.runs import padded
 from bench.gpu.variants import VARIANTS, recipe_of
 from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
-from octavo.nn import convert
-from octavo.recipe import Recipe, rowwise
+from octavo.nn import convert, use_fp8_attention
+from octavo.recipe import GEMMS, Recipe, rowwise
 from octavo.train.config import Config
+from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
 from octavo.train.settings import Compile
 
@@ -42,14 +47,18 @@ SIZES = {
         evaluate_batches=3,
     ),
 }  # fmt: skip
+# Of the size and schedule of "30m": GELU in place of SwiGLU, and eight experts of which a token runs through two.
+SIZES["30m_gelu"] = SIZES["30m"].change(model="gpt2", mlp_width=2048, learning_rate=1e-3)
+SIZES["30m_mixture"] = SIZES["30m"].change(model="mixture", mlp_width=768, learning_rate=1e-3)
 
 TORCHAO = {"torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
 
-def y_only() -> Recipe:
-    """`rowwise` with y alone in FP8."""
-    return replace(rowwise(), name="rowwise_y_only", dx=None, dw=None, emulate=True)
+def only(gemm: str) -> Recipe:
+    """`rowwise` with one of y, dx and dw in FP8."""
+    others = [each for each in GEMMS if each != gemm]
+    return replace(rowwise().in_bf16(*others), name=f"rowwise_{gemm}_only", emulate=True)
 
 
 def exact() -> Recipe:
@@ -58,7 +67,11 @@ def exact() -> Recipe:
     return replace(rowwise(), name="rowwise_exact", y=y, dx=dx, emulate=True)
 
 
-OWN = {"rowwise_y_only": y_only, "rowwise_exact": exact}
+OWN: dict[str, Callable[[], Recipe]] = {
+    **{f"rowwise_{gemm}_only": partial(only, gemm) for gemm in GEMMS},
+    "rowwise_exact": exact,
+    "rowwise_attention": rowwise,  # and attention in FP8
+}
 MODES = (*IN_BF16, *TORCHAO, *OWN, *(name for name in VARIANTS if name not in IN_BF16))
 
 
@@ -89,13 +102,20 @@ def make_model(mode: str, config: Config, device: torch.device) -> tuple[nn.Modu
 
     The weights are drawn from torch's seed. The head is in BF16 in every mode.
     """
-    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context")}
-    model: nn.Module = NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes)).to(device)
+    model = normed_llama(config) if config.model == "llama" else build(config, padded(config), Path())
+    model.to(device)
     converted = 0
     if mode in TORCHAO:
         converted = use_torchao(model, TORCHAO[mode])
     elif mode not in IN_BF16:
         recipe = OWN[mode]() if mode in OWN else recipe_of(mode)
         converted = len(convert(model, recipe, device=device, emulate=True).converted)
+    if mode == "rowwise_attention":
+        use_fp8_attention(model, shortest=1, device=device)
     prepare_blocks(model, config)
     return model, converted
+
+
+def normed_llama(config: Config) -> nn.Module:
+    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context")}
+    return NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))

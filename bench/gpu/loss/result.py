@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.loss.model import IN_BF16, MODES
-from bench.gpu.loss.training import BRANCH_AT, DISTURBANCE, LAST, branch_step
+from bench.gpu.loss.training import DISTURBANCE, LAST, Study
 from bench.gpu.runs import settings
 from octavo.evaluation.metrics import ratio, student_quantile
 from octavo.train.config import Config
@@ -35,12 +35,13 @@ FORMS = ("bf16", "fp8")
 Key = tuple[str, int]  # a mode and a data order
 
 
-def merge(folder: Path, config: Config) -> dict[str, Any]:
+def merge(folder: Path, study: Study) -> dict[str, Any]:
     """The files of `folder`; modes without a run of BF16 in the same order have no gap.
 
     Raises:
         ValueError: `folder` has no run of BF16.
     """
+    config = study.config
     runs = {key_of(run): run for run in read(folder, "branch-*.json")}
     if not any(mode == "bf16" for mode, _ in runs):
         raise ValueError(f"{folder} must have a branch of bf16 to compare with; it has {sorted(runs)}")
@@ -59,10 +60,17 @@ def merge(folder: Path, config: Config) -> dict[str, Any]:
         "parameters": parameters,
         "tokens": tokens,
         "tokens_per_parameter": tokens / parameters,
-        "branch": {"share": BRANCH_AT, "step": branch_step(config), "disturbance": DISTURBANCE, "evaluations": LAST},
+        "branch": {
+            "share": study.share,
+            "rate": study.rate,
+            "step": study.first,
+            "disturbance": DISTURBANCE,
+            "evaluations": LAST,
+        },
         **curve,
         "modes": modes,
         "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
+        "gradients": {run["mode"]: gradient_row(run) for run in read(folder, "gradients-*.json")},
         "runs": {"trunk": trunk, "rates": rates, "branches": list(runs.values()), "frozen": list(frozen.values())},
     }
 
@@ -181,6 +189,13 @@ def frozen_row(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         found = ratio([a - b for a, b in zip(losses, bases, strict=True)], bases)
         rows[name] = {"gap": found.value, "text_half": None if found.high is None else found.high - found.value}
     return rows
+
+
+def gradient_row(run: dict[str, Any]) -> dict[str, Any]:
+    """The bias and the noise of dw, relative and squared: the median over the weights, and the worst."""
+    weights = run["weights"].values()
+    rows = {kind: [each[kind] for each in weights] for kind in ("bias", "noise")}
+    return {kind: {"median": statistics.median(found), "worst": max(found)} for kind, found in rows.items()}
 
 
 # --- The summary -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,23 +24,34 @@ from torch import Tensor, nn
 from bench import record
 from bench.gpu.loss.model import IN_BF16, make_model
 from bench.gpu.loss.text import read_tokens, reading_order, write_whole
+from octavo.models.mixture import Mixture
 from octavo.scales import load_scale_state, scale_state, update_scales
 from octavo.train.config import Config
 from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_state, set_learning_rate
 
-BRANCH_AT = 0.6  # the share of the steps after which branches leave the trunk
+SHARE = 0.6  # of the steps, after which branches leave the trunk, where a folder was not begun with another
 DISTURBANCE = 2e-3  # of each weight of a twin, relative, one standard deviation
+BATCHES = 64  # whose gradients are compared
 LAST = 3  # evaluations at the end of a run, whose mean is its loss
 SERVED_AS = "rowwise"  # the FP8 in which weights that were trained in BF16 are evaluated
 
 
-def branch_step(config: Config) -> int:
-    return round(BRANCH_AT * config.steps)
+class Study(NamedTuple):
+    """What a folder of runs has in common: the settings, and how its branches leave the trunk."""
 
+    size: str
+    config: Config
+    share: float = SHARE  # of the steps, after which branches leave the trunk
+    rate: float = 1.0  # of the branches, as a multiple of the trunk's learning rate
 
-def evaluation_steps(config: Config) -> list[int]:
-    """The steps after which a branch is evaluated: the last, and two before it, 1/28 of the run apart."""
-    return [config.steps - back * max(config.steps // 28, 1) for back in reversed(range(LAST))]
+    @property
+    def first(self) -> int:
+        """The step of the branches."""
+        return round(self.share * self.config.steps)
+
+    def evaluation_steps(self) -> list[int]:
+        """The steps after which a branch is evaluated: the last, and two before it, 1/28 of the run apart."""
+        return [self.config.steps - back * max(self.config.steps // 28, 1) for back in reversed(range(LAST))]
 
 
 class Learner:
@@ -80,12 +91,21 @@ class Learner:
         """One optimizer step on `sequences` [batch, context + 1], at `rate` times the learning rate; the loss."""
         set_learning_rate(self.optimizer, rate * learning_rate(index, self.config))
         loss = self.forward(self.model.train(), sequences)
-        loss.backward()  # type: ignore[no-untyped-call]
+        balance = self.model.take_balance() if isinstance(self.model, Mixture) else None
+        (loss if balance is None else loss + balance).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         update_scales(self.model)
         return loss.detach()
+
+    def gradients(self, sequences: Tensor) -> dict[str, Tensor]:
+        """The gradient of each weight matrix on `sequences` [batch, context + 1], float32."""
+        self.forward(self.model.train(), sequences).backward()  # type: ignore[no-untyped-call]
+        update_scales(self.model)
+        matrices = {name: p.grad for name, p in self.model.named_parameters() if p.ndim > 1 and p.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return matrices
 
     def forward(self, model: nn.Module, sequences: Tensor) -> Tensor:
         tokens = sequences.long()
@@ -139,15 +159,16 @@ def steps(
         yield learner.step(index, training[rows[index * batch : (index + 1) * batch]], rate)
 
 
-def train_trunk(folder: Path, config: Config, device: torch.device) -> None:
+def train_trunk(folder: Path, study: Study, device: torch.device) -> None:
     """Train BF16 to the step of the branches, and write its state."""
     path = folder / "trunk.safetensors"
     if path.exists():
         return
+    config, last = study.config, study.first
     learner = Learner("bf16", config, device)
     learner.warm_up()
     training = wait_for_text(folder, "training", config, device)
-    began, last = time.monotonic(), branch_step(config)
+    began = time.monotonic()
     losses = list(steps(learner, training, reading_order(len(training), last, config.batch, None), 0, last))
     evaluation = learner.evaluate(wait_for_text(folder, "held_out", config, device))
     facts = {"losses": rounded(losses), "evaluation": evaluation, "seconds": time.monotonic() - began}
@@ -155,15 +176,15 @@ def train_trunk(folder: Path, config: Config, device: torch.device) -> None:
     save_whole(learner.state(), path)
 
 
-def train_branches(folder: Path, mode: str, orders: list[int], config: Config, device: torch.device) -> None:
+def train_branches(folder: Path, mode: str, orders: list[int], study: Study, device: torch.device) -> None:
     """Train a mode from the trunk to the end in each data order, without the runs that `folder` has."""
     if all(branch_path(folder, mode, order).exists() for order in orders):
         return
+    config, first = study.config, study.first
     learner = Learner(mode, config, device)
     learner.warm_up(both=True)
     trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
     training, held_out = (wait_for_text(folder, part, config, device) for part in ("training", "held_out"))
-    first = branch_step(config)
     for order in orders:
         path = branch_path(folder, mode, order)
         if path.exists():
@@ -173,8 +194,8 @@ def train_branches(folder: Path, mode: str, orders: list[int], config: Config, d
             learner.disturb(order)
         rows = reading_order(len(training), first, config.batch, order)
         evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
-        for step in evaluation_steps(config):
-            losses += steps(learner, training, rows, done, step)
+        for step in study.evaluation_steps():
+            losses += steps(learner, training, rows, done, step, study.rate)
             evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
             done = step
         if mode == "bf16":
@@ -183,11 +204,12 @@ def train_branches(folder: Path, mode: str, orders: list[int], config: Config, d
         write_run(path, learner, facts | {"seconds": time.monotonic() - began})
 
 
-def check_rates(folder: Path, config: Config, device: torch.device) -> None:
+def check_rates(folder: Path, study: Study, device: torch.device) -> None:
     """Train BF16 from scratch: a quarter of the steps at half, once and twice the learning rate, and half of the steps.
 
     Each run ends with a rate of zero. The shorter runs give the shape of the curve too.
     """
+    config = study.config
     runs = [(config.steps // 4, 0.5), (config.steps // 4, 1.0), (config.steps // 4, 2.0), (config.steps // 2, 1.0)]
     learner: Learner | None = None
     for count, rate in runs:
@@ -209,15 +231,15 @@ def check_rates(folder: Path, config: Config, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], config: Config, device: torch.device) -> None:
+def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], study: Study, device: torch.device) -> None:
     """The losses of the trunk and of the final BF16 models in the forward pass of each mode, without training."""
-    held_out = wait_for_text(folder, "held_out", config, device)
+    held_out = wait_for_text(folder, "held_out", study.config, device)
     weights = [wait_for(folder / f"{name}.safetensors") for name in ("trunk", *(f"final-{order}" for order in orders))]
     for mode in modes:
         path = folder / f"frozen-{mode}.json"
         if path.exists():
             continue
-        learner = Learner(mode, config, device)
+        learner = Learner(mode, study.config, device)
         form = "bf16" if mode in IN_BF16 else "fp8"
         losses = {}
         for file in weights:
@@ -226,6 +248,44 @@ def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], config: C
                 p.copy_(found[name])
             losses[file.stem] = learner.evaluate(held_out)[form]
         write_run(path, learner, {"losses": losses})
+
+
+def compare_gradients(folder: Path, modes: list[str], study: Study, device: torch.device) -> None:
+    """The error of each gradient dw of a mode at the trunk's weights, against BF16's of the same batches.
+
+    With the error d of a batch and the gradient g of BF16, over the batches:
+
+        bias   |mean d|^2 / |mean g|^2, less what chance alone gives, |d - mean d|^2 / (batches - 1): it stays
+        noise  mean |d - mean d|^2 / mean |g|^2: the part of one batch that averages out
+    """
+    base = Learner("bf16", study.config, device)
+    trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
+    training = wait_for_text(folder, "training", study.config, device)
+    rows = reading_order(len(training), study.first, study.config.batch, 7).to(device)
+    batches = torch.split(rows[study.first * study.config.batch :], study.config.batch)[:BATCHES]
+    for mode in modes:
+        path = folder / f"gradients-{mode}.json"
+        if path.exists() or mode in IN_BF16:
+            continue
+        learner = Learner(mode, study.config, device)
+        sums: dict[str, list[Tensor]] = {}  # of g, |g|^2, d and |d|^2
+        for each in (base, learner):
+            each.restart(trunk)
+        for batch in batches:
+            exact, found = (each.gradients(training[batch]) for each in (base, learner))
+            for name, g in exact.items():
+                d = found[name] - g
+                added = [g, g.square().sum(), d, d.square().sum()]
+                sums[name] = [a + b for a, b in zip(sums[name], added, strict=True)] if name in sums else added
+        weights = {name: error_of(*of_weight, batches=len(batches)) for name, of_weight in sums.items()}
+        write_run(path, learner, {"batches": len(batches), "weights": weights})
+
+
+def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batches: int) -> dict[str, float]:
+    """The bias and the noise of one weight, from sums over the batches of g, |g|^2, d and |d|^2."""
+    around = max(float(d_squared) - float(d.square().sum()) / batches, 0.0)  # sum |d - mean d|^2
+    bias = float((d / batches).square().sum()) - around / batches / max(batches - 1, 1)
+    return {"bias": bias / float((g / batches).square().sum()), "noise": around / float(g_squared)}
 
 
 # --- Files -----------------------------------------------------------------------------------------------------
