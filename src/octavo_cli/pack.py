@@ -198,7 +198,7 @@ def pack_command(
 
 
 def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
-    from octavo.checkpoint.layouts.layout import LAYOUTS
+    from octavo.checkpoint.layouts import LAYOUTS
 
     say(f"packed {report.source} into {report.folder}")
     print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
@@ -251,7 +251,7 @@ def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str,
 
 def _of_folder(report: PackReport) -> list[tuple[str, str]]:
     from octavo.checkpoint.folder import MODULES
-    from octavo.checkpoint.layouts.compressed_tensors import is_expert
+    from octavo.checkpoint.layouts import is_expert
 
     facts = [("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")]
     if report.lacks_tokenizer:
@@ -439,7 +439,7 @@ def unpack_command(
 
 
 def _print_conversion(result: Repacked, layout: str) -> None:
-    from octavo.checkpoint.layouts.layout import LAYOUTS
+    from octavo.checkpoint.layouts import LAYOUTS
     from octavo.util import plural
 
     if readers := LAYOUTS[layout].readers:

@@ -16,9 +16,9 @@ from transformers import FineGrainedFP8Config
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.layouts.layout import Packing, check_tensors, get_layout, quantization_config, read_packing
+from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
 from octavo.checkpoint.run import RunFolder
-from octavo.checkpoint.scheme import SCHEMES, looks_reciprocal, suspected
+from octavo.checkpoint.scheme import SCHEMES, check_tensors, looks_reciprocal, suspected
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 

@@ -26,7 +26,7 @@ from verify_examples import change_config, change_tensors
 import octavo
 from octavo import convert
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layouts.layout import read_config
+from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
 from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_model
 from octavo.inference import opening

@@ -23,7 +23,7 @@ from verify_examples import change_config, change_tensors
 import octavo
 from octavo.calibration import Calibration, calibrate
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layouts.layout import read_config
+from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_prompts

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.files import ArtifactError, is_finite
+from octavo.checkpoint.files import ArtifactError, check_match, failing, is_finite
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend
 from octavo.ops.launching import Place, takes_fnuz
@@ -175,6 +175,7 @@ def get_scheme(name: str) -> Scheme:
 
 
 SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
+SCALE_ENDINGS = (f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")
 OTHER_NAMES = {"weight_scale_inv": SCALE_NAME, "activation_scale": INPUT_SCALE_NAME}
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 ADVICE = "the folder is damaged or of another model: pack it again"
@@ -246,6 +247,24 @@ def is_positive(scale: Tensor) -> Tensor:
         return (scale != 255).all()
     least, largest = torch.aminmax(scale)
     return (least > 0) & (largest < torch.inf)
+
+
+def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:
+    """Raise an ArtifactError unless `found` has the specs of `required`, is finite, and its scales are positive."""
+    try:
+        check_match(found, required, str(where))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {ADVICE}") from None
+    for name, tensor in found.items():
+        if tensor.dtype != required[name].dtype:
+            raise ArtifactError(
+                f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {ADVICE}"
+            )
+    right = {name: is_positive(t) if name.endswith(SCALE_ENDINGS) else is_finite(t) for name, t in found.items()}
+    for name in failing(right):
+        if name.endswith(SCALE_ENDINGS):
+            check_scale(name, found[name], where)
+        raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
 
 
 # ---- The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.

@@ -25,7 +25,7 @@ from octavo.checkpoint.files import (
     write_shards,
 )
 from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
-from octavo.checkpoint.layouts.layout import write_config
+from octavo.checkpoint.layouts import write_config
 from octavo.checkpoint.run import RunFolder, find_model
 from octavo.hf.meta_model import (
     DESCRIPTION,

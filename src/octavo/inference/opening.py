@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
-from octavo.checkpoint.layouts.layout import Packing, check_tensors, read_config, read_packing
+from octavo.checkpoint.layouts import Packing, read_config, read_packing
 from octavo.checkpoint.scheme import (
     WEIGHT_DTYPES,
     KvScales,
     Scheme,
+    check_tensors,
     reciprocal_warning,
     scheme_on,
     suspected,
+    take_kv_scales,
     unused_scales,
 )
 from octavo.hf.inputs import has_decoder, is_language_model
@@ -138,7 +140,7 @@ def _read_tensors(
     """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
     them; and the scales of keys and values."""
     tensors = packing.from_files(reader.get_all(device))
-    kv_scales = packing.take_kv_scales(tensors, disks, reader.folder)
+    kv_scales = take_kv_scales(tensors, disks, packing.kv_cache, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]

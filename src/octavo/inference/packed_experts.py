@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ShardReader
-from octavo.checkpoint.layouts.layout import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing
+from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing
 from octavo.checkpoint.scheme import CHANNEL, INPUT_SCALE_NAME, SCALE_NAME, Scheme, check_scale
 from octavo.hf.meta_model import MetaModel
 from octavo.inference.packed_linear import PackedModule, input_cast, wants_gradient

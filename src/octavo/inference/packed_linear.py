@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE
+from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import quantize_folded, transposed
