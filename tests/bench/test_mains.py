@@ -43,7 +43,7 @@ from bench.gpu.peers import RECIPES
 from bench.gpu.programs import EAGER, OCTAVO, STATIC
 from bench.report.plots import OWNERS, owner
 from octavo.inference.kv_cache import DTYPES
-from octavo.inference.packed_fusion import fuse
+from octavo.inference.packed_linear import fuse
 from octavo.models.llama import LlamaConfig, rope_tables
 from octavo.rates.measured import find_gpu
 

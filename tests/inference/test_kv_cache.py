@@ -168,7 +168,7 @@ def test_crop_forgets_the_last_tokens():
     cache = LayerKVCache((2, 3, 10, 16), "bf16")
     k, v = tokens(9)
     cache.append(k, v)
-    cache.crop(4)
+    cache.count.crop(4)
     assert int(cache.length) == 5
     cache.append(k[:, :, :5], v[:, :, :5])
     assert torch.equal(contents(cache)[0][:, :, 5:], k[:, :, :5].bfloat16().double())

@@ -32,8 +32,7 @@ from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_m
 from octavo.inference import opening
 from octavo.inference.engine import Engine
 from octavo.inference.opening import end_tokens, load_packed, run, small_model
-from octavo.inference.packed_fusion import Stacked
-from octavo.inference.packed_linear import PackedLinear, swap_linears
+from octavo.inference.packed_linear import PackedLinear, Stacked, swap_linears
 from octavo.inference.sampling import Sampling
 from octavo.models import Llama, LlamaConfig
 from octavo.models.decoder import Decoder

@@ -19,8 +19,16 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, Scheme, find_gemm, scheme_on
 from octavo.inference.opening import load_packed
-from octavo.inference.packed_fusion import PackedMLP, PackedNormLinear, Stacked, fuse
-from octavo.inference.packed_linear import PackedLinear, fnuz_data, swap_linears, use_formats_of
+from octavo.inference.packed_linear import (
+    PackedLinear,
+    PackedMLP,
+    PackedNormLinear,
+    Stacked,
+    fnuz_data,
+    fuse,
+    swap_linears,
+    use_formats_of,
+)
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import pack

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.inference.kv_cache import Pairs, UnservedError, check_attention, check_settings
+from octavo.inference.kv_cache import Pairs, UnservedError, check_settings
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import (
     Prompts,
@@ -146,10 +146,8 @@ class Engine:
         attention: str = "bf16",
         own_cache: bool = False,
     ) -> None:
-        check_attention(attention)
         dtype = ("fp8" if kv_scales else None) if kv_cache == AUTO else kv_cache
-        if dtype is not None:
-            check_settings(dtype)
+        check_settings(dtype, attention=attention)
         self.model, self.context, self.dtype, self.own_cache = model, context, dtype, own_cache
         self.scales = kv_scales if dtype == "fp8" else None
         self.asked, self.fp8_attention = kv_cache != AUTO, attention == "fp8"

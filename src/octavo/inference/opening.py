@@ -35,10 +35,9 @@ from octavo.hf.inputs import has_decoder, is_language_model
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
-from octavo.inference.kv_cache import Pairs, check_attention, check_settings, pairs_in_order
+from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
-from octavo.inference.packed_fusion import fuse
-from octavo.inference.packed_linear import PackedLinear, gemm_notes, swap_linears, use_formats_of
+from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
@@ -92,9 +91,7 @@ def load(
     )
     from octavo.inference.transformers_generate import accelerate_generate
 
-    if kv_cache != AUTO:
-        check_settings(kv_cache)
-    check_attention(attention)
+    check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
     place, path = choose_device(device), Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any = meta_model.model
