@@ -21,7 +21,6 @@ from typer.testing import CliRunner
 import octavo
 from octavo.checkpoint.files import ArtifactError, check_match, load_tensors, save_tensors
 from octavo.checkpoint.folder import (
-    FolderLock,
     LockedError,
     WriteError,
     check_absent,
@@ -85,9 +84,10 @@ def test_a_path_that_is_not_utf8_is_refused_before_anything_is_written(tmp_path:
     target = {"name": tmp_path / f"b{NOT_UTF8}", "parent": tmp_path / NOT_UTF8 / "a", "working directory": Path("a")}
     with pytest.raises(ValueError, match="must be a path in UTF-8, .* rename it"), whole_folder(target[where]):
         pytest.fail("the block must not run")
-    for check in (check_absent, locked_folder):
-        with pytest.raises(ValueError, match="must be a path in UTF-8"):
-            check(target[where])
+    with pytest.raises(ValueError, match="must be a path in UTF-8"):
+        check_absent(target[where])
+    with pytest.raises(ValueError, match="must be a path in UTF-8"), locked_folder(target[where]):
+        pytest.fail("the block must not run")
     assert listing(tmp_path) == [NOT_UTF8]
 
 
@@ -202,10 +202,10 @@ def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> No
 HOLD = """
 import sys
 from pathlib import Path
-from octavo.checkpoint.folder import FolderLock
-lock = FolderLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-sys.stdin.read()
+from octavo.checkpoint.folder import locked_folder
+with locked_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
@@ -214,8 +214,8 @@ def test_a_second_writer_is_told_who_the_first_one_is(tmp_path):
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(LockedError) as caught:
-            FolderLock(tmp_path / "run").acquire()
+        with pytest.raises(LockedError) as caught, locked_folder(tmp_path / "run"):
+            pytest.fail("the block must not run")
         said = rf"{tmp_path}/run is in use: process {holder.pid} on \S+ \(-c {tmp_path}/run\), since \d{{4}}-\d\d-\d\d "
         assert re.match(said, str(caught.value)), caught.value
         with pytest.raises(LockedError, match=f"process {holder.pid}"):
@@ -224,19 +224,22 @@ def test_a_second_writer_is_told_who_the_first_one_is(tmp_path):
         holder.wait()
     assert (tmp_path / ".run.lock").exists()
     check_absent(tmp_path / "run")
-    with FolderLock(tmp_path / "run"):  # what a killed program leaves behind locks nothing
+    with locked_folder(tmp_path / "run"):  # what a killed program leaves behind locks nothing
         assert json.loads((tmp_path / ".run.lock").read_text())["pid"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_is_held_once_and_given_up_once(tmp_path):
-    lock = FolderLock(tmp_path / "new" / "run")
-    with lock, lock.acquire():
-        with pytest.raises(LockedError, match="is in use"):
-            FolderLock(tmp_path / "new" / "run" / ".." / "run").acquire()
-        FolderLock(tmp_path / "new" / "other").acquire().release()
-    lock.release()
-    FolderLock(tmp_path / "new" / "run").acquire().release()
+def test_a_lock_is_held_once_and_given_up(tmp_path):
+    with locked_folder(tmp_path / "new" / "run"):
+        with (
+            pytest.raises(LockedError, match="is in use"),
+            locked_folder(tmp_path / "new" / "run" / ".." / "run"),
+        ):
+            pytest.fail("the block must not run")
+        with locked_folder(tmp_path / "new" / "other"):
+            pass
+    with locked_folder(tmp_path / "new" / "run"):
+        pass
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -248,7 +251,7 @@ def test_many_writers_take_turns(tmp_path):
         nonlocal inside, most, failures
         for _ in range(50):
             try:
-                with FolderLock(tmp_path / "run"):
+                with locked_folder(tmp_path / "run"):
                     inside += 1
                     most = max(most, inside)
                     inside -= 1

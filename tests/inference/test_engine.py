@@ -307,38 +307,39 @@ def test_a_mask_says_where_prompts_begin():
 
 
 LLAMA_3_8B = KeyShape(32, 8, 128, torch.bfloat16)
+IN_FP8 = LLAMA_3_8B._replace(dtype=torch.float8_e4m3fn)
 GIB = 1 << 30
 
 
 def test_the_bytes_of_a_token():
-    assert LLAMA_3_8B.nbytes(1, None) == 2 * 32 * 8 * 128 * 2
-    assert LLAMA_3_8B.nbytes(4096, "fp8") == GIB // 4
+    assert LLAMA_3_8B.nbytes(1) == 2 * 32 * 8 * 128 * 2
+    assert IN_FP8.nbytes(4096) == GIB // 4
 
 
 def test_the_sizes_are_those_of_the_cache():
     _, fast = pair("qwen3")
     fast.generate(**batch(), max_new_tokens=2, do_sample=False)
     (session,) = fast.octavo_engine.sessions
-    assert key_shape(fast).nbytes(3 * session.capacity, None) == session.cache.nbytes
+    assert key_shape(fast, None).nbytes(3 * session.capacity) == session.cache.nbytes
 
 
 def test_what_fits_passes():
-    check_memory(LLAMA_3_8B, 2, 4096, None, GIB)
-    check_memory(LLAMA_3_8B, 1000, 4096, None, free_bytes(torch.device("cpu")))
+    check_memory(LLAMA_3_8B, 2, 4096, GIB)
+    check_memory(LLAMA_3_8B, 1000, 4096, free_bytes(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "dtype", "fits"),
+    ("batch", "tokens", "shape", "fits"),
     [
-        (8, 4096, None, "2 sequences of 4096 tokens or 1024 tokens for 8 sequences. kv_cache='fp8'"),
-        (2, 8192, None, "one sequence of 8192 tokens or 4096 tokens for 2 sequences. kv_cache='fp8'"),
-        (8, 4096, "fp8", r"4 sequences of 4096 tokens or 2048 tokens for 8 sequences\.$"),
-        (10_000, 16_384, None, "No sequence fits"),
+        (8, 4096, LLAMA_3_8B, "2 sequences of 4096 tokens or 1024 tokens for 8 sequences. kv_cache='fp8'"),
+        (2, 8192, LLAMA_3_8B, "one sequence of 8192 tokens or 4096 tokens for 2 sequences. kv_cache='fp8'"),
+        (8, 4096, IN_FP8, r"4 sequences of 4096 tokens or 2048 tokens for 8 sequences\.$"),
+        (10_000, 16_384, LLAMA_3_8B, "No sequence fits"),
     ],
 )
-def test_the_error_says_what_fits(batch, tokens, dtype, fits):
+def test_the_error_says_what_fits(batch, tokens, shape, fits):
     with pytest.raises(MemoryError, match=f"{batch} sequences of {tokens} tokens need .* GiB in .* are free.* {fits}"):
-        check_memory(LLAMA_3_8B, batch, tokens, dtype, GIB)
+        check_memory(shape, batch, tokens, GIB)
 
 
 def test_nothing_runs_where_the_cache_does_not_fit(monkeypatch):
@@ -354,7 +355,7 @@ def test_nothing_runs_where_the_cache_does_not_fit(monkeypatch):
 def test_unused_sessions_make_room(monkeypatch):
     """A cache of a former batch goes before a new one is refused; a tight one takes no more than it needs."""
     _, fast = pair("llama")
-    token = key_shape(fast).nbytes(1, None)
+    token = key_shape(fast, None).nbytes(1)
     fast.generate(**batch(rows=2), max_new_tokens=24, do_sample=False)
     engine = fast.octavo_engine
 

@@ -287,7 +287,7 @@ def test_generate_with_an_engine(counted, kind, padded):
         engine = Engine(copy.deepcopy(model), context=256, kv_cache=kind, attention="bf16")
         engine.fp8_attention = attention == "fp8"
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("octavo.inference.session.fp8_attention_limit", lambda *_: "")
+            patch.setattr("octavo.inference.engine.fp8_attention_limit", lambda *_: "")
             session = engine._new_session(2, 100)
         ids = [row[row != 0].tolist() for row in prompts["input_ids"]]
         from octavo.inference.session import pad_prompts

@@ -9,6 +9,7 @@ call, so that the next call of the same batch size replays its graph. On a CPU t
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
@@ -29,11 +30,10 @@ from octavo.inference.session import (
     key_shape,
     make_forward,
     most_tokens,
-    own_cache_session,
     pad_prompts,
-    use_fp8_attention,
 )
 from octavo.nn.fused_modules import watched
+from octavo.ops import fp8_attention_limit
 from octavo.ops.launching import compile_only, has_kernels
 
 # ---- The loop that chooses tokens, one step after another, without a wait of the device for the host.
@@ -287,8 +287,9 @@ class Engine:
     def _session(self, batch: int, tokens: int) -> Session:
         """A session with room for `tokens` tokens of each sequence: one of former calls, or a new one."""
         if self.own_cache:
-            session: Session = own_cache_session(self.model)
-            return session
+            from octavo.inference.transformers_cache import OwnCacheSession
+
+            return OwnCacheSession(self.model)  # type: ignore[return-value]
         place = self.device, key_dtype(self.model)
         if place != self.place:  # the model was moved or cast
             self.sessions.clear()
@@ -304,16 +305,18 @@ class Engine:
         return session
 
     def _new_session(self, batch: int, tokens: int) -> Session:
-        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model), self.device
-        needed = shape.nbytes(batch * capacity, self.dtype)
+        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model, self.dtype), self.device
+        needed = shape.nbytes(batch * capacity)
         while self.sessions and needed > free_bytes(device):
             self.sessions.pop(0)
         if needed > free_bytes(device):
             capacity = tokens
-        check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
+        check_memory(shape, batch, capacity, free_bytes(device))
         forward = make_forward(self.model, capacity, self.dtype, self.scales)
         if self.fp8_attention:
-            use_fp8_attention(forward, self.model, device)
+            if limit := fp8_attention_limit(device, shape.head_dim):
+                warnings.warn(f"the attention of prompts runs in BF16: {limit}", stacklevel=2)
+            forward.cache.fp8_attention = not limit
         return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
 
     def _refresh(self) -> None:
