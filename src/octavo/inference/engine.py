@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.inference.kv_cache import Pairs, UnservedError, check_settings
+from octavo.inference.kv_cache import Pairs, UnservedError, check_settings, sliding_window
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import (
     Prompts,
@@ -29,9 +29,9 @@ from octavo.inference.session import (
     key_dtype,
     key_shape,
     make_forward,
-    most_tokens,
     pad_prompts,
 )
+from octavo.models.decoder import Decoder
 from octavo.nn.fused_modules import watched
 from octavo.ops import fp8_attention_limit
 from octavo.ops.launching import compile_only, has_kernels
@@ -151,7 +151,9 @@ class Engine:
         self.model, self.context, self.dtype, self.own_cache = model, context, dtype, own_cache
         self.scales = kv_scales if dtype == "fp8" else None
         self.asked, self.fp8_attention = kv_cache != AUTO, attention == "fp8"
-        self.limit = context if own_cache else min(context, most_tokens(model))
+        whole = own_cache or isinstance(model, Decoder)
+        window = None if whole else sliding_window(model.config.get_text_config(decoder=True))
+        self.limit = context if window is None else min(context, window)
         self.sessions: list[Session] = []  # the one used last is the last
         self.place: tuple[torch.device, torch.dtype] | None = None  # of the keys in the sessions
         self.lock = threading.Lock()

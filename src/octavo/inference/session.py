@@ -1,7 +1,6 @@
 """Decoding with one model: the forward pass, prompts of a batch, captured steps, and the room of the cache."""
 
 import math
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs, sliding_window
+from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs
 from octavo.models.decoder import Decoder
 from octavo.util import plural
 
@@ -59,12 +58,6 @@ def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs |
     from octavo.inference.transformers_cache import TransformersForward
 
     return TransformersForward(model, max_tokens, dtype, scales)
-
-
-def most_tokens(model: Any) -> int:
-    """The tokens that a cache of the model may hold: those of its sliding window, or any number."""
-    window = None if isinstance(model, Decoder) else sliding_window(model.config.get_text_config(decoder=True))
-    return sys.maxsize if window is None else window
 
 
 def key_shape(model: Any, dtype: str | None) -> KeyShape:
