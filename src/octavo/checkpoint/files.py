@@ -158,7 +158,7 @@ class ShardReader:
         self.folder = folder
         single = folder / f"{stem}{SUFFIX}"
         indexed = None if single.is_file() else _indexed(folder, stem)
-        self._places: dict[str, tuple[Path, int]] = {}  # the file of each tensor, and its first byte there
+        self._places: dict[str, tuple[Path, int, Spec]] = {}  # the file of each tensor, and its first byte there
         self._stamps: dict[Path, tuple[int, int]] = {}
         self.specs: dict[str, Spec] = {}
         self.strays: list[str] = []
@@ -171,7 +171,7 @@ class ShardReader:
                 if indexed is not None and indexed.get(name) != path:
                     self.strays += [name] if name in indexed else []
                     continue
-                self.specs[name], self._places[name] = spec, (path, start)
+                self.specs[name], self._places[name] = spec, (path, start, spec)
         if indexed is not None and (lost := sorted(indexed.keys() - self.specs.keys())):
             raise ArtifactError(
                 f"{folder / stem}{INDEX_SUFFIX} takes {lost[0]} from {indexed[lost[0]].name}, which does not hold it "
@@ -185,7 +185,7 @@ class ShardReader:
         return self._checksums.check(self._places[name][0], name, self._map(name))
 
     def _map(self, name: str) -> Tensor:
-        (path, start), spec = self._places[name], self.specs[name]
+        path, start, spec = self._places[name]
         if _stamp(path) != self._stamps[path]:
             raise ArtifactError(
                 f"{path} was removed or changed while it was read. If it belongs to a run that still trains, the run "
