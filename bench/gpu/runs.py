@@ -46,7 +46,6 @@ from bench.gpu.harness import DEVICE, allocated, interleaved, parser_of, show, s
 from bench.gpu.peers import use_torchao
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from bench.record import QUICK
-from octavo.checkpoint.folder import FolderLock
 from octavo.checkpoint.run import RunFolder
 from octavo.data import ReadReport, read_text
 from octavo.evaluation.metrics import ratio
@@ -256,7 +255,7 @@ def trainer_of(
     training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
     batches = TrainingData(training, held_out, data.tokenizer, data.report)
     folder = Path("unused")  # `step` and `evaluate` write nothing
-    places = RunFolder(folder), FolderLock(folder), Console(quiet=True)
+    places = RunFolder(folder), nullcontext(), Console(quiet=True)
     return Trainer(config, state, batches, *places), converted
 
 

@@ -63,7 +63,7 @@ from bench.gpu.modes import (
 from octavo.checkpoint.scheme import WEIGHT
 from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import DTYPES, LayerKVCache, fp8_prompt_attention
-from octavo.inference.packed_fusion import fuse
+from octavo.inference.packed_linear import fuse
 from octavo.inference.session import pad_prompts
 from octavo.models import LlamaConfig
 from octavo.numerics import ROW, Cast, QTensor

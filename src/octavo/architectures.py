@@ -13,7 +13,7 @@ This is data alone, below every package: `octavo.nn` cannot import `octavo.hf`, 
     calibration                  name                                           octavo.hf.block_by_block
     plan                         model_type, block, qkv_bias, fusable           octavo.plan.model_shape
     GGUF                         gguf                                           octavo.packing.gguf_export
-    served attention             fusable, head_norms                            octavo.inference.packed_fusion
+    served attention             fusable, head_norms                            octavo.inference.packed_linear
 
 transformers names the classes of an architecture by its name: LlamaForCausalLM, LlamaDecoderLayer, LlamaAttention,
 LlamaMLP, LlamaRMSNorm.

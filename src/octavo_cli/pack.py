@@ -185,7 +185,7 @@ def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
 
 def _say_readers(layout: str) -> None:
     """Say which program alone reads a layout, for one that transformers does not read."""
-    from octavo.checkpoint.layouts.layout import LAYOUTS
+    from octavo.checkpoint.layouts import LAYOUTS
 
     if readers := LAYOUTS[layout].readers:
         say(f"for {readers}: transformers computes nonsense from it, or fails")
@@ -227,7 +227,7 @@ def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str,
 
 def _of_folder(report: PackReport) -> list[tuple[str, str]]:
     from octavo.checkpoint.folder import MODULES
-    from octavo.checkpoint.layouts.compressed_tensors import is_expert
+    from octavo.checkpoint.layouts import is_expert
 
     facts = [("the whole folder", f"{report.folder_bytes / 1e6:.2f} MB")]
     if report.lacks_tokenizer:

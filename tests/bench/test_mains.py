@@ -31,7 +31,7 @@ from bench.gpu.modes import BASE, FP8_CACHE, FUSED, FUSED_EAGER, HOOKED, OCTAVO
 from bench.gpu.peers import RECIPES
 from bench.report.plots import OWNERS, owner
 from octavo.inference.kv_cache import DTYPES
-from octavo.inference.packed_fusion import fuse
+from octavo.inference.packed_linear import fuse
 from octavo.models.llama import rope_tables
 from octavo.rates.measured import find_gpu
 from octavo.speed import Cell, Generate, Grid

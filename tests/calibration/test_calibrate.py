@@ -20,7 +20,7 @@ from octavo.calibration import calibrator as pipeline
 from octavo.calibration.calibrator import Calibration, calibrate, hash_model
 from octavo.calibration.site_statistics import BINS
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import FolderLock, LockedError, WriteError
+from octavo.checkpoint.folder import LockedError, WriteError, locked_folder
 from octavo.data import DataError
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
@@ -231,7 +231,7 @@ def test_a_full_disk_keeps_what_is_done(limit, done, llama, expected, tmp_path, 
 
 
 def test_a_second_calibration_into_one_folder_is_refused_and_loses_nothing(llama, tmp_path, data):
-    with FolderLock(tmp_path / ".out.calibrating"), pytest.raises(LockedError, match="is in use: process"):
+    with locked_folder(tmp_path / ".out.calibrating"), pytest.raises(LockedError, match="is in use: process"):
         calibrate(llama, data, tmp_path / "out", prompts=PROMPTS)
     assert [path for path in tmp_path.iterdir() if "out" in path.name] == []
     assert calibrate(llama, data, tmp_path / "out", prompts=PROMPTS).prompts > 0

@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from transformers import FineGrainedFP8Config
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.layouts.layout import Packing, check_tensors, get_layout, quantization_config, read_packing
-from octavo.checkpoint.run import RunFolder
-from octavo.checkpoint.scheme import SCHEMES, looks_reciprocal, suspected
+from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
+from octavo.checkpoint.scheme import SCHEMES, check_tensors, looks_reciprocal, suspected
 from octavo.numerics import QTensor
 from octavo.ops import quantize
 
@@ -122,66 +120,58 @@ def test_remarks_of_other_writers_are_accepted(scheme: str) -> None:
     assert read(theirs | {"version": "0.20.0"}) == packing(scheme)
 
 
-def _set(*path: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(config: dict[str, Any]) -> None:
-        for key in path[:-1]:
-            config = config[key]
-        config[path[-1]] = value
-
-    return change
+def changed(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return config
 
 
 GROUP = ("config_groups", "group_0")
+WEIGHTS = (*GROUP, "weights")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("path", "value", "named"),
     [
-        (_set("quant_method", value="gptq"), "quant_method is 'gptq'"),
+        (("quant_method",), "gptq", "quant_method is 'gptq'"),
         *[
-            (
-                _set(*GROUP, "targets", value=value),
-                f"group_0.targets must be a list of names, got {re.escape(repr(value))}",
-            )
+            ((*GROUP, "targets"), value, f"group_0.targets must be a list of names, got {re.escape(repr(value))}")
             for value in (128, True, "Linear", [float("nan")], [["Linear"]], {"a": 1})
         ],
-        (_set("format", value="pack-quantized"), "format is 'pack-quantized'"),
-        (_set("quantization_status", value="frozen"), "quantization_status is 'frozen'"),
-        (_set("kv_cache_scheme", value={"num_bits": 8}), "kv_cache_scheme.type is None, required 'float'"),
-        (_set("kv_cache_scheme", value="static"), "kv_cache_scheme is 'static'"),
-        (_set(*GROUP, "weights", "num_bits", value=4), "nearest is channel, but .*weights.num_bits is 4, required 8"),
-        (_set(*GROUP, "weights", "strategy", value="attn_head"), "weights.strategy is 'attn_head', required"),
-        (_set(*GROUP, "weights", "group_size", value=128), "weights.group_size is 128"),
-        (_set(*GROUP, "input_activations", "dynamic", value=False), "input_activations.dynamic is False"),
-        (_set(*GROUP, "targets", value=["re:.*q_proj"]), "no group of config_groups has a.o_proj"),
-        (_set("config_groups", value={}), "config_groups must hold groups"),
-        (_set("config_groups", "group_1", value={"targets": ["Linear"]}), "group_1.weights is None"),
-        (_set("transform_config", value={"rotate": 1}), "transform_config is"),
-        (_set("ignore", value="lm_head"), "ignore must be a list"),
+        (("format",), "pack-quantized", "format is 'pack-quantized'"),
+        (("quantization_status",), "frozen", "quantization_status is 'frozen'"),
+        (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme.type is None, required 'float'"),
+        (("kv_cache_scheme",), "static", "kv_cache_scheme is 'static'"),
+        ((*WEIGHTS, "num_bits"), 4, "nearest is channel, but .*weights.num_bits is 4, required 8"),
+        ((*WEIGHTS, "strategy"), "attn_head", "weights.strategy is 'attn_head', required"),
+        ((*WEIGHTS, "group_size"), 128, "weights.group_size is 128"),
+        ((*GROUP, "input_activations", "dynamic"), False, "input_activations.dynamic is False"),
+        ((*GROUP, "targets"), ["re:.*q_proj"], "no group of config_groups has a.o_proj"),
+        (("config_groups",), {}, "config_groups must hold groups"),
+        (("config_groups", "group_1"), {"targets": ["Linear"]}, "group_1.weights is None"),
+        (("transform_config",), {"rotate": 1}, "transform_config is"),
+        (("ignore",), "lm_head", "ignore must be a list"),
     ],
 )
-def test_another_packing_is_refused_by_setting(change: Callable[[dict[str, Any]], None], named: str) -> None:
-    config = copy.deepcopy(quantization_config(packing(), LINEARS))
-    change(config)
+def test_another_packing_is_refused_by_setting(path: tuple[str, ...], value: Any, named: str) -> None:
     with pytest.raises(ArtifactError, match=named):
-        read(config)
+        read(changed(quantization_config(packing(), LINEARS), path, value))
 
 
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "block"])
+@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "group32"])
 def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme: str) -> None:
-    config = quantization_config(packing(scheme), LINEARS)
-    _set(*GROUP, "input_activations", value=None)(config)
+    config = changed(quantization_config(packing(scheme), LINEARS), (*GROUP, "input_activations"), None)
+    if scheme == "group32":
+        with pytest.raises(ArtifactError, match="nearest is group32, but .*input_activations is None"):
+            read(config)
+        return
     (found,) = set(read(config).schemes.values())
     assert found.inputs is None
     assert found.weight == SCHEMES[scheme].weight
     assert read(quantization_config(read(config), LINEARS)) == read(config)
-
-
-def test_groups_of_weights_alone_are_refused() -> None:
-    config = quantization_config(packing("group32"), LINEARS)
-    _set(*GROUP, "input_activations", value=None)(config)
-    with pytest.raises(ArtifactError, match="nearest is group32, but .*input_activations is None"):
-        read(config)
 
 
 def test_no_packed_model() -> None:
@@ -263,25 +253,11 @@ def test_reciprocal_scales_are_told_from_right_ones(scheme: str, size: float) ->
     assert looks_reciprocal(wrong.scale, wrong.dequantize)
 
 
-def test_large_scales_of_small_data_are_right() -> None:
+def test_large_scales_of_small_data_and_one_layer_of_huge_weights_are_no_suspicion() -> None:
     data, scale = torch.full((4, 32), 0.5), torch.full((4, 1), 2.0)
     assert not looks_reciprocal(scale, lambda: data * scale)
-
-
-def test_a_layer_of_huge_weights_among_others_is_no_suspicion() -> None:
     huge, plain = packed("channel", 500.0), packed("channel", 0.02)
     weights = [("huge", huge), ("a", plain), ("b", plain)]
     assert looks_reciprocal(huge.scale, huge.dequantize)
     assert suspected((name, q.scale, q.dequantize) for name, q in weights) == []
     assert suspected((name, q.scale, q.dequantize) for name, q in weights[:1]) == ["huge"]
-
-
-# ---- The checkpoints of a run's folder, among other things that lie there
-
-
-def test_only_folders_with_the_name_of_a_step_are_checkpoints(tmp_path):
-    run = RunFolder(tmp_path)
-    for name in ("step-00000004", "step-00000012", "step-100000000", "step-abc1", "step-12", "step-00000008.old7"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "step-00000099").write_text("a file")
-    assert [run.step_of(path) for path in run.checkpoints()] == [4, 12, 100_000_000]

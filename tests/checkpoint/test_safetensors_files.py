@@ -5,6 +5,7 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,11 @@ def test_tensors_that_were_not_announced(tmp_path: Path, come: dict[str, torch.T
         write_shards(tmp_path, specs({"a": torch.ones(2), "b": torch.ones(2)}), come.items(), {})
 
 
+def write_file(folder: Path, header: dict[str, Any], data: bytes, blanks: int = 0) -> None:
+    text = json.dumps(header).encode() + b" " * blanks
+    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def sharded(folder: Path) -> dict[str, str]:
     """Two files and an index; what the index maps."""
     save_file({"a": torch.ones(2)}, folder / "one.safetensors")
@@ -152,11 +158,8 @@ def test_the_index_says_which_file_a_tensor_is_taken_from(tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", ["U16", "U32", "U64", "C64", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3"])
 def test_dtypes_that_no_model_of_ours_has(tmp_path: Path, dtype: str) -> None:
     """Those that PyTorch has are shown; the others are named."""
-    size = {"U16": 4, "U32": 8, "U64": 16, "C64": 16, "F4": 1}.get(dtype, 2)
-    shape = [4, 1] if dtype == "F6_E2M3" else [2, 1]
-    size = 3 if dtype == "F6_E2M3" else size
-    header = json.dumps({"a": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}}).encode()
-    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    size = {"U16": 8, "U32": 16, "U64": 32, "C64": 32, "F4": 2, "F6_E2M3": 3}.get(dtype, 4)  # of four elements
+    write_file(tmp_path, {"a": {"dtype": dtype, "shape": [4, 1], "data_offsets": [0, size]}}, bytes(size))
     if dtype in ("F4", "F6_E2M3"):
         with pytest.raises(ArtifactError, match=rf"{SINGLE}: a has the dtype {dtype}, and F64, .* are read"):
             ShardReader(tmp_path)
@@ -220,17 +223,14 @@ def test_tensors_that_are_not_aligned(tmp_path: Path, blanks: int) -> None:
     given = {
         "bytes": torch.arange(3, dtype=torch.uint8),
         "wide": torch.rand(2, 2).double(),
-        "half": torch.rand(3).half(),
+        "half": torch.ones(3).half(),
     }
     header, data = {}, b""
-    for name, tensor in given.items():
-        content = tensor.numpy().tobytes()
-        place = [len(data), len(data) + len(content)]
-        dtype = {"bytes": "U8", "wide": "F64", "half": "F16"}[name]
+    for (name, tensor), dtype in zip(given.items(), ("U8", "F64", "F16"), strict=True):
+        place = [len(data), len(data) + tensor.nbytes]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": place}
-        data += content
-    text = json.dumps(header).encode() + b" " * blanks
-    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + data)
+        data += tensor.numpy().tobytes()
+    write_file(tmp_path, header, data, blanks)
     reader = ShardReader(tmp_path)
     assert all(same(reader.get(name), t) for name, t in given.items())
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import model_of
-from patience import HANG
-from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList, TextIteratorStreamer
+from transformers import AutoTokenizer, DynamicCache, OPTConfig, OPTForCausalLM, StoppingCriteriaList
 
 from octavo.inference.transformers_generate import Accelerated, accelerate_generate
 from octavo.models.tokenizer import ByteTokenizer
@@ -32,8 +31,6 @@ def test_tokens_are_those_of_transformers(name, padding, settings):
 
 
 def test_a_model_with_learned_positions():
-    from transformers import OPTConfig, OPTForCausalLM
-
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=128, word_embed_proj_dim=64)).bfloat16().eval()
@@ -95,40 +92,30 @@ def test_strings_that_end_a_text(tmp_path):
 
 
 class Listener:
-    """A streamer that records what it gets."""
+    """A streamer that records what it gets, and after how many steps."""
 
     def __init__(self) -> None:
-        self.got: list[list[int]] = []
+        self.got, self.seen, self.steps = list[list[int]](), list[int](), list[int]()
         self.ended = False
 
     def put(self, value: torch.Tensor) -> None:
         self.got.append(value.flatten().tolist())
+        self.seen.append(len(self.steps))
 
     def end(self) -> None:
         self.ended = True
 
 
-def test_a_streamer_gets_every_token():
+def test_a_streamer_gets_every_token_while_the_text_grows():
     model, fast = pair("llama")
-    inputs, listeners = batch(rows=1), [Listener(), Listener()]
+    listeners, computed = [Listener(), Listener()], list[int]()
+    fast.lm_head.register_forward_hook(lambda *_: computed.append(1))
     for each, listener in zip((model, fast), listeners, strict=True):
-        answers(each, inputs, do_sample=False, streamer=listener)
+        listener.steps = computed
+        answers(each, batch(rows=1), do_sample=False, streamer=listener, max_new_tokens=60, eos_token_id=None)
     assert listeners[1].ended
     assert listeners[1].got == listeners[0].got
-
-
-def test_tokens_are_streamed_while_the_text_grows():
-    _, fast = pair("llama")
-    computed, seen = 0, list[int]()
-
-    def count(*_: Any) -> None:
-        nonlocal computed
-        computed += 1
-
-    fast.lm_head.register_forward_hook(count)
-    listener = Listener()
-    listener.put = lambda value: seen.append(computed)  # type: ignore[method-assign]
-    answers(fast, batch(rows=1), do_sample=False, streamer=listener, max_new_tokens=60, eos_token_id=None)
+    seen = listeners[1].seen
     assert len(seen) == 61  # the first is the prompt
     assert all(steps <= tokens + 1 for tokens, steps in enumerate(seen))  # the GPU computes the next meanwhile
 
@@ -187,23 +174,6 @@ def test_threads_take_turns():
     assert all(torch.equal(found[i], required[i]) for i in range(3))
 
 
-def test_a_text_in_another_thread():
-    """The way of transformers' documentation: generate in a thread, read the text from a streamer."""
-    _, fast = pair("llama")
-    streamer = TextIteratorStreamer(_Letters(), timeout=HANG)
-    thread = threading.Thread(
-        target=fast.generate, kwargs=batch(rows=1) | {"max_new_tokens": 9, "do_sample": False, "streamer": streamer}
-    )
-    thread.start()
-    assert len("".join(streamer).split()) > 11
-    thread.join()
-
-
-class _Letters:
-    def decode(self, tokens: Any, **_: Any) -> str:
-        return "".join(f"{token} " for token in tokens)
-
-
 def test_an_error_in_the_middle_leaves_the_engine_usable():
     model, fast = pair("llama")
     broken = StoppingCriteriaList([lambda ids, scores, **_: 1 / 0])
@@ -218,46 +188,26 @@ def test_an_error_in_the_middle_leaves_the_engine_usable():
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"return_dict_in_generate": True}, "a dictionary is asked for"),
-        ({"use_cache": False}, "use_cache is False"),
-        ({"past_key_values": True}, "a cache is given"),
-        ({"position_ids": True}, "position_ids"),
+        (lambda model: {"return_dict_in_generate": True}, "a dictionary is asked for"),
+        (lambda model: {"use_cache": False}, "use_cache is False"),
+        (lambda model: {"past_key_values": DynamicCache(config=model.config)}, "a cache is given"),
+        (lambda model: {"position_ids": torch.arange(3, 14)[None]}, "position_ids"),
+        (lambda model: {"num_beams": 3}, "beams are asked for"),
+        (lambda model: {"prompt_lookup_num_tokens": 3}, "candidates of .* are asked for"),
+        (lambda model: {"assistant_model": copy.deepcopy(model)}, "candidates of .* are asked for"),
     ],
+    ids=["dictionary", "no cache", "a cache", "positions", "beams", "lookup", "assistant"],
 )
 @pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
-def test_what_the_engine_does_not_cover(settings, reason, kv_cache):
+def test_what_the_engine_does_not_cover_is_transformers_own(settings, reason, kv_cache):
     model, fast = pair("llama", kv_cache=kv_cache)
-    inputs = batch()
 
     def call(each: Any) -> Any:
-        given = dict(settings)
-        if "past_key_values" in given:
-            given["past_key_values"] = DynamicCache(config=model.config)
-        if "position_ids" in given:
-            given["position_ids"] = torch.arange(3, 14)[None].expand(3, -1)
-        found = answers(each, inputs, do_sample=False, **given)
+        found = answers(each, batch(rows=1), do_sample=False, **settings(model))
         return found if isinstance(found, torch.Tensor) else found.sequences
 
     required = call(model)
-    with pytest.warns(UserWarning, match=f"transformers' own loop, which is slower: .*{reason}"):
-        assert torch.equal(call(fast), required)
-    assert torch.equal(call(fast), required)  # says it once: a warning is an error
-    assert sessions(fast) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [({"num_beams": 3}, "beams"), ({"prompt_lookup_num_tokens": 3}, "candidates"), ({"assistant": True}, "candidates")],
-)
-def test_other_ways_of_decoding_are_transformers_own(settings, reason):
-    model, fast = pair("llama")
-
-    def call(each: Any) -> Any:
-        given = {"assistant_model": copy.deepcopy(model)} if "assistant" in settings else settings
-        return answers(each, batch(rows=1), do_sample=False, **given)
-
-    required = call(model)
-    with pytest.warns(UserWarning, match=f"transformers' own loop, which is slower: {reason}.*asked for") as said:
+    with pytest.warns(UserWarning, match=f"transformers' own loop, which is slower: .*{reason}") as said:
         assert torch.equal(call(fast), required)
     assert said[0].filename.endswith("generation_examples.py")  # the caller's line
     assert torch.equal(call(fast), required)  # says it once: a warning is an error
@@ -268,11 +218,8 @@ def test_a_sliding_window_that_the_text_may_exceed():
     model = model_of("mistral", sliding_window=32).bfloat16()
     fast = copy.deepcopy(model)
     accelerate_generate(fast, 128)
-    short, long = batch(), batch(length=30)
-    assert torch.equal(
-        answers(fast, short, do_sample=False, max_new_tokens=8),
-        answers(model, short, do_sample=False, max_new_tokens=8),
-    )
+    long, short = batch(length=30), {"inputs": batch(), "do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(answers(fast, **short), answers(model, **short))
     required = answers(model, long, do_sample=False)
     with pytest.warns(UserWarning, match="the sliding window of 32 tokens"):
         assert torch.equal(answers(fast, long, do_sample=False), required)
@@ -297,6 +244,3 @@ def test_hooks_see_every_step():
     required = answers(model, batch(), do_sample=False)
     assert torch.equal(answers(fast, batch(), do_sample=False), required)
     assert len(calls) >= required.shape[1] - 11
-
-
-# --- Bad input ---------------------------------------------------------------------------------------------------

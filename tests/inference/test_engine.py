@@ -6,7 +6,6 @@ import torch
 from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import model_of
 from model_examples import GQA, lively, tokens
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from octavo.inference import engine as engine_module
 from octavo.inference.engine import Engine, Stop, decode, open_engine
@@ -28,11 +27,6 @@ from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 def greedy(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
-
-
-def run(engine: Engine, prompts: Prompts, new: int) -> torch.Tensor:
-    *_, (ids, _) = engine.run(prompts, new, greedy, None, watched=False)
-    return ids
 
 
 @pytest.mark.parametrize(
@@ -64,9 +58,9 @@ def test_a_second_generation_in_the_same_thread_is_an_error():
     first = engine.run(Prompts(tokens(), (0, 0)), 5, greedy, None, watched=True)
     next(first)
     with pytest.raises(RuntimeError, match="finish that generation, or close its iterator"):
-        run(engine, Prompts(tokens(), (0, 0)), 5)
+        next(engine.run(Prompts(tokens(), (0, 0)), 5, greedy, None, watched=False))
     first.close()
-    run(engine, Prompts(tokens(), (0, 0)), 5)
+    next(engine.run(Prompts(tokens(), (0, 0)), 5, greedy, None, watched=False))
 
 
 def test_warm_up_makes_the_session_of_the_next_call():
@@ -183,8 +177,7 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
     batch = pad_prompts([prompt(6)], torch.device("cpu"))
     for _ in range(2):
         found = [token for [token] in engine.generate([prompt(6)], 5, GREEDY)]
-        for text, _tokens in engine.run(batch, 5, lambda ids, logits: logits.argmax(-1), None, watched=False):
-            ids = text
+        *_, (ids, _) = engine.run(batch, 5, greedy, None, watched=False)
         assert ids[0, 6:].tolist() == found
         assert not ids.is_inference()
     assert len(engine.sessions) == 1
@@ -197,10 +190,8 @@ PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 4, 5]]
 
 
 def gemma2() -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
-    config = Gemma2Config(vocab_size=97, num_hidden_layers=2, head_dim=16, initializer_range=0.3, **sizes)
-    return Gemma2ForCausalLM(config).eval()
+    model: torch.nn.Module = model_of("gemma2", query_pre_attn_scalar=16)
+    return model
 
 
 def test_the_models_and_lengths_that_our_cache_serves_have_it():
@@ -267,6 +258,8 @@ def test_every_token_but_the_last_starts_a_step_before_it_is_read():
     assert ids == [[4, 0, 1, 2, 3], [0, 1, 2, 3, 4]]
     assert found == [(2, [0, 1], 1), (3, [1, 2], 2), (4, [2, 3], 3), (5, [3, 4], 3)]
     assert steps == [[0, 1], [1, 2], [2, 3]]
+    _, found, _ = counted(5, watched=False)  # nobody reads
+    assert found == [(2, None, 1), (3, None, 2), (4, None, 3), (5, None, 3)]
 
 
 def test_sequences_end_one_by_one():
@@ -274,11 +267,6 @@ def test_sequences_end_one_by_one():
     assert ids == [[4, 0, 1, 2], [0, 1, 2, 9]]
     assert [n for n, *_ in found] == [2, 3, 4]
     assert len(steps) == 3  # the last of them is dropped
-
-
-def test_nobody_reads():
-    _, found, _ = counted(5, watched=False)
-    assert found == [(2, None, 1), (3, None, 2), (4, None, 3), (5, None, 3)]
 
 
 # ---- Prompts of a batch: padding on the left, and masks
@@ -307,38 +295,32 @@ def test_a_mask_says_where_prompts_begin():
 
 
 LLAMA_3_8B = KeyShape(32, 8, 128, torch.bfloat16)
+IN_FP8 = LLAMA_3_8B._replace(dtype=torch.float8_e4m3fn)
 GIB = 1 << 30
 
 
-def test_the_bytes_of_a_token():
-    assert LLAMA_3_8B.nbytes(1, None) == 2 * 32 * 8 * 128 * 2
-    assert LLAMA_3_8B.nbytes(4096, "fp8") == GIB // 4
-
-
-def test_the_sizes_are_those_of_the_cache():
+def test_the_bytes_of_a_token_are_those_of_the_cache():
+    assert LLAMA_3_8B.nbytes(1) == 2 * 32 * 8 * 128 * 2
+    assert IN_FP8.nbytes(4096) == GIB // 4
     _, fast = pair("qwen3")
     fast.generate(**batch(), max_new_tokens=2, do_sample=False)
     (session,) = fast.octavo_engine.sessions
-    assert key_shape(fast).nbytes(3 * session.capacity, None) == session.cache.nbytes
-
-
-def test_what_fits_passes():
-    check_memory(LLAMA_3_8B, 2, 4096, None, GIB)
-    check_memory(LLAMA_3_8B, 1000, 4096, None, free_bytes(torch.device("cpu")))
+    assert key_shape(fast, None).nbytes(3 * session.capacity) == session.cache.nbytes
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens", "dtype", "fits"),
+    ("batch", "tokens", "shape", "fits"),
     [
-        (8, 4096, None, "2 sequences of 4096 tokens or 1024 tokens for 8 sequences. kv_cache='fp8'"),
-        (2, 8192, None, "one sequence of 8192 tokens or 4096 tokens for 2 sequences. kv_cache='fp8'"),
-        (8, 4096, "fp8", r"4 sequences of 4096 tokens or 2048 tokens for 8 sequences\.$"),
-        (10_000, 16_384, None, "No sequence fits"),
+        (8, 4096, LLAMA_3_8B, "2 sequences of 4096 tokens or 1024 tokens for 8 sequences. kv_cache='fp8'"),
+        (2, 8192, LLAMA_3_8B, "one sequence of 8192 tokens or 4096 tokens for 2 sequences. kv_cache='fp8'"),
+        (8, 4096, IN_FP8, r"4 sequences of 4096 tokens or 2048 tokens for 8 sequences\.$"),
+        (10_000, 16_384, LLAMA_3_8B, "No sequence fits"),
     ],
 )
-def test_the_error_says_what_fits(batch, tokens, dtype, fits):
+def test_the_error_says_what_fits(batch, tokens, shape, fits):
+    check_memory(shape, batch, tokens, free_bytes(torch.device("cpu")))
     with pytest.raises(MemoryError, match=f"{batch} sequences of {tokens} tokens need .* GiB in .* are free.* {fits}"):
-        check_memory(LLAMA_3_8B, batch, tokens, dtype, GIB)
+        check_memory(shape, batch, tokens, GIB)
 
 
 def test_nothing_runs_where_the_cache_does_not_fit(monkeypatch):
@@ -354,7 +336,7 @@ def test_nothing_runs_where_the_cache_does_not_fit(monkeypatch):
 def test_unused_sessions_make_room(monkeypatch):
     """A cache of a former batch goes before a new one is refused; a tight one takes no more than it needs."""
     _, fast = pair("llama")
-    token = key_shape(fast).nbytes(1, None)
+    token = key_shape(fast, None).nbytes(1)
     fast.generate(**batch(rows=2), max_new_tokens=24, do_sample=False)
     engine = fast.octavo_engine
 

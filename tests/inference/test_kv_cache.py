@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from generation_examples import batch
 from kv_cache_examples import model_of
 from metrics import sqnr
 
-from octavo.inference import kv_cache as fp8_prompts
+from octavo.inference import kv_cache
 from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import LayerKVCache, fp8_prompt_attention, is_faster_in_fp8, prompt_attention
+from octavo.inference.session import pad_prompts
 from octavo.numerics.scaling import SMALLEST_SCALE
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
@@ -54,13 +54,9 @@ def test_a_warm_up_finds_the_scales(dtype, per):
     assert torch.equal(cache.k_scale, before[0])
     assert torch.equal(cache.keys.view(torch.uint8)[:, :, :9], before[1][:, :, :9])
     limits = [s.view(-1, 1, 1) * LARGEST[dtype] for s in (cache.k_scale, cache.v_scale)]
-    for x, limit, found, scale in zip(
-        (torch.cat((a, b), 2) for a, b in zip((k, v), more, strict=True)),
-        limits,
-        contents(cache),
-        (cache.k_scale, cache.v_scale),
-        strict=True,
-    ):
+    whole = (torch.cat(pair, 2) for pair in zip((k, v), more, strict=True))
+    scales = cache.k_scale, cache.v_scale
+    for x, limit, found, scale in zip(whole, limits, contents(cache), scales, strict=True):
         required = x.clamp(-limit, limit)
         assert ((found - required).abs() <= steps(dtype, required, scale.view(-1, 1, 1))).all()
     rounds = {"fp8": 464 / 448, "int8": 127.5 / 127}[dtype]
@@ -80,19 +76,22 @@ def test_a_warm_up_casts_again_what_no_longer_fits(dtype):
     cache.append(*more)
     assert (cache.k_scale > 1.5 * small).all()
     assert cache.clipped.tolist() == [0, 0]
-    for found, parts, scale in zip(
-        contents(cache), zip((k, v), more, strict=True), (cache.k_scale, cache.v_scale), strict=True
-    ):
-        x = torch.cat(parts, 2)
+    whole = (torch.cat(pair, 2) for pair in zip((k, v), more, strict=True))
+    for x, found, scale in zip(whole, contents(cache), (cache.k_scale, cache.v_scale), strict=True):
         assert ((found - x).abs() <= 2.2 * steps(dtype, x, scale.view(-1, 1, 1))).all()
 
 
-def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte():
+def test_a_warm_up_that_needs_no_larger_scale_changes_no_byte_and_reset_begins_it_anew():
     cache = LayerKVCache((2, 3, 40, 16), "fp8")
     cache.append(*tokens(6))
     before = cache.keys.view(torch.uint8)[:, :, :6].clone()
     cache.append(*tokens(6, 0.1))
     assert torch.equal(cache.keys.view(torch.uint8)[:, :, :6], before)
+    cache.reset()
+    assert (cache.k_scale == SMALLEST_SCALE).all()
+    k, v = tokens(6, 0.1)
+    cache.append(k, v)
+    assert torch.allclose(cache.k_scale, k.abs().max() * 2 / 448)
 
 
 @pytest.mark.parametrize("given", [torch.tensor(0.02), torch.tensor([0.02]), torch.tensor([0.01, 0.02, 0.03])])
@@ -117,16 +116,6 @@ def test_the_same_prompt_gives_the_same_bytes_once_frozen():
         cache.append(k, v)
         found.append(cache.keys[:, :, :6].clone())
     assert torch.equal(*found)
-
-
-def test_reset_begins_a_warm_up_anew():
-    cache = LayerKVCache((2, 3, 40, 16), "fp8")
-    cache.append(*tokens(6, 100.0))
-    cache.reset()
-    assert (cache.k_scale == SMALLEST_SCALE).all()
-    k, v = tokens(6)
-    cache.append(k, v)
-    assert torch.allclose(cache.k_scale, k.abs().max() * 2 / 448)
 
 
 def test_bf16_rounds_and_does_no_more():
@@ -168,7 +157,7 @@ def test_crop_forgets_the_last_tokens():
     cache = LayerKVCache((2, 3, 10, 16), "bf16")
     k, v = tokens(9)
     cache.append(k, v)
-    cache.crop(4)
+    cache.count.crop(4)
     assert int(cache.length) == 5
     cache.append(k[:, :, :5], v[:, :, :5])
     assert torch.equal(contents(cache)[0][:, :, 5:], k[:, :, :5].bfloat16().double())
@@ -223,10 +212,10 @@ def counted(monkeypatch):
         calls.append(args[0].shape[2])
         return fp8_prompt_attention(*args, **kwargs)
 
-    monkeypatch.setattr(fp8_prompts, "fp8_attention_limit", lambda *_: "")
-    monkeypatch.setattr(fp8_prompts, "SHORTEST_PROMPT", TOKENS)
-    monkeypatch.setattr(fp8_prompts, "FEWEST", 9)
-    monkeypatch.setattr("octavo.inference.kv_cache.fp8_prompt_attention", run)
+    monkeypatch.setattr(kv_cache, "fp8_attention_limit", lambda *_: "")
+    monkeypatch.setattr(kv_cache, "SHORTEST_PROMPT", TOKENS)
+    monkeypatch.setattr(kv_cache, "FEWEST", 9)
+    monkeypatch.setattr(kv_cache, "fp8_prompt_attention", run)
     monkeypatch.setattr(LayerKVCache, "_is_piece", lambda self, q: q.shape[2] > 8)
     monkeypatch.setattr(LayerKVCache, "_plain", lambda self, x: False)
     return calls
@@ -249,28 +238,21 @@ def test_a_prompt_and_its_pieces_are_near_bf16(counted, kind):
     assert sqnr(expected, torch.cat(found, 2)) > 18
 
 
-def test_a_count_that_the_host_does_not_know_gives_nan(counted):
-    q, k, v = operands(TOKENS)
-    store = LayerKVCache((1, 2, 50, 128), "fp8", fp8_attention=True)
-    store.append(k, v)
-    assert store.attend(q).isfinite().all()
-    store.length.add_(1)
-    assert store.attend(q).isnan().all()
-
-
-def test_stored_bytes_are_read_as_they_are(counted):
+def test_stored_bytes_are_read_as_they_are_and_a_count_that_the_host_does_not_know_gives_nan(counted):
     q, k, v = operands(TOKENS)
     scales = torch.tensor([0.02]), torch.tensor([0.01])
     store = LayerKVCache((1, 2, 50, 128), "fp8", scales=scales, fp8_attention=True)
     store.append(k, v)
     stored = store.keys[:, :, :TOKENS], store.values[:, :, :TOKENS]
     assert torch.equal(store.attend(q), fp8_prompt_attention(q, *stored, scales, scale=128**-0.5))
+    store.length.add_(1)
+    assert store.attend(q).isnan().all()
 
 
 def test_where_it_runs(monkeypatch):
     q = torch.zeros(1, 2, 2000, 128)
     assert not is_faster_in_fp8(q, 4096, None)  # a CPU
-    monkeypatch.setattr(fp8_prompts, "fp8_attention_limit", lambda *_: "")
+    monkeypatch.setattr(kv_cache, "fp8_attention_limit", lambda *_: "")
     assert is_faster_in_fp8(q, 4096, None)
     assert not is_faster_in_fp8(q, 4000, None)
     assert not is_faster_in_fp8(q[:, :, :100], 4096, None)
@@ -279,21 +261,15 @@ def test_where_it_runs(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 @pytest.mark.parametrize("padded", [False, True])
-def test_generate_with_an_engine(counted, kind, padded):
+def test_generate_with_an_engine(monkeypatch, counted, kind, padded):
     """The first logits differ from BF16's by the rounding alone; padded prompts stay in BF16."""
+    monkeypatch.setattr("octavo.inference.engine.fp8_attention_limit", lambda *_: "")
     model, found = model_of("llama", head_dim=128, max_position_embeddings=256).bfloat16(), []
-    prompts = batch(rows=2, length=64, padding=(0, 3) if padded else ())
+    ids = [list(range(1, 65)), list(range(5, 65 if padded else 69))]
     for attention in ("bf16", "fp8"):
-        engine = Engine(copy.deepcopy(model), context=256, kv_cache=kind, attention="bf16")
-        engine.fp8_attention = attention == "fp8"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("octavo.inference.session.fp8_attention_limit", lambda *_: "")
-            session = engine._new_session(2, 100)
-        ids = [row[row != 0].tolist() for row in prompts["input_ids"]]
-        from octavo.inference.session import pad_prompts
-
+        engine = Engine(copy.deepcopy(model), context=256, kv_cache=kind, attention=attention)
         with torch.no_grad():
-            found.append(session.prefill(pad_prompts(ids, engine.device)).float())
+            found.append(engine._new_session(2, 100).prefill(pad_prompts(ids, engine.device)).float())
     assert bool(counted) != padded
     if padded:
         assert torch.equal(*found)

@@ -26,14 +26,13 @@ from verify_examples import change_config, change_tensors
 import octavo
 from octavo import convert
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layouts.layout import read_config
+from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
 from octavo.hf.meta_model import MetaModel, read_meta_model, transformers_meta_model
 from octavo.inference import opening
 from octavo.inference.engine import Engine
 from octavo.inference.opening import end_tokens, load_packed, run, small_model
-from octavo.inference.packed_fusion import Stacked
-from octavo.inference.packed_linear import PackedLinear, swap_linears
+from octavo.inference.packed_linear import PackedLinear, Stacked, swap_linears
 from octavo.inference.sampling import Sampling
 from octavo.models import Llama, LlamaConfig
 from octavo.models.decoder import Decoder
@@ -73,10 +72,10 @@ def test_the_layer_is_the_forward_of_training(
     assert torch.equal(y, want)
 
 
-def test_a_tied_head_stays_tied(packed: dict[str, Example]) -> None:
-    llama, qwen = (load_packed(packed[name].packed).model for name in ("llama", "qwen2"))
-    for model in (llama, qwen):
-        assert model.lm_head.weight is model.model.embed_tokens.weight  # type: ignore[union-attr]
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_tied_head_stays_tied(packed: dict[str, Example], name: str) -> None:
+    model: Any = load_packed(packed[name].packed).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 # --- What is read ------------------------------------------------------------------------------------------------
@@ -115,9 +114,6 @@ SCALE, W, AGAIN = f"{NAME}.weight_scale", f"{NAME}.weight", ".*pack it again"
         (changed(lambda t: t.pop(W)), f"{W} is missing{AGAIN}"),
         (changed(lambda t: t.pop(SCALE)), f"{SCALE} is missing{AGAIN}"),
         (changed(lambda t: t.update(extra=torch.ones(1))), f"extra has no place{AGAIN}"),
-        (changed(lambda t: t.update({W: t[W][:-1].clone()})), f"{W} must have shape{AGAIN}"),
-        (changed(lambda t: t.update({W: t[W].bfloat16()})), f"{W} must be torch.float8{AGAIN}"),
-        (changed(lambda t: t[SCALE].view(-1)[:1].fill_(torch.nan)), f"{SCALE} holds inf or NaN{AGAIN}"),
         (changed(lambda t: t[SCALE].view(-1)[:1].zero_()), f"{SCALE} must be positive{AGAIN}"),
         (lambda folder: change_config(folder, ignore=["lm_head", NAME]), f"{SCALE} has no place"),
         (lambda folder: change_config(folder, format="pack-quantized"), "'pack-quantized', octavo runs float-"),
@@ -165,9 +161,6 @@ def test_greedy_text_is_that_of_the_logits(example: Example) -> None:
     prompt = tokenizer.encode(PROMPT)
     steps = Engine(model, context=context).generate([prompt], 6, Sampling(temperature=0))
     assert prompt + [token for [token] in steps] == ids
-
-
-# --- The commands ------------------------------------------------------------------------------------------------
 
 
 # ---- `octavo.load`: packed folders as models of transformers, which generate, compile and run as they do unpacked
@@ -263,24 +256,18 @@ def test_the_small_model_takes_the_prompts(
     example: Example, open_meta: Callable[..., MetaModel], kv_cache: str | None
 ) -> None:
     meta_model = open_meta(read_config(example.packed), example.packed)
-    layer = small_model(meta_model, example.packed)
-    if layer is None:
+    small = small_model(meta_model, example.packed)
+    if small is None:
         assert "num_hidden_layers" not in meta_model.config
         return
-    assert isinstance(layer.model, Decoder) == isinstance(meta_model.model, Decoder)
+    assert isinstance(small.model, Decoder) == isinstance(meta_model.model, Decoder)
     sizes = {tuple(t.shape) for t in meta_model.model.parameters()}
-    assert {tuple(t.shape) for name, t in layer.model.named_parameters() if "layers.0" in name} <= sizes
-    assert not any("layers.2" in name for name, _ in layer.model.named_parameters())
-    assert any("layers.1" in name for name, _ in layer.model.named_parameters())
-    layer.model.to_empty(device="cpu")
-    run(layer, CPU, kv_cache)
-
-
-def test_a_model_on_the_cpu_starts_no_thread(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[object] = []
-    monkeypatch.setattr(opening, "_compile", lambda *args: compiled.append(args))
-    octavo.load(example.packed)
-    assert compiled == []
+    shapes = {name: tuple(t.shape) for name, t in small.model.named_parameters()}
+    assert {shape for name, shape in shapes.items() if "layers.0" in name} <= sizes
+    assert "layers.1" in str(shapes)
+    assert "layers.2" not in str(shapes)
+    small.model.to_empty(device="cpu")
+    run(small, CPU, kv_cache)
 
 
 def test_loading_leaves_no_tensor_to_the_garbage_collector(
@@ -288,8 +275,10 @@ def test_loading_leaves_no_tensor_to_the_garbage_collector(
 ) -> None:
     """On a device with kernels, of which the CPU plays the part: a small model compiles them meanwhile."""
     ran: list[int] = []
-    monkeypatch.setattr(opening, "has_kernels", lambda device: True)
     monkeypatch.setattr(opening, "run", lambda *args: (ran.append(1), run(*args)))
+    octavo.load(folders["llama"])
+    assert ran == []  # a CPU has no kernels
+    monkeypatch.setattr(opening, "has_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     octavo.load(folders["llama"])  # imports leave garbage

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from octavo.calibration.calibrator import Calibration
 from octavo.calibration.site_statistics import Observed, Statistics
 from octavo.inference.kv_cache import DTYPES as LAYER_DTYPES
-from octavo.inference.packed_fusion import ServedAttention, serve_attention
+from octavo.inference.packed_linear import ServedAttention, serve_attention
 from octavo.inference.transformers_cache import QuantizedKVCache, scales_from_calibration
 
 

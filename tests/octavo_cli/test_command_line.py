@@ -18,7 +18,7 @@ from environment import with_source
 from typer.testing import CliRunner
 
 from octavo import __version__
-from octavo.checkpoint.layouts.layout import LAYOUTS
+from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import ATTENTIONS, DTYPES, Length

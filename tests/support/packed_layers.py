@@ -12,9 +12,9 @@ from octavo.ops import quantize
 TOKENS, INPUTS, OUTPUTS = 48, 256, 384
 
 
-def packed_layer(scheme: str, inputs: int = INPUTS, outputs: int = OUTPUTS) -> PackedLinear:
+def packed_layer(scheme: str, inputs: int = INPUTS, outputs: int = OUTPUTS, seed: int = 0) -> PackedLinear:
     """A layer whose rows, and blocks of rows, are of very different size."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     layer = PackedLinear(nn.Linear(inputs, outputs), SCHEMES[scheme])
     w = torch.randn(outputs, inputs, generator=generator) * torch.logspace(-2, 1, outputs)[:, None]
     q = quantize(w, layer.scheme.weight)

@@ -34,7 +34,6 @@ def check_path(path: Path) -> None:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write `tensors` to the file `path`. Raises an OSError if the disk refuses."""
     try:
         save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata)
     except SafetensorError as error:  # the library wraps the operating system's errors in its own
@@ -63,8 +62,7 @@ def open_file(path: Path) -> Any:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model by name. A tensor with several names has the first."""
     persistent = model.state_dict(keep_vars=True).keys()
-    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
+    return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
 def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:
@@ -183,8 +181,7 @@ class ShardReader:
 
     def get(self, name: str) -> Tensor:
         """One tensor, on the CPU, in a mapping of its own: a mapping keeps in memory what is read through it. An
-        ArtifactError if the file was removed or cut since this reader was made, cannot be mapped, or holds other bytes
-        than Octavo wrote."""
+        ArtifactError if the file was changed since this reader was made, or holds other bytes than Octavo wrote."""
         return self._checksums.check(self._places[name][0], name, self._map(name))
 
     def _map(self, name: str) -> Tensor:
@@ -201,15 +198,14 @@ class ShardReader:
         return data.view(spec.dtype).view(spec.shape)
 
     def get_part(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The part of a tensor that begins at `offsets` and has the shape `sizes`, on the CPU. Raises the errors of
-        `get`."""
+        """The part of a tensor that begins at `offsets` and has the shape `sizes`, on the CPU."""
         if not sizes:
             return self.get(name)
         slices = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         return self._checksums.check(self._places[name][0], name, self._map(name)[slices], offsets)
 
     def get_all(self, device: torch.device | str) -> dict[str, Tensor]:
-        """Every tensor, on `device`; on the CPU they lie in the mapped files. Raises the errors of `get`."""
+        """Every tensor, on `device`; on the CPU they lie in the mapped files."""
         return read_all(self.get, self.specs, device)
 
 
@@ -233,9 +229,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, tuple[int, Spec]], bool]:
-    """The first byte and the spec of each tensor of a file, which safetensors has checked, and whether Octavo wrote
-    it."""
-    open_file(path)
+    """The first byte and the spec of each tensor of a file, and whether Octavo wrote it."""
+    open_file(path)  # safetensors checks the header
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = parse_object(file.read(size), str(path), ArtifactError)
@@ -275,9 +270,7 @@ def write_shards(
     folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> dict[str, str]:
     """Write `tensors` (name and data of each, once, in any order) as one file, or as several of at most SHARD_BYTES (or
-    one tensor) and an index; return the checksum of each. `metadata` is that of every file.
-
-    A ValueError if a tensor does not fit its spec, comes twice, or does not come.
+    one tensor) and an index; return the checksum of each. A ValueError if one does not fit its spec, or does not come.
     """
     places = create_files(folder, "model", specs, metadata)
     waiting, checksums = dict(specs), {}
@@ -304,12 +297,18 @@ class Place:
 def create_files(folder: Path, stem: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
     """Make the files of `specs`, with their headers and space for all data, and their index if they are several. Return
     the place of each tensor, to be filled by `write_part`."""
-    shards = _divide(specs, SHARD_BYTES)
-    count = len(shards)
-    places: dict[str, Place] = {}
+    shards: list[dict[str, Spec]] = [{}]
+    size = 0
+    for name, spec in specs.items():
+        if shards[-1] and size + spec.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = spec
+        size += spec.nbytes
+    count, places = len(shards), dict[str, Place]()
     for i, shard in enumerate(shards):
-        name = f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}"
-        places |= _create_file(folder / name, shard, metadata)
+        file = f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{i + 1:05d}-of-{count:05d}{SUFFIX}"
+        places |= _create_file(folder / file, shard, metadata)
     if count > 1:
         size = sum(spec.nbytes for spec in specs.values())
         index = {"metadata": {"total_size": size}, "weight_map": {name: places[name].file for name in sorted(specs)}}
@@ -333,27 +332,13 @@ def write_part(file: BinaryIO, place: Place, part: Tensor, offsets: Sequence[int
     return checksum(part)
 
 
-def _divide(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
-    shards: list[dict[str, Spec]] = [{}]
-    size = 0
-    for name, spec in specs.items():
-        if shards[-1] and size + spec.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = spec
-        size += spec.nbytes
-    return shards
-
-
 def _create_file(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts, end = {}, 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
-        starts[name] = end
-        end += spec.nbytes
-        header[name] = {
-            "dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], end],
-        }  # fmt: skip
+        starts[name], end = end, end + spec.nbytes
+        offsets = [starts[name], end]
+        header[name] = {"dtype": _DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
@@ -389,17 +374,16 @@ class Checksums:
     tensors in files that no other program has written since."""
 
     def __init__(self, folder: Path, stem: str, written: Collection[str]) -> None:
-        self._parts: dict[str, Any] = {}
+        found, prefix = dict[str, Any](), ""
         if (folder / CHECKSUMS).is_file():
-            found = read_json(folder / CHECKSUMS)
-            self._parts = {name: found[key] for name in written if (key := f"{stem}/{name}") in found}
+            found, prefix = read_json(folder / CHECKSUMS), f"{stem}/"
         elif written and (folder / RECORD).is_file():
             found = read_json(folder / RECORD).get("checksums", {})
-            self._parts = {name: found[name] for name in written if name in found}
+        self._parts = {name: found[key] for name in written if (key := f"{prefix}{name}") in found}
 
     def check(self, path: Path, name: str, read: Tensor, offsets: Sequence[int] | None = None) -> Tensor:
-        """The part of the tensor `name` that was `read` from `offsets` on, if each recorded part in it is as it was
-        written; else an ArtifactError, since the file at `path` is damaged. It takes 0.3 ns a byte."""
+        """The part of the tensor `name` that was `read` from `offsets` on; an ArtifactError, since the file at `path`
+        is damaged, unless each recorded part in it is as it was written. It takes 0.3 ns a byte."""
         parts, first = self._parts.get(name, ()), [0] * read.ndim if offsets is None else offsets
         for at, sizes, written in [(first, read.shape, parts)] if isinstance(parts, str) else parts:
             begin = [start - offset for start, offset in zip(at, first, strict=True)]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Self
+from typing import Any
 
 from octavo.checkpoint.files import SUFFIX, ArtifactError, check_path
 
@@ -36,62 +36,44 @@ class LockedError(RuntimeError):
     """Another program, or another part of this one, writes to the folder; the message says which."""
 
 
-class FolderLock:
-    """The lock of a folder, which need not exist. A context manager; `acquire` and `release` may be called instead.
-
-    Example:
-        >>> with FolderLock(Path("runs/first")):
-        ...     ...  # nobody else writes to runs/first
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.path = folder, _lock_file(folder)
-        self._descriptor: int | None = None
-
-    def acquire(self) -> Self:
-        """Take the lock, within 0.1 s or not at all; a LockedError if somebody else holds it. Nothing happens if this
-        object holds it already."""
-        patience = time.monotonic() + _PATIENCE
-        while self._descriptor is None:
-            try:
-                self._descriptor = self._attempt()
-            except LockedError:
-                if time.monotonic() > patience:
-                    raise
-                time.sleep(_PATIENCE / 5)
-        return self
-
-    def release(self) -> None:
-        if self._descriptor is not None:
-            self.path.unlink(missing_ok=True)  # before it is given up: afterwards the file may be another holder's
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _attempt(self) -> int | None:
-        """The descriptor of the locked file; None if its last holder removed the file meanwhile."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of `folder`, which need not exist. A LockedError if another program, or another part of this one,
+    holds it for longer than 0.1 s; a WriteError if the system refuses to write."""
+    check_path(Path(os.path.abspath(folder)))
+    path, patience = _lock_file(folder), time.monotonic() + _PATIENCE
+    descriptor: int | None = None
+    while descriptor is None:
         try:
-            _lock(descriptor, self.folder)
-            if _is_file(descriptor, self.path):
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, json.dumps(_this_program()).encode())
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+            descriptor = _attempt(folder, path)
+        except LockedError:
+            if time.monotonic() > patience:
+                raise
+            time.sleep(_PATIENCE / 5)
+        except OSError as error:
+            raise write_error(folder, error) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # before it is given up: afterwards the file may be another holder's
         os.close(descriptor)
-        return None
 
-    def __enter__(self) -> Self:
-        return self.acquire()
 
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+def _attempt(folder: Path, path: Path) -> int | None:
+    """The descriptor of the locked file; None if its last holder removed the file meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor, folder)
+        if _is_file(descriptor, path):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(_this_program()).encode())
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def check_unlocked(folder: Path) -> None:
@@ -190,16 +172,6 @@ def remove_folder(folder: Path) -> None:
     hidden = partial_folder(folder)
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def locked_folder(folder: Path) -> FolderLock:
-    """Take the lock of `folder`. A LockedError if another program holds it, a WriteError if the system refuses to
-    write."""
-    check_path(Path(os.path.abspath(folder)))
-    try:
-        return FolderLock(folder).acquire()
-    except OSError as error:
-        raise write_error(folder, error) from error
 
 
 def write_error(path: Path, error: OSError) -> WriteError:

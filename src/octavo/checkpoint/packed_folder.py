@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
 from octavo.checkpoint.folder import copy_description
-from octavo.checkpoint.layouts.layout import (
+from octavo.checkpoint.layouts import (
     HEADS,
     Packing,
     is_named,
@@ -32,6 +32,7 @@ from octavo.checkpoint.scheme import (
     check_scale,
     is_kv_scale,
     suspected,
+    take_kv_scales,
     unused_scales,
 )
 from octavo.numerics import QTensor
@@ -111,7 +112,7 @@ class PackedTensors:
         """The scales of a cache, checked, and their names in the files."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
-        return packing.take_kv_scales(found, linears, self.folder), disks
+        return take_kv_scales(found, linears, packing.kv_cache, self.folder), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
         where, weight, dtype = self.folder, self.reader.specs.get(f"{name}.weight"), scheme.weight.fmt.dtype

@@ -41,7 +41,6 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """The folder with the model's config.json and its tokenizer."""
         return self.path / "model"
 
     @property
@@ -51,12 +50,10 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """The log, with one JSON object on each line."""
         return self.path / "metrics.jsonl"
 
     @property
     def actions(self) -> Path:
-        """The actions of the early warning; not there before the first."""
         return self.path / "actions.json"
 
     def promoted(self, step: int) -> dict[str, str]:
@@ -94,16 +91,15 @@ class RunFolder:
 
     def check(self) -> None:
         """Raise an ArtifactError unless the folder is that of a run."""
+        wrong = ""
         if not self.path.is_dir():
-            raise ArtifactError(f"there is no folder {self.path}: give the folder that octavo train wrote")
-        if not self.config.is_file():
-            raise ArtifactError(
-                f"{self.path} is no run of octavo train: it has no config.json. Give the folder that octavo train wrote"
-            )
-        if not self.has_model:
-            raise ArtifactError(
-                f"{self.path} is a model folder, not a run of octavo train: give the folder that octavo train wrote"
-            )
+            wrong = f"there is no folder {self.path}"
+        elif not self.config.is_file():
+            wrong = f"{self.path} is no run of octavo train: it has no config.json"
+        elif not self.has_model:
+            wrong = f"{self.path} is a model folder, not a run of octavo train"
+        if wrong:
+            raise ArtifactError(f"{wrong}: give the folder that octavo train wrote")
 
     def newest(self) -> Path:
         """The newest checkpoint. An ArtifactError if there is none, or if the folder is not that of a run."""
@@ -137,9 +133,8 @@ def refuse_run(folder: Path) -> None:
 
 
 def find_model(path: Path, step: int | None) -> tuple[Path, Path]:
-    """The folder that describes a model, and the one with its files of tensors: the same, unless `path` is a run. Of a
-    run the checkpoint of `step` counts, or the newest (None). A ValueError if a step is asked of a folder that is no
-    run."""
+    """The folder that describes a model, and the one with its tensors: the same, unless `path` is a run, of which the
+    checkpoint of `step` counts, or the newest (None). A ValueError if a step is asked of a folder that is no run."""
     check_config(path, RUN_OR_MODEL)
     run = RunFolder(path)
     if run.has_model:

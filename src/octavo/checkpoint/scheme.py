@@ -1,6 +1,6 @@
 """The schemes of packed linear layers, and the scales that a packed folder stores.
 
-The schemes of packed linear layers: the storage of the weight, and the cast of the input when the layer runs.
+A scheme is the storage of the weight, and the cast of the input when the layer runs.
 
 | scheme | weight | weight_scale | input, when the layer runs |
 |---|---|---|---|
@@ -14,8 +14,6 @@ The schemes of packed linear layers: the storage of the weight, and the cast of 
 | int8 | a scale for each output channel | float32 [N, 1] | a scale for each token |
 
 Weights and inputs are e4m3, and in int8 integers of -127 to 127. Every scale multiplies: w ≈ weight * weight_scale.
-`Scheme.group` has the spelling of compressed-tensors (github.com/vllm-project/compressed-tensors,
-quantization/quant_args.py).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.files import ArtifactError, is_finite
+from octavo.checkpoint.files import ArtifactError, check_match, failing, is_finite
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
 from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend
 from octavo.ops.launching import Place, takes_fnuz
@@ -41,23 +39,16 @@ _MX = {**_EIGHT_BITS, "strategy": "group", "group_size": 32, "scale_dtype": "tor
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """One way to pack a layer.
-
-    Args:
-        name: on the command line.
-        weight, inputs: the casts of the weight and of the input; None for an input that stays in high precision.
-        format: the name of the file format in compressed-tensors.
-        weight_arguments, input_arguments: the casts in the spelling of compressed-tensors.
-        static: the scale of the input is stored, and not computed when the layer runs.
-    """
+    """One way to pack a layer; `name` is that on the command line. In the spelling of compressed-tensors
+    (github.com/vllm-project/compressed-tensors, quantization/quant_args.py) are the file format and the arguments."""
 
     name: str
     weight: Cast
-    inputs: Cast | None
+    inputs: Cast | None  # None for an input that stays in high precision
     format: str
     weight_arguments: Mapping[str, Any]
     input_arguments: Mapping[str, Any] | None
-    static: bool = False
+    static: bool = False  # the scale of the input is stored, and not computed when the layer runs
 
     @property
     def integers(self) -> bool:
@@ -170,19 +161,20 @@ def get_scheme(name: str) -> Scheme:
 #
 # In memory the scale of a weight is `<layer>.weight_scale` and the scale of a static input is `<layer>.input_scale`,
 # with the shape and dtype that its scheme gives it. Programs write the same numbers in several forms, which
-# docs/format.md lists ("Folders of other writers"). All of these are read. A tensor of any other shape or dtype is kept
-# unchanged, and the check of the folder names it.
+# docs/format.md lists ("Folders of other writers"). A tensor of another shape or dtype is kept unchanged, and the check
+# of the folder names it.
 
 
 SCALE_NAME, INPUT_SCALE_NAME = "weight_scale", "input_scale"
+SCALE_ENDINGS = (f".{SCALE_NAME}", f".{INPUT_SCALE_NAME}")
 OTHER_NAMES = {"weight_scale_inv": SCALE_NAME, "activation_scale": INPUT_SCALE_NAME}
 _ZERO_POINTS = ("weight_zero_point", "input_zero_point")
 ADVICE = "the folder is damaged or of another model: pack it again"
 _UNUSED = ("output_scale", "q_scale", "prob_scale", *_ZERO_POINTS)
 
 
-def widen_scale(scale: Tensor) -> Tensor:
-    """Convert a scale to float32, exactly. uint8 is read as exponents of E8M0. Any other dtype is left unchanged."""
+def _widened(scale: Tensor) -> Tensor:
+    """A scale in float32, exactly. uint8 is read as exponents of E8M0. Any other dtype is left unchanged."""
     if scale.dtype == torch.uint8:
         scale = scale.view(torch.float8_e8m0fnu)
     known = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -191,17 +183,16 @@ def widen_scale(scale: Tensor) -> Tensor:
 
 def read_number(scale: Tensor) -> Tensor:
     """A scale of one number as float32 [1]. More than one number keeps its shape."""
-    scale = widen_scale(scale)
+    scale = _widened(scale)
     return scale.reshape(1) if scale.numel() == 1 else scale
 
 
 def read_scale(scale: Tensor, leaf: str, scheme: Scheme) -> Tensor:
-    """Convert the scale `leaf` (weight_scale or input_scale) of a layer, of any dtype and shape that docs/format.md
-    lists, from a file to the shape and dtype that it has in memory."""
+    """The scale `leaf` (weight_scale or input_scale) of a layer, from a file, in the form that it has in memory."""
     if leaf == INPUT_SCALE_NAME or scheme.weight.granularity == TENSOR:
         return read_number(scale)
     if scheme.weight.scale != "e8m0":
-        scale = widen_scale(scale)
+        scale = _widened(scale)
     elif scale.dtype == torch.float8_e8m0fnu:
         scale = scale.view(torch.uint8)
     if scale.ndim == 4 and scale.shape[1] == scale.shape[3] == 1:
@@ -212,9 +203,8 @@ def read_scale(scale: Tensor, leaf: str, scheme: Scheme) -> Tensor:
 
 
 def unused_scales(names: Iterable[str], get: Callable[[str], Tensor], where: Path) -> list[str]:
-    """The tensors among `names` (without the scales of a cache) that other programs write beside the scales and that no
-    layer reads: the scales of outputs, queries and attention probabilities, and zero points. An ArtifactError if a zero
-    point, which `get` reads, is not zero."""
+    """The tensors among `names` that other programs write and no layer reads: the scales of outputs, queries and
+    attention probabilities, and zero points. An ArtifactError if a zero point, which `get` reads, is not zero."""
     unused = [name for name in names if name.rpartition(".")[2] in _UNUSED]
     for name in unused:
         if name.endswith(_ZERO_POINTS) and bool((get(name).float() != 0).any()):
@@ -248,9 +238,27 @@ def is_positive(scale: Tensor) -> Tensor:
     return (least > 0) & (largest < torch.inf)
 
 
+def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: Path) -> None:
+    """Raise an ArtifactError unless `found` has the specs of `required`, is finite, and its scales are positive."""
+    try:
+        check_match(found, required, str(where))
+    except ArtifactError as error:
+        raise ArtifactError(f"{error}; {ADVICE}") from None
+    for name, tensor in found.items():
+        if tensor.dtype != required[name].dtype:
+            raise ArtifactError(
+                f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {ADVICE}"
+            )
+    right = {name: is_positive(t) if name.endswith(SCALE_ENDINGS) else is_finite(t) for name, t in found.items()}
+    for name in failing(right):
+        if name.endswith(SCALE_ENDINGS):
+            check_scale(name, found[name], where)
+        raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
+
+
 # ---- The scales of a KV cache: for each attention layer one for the keys, after the rotation, and one for the values.
 #
-# They multiply, as the scales of weights do: k ≈ k_q * k_scale. In memory they are named <attention>.k_scale and
+# They multiply, as the scales of weights do: k ≈ k_q * k_scale. In memory they are <attention>.k_scale and
 # <attention>.v_scale, float32 [1], as in compressed-tensors. Files may have another dtype and other names (`kv_names`).
 
 
@@ -264,12 +272,9 @@ def attentions(linears: Iterable[str]) -> list[str]:
 
 
 def kv_names(name: str) -> list[str]:
-    """The names in memory of a tensor of a file, if it is a scale of a cache; else its own name.
-
-    The names in files are <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM),
-    <attention>.k_proj.output_scale (older writers), the same for values, and <attention>.kv_scale, which is both
-    scales.
-    """
+    """The names in memory of a tensor of a file, if it is a scale of a cache; else its own name. Files have
+    <attention>.k_scale, <attention>.k_proj.k_scale (ModelOpt), <attention>.attn.k_scale (vLLM),
+    <attention>.k_proj.output_scale (older writers), the same for values, and <attention>.kv_scale, which is both."""
     module, _, leaf = name.rpartition(".")
     parent, _, last = module.rpartition(".")
     if leaf in (K_SCALE, V_SCALE) and (last == f"{leaf[0]}_proj" or (last == "attn" and parent.endswith("attn"))):
@@ -287,12 +292,9 @@ def is_kv_scale(name: str) -> bool:
 
 
 def take_kv_scales(tensors: dict[str, Tensor], linears: Iterable[str], declared: bool, where: Path) -> KvScales:
-    """Remove the scales of each attention layer from `tensors` (by their names in memory), and return those of keys and
-    values, float32 [1], by the name of the layer; none unless they are `declared`.
-
-    An ArtifactError if a scale is missing, has another shape or dtype, is not finite and positive, belongs to no
-    attention layer among `linears`, or exists though none is declared.
-    """
+    """Remove the scales of keys and values from `tensors` (by their names in memory), and return them, float32 [1], by
+    the name of the attention layer. An ArtifactError if one is missing, damaged, belongs to no attention layer among
+    `linears`, or exists though none is `declared`."""
     found = {name: tensors.pop(name) for name in list(tensors) if is_kv_scale(name)}
     if found and not declared:
         raise ArtifactError(f"{where}: {next(iter(found))} is there, but no KV cache is declared: pack it again")
@@ -311,8 +313,7 @@ def _checked(attention: str, leaf: str, found: dict[str, Tensor], where: Path) -
         raise ArtifactError(f"{where}: {name} is missing, though a KV cache is declared: pack it again")
     if scale.dtype != torch.float32 or scale.shape != (1,):
         raise ArtifactError(f"{where}: {name} must be one float32 number, it is {scale.dtype} {list(scale.shape)}")
-    if not (scale.isfinite().all() and (scale > 0).all()):
-        raise ArtifactError(f"{where}: {name} must be finite and positive, it is {scale.item():g}: pack it again")
+    check_scale(name, scale, where)
     return scale
 
 
@@ -321,8 +322,7 @@ def _checked(attention: str, leaf: str, found: dict[str, Tensor], where: Path) -
 # A scale multiplies: w = data * scale, and the data use e4m3 up to 448. So a scale is amax / 448, which is above 1 only
 # if weights exceed 448. Weights of trained linear layers are about 1. A writer that stores 448 / amax instead has
 # scales far above 1. A layer is suspect if the median of its scales is above 1 and its largest weight is above 448. A
-# writer makes this error in every layer, so a folder is suspect if more than half of its layers are. Correct scales are
-# suspect only if weights exceed 448 in most blocks of most layers.
+# writer makes this error in every layer, so a folder is suspect if more than half of its layers are.
 
 
 _LARGEST = 448.0
@@ -335,8 +335,8 @@ def looks_reciprocal(scale: Tensor, weight: Callable[[], Tensor]) -> bool:
 
 
 def suspected(layers: Iterable[tuple[str, Tensor, Callable[[], Tensor]]]) -> list[str]:
-    """The packed layers whose scales look reciprocal, if they are more than half of `layers`. Each of these has a name,
-    its scales, and a function that returns its weight. One layer at a time is in memory."""
+    """The packed layers whose scales look reciprocal, if they are more than half of `layers`: of each its name, its
+    scales, and a function that returns its weight. One layer at a time is in memory."""
     found = {name: looks_reciprocal(scale, weight) for name, scale, weight in layers}
     return [name for name, looks in found.items() if looks] if 2 * sum(found.values()) > len(found) else []
 

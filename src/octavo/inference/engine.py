@@ -9,6 +9,7 @@ call, so that the next call of the same batch size replays its graph. On a CPU t
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from octavo.inference.kv_cache import Pairs, UnservedError, check_attention, check_settings
+from octavo.inference.kv_cache import Pairs, UnservedError, check_settings, sliding_window
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import (
     Prompts,
@@ -28,12 +29,11 @@ from octavo.inference.session import (
     key_dtype,
     key_shape,
     make_forward,
-    most_tokens,
-    own_cache_session,
     pad_prompts,
-    use_fp8_attention,
 )
+from octavo.models.decoder import Decoder
 from octavo.nn.fused_modules import watched
+from octavo.ops import fp8_attention_limit
 from octavo.ops.launching import compile_only, has_kernels
 
 # ---- The loop that chooses tokens, one step after another, without a wait of the device for the host.
@@ -146,14 +146,14 @@ class Engine:
         attention: str = "bf16",
         own_cache: bool = False,
     ) -> None:
-        check_attention(attention)
         dtype = ("fp8" if kv_scales else None) if kv_cache == AUTO else kv_cache
-        if dtype is not None:
-            check_settings(dtype)
+        check_settings(dtype, attention=attention)
         self.model, self.context, self.dtype, self.own_cache = model, context, dtype, own_cache
         self.scales = kv_scales if dtype == "fp8" else None
         self.asked, self.fp8_attention = kv_cache != AUTO, attention == "fp8"
-        self.limit = context if own_cache else min(context, most_tokens(model))
+        whole = own_cache or isinstance(model, Decoder)
+        window = None if whole else sliding_window(model.config.get_text_config(decoder=True))
+        self.limit = context if window is None else min(context, window)
         self.sessions: list[Session] = []  # the one used last is the last
         self.place: tuple[torch.device, torch.dtype] | None = None  # of the keys in the sessions
         self.lock = threading.Lock()
@@ -289,8 +289,9 @@ class Engine:
     def _session(self, batch: int, tokens: int) -> Session:
         """A session with room for `tokens` tokens of each sequence: one of former calls, or a new one."""
         if self.own_cache:
-            session: Session = own_cache_session(self.model)
-            return session
+            from octavo.inference.transformers_cache import OwnCacheSession
+
+            return OwnCacheSession(self.model)  # type: ignore[return-value]
         place = self.device, key_dtype(self.model)
         if place != self.place:  # the model was moved or cast
             self.sessions.clear()
@@ -306,16 +307,18 @@ class Engine:
         return session
 
     def _new_session(self, batch: int, tokens: int) -> Session:
-        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model), self.device
-        needed = shape.nbytes(batch * capacity, self.dtype)
+        capacity, shape, device = capacity_for(tokens, self.limit), key_shape(self.model, self.dtype), self.device
+        needed = shape.nbytes(batch * capacity)
         while self.sessions and needed > free_bytes(device):
             self.sessions.pop(0)
         if needed > free_bytes(device):
             capacity = tokens
-        check_memory(shape, batch, capacity, self.dtype, free_bytes(device))
+        check_memory(shape, batch, capacity, free_bytes(device))
         forward = make_forward(self.model, capacity, self.dtype, self.scales)
         if self.fp8_attention:
-            use_fp8_attention(forward, self.model, device)
+            if limit := fp8_attention_limit(device, shape.head_dim):
+                warnings.warn(f"the attention of prompts runs in BF16: {limit}", stacklevel=2)
+            forward.cache.fp8_attention = not limit
         return Session(forward, batch, device, captures=device.type == "cuda" and not self.hooked)
 
     def _refresh(self) -> None:

@@ -47,23 +47,25 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # A margin of 2 costs E4M3 no precision, since its numbers are as dense, relatively, in each binade. INT8 loses steps.
 MARGINS = {"fp8": 2.0, "int8": 1.25}
 GRANULARITIES = ("tensor", "head")
+ATTENTIONS = ("bf16", "fp8")
 
 
 class UnservedError(ValueError):
     """The cache does not serve the attention of a model; the message says why."""
 
 
-def check_settings(dtype: str, per: str | None = None, margin: float | None = None) -> None:
-    """Raise a ValueError unless these are settings of a cache."""
-    if dtype not in DTYPES:
+def check_settings(
+    dtype: str | None, per: str | None = None, margin: float | None = None, attention: str = "bf16"
+) -> None:
+    """Raise a ValueError unless these are settings of a cache, and of the attention of prompts over it."""
+    if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r} of keys and values: choose one of {', '.join(DTYPES)}")
     if per is not None and per not in GRANULARITIES:
         raise ValueError(f"scales must be per {' or per '.join(GRANULARITIES)}, got {per!r}")
     if margin is not None and not 1 <= margin < float("inf"):
         raise ValueError(f"the margin multiplies the largest magnitude seen and must be at least 1, got {margin}")
-
-
-# ---- The number of tokens that a KV cache holds.
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}")
 
 
 class Length:
@@ -100,22 +102,16 @@ class Length:
 
 
 class LayerKVCache:
-    """The keys and values of one layer, for inference: the buffers are overwritten in place.
+    """The keys and values of one layer, for inference: the buffers, `shape` [B, G, S, D], are overwritten in place.
 
-    Args:
-        shape: [B, G, S, D]: sequences, heads of keys, room for S tokens, head size.
-        dtype: "fp8" (e4m3), "int8", or one that is not quantized: "bf16", "fp16", "fp32".
-        scales: of keys and of values, float32 with one element or G, positive. None computes them in a warm-up.
-        per: "tensor" or "head": one scale for all heads, or one a head, in a warm-up. The default is "head" for INT8
-            and "tensor" for E4M3.
-        margin: factor of the largest magnitude seen in a warm-up. The default is 2 for E4M3 and 1.25 for INT8.
-        length: the count of tokens that the layers of a model share; its owner advances it. None makes one, which
-            `append` advances.
-        fp8_attention: whether long prompts attend in E4M3 where that is faster.
+    `scales` are those of keys and of values, float32 with one element or G, positive; None computes them in a warm-up,
+    `per` "tensor" or "head", with a `margin` over the largest magnitude seen. `length` counts the tokens of all layers
+    of a model, and its owner advances it; None makes a count that `append` advances. With `fp8_attention`, long prompts
+    attend in E4M3 where that is faster.
 
-    `keys` and `values` are the buffers, of which the first `length` tokens are in use; `k_scale` and `v_scale` are
-    float32 [G], or None in BF16. `clipped`, int64 [2] on the device, counts the numbers of the keys and of the values
-    that saturated or were NaN. While `warming`, the scales grow. `empty` says that no token is stored.
+    Of `keys` and `values` the first `length` tokens are in use; `k_scale` and `v_scale` are float32 [G], or None in
+    BF16. `clipped`, int64 [2] on the device, counts the numbers of the keys and of the values that saturated or were
+    NaN. While `warming`, the scales grow. `empty` says that no token is stored.
     """
 
     def __init__(
@@ -161,8 +157,7 @@ class LayerKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values, scales included."""
-        scales = (s for s in (self.k_scale, self.v_scale) if s is not None)
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values, *scales))
+        return sum(t.nbytes for t in (self.keys, self.values, self.k_scale, self.v_scale) if t is not None)
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Store the keys (after rotary embedding) and values of T new tokens, [B, G, T, D] each.
@@ -206,15 +201,14 @@ class LayerKVCache:
 
     def attend(self, q: Tensor, *, first: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Attention of the last T tokens' queries [B, H, T, D] over the stored ones (`octavo.ops.cached_attention`)."""
+        scale = q.shape[3] ** -0.5 if scale is None else scale
         if self._plain(q):
             end = int(self.length)
-            k, v = self.keys[:, :, :end], self.values[:, :, :end]
-            return prompt_attention(q, k, v, first=first, scale=q.shape[3] ** -0.5 if scale is None else scale)
+            return prompt_attention(q, self.keys[:, :, :end], self.values[:, :, :end], first=first, scale=scale)
         if self._is_piece(q):
-            return self._attend_piece(q, first, q.shape[3] ** -0.5 if scale is None else scale)
-        return cached_attention(
-            q, self.keys, self.values, self.k_scale, self.v_scale, self.length, first=first, scale=scale
-        )
+            return self._attend_piece(q, first, scale)
+        buffers = self.keys, self.values, self.k_scale, self.v_scale, self.length
+        return cached_attention(q, *buffers, first=first, scale=scale)
 
     def _is_piece(self, q: Tensor) -> bool:
         """Whether q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
@@ -258,9 +252,6 @@ class LayerKVCache:
             for scale in (self.k_scale, self.v_scale):
                 assert scale is not None
                 scale.fill_(SMALLEST_SCALE)
-
-    def crop(self, tokens: int) -> None:
-        self.count.crop(tokens)
 
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
@@ -345,11 +336,9 @@ class Appended(NamedTuple):
 class ModelKVCache:
     """The KV caches of the layers of a model, for inference.
 
-    Args:
-        layers, max_tokens: number of layers, and room for each sequence, prompt and padding included.
-        dtype: as of `LayerKVCache`; None takes that of the first keys.
-        scales, per, margin: as of `LayerKVCache`; `scales` one pair a layer, in order.
-        freezes: whether the scales of a warm-up are frozen after the first tokens. If not, `freeze` does it.
+    `max_tokens` is the room for each sequence, prompt and padding included. The other settings are those of
+    `LayerKVCache`: a `dtype` of None takes that of the first keys, and `scales` has one pair a layer, in order. The
+    scales of a warm-up are frozen after the first tokens, unless `freezes` is False: then `freeze` does it.
 
     `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
     is the first token of each sequence that is not padding, or None without padding. `fp8_attention` is to be set
@@ -369,8 +358,7 @@ class ModelKVCache:
     ) -> None:
         if max_tokens < 1:
             raise ValueError(f"a cache needs room for at least one token, got max_tokens={max_tokens}")
-        if dtype is not None:
-            check_settings(dtype, per, margin)
+        check_settings(dtype, per, margin)
         if scales is not None and len(scales) != layers:
             raise ValueError(f"the model has {layers} layers, and scales were given for {len(scales)}")
         self.layers, self.max_tokens, self.dtype, self.freezes = layers, max_tokens, dtype, freezes
@@ -527,14 +515,7 @@ def _has_flash(q: Tensor) -> bool:
 # ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.
 
 
-ATTENTIONS = ("bf16", "fp8")
 FEWEST = 1024  # queries: with fewer, BF16 is faster than FP8 with its casts
-
-
-def check_attention(name: str) -> None:
-    """Raise a ValueError unless this names an attention of prompts."""
-    if name not in ATTENTIONS:
-        raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {name!r}")
 
 
 def is_faster_in_fp8(q: Tensor, tokens: int, first: Tensor | None) -> bool:

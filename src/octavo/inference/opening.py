@@ -1,45 +1,112 @@
 """From a packed folder to a model that computes with its weights. Every file is checked before it is used."""
 
+from __future__ import annotations
+
 import logging
+import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
-from octavo.checkpoint.layouts.layout import Packing, check_tensors, read_config, read_packing
+from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
 from octavo.checkpoint.scheme import (
+    INPUT_SCALE_NAME,
+    SCALE_NAME,
     WEIGHT_DTYPES,
     KvScales,
     Scheme,
+    check_scale,
+    check_tensors,
     reciprocal_warning,
     scheme_on,
     suspected,
+    take_kv_scales,
     unused_scales,
 )
 from octavo.hf.inputs import has_decoder, is_language_model
 from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
-from octavo.inference.kv_cache import Pairs, check_attention, check_settings, pairs_in_order
-from octavo.inference.packed_experts import ExpertLoading, widen_layers
-from octavo.inference.packed_fusion import fuse
-from octavo.inference.packed_linear import PackedLinear, gemm_notes, swap_linears, use_formats_of
+from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
+from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
+from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
-from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.nn.conversion import find_experts
+from octavo.nn.experts import Experts
 from octavo.ops.launching import compile_only, has_kernels
 from octavo.ops.registration import FLOATS
-from octavo.rates.measured import slower_note
-from octavo.util import choose_device, plural
+from octavo.rates.measured import slower_experts_note, slower_note
+from octavo.util import choose_device, import_extra, plural
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load(
+    folder: str | os.PathLike[str],
+    device: Any = "cpu",
+    *,
+    kv_cache: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto",
+    attention: Literal["bf16", "fp8"] = "bf16",
+) -> PreTrainedModel:
+    """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
+
+    Args:
+        folder: a folder that `octavo pack` wrote.
+        device: for the model: a torch.device, or its name; "auto" takes the GPU if there is one.
+        kv_cache: dtype of the keys and values in `generate`: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8"
+            if the folder has scales for it, else the dtype of the model.
+        attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 4,096
+            tokens and more without padding, heads of 128 elements, on a Hopper GPU with the extra `cudnn`. Other
+            prompts attend in BF16. If the GPU, its libraries or the size of the heads exclude FP8, a warning says so.
+
+    Returns:
+        The model in evaluation mode, of the class that config.json names, with its `generate` and `config`. Its packed
+        layers hold the bytes and scales of the folder, and everything else is BF16.
+
+    Raises:
+        FileNotFoundError: a file of the folder is missing.
+        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
+        ValueError: the device does not exist, the dtype or the attention is unknown, or one of them is given for a
+            model that is no language model.
+        ImportError: transformers is not installed.
+
+    Example:
+
+        model = octavo.load("packed/first", "auto")
+        ids = model.generate(**inputs, max_new_tokens=20)     int64 [B, T + up to 20]
+    """
+    transformers = import_extra(
+        "transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers"
+    )
+    from octavo.inference.transformers_generate import accelerate_generate
+
+    check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
+    place, path = choose_device(device), Path(folder)
+    meta_model = transformers_meta_model(read_config(path), path)
+    model: Any = meta_model.model
+    accelerated = model.can_generate() and not has_decoder(model)
+    if not accelerated and (kv_cache, attention) != (AUTO, "bf16"):
+        raise ValueError(
+            f"{path} holds a {type(model).__name__}, and kv_cache and attention are for the text that a language model "
+            "generates: leave them out"
+        )
+    model, kv_scales = fill(meta_model, path, place, kv_cache)
+    if (path / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+    if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
+        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
+    return model
 
 
 class Loaded(NamedTuple):
@@ -55,8 +122,7 @@ class Loaded(NamedTuple):
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
     """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
 
-    Only its files are read, and none of them is a pickle. The packed layers are `PackedLinear`, all else is BF16.
-    Raises what `octavo.load` raises.
+    Raises what `load` raises.
     """
     place, path = choose_device(device), Path(folder)
     return _load_packed(read_meta_model(read_config(path), path), path, place)
@@ -121,7 +187,10 @@ def _filled(
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
     required = meta_model.experts.split(others) | experts.required
-    check_tensors(_in_dtypes(tensors, unpacked), required, folder)
+    for name, tensor in tensors.items():
+        if name in unpacked and tensor.dtype in FLOATS:  # other programs write float16 and float32
+            tensors[name] = tensor.to(unpacked[name].dtype)
+    check_tensors(tensors, required, folder)
     stacks = experts.stack(tensors)
     return fill_model(meta_model, meta_model.experts.merge(tensors) | stacks), kv_scales
 
@@ -138,7 +207,7 @@ def _read_tensors(
     """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
     them; and the scales of keys and values."""
     tensors = packing.from_files(reader.get_all(device))
-    kv_scales = packing.take_kv_scales(tensors, disks, reader.folder)
+    kv_scales = take_kv_scales(tensors, disks, packing.kv_cache, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]
@@ -148,14 +217,6 @@ def _read_tensors(
             stacklevel=2,
         )
     return tensors, kv_scales
-
-
-def _in_dtypes(tensors: dict[str, Tensor], unpacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Give tensors that are not packed the dtypes of the `unpacked` model: other programs write float16 and float32."""
-    for name, tensor in tensors.items():
-        if name in unpacked and tensor.dtype in FLOATS:
-            tensors[name] = tensor.to(unpacked[name].dtype)
-    return tensors
 
 
 def _check_scales(model: nn.Module, folder: Path) -> None:
@@ -194,42 +255,6 @@ def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict
     return packed
 
 
-# ---- Opening a packed folder as a model of transformers that computes with the packed weights: `octavo.load`.
-#
-#     model = octavo.load("packed/first", "cuda")
-#     model.generate(**inputs, max_new_tokens=200)
-#
-# The modeling code and the configuration are transformers' own. The linear layers are `PackedLinear`, and norms and
-# MLPs are fused with quantization in the architectures that `octavo.inference.packed_fusion` knows. `generate` of a
-# language model runs on `octavo.inference.engine.Engine`, that of a model with an encoder and a decoder on
-# transformers' loop. Importing this module imports transformers.
-
-
-def load_transformers(
-    folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO, attention: str = "bf16"
-) -> Any:
-    """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
-    if kv_cache != AUTO:
-        check_settings(kv_cache)
-    check_attention(attention)
-    place = choose_device(device)
-    path = Path(folder)
-    meta_model = transformers_meta_model(read_config(path), path)
-    model: Any = meta_model.model
-    accelerated = model.can_generate() and not has_decoder(model)
-    if not accelerated and (kv_cache, attention) != (AUTO, "bf16"):
-        raise ValueError(
-            f"{path} holds a {type(model).__name__}, and kv_cache and attention are for the text that a language model "
-            "generates: leave them out"
-        )
-    model, kv_scales = fill(meta_model, path, place, kv_cache)
-    if (path / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
-    if accelerated:
-        accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
-    return model
-
-
 def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     """The language model of a folder that `octavo pack` wrote, or of a Hugging Face folder, which runs in BF16; in
     evaluation mode. An ArtifactError if the folder holds pickles, or its model predicts no next token."""
@@ -251,6 +276,133 @@ def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
             f"{folder} holds a {type(model).__name__}, which predicts no next token: a causal language "
             "model is required (Llama, Qwen, Mistral, GPT-2, ...)"
         )
+
+
+# ---- The packed experts of a folder: its files hold each matrix by itself, and the model takes stacks of them.
+
+
+class ExpertLoading:
+    """The packed experts of a folder, on their way into a model that will run on `device`.
+
+    A layer of experts runs in FP8 if all its matrices are packed, those of a stack by one scheme. The matrices of other
+    layers are widened to BF16, with a warning. `names` are those of the matrices in eight bits, as in the files.
+    """
+
+    def __init__(self, meta_model: MetaModel, reader: ShardReader, device: torch.device) -> None:
+        self._model, self._files, self._device = meta_model.model, meta_model.experts, device
+        self._parts = self._files.stacks
+        specs = {name: reader.specs.get(f"{name}.weight") for names in self._parts.values() for name in names}
+        self.names = [name for name, spec in specs.items() if spec is not None and spec.dtype == EXPERT_DTYPE]
+        self._schemes: dict[str, Scheme] = {}  # of the matrices
+        self._stacks: dict[str, Scheme] = {}  # of the stacks that run in FP8, by their names in the model
+        self.required: dict[str, Tensor] = {}  # what the files must have for these, on the meta device
+        self._reasons: list[str] = []  # why others do not
+        self._weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
+
+    def swap(self, packing: Packing) -> None:
+        """Replace each module of experts that runs in FP8 by an empty `PackedExperts`."""
+        self._schemes = {name: packing.schemes[name] for name in self.names if name in packing.schemes}
+        for name, module in find_experts(self._model).items() if self._schemes else ():
+            stacks: dict[str, Any] = {f"{name}.{leaf}": getattr(module, leaf, None) for leaf in Experts.matrices}
+            if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight))]:
+                self._reasons += reasons
+                continue
+            layers = []
+            for stack, weight in stacks.items():
+                scheme = self._stacks[stack] = self._schemes[self._parts[stack][0]]
+                self._require(stack, weight, scheme)
+                layers.append(PackedGroupedLinear(weight, scheme))
+                if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in self._weight_only:
+                    self._weight_only.append(name)
+            self._model.set_submodule(name, PackedExperts(*layers))
+
+    def _require(self, stack: str, weight: Tensor, scheme: Scheme) -> None:
+        with torch.device("meta"):
+            n, k = self._rows(stack, weight), weight.shape[2]
+            tensors = {"weight": torch.empty(n, k, dtype=EXPERT_DTYPE), SCALE_NAME: scheme.empty_scale(n, k)}
+            if scheme.static:
+                tensors[INPUT_SCALE_NAME] = torch.empty(1)
+        self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
+
+    def _reason(self, stack: str, weight: Any) -> str:
+        """Why a stack [E, N, K] does not run in FP8, or ""."""
+        parts = self._parts.get(stack, [])
+        schemes = {scheme.name: scheme for name in parts if (scheme := self._schemes.get(name)) is not None}
+        if not schemes or any(name not in self._schemes for name in parts):
+            return "other matrices of its stack are in BF16"
+        if len(schemes) > 1:
+            return f"the matrices of its stack have several schemes ({', '.join(schemes)})"
+        ((name, scheme),) = schemes.items()
+        if self._rows(stack, weight) % (scheme.weight.granularity.rows or 1):
+            return f"its rows do not divide into the blocks of the scheme {name}"
+        return ""
+
+    def _rows(self, stack: str, weight: Tensor) -> int:
+        """The rows of one matrix in the files: a stack may hold two for each expert."""
+        return weight.shape[0] * weight.shape[1] // len(self._parts[stack])
+
+    def is_packed(self, name: str) -> bool:
+        """Whether `name` is a tensor of the model that belongs to a `PackedExperts`."""
+        return name.rpartition(".")[0] in self._stacks
+
+    def widen(self, tensors: dict[str, Tensor]) -> None:
+        """Widen the matrices that do not run in FP8 to BF16, in place, and warn of what runs in another way."""
+        if self._weight_only:
+            warnings.warn(
+                f"{self._weight_only[0]} ({plural(len(self._weight_only), 'such layer')}) computes with inputs that "
+                f"are not quantized: {self._device} has no FP8 GEMM for its experts",
+                stacklevel=3,
+            )
+        wide = [name for name in self.names if f"{name}.weight" not in self.required]
+        widen_layers(tensors, wide, self._schemes)  # `check_tensors` reports what is missing
+        if wide:
+            reason = self._reasons[0] if self._reasons else "Octavo does not know the class of its module"
+            warnings.warn(
+                f"{wide[0]} ({len(wide)} such layers) is an expert in FP8: its weight is widened to BF16, since "
+                f"{reason}",
+                stacklevel=3,
+            )
+
+    def slower_note(self) -> str:
+        """That experts were measured to be slower than BF16 on the device; "" if not, or if nothing is known."""
+        for stack, scheme in self._stacks.items():  # the first of a module is that of gate and up
+            weight: Any = self._model.get_submodule(stack).weight
+            if note := slower_experts_note(scheme, (weight.shape[1], weight.shape[2]), self._device):
+                return note
+        return ""
+
+    def stack(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The buffers of each `PackedExperts`, from the matrices in `tensors`, which are removed there."""
+        found = {name: t for stack in self._stacks for name, t in self._buffers(stack, tensors).items()}
+        for name in self.required:
+            del tensors[name]
+        return found
+
+    def _buffers(self, stack: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        def stacked(leaf: str, read: Callable[[Tensor], Tensor]) -> Tensor:
+            return self._files.stack(stack, lambda part: read(tensors[f"{part.removesuffix('.weight')}.{leaf}"]))
+
+        rows = len(self.required[f"{self._parts[stack][0]}.weight"])
+        # as bytes: torch.cat lacks float8 dtypes on some devices
+        data = stacked("weight", lambda t: t.view(torch.uint8)).view(EXPERT_DTYPE)
+        scale = stacked(SCALE_NAME, lambda t: t.view(1, 1).expand(rows, 1) if t.ndim == 1 else t)  # by row
+        found = {f"{stack}.weight": data, f"{stack}.weight_scale": scale}
+        if self._stacks[stack].static:  # gate and up read one input
+            found[f"{stack}.input_scale"] = stacked(INPUT_SCALE_NAME, lambda t: t.view(1, 1)).amax((1, 2))
+        return found
+
+
+def widen_layers(tensors: dict[str, Tensor], names: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
+    """Dequantize the packed layers `names`, which do not run in eight bits, to BF16, in place, and drop their scales.
+    A layer that lacks its weight or its scale is left as it is. Raises what `check_scale` raises."""
+    for name in names:
+        weight, scale_name = tensors.get(f"{name}.weight"), f"{name}.{SCALE_NAME}"
+        if weight is None or name not in schemes or scale_name not in tensors:
+            continue
+        scale = tensors.pop(scale_name)
+        check_scale(scale_name, scale, Path(name))
+        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
+        tensors[f"{name}.weight"] = schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
 
 
 # ---- Compiling the kernels of a packed model while its files are read.

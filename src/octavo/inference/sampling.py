@@ -77,19 +77,18 @@ class Sampling:
         return choose
 
     def process(self, ids: Tensor, logits: Tensor, first: Tensor | None = None) -> Tensor:
-        """Scores, float32 [B, V], from logits [B, V] after the tokens `ids`, int64 [B, n].
-
-        Tokens that are not drawn have the score -inf. `first`, int64 [B, 1], is the first token of each row that is not
-        padding; None without padding.
-        """
+        """Scores, float32 [B, V], from logits [B, V] after the tokens `ids`, int64 [B, n]; -inf for tokens that are not
+        drawn. `first`, int64 [B, 1], is the first token of each row that is not padding; None without padding."""
         scores = logits.float()
         if self.repetition_penalty != 1:
-            scores = _penalize(ids, scores, self.repetition_penalty, first)
-        if self.temperature in (0, 1):
-            return self._restrict(scores) if self.temperature else scores
-        return self._restrict(scores / self.temperature)
-
-    def _restrict(self, scores: Tensor) -> Tensor:
+            if first is not None:  # the last token of a row is never padding
+                ids = torch.where(torch.arange(ids.shape[1], device=ids.device) < first, ids[:, -1:], ids)
+            found, penalty = scores.gather(1, ids), self.repetition_penalty
+            scores = scores.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
+        if self.temperature == 0:
+            return scores
+        if self.temperature != 1:
+            scores = scores / self.temperature
         if self.top_k:
             least = scores.topk(min(self.top_k, scores.shape[1])).values[:, -1:]
             scores = scores.masked_fill(scores < least, -torch.inf)
@@ -110,13 +109,6 @@ def draw(scores: Tensor, random: torch.Generator | None = None) -> Tensor:
     # Of independent exponential times with the rates p, that of token i is the smallest with the probability p[i].
     times = torch.empty_like(probabilities).exponential_(generator=random)
     return (probabilities / times).argmax(-1)
-
-
-def _penalize(ids: Tensor, scores: Tensor, penalty: float, first: Tensor | None) -> Tensor:
-    if first is not None:  # the last token of a row is never padding
-        ids = torch.where(torch.arange(ids.shape[1], device=ids.device) < first, ids[:, -1:], ids)
-    found = scores.gather(1, ids)
-    return scores.scatter(1, ids, torch.where(found < 0, found * penalty, found / penalty))
 
 
 # ---- Token ids to text while they are generated.

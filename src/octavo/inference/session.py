@@ -1,18 +1,16 @@
 """Decoding with one model: the forward pass, prompts of a batch, captured steps, and the room of the cache."""
 
 import math
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs, sliding_window
+from octavo.inference.kv_cache import DTYPES, ModelKVCache, Pairs
 from octavo.models.decoder import Decoder
-from octavo.ops import fp8_attention_limit
 from octavo.util import plural
 
 # ---- The forward pass over new tokens and a cache of fixed size, for models of `octavo.models` and of transformers.
@@ -28,20 +26,16 @@ class Forward(Protocol):
 
 
 class KeyShape(NamedTuple):
-    """Sizes of the keys of one token: layers, heads of keys, elements of a head; and their dtype in the model."""
+    """Sizes of the keys of one token: layers, heads of keys, elements of a head; and the dtype that stores them."""
 
     layers: int
     heads: int
     head_dim: int
     dtype: torch.dtype
 
-    def stored(self, dtype: str | None) -> torch.dtype:
-        """The dtype of that name; None stands for their own."""
-        return self.dtype if dtype is None else DTYPES[dtype]
-
-    def nbytes(self, tokens: int, dtype: str | None) -> int:
-        """Bytes of the keys and values of `tokens` tokens, stored in the dtype of that name."""
-        return 2 * tokens * self.layers * self.heads * self.head_dim * self.stored(dtype).itemsize
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the keys and values of `tokens` tokens."""
+        return 2 * tokens * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
 class DecoderForward:
@@ -66,30 +60,18 @@ def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs |
     return TransformersForward(model, max_tokens, dtype, scales)
 
 
-def own_cache_session(model: Any) -> Any:
-    """A session on the cache that a model of transformers makes for itself."""
-    from octavo.inference.transformers_cache import OwnCacheSession
-
-    return OwnCacheSession(model)
-
-
-def most_tokens(model: Any) -> int:
-    """The tokens that a cache of the model may hold: those of its sliding window, or any number."""
-    window = None if isinstance(model, Decoder) else sliding_window(model.config.get_text_config(decoder=True))
-    return sys.maxsize if window is None else window
-
-
-def key_shape(model: Any) -> KeyShape:
-    """The sizes of a model's keys."""
+def key_shape(model: Any, dtype: str | None) -> KeyShape:
+    """The sizes of a model's keys, stored in the dtype of that name; None takes the dtype that they have."""
     if isinstance(model, Decoder):
-        shape: Any = model.config
-        heads, kv_heads, dim, layers = shape.heads, getattr(shape, "kv_heads", None), None, shape.layers
-        width = shape.width
+        own: Any = model.config
+        layers, heads, width, dim = own.layers, own.heads, own.width, None
+        kv_heads = getattr(own, "kv_heads", None)
     else:
         config = model.config.get_text_config(decoder=True)
-        heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-        dim, width, layers = getattr(config, "head_dim", None), config.hidden_size, config.num_hidden_layers
-    return KeyShape(layers, kv_heads or heads, dim or width // heads, key_dtype(model))
+        layers, heads, width = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
+        kv_heads, dim = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    stored = key_dtype(model) if dtype is None else DTYPES[dtype]
+    return KeyShape(layers, kv_heads or heads, dim or width // heads, stored)
 
 
 def key_dtype(model: nn.Module) -> torch.dtype:
@@ -99,15 +81,12 @@ def key_dtype(model: nn.Module) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
-@contextmanager
-def uncached_autocast(device: torch.device) -> Iterator[None]:
+def uncached_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Autocast as it is, without its cache of cast weights: a CUDA graph must not read memory that autocast frees."""
     kind = device.type
     if kind == "cpu" or not torch.is_autocast_enabled(kind):
-        yield
-        return
-    with torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False):
-        yield
+        return nullcontext()
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 # ---- Prompts of a batch: token ids that end at the same place, with padding on the left of the shorter ones.
@@ -251,13 +230,6 @@ class Session:
             current.wait_stream(stream)
 
 
-def use_fp8_attention(forward: Forward, model: Any, device: torch.device) -> None:
-    """Let long prompts attend in FP8. A warning says so where that does not run."""
-    if limit := fp8_attention_limit(device, key_shape(model).head_dim):
-        warnings.warn(f"the attention of prompts runs in BF16: {limit}", stacklevel=2)
-    forward.cache.fp8_attention = not limit
-
-
 # ---- The room of a cache, and whether the memory of the device suffices for it.
 
 
@@ -281,10 +253,10 @@ def free_bytes(device: torch.device) -> float:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, free: float) -> None:
+def check_memory(shape: KeyShape, batch: int, tokens: int, free: float) -> None:
     """Raise a MemoryError, which says what fits, unless `free` bytes hold the keys and values of `batch` sequences of
     `tokens` tokens."""
-    needed, one, stored = shape.nbytes(batch * tokens, dtype), shape.nbytes(1, dtype), shape.stored(dtype)
+    needed, one = shape.nbytes(batch * tokens), shape.nbytes(1)
     if needed <= free:
         return
     fitting = []
@@ -293,9 +265,9 @@ def check_memory(shape: KeyShape, batch: int, tokens: int, dtype: str | None, fr
     if longest := int(free // (one * batch)):
         fitting.append(f"{longest} tokens for {plural(batch, 'sequence')}")
     advice = f"What fits: {' or '.join(fitting)}." if fitting else "No sequence fits."
-    if stored.itemsize > 1:
+    if shape.dtype.itemsize > 1:
         advice += " kv_cache='fp8' of octavo.load, or --kv-cache fp8 of octavo generate, halves the keys and values."
     raise MemoryError(
         f"the keys and values of {plural(batch, 'sequence')} of {tokens} tokens need {needed / GIB:.1f} GiB in "
-        f"{stored}, and {free / GIB:.1f} GiB are free on the GPU. {advice}"
+        f"{shape.dtype}, and {free / GIB:.1f} GiB are free on the GPU. {advice}"
     )

@@ -7,7 +7,6 @@ own loop, and a warning says so once. Importing this module imports transformers
 
 import warnings
 from contextlib import closing
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from transformers import MaxLengthCriteria
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from octavo.inference.engine import AUTO, Choose, Engine, Stop
-from octavo.inference.kv_cache import Pairs, UnservedError, check_attention, check_settings
+from octavo.inference.kv_cache import Pairs, UnservedError
 from octavo.inference.sampling import draw
 from octavo.inference.session import Prompts, first_tokens, read_prompts
 from octavo.nn.module_tools import mix_classes
@@ -31,20 +30,13 @@ KNOWN = {
 def accelerate_generate(
     model: Any, context: int, kv_cache: str = AUTO, kv_scales: Pairs | None = None, attention: str = "bf16"
 ) -> None:
-    """Let `model.generate` of a model of transformers run on an engine. The model keeps its class's name.
+    """Let `model.generate` of a model of transformers run on an `Engine` of these settings. The class keeps its name.
 
     If the cache does not serve the model's attention, `generate` runs on transformers' own loop. Where `kv_cache` names
     a dtype, it raises an UnservedError instead.
-
-    The other arguments are those of `Engine`.
     """
-    check_attention(attention)
-    if kv_cache != AUTO:
-        check_settings(kv_cache)
+    model.octavo_engine = Engine(model, context=context, kv_cache=kv_cache, kv_scales=kv_scales, attention=attention)
     model.octavo_notices = set()
-    model.octavo_settings = {
-        "context": context, "kv_cache": kv_cache, "kv_scales": kv_scales, "attention": attention
-    }  # fmt: skip
     model.__class__ = mix_classes(Accelerated, type(model))
 
 
@@ -55,12 +47,8 @@ class UncoveredError(UnservedError):
 class Accelerated:
     """The class of a model whose `generate` runs on `octavo_engine`."""
 
-    octavo_settings: dict[str, Any]
+    octavo_engine: Engine
     octavo_notices: set[str]
-
-    @cached_property
-    def octavo_engine(self) -> Engine:
-        return Engine(self, **self.octavo_settings)
 
     def _sample(
         self,

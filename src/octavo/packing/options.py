@@ -14,7 +14,7 @@ from octavo.architectures import ARCHITECTURES
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import SCALE_RULES
 from octavo.checkpoint.files import ArtifactError, load_tensors
-from octavo.checkpoint.layouts.layout import check_layout, get_layout
+from octavo.checkpoint.layouts import check_layout, get_layout
 from octavo.checkpoint.scheme import K_SCALE, SCHEME_OF, STATIC, V_SCALE, Scheme, attentions, get_scheme
 from octavo.hf.layer_map import check_groups, groups
 from octavo.hf.source import Source

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.checkpoint.files import Spec
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
-from octavo.checkpoint.layouts.layout import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
+from octavo.checkpoint.layouts import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme
 from octavo.hf.inputs import names_language_model
 from octavo.hf.layer_map import groups

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import Spec, read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
-from octavo.checkpoint.layouts.layout import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
+from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import (
     BLOCK,

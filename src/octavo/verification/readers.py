@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.folder import has_tokenizer
-from octavo.checkpoint.layouts.layout import read_config
+from octavo.checkpoint.layouts import read_config
 from octavo.hf.inputs import arguments_of, model_outputs
 from octavo.hf.meta_model import quiet_transformers, read_meta_model
 from octavo.inference.opening import fill

@@ -1,0 +1,595 @@
+"""The packed folder: a model with linear weights in eight bits, in a form that Hugging Face's libraries open.
+
+    OUT/
+      config.json          the model in Hugging Face's terms, "dtype": "bfloat16", and a `quantization_config`
+      model.safetensors    <module>.weight        e4m3 or int8 [N, K]   of each packed linear layer
+                           <module>.weight_scale  as its scheme says (`octavo.checkpoint.scheme`); it multiplies
+                           everything else        bfloat16          a tied head is not stored
+      tokenizer.json ...   the tokenizer's files
+
+or several files of tensors and their index. The layouts differ in names and in the `quantization_config`. Each is a
+`Layout` in `LAYOUTS`, and nothing outside of this module asks for its name.
+
+Every linear layer is packed unless the configuration names it as ignored. A reader takes a layer that is neither packed
+nor ignored for a packed one and computes nonsense without an error. So folders are checked tensor by tensor
+(`octavo.checkpoint.packed_folder`).
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo.checkpoint.files import ArtifactError, read_json
+from octavo.checkpoint.folder import MODULES
+from octavo.checkpoint.run import check_config, refuse_run
+from octavo.checkpoint.scheme import (
+    BLOCK,
+    BLOCK_POW2,
+    CHANNEL,
+    INPUT_SCALE_NAME,
+    MX,
+    OTHER_NAMES,
+    SCALE_ENDINGS,
+    SCALE_NAME,
+    SCHEMES,
+    STATIC,
+    TENSORWISE,
+    WEIGHT_ONLY,
+    Scheme,
+    is_kv_scale,
+    kv_names,
+    read_number,
+    read_scale,
+)
+from octavo.numerics import TENSOR
+from octavo.version import __version__
+
+EXPERT_DTYPE = torch.float8_e4m3fn
+UNQUANTIZED_DTYPE = torch.bfloat16
+# The names of output heads, which readers leave unpacked even if a folder does not name them as ignored.
+HEADS = ("lm_head", "embed_out", "score", "classifier")
+_CHOOSES_CODE = (
+    "attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation", "auto_map",
+)  # fmt: skip
+
+
+class Layout:
+    """One way to write a packing down. A subclass has a name, `describe`, `read`, and what differs beside them."""
+
+    name: ClassVar[str]  # on the command line, and the quant_method of its `quantization_config`
+    schemes: ClassVar[tuple[str, ...]] = ()  # that it holds, one in a model; empty if it holds all, several in one
+    ignore: ClassVar[tuple[str, ...]] = ("ignore",)  # the keys of the list of unpacked layers; the first is written
+    exact: ClassVar[bool] = False  # an entry of that list is a whole name; else it may name a module above (`is_named`)
+    holds_cache: ClassVar[bool] = True  # it has a place for the scales of a KV cache
+    readers: ClassVar[str] = ""  # the programs that open it beside Octavo, if transformers does not
+    needs: ClassVar[str] = ""  # the package without which transformers does not open it
+    experts: ClassVar[str] = ""  # the entry of `ignore` for all experts of a mixture, if not the names of their modules
+
+    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+        """The `quantization_config` of layers packed by `schemes`, with the layers `ignore` unpacked."""
+        raise NotImplementedError
+
+    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError,
+        which lists what was read and required, for a packing of another kind."""
+        raise NotImplementedError
+
+    def renew(self, config: dict[str, Any], folder: Path) -> None:
+        """Put the settings of an older writer into `quantization_config`, in today's spelling."""
+
+    def describe_parts(self, described: dict[str, Any], schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+        """`described`, changed for a program that calls a part of the model, as sentence-transformers does."""
+        return described
+
+    def side_files(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of the JSON files that the layout has beside config.json."""
+        return {}
+
+    def check_experts(self, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise a ValueError if transformers cannot open packed experts (by their names in the files, with the shapes
+        [N, K] of their weights) where the layout puts them."""
+
+    def rename(self, name: str) -> str:
+        """The name that the layout gives to the tensor `name`, if that is a scale; else `name`."""
+        return name
+
+    def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
+        """The names in memory of a tensor of a file: the inverse of `rename`, for every name that is read."""
+        of_output = name.endswith(".output_scale") and not kv_cache  # outputs may have scales, too
+        return [name] if of_output else kv_names(name)
+
+    def reshape(self, scale: Tensor, name: str, scheme: Scheme | None) -> Tensor:
+        """The tensor `name` of a layer packed by `scheme` (None: of no such layer) as files have it."""
+        return scale
+
+
+# ---- The settings of a `quantization_config`, compared with those that are required.
+
+
+# Fields of other writers that no reader needs.
+_REMARKS = (
+    "version", "observer", "observer_kwargs", "ignore", "format", "config_groups", "targets",
+    "modules_to_not_convert", "ignored_layers", "exclude_modules", "producer", "fmt", "zp_dtype",
+    "global_compression_ratio", "dequantize",
+)  # fmt: skip
+
+
+def differences(found: Mapping[str, Any], required: Mapping[str, Any], path: str) -> list[str]:
+    """The fields in which `found` differs from `required`. Empty fields (None, "", []) that are not required are no
+    difference."""
+    wrong = []
+    for key in [*required, *(key for key in found if key not in required)]:
+        value, wanted = found.get(key), required.get(key)
+        if isinstance(wanted, dict) and isinstance(value, dict):
+            wrong += differences(value, wanted, f"{path}.{key}")
+        elif key not in _REMARKS and (key in required or value) and value != wanted:
+            wrong.append(f"{path}.{key} is {value!r}, required {wanted!r}")
+    return wrong
+
+
+def check_settings(found: Mapping[str, Any], required: Mapping[str, Any], where: Path) -> None:
+    """Raise an ArtifactError that lists where the `quantization_config` `found` differs from `required`."""
+    if wrong := differences(found, required, "quantization_config"):
+        raise ArtifactError(f"{where}: this is a packing that octavo does not run: " + "; ".join(wrong))
+
+
+def packed_layers(layout: Layout, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> list[str]:
+    """The layers of `linears` that a `quantization_config` does not list as unpacked. The list may also name modules
+    that are no linear layers, such as norms. An ArtifactError if it is no list of names."""
+    key = next((key for key in layout.ignore if found.get(key)), layout.ignore[0])
+    ignore = found.get(key) or []
+    if not _are_names(ignore):
+        raise ArtifactError(f"{where}: quantization_config.{key} must be a list of module names, got {ignore!r}")
+    return [name for name in linears if not any(is_named(entry, name, exact=layout.exact) for entry in ignore)]
+
+
+def _are_names(found: object) -> bool:
+    return isinstance(found, list) and all(isinstance(name, str) for name in found)
+
+
+def is_named(entry: str, name: str, *, exact: bool) -> bool:
+    """True if `entry`, of a list of modules, names the module `name`.
+
+    An entry "re:..." is a regular expression. With `exact` any other entry is a whole name. Without it, the entry may
+    also be the name of a parent module, the last parts of the name, or a glob.
+    """
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), name) is not None
+    if exact or entry == name:
+        return entry == name
+    return name.startswith(f"{entry}.") or name.endswith(f".{entry}") or fnmatchcase(name, entry)
+
+
+# ---- The layout compressed-tensors: any scheme, and several in one model (github.com/vllm-project/compressed-tensors).
+#
+# Each scheme is one of the `config_groups`. `kv_cache_scheme` declares the scales of keys and values, if there are any.
+# Older writers state no `quantization_status`, write blocks as "128x128", and describe a sparsity that a dense model
+# does not have.
+
+
+EXPERTS = r"re:.*\.experts\..*"  # every expert of a mixture, by its name in the files
+KV_CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_FLOAT_SCALES = ("torch.float32", "torch.bfloat16", "torch.float16")
+_REQUIRED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
+
+
+def is_expert(name: str) -> bool:
+    """True if a layer is an expert of a mixture, by its name in the files."""
+    return re.match(EXPERTS.removeprefix("re:"), name) is not None
+
+
+class CompressedTensors(Layout):
+    name, needs, exact, experts = "compressed-tensors", "compressed-tensors", True, EXPERTS
+
+    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+        used = {scheme.name: scheme for scheme in schemes.values()}
+        layers = {used[name]: [layer for layer, scheme in schemes.items() if scheme.name == name] for name in used}
+        targets = {scheme: ["Linear"] if len(layers) == 1 else names for scheme, names in layers.items()}
+        formats = {scheme.format for scheme in layers}
+        if any(scheme.integers for scheme in layers):
+            _point_at_experts(targets, schemes, ignore)
+        return {
+            **_REQUIRED,
+            "kv_cache_scheme": dict(KV_CACHE_SCHEME) if kv_cache else None,
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "config_groups": {f"group_{i}": scheme.group(names) for i, (scheme, names) in enumerate(targets.items())},
+            "ignore": list(ignore),
+        }
+
+    def describe_parts(self, described: dict[str, Any], schemes: Mapping[str, Scheme]) -> dict[str, Any]:
+        # sentence-transformers calls a part of the model, and transformers widens weights in a hook of the whole. With
+        # this it widens them as it loads them, by the arguments of one group for all.
+        return described | {"dequantize": True} if len(set(schemes.values())) == 1 else described
+
+    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+        kv_cache = found.get("kv_cache_scheme") is not None
+        required = {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}
+        check_settings({**_REQUIRED, **_stated(found)}, required, where)
+        formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision", "naive-quantized"}
+        if found.get("format") not in formats:
+            raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
+        packed, groups = packed_layers(self, found, linears, where), _groups(found, where)
+        schemes = {name: scheme for name in packed if (scheme := _scheme_of(name, groups)) is not None}
+        if left := [name for name in packed if name not in schemes]:
+            raise ArtifactError(f"{where}: no group of config_groups has {left[0]}, and ignore does not: pack it again")
+        return schemes, kv_cache
+
+    def renew(self, config: dict[str, Any], folder: Path) -> None:
+        if isinstance(older := config.pop("compression_config", None), dict):  # the name of 2024
+            config.setdefault("quantization_config", {"quant_method": self.name, **older})
+
+    def check_experts(self, schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        # transformers multiplies the weight of an expert by its scale element by element, which a scale for each of
+        # several blocks does not fit. Groups do not fit either, and no layout that it opens holds those.
+        for name, scheme in schemes.items():
+            in_blocks = scheme is BLOCK and scheme.weight.granularity.scale_shape(shapes[name]) != (1, 1)
+            if in_blocks and is_expert(name):
+                raise ValueError(
+                    f"{name}: transformers opens experts by {scheme.name} in the layout fp8 alone: --layout fp8, with "
+                    "every layer by block, or experts by channel (--layer '*.experts.*=channel')"
+                )
+
+
+def _point_at_experts(targets: dict[Scheme, list[str]], schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> None:
+    """Add a pattern of experts to `targets`. transformers loads all experts, packed or not, by the first group with
+    such a pattern, or else by the first group; and by one of integers it loads none."""
+    packed = next(filter(is_expert, schemes), None)
+    if packed is not None:
+        targets[schemes[packed]].append(f"re:{re.escape(packed)}$")
+    elif EXPERTS in ignore or any(map(is_expert, ignore)):
+        targets.setdefault(CHANNEL, []).append(EXPERTS)
+
+
+def _stated(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without a status that is null and without the sparsity of a dense model, which mean nothing."""
+    said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
+    sparsity = said.get("sparsity_config")
+    if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
+        del said["sparsity_config"]
+    return said
+
+
+def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:
+    """The targets and the scheme of each of the `config_groups`."""
+    path, groups = "quantization_config.config_groups", found.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()) or not groups:
+        raise ArtifactError(f"{where}: {path} must hold groups, got {groups!r}")
+    for name, group in groups.items():
+        if not _are_names(targets := group.get("targets") or []):
+            raise ArtifactError(f"{where}: {path}.{name}.targets must be a list of names, got {targets!r}")
+    return [(group.get("targets") or [], _scheme(group, f"{path}.{name}", where)) for name, group in groups.items()]
+
+
+def _scheme(group: Mapping[str, Any], path: str, where: Path) -> Scheme:
+    group = {key: _arguments(value) for key, value in group.items()}
+    wrong = {scheme: differences(group, scheme.group([]), path) for scheme in (*SCHEMES.values(), *WEIGHT_ONLY)}
+    closest = min(wrong, key=lambda scheme: len(wrong[scheme]))
+    if wrong[closest]:
+        raise ArtifactError(
+            f"{where}: this is none of the schemes that octavo runs ({', '.join(SCHEMES)}); nearest is {closest.name}, "
+            f"but {'; '.join(wrong[closest])}"
+        )
+    return closest
+
+
+def _arguments(value: Any) -> Any:
+    """The arguments of a cast in the newest spelling, with the defaults of missing ones. The dtype of a float scale is
+    left out: it is that of the tensor."""
+    if not isinstance(value, dict):
+        return value
+    said = {"dynamic": False, "symmetric": True} | {
+        key: held for key, held in value.items() if key != "scale_dtype" or held not in _FLOAT_SCALES
+    }
+    if isinstance(blocks := said.get("block_structure"), str):
+        said["block_structure"] = [int(size) for size in blocks.split("x") if size.isdigit()]
+    return said
+
+
+def _scheme_of(name: str, groups: Sequence[tuple[list[str], Scheme]]) -> Scheme | None:
+    """The scheme of the first group that names the layer, by its name, a pattern (re:...) or its class."""
+    for targets, scheme in groups:
+        for target in targets:
+            pattern = target.removeprefix("re:") if target.startswith("re:") else None
+            if target in (name, "Linear") or (pattern is not None and re.match(pattern, name)):
+                return scheme
+    return None
+
+
+# ---- The layout fp8: 128 x 128 blocks, in the names of DeepSeek-V3 and transformers' FineGrainedFP8Config.
+#
+# Two variants of other writers are read:
+#
+#     scale_fmt "ue8m0"           all scales are powers of two, those of inputs too (DeepSeek); with 1 x 32 it is MX
+#     weight_block_size null      one scale a tensor, and activation_scheme static or dynamic (transformers)
+#
+# `weight_scale_inv` multiplies, as every scale does. transformers leaves output heads unpacked even if the list of
+# unpacked layers lacks them, and so does `read_packing`. AutoFP8 (github.com/neuralmagic/AutoFP8) has the same
+# quant_method, no weight_block_size, and other names of scales. It is refused.
+
+
+_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+_MADE = {"scale_fmt": "float", "expert_dtype": "fp8"}  # where a folder does not state them
+
+
+class Fp8(Layout):
+    name, needs = "fp8", "accelerate"
+    schemes = (BLOCK.name,)
+    ignore = ("modules_to_not_convert", "ignored_layers")
+    holds_cache = False
+
+    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+        return {**_BLOCKS, "fmt": "e4m3", "modules_to_not_convert": list(ignore)}
+
+    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+        if "weight_block_size" not in found:
+            raise ArtifactError(
+                f"{where}: quant_method fp8 without a weight_block_size is AutoFP8, and octavo reads the layouts "
+                f"{', '.join(LAYOUTS)}: pack the BF16 model again, or write it with llm-compressor"
+            )
+        required, scheme = _variant(found)
+        check_settings({**_MADE, **found}, {**_MADE, **required}, where)
+        return dict.fromkeys(packed_layers(self, found, linears, where), scheme), False
+
+    def rename(self, name: str) -> str:
+        return f"{name}_inv" if name.endswith(f".{SCALE_NAME}") else name
+
+    def names_in_memory(self, name: str, kv_cache: bool) -> list[str]:
+        module, _, leaf = name.rpartition(".")
+        return [f"{module}.{OTHER_NAMES[leaf]}"] if leaf in OTHER_NAMES else super().names_in_memory(name, kv_cache)
+
+
+def _variant(found: Mapping[str, Any]) -> tuple[dict[str, Any], Scheme]:
+    """The settings that a `quantization_config` must have, and its scheme."""
+    block, static = found["weight_block_size"], found.get("activation_scheme") == "static"
+    if not block:
+        inputs = "static" if static else "dynamic"
+        return {**_BLOCKS, "activation_scheme": inputs, "weight_block_size": block}, STATIC if static else TENSORWISE
+    if found.get("scale_fmt") != "ue8m0":
+        return _BLOCKS, BLOCK
+    if list(block) == [1, 32]:  # MX, as transformers has it
+        return {**_BLOCKS, "scale_fmt": "ue8m0", "weight_block_size": [1, 32]}, MX
+    return {**_BLOCKS, "scale_fmt": "ue8m0"}, BLOCK_POW2
+
+
+# ---- The layout modelopt, which NVIDIA ModelOpt exports, and vLLM and TensorRT-LLM read.
+#
+# One scheme for the whole model, named in `quant_algo`:
+#
+#     FP8                          static     weight_scale [], input_scale []
+#     FP8_PER_CHANNEL_PER_TOKEN    channel    weight_scale [N]
+#     FP8_PB_WO                    block      weight_scale [N / 128, 1, K / 128, 1]; vLLM casts inputs by 1 x 128
+#
+# A folder states the scheme twice: in the `quantization_config` of config.json and, in an older spelling, in
+# hf_quant_config.json. It may also have only one of the two, or the older spelling in config.json. Both spellings are
+# in github.com/NVIDIA/Model-Optimizer, modelopt/torch/export/convert_hf_config.py, and vLLM reads them. Unpacked layers
+# may be patterns.
+
+
+SIDE_FILE = "hf_quant_config.json"
+_ALGORITHMS = {"FP8": STATIC, "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL, "FP8_PB_WO": BLOCK}
+_STORED = {"dynamic": False, "num_bits": 8, "type": "float"}  # of weights, and of keys and values
+
+
+class ModelOpt(Layout):
+    name, readers = "modelopt", "vLLM and TensorRT-LLM"
+    schemes = tuple(scheme.name for scheme in _ALGORITHMS.values())
+
+    def describe(self, schemes: Mapping[str, Scheme], ignore: Sequence[str], kv_cache: bool) -> dict[str, Any]:
+        scheme = next(iter(schemes.values()), STATIC)
+        (algorithm,) = (name for name, held in _ALGORITHMS.items() if held is scheme)
+        inputs = {**_STORED, "dynamic": not scheme.static}
+        group = {"input_activations": inputs, "weights": dict(_STORED), "targets": ["Linear"]}
+        return {
+            "quant_method": "modelopt",
+            "quant_algo": algorithm,
+            "kv_cache_scheme": dict(_STORED) if kv_cache else None,
+            "config_groups": {"group_0": group},
+            "ignore": list(ignore),
+            "producer": {"name": "octavo", "version": __version__},
+        }
+
+    def side_files(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        settings = {
+            "quant_algo": described["quant_algo"],
+            "kv_cache_quant_algo": "FP8" if described["kv_cache_scheme"] else None,
+            "exclude_modules": described["ignore"],
+        }
+        return {SIDE_FILE: {"producer": described["producer"], "quantization": settings}}
+
+    def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
+        algorithm = str(found.get("quant_algo")).upper()
+        if algorithm not in _ALGORITHMS:
+            runs = ", ".join(_ALGORITHMS)
+            raise ArtifactError(f"{where}: quant_algo is {found.get('quant_algo')!r}, octavo runs {runs}")
+        kv_cache = found.get("kv_cache_scheme") is not None
+        required = {"quant_method": "modelopt", "kv_cache_scheme": _STORED if kv_cache else None}
+        check_settings({**found, "quant_algo": None}, required, where)
+        return dict.fromkeys(packed_layers(self, found, linears, where), _ALGORITHMS[algorithm]), kv_cache
+
+    def renew(self, config: dict[str, Any], folder: Path) -> None:
+        where, found = folder / "config.json", config.get("quantization_config")
+        if found is None and (folder / SIDE_FILE).is_file():
+            where = folder / SIDE_FILE
+            found = read_json(where)
+        # An older one may lack the quant_method, but has ModelOpt's keys.
+        ours = isinstance(found, dict) and found.get("quant_method", self.name) == self.name
+        if found and ours and {"quant_algo", "quantization"} & found.keys():
+            config["quantization_config"] = _in_newer_spelling(found, where)
+
+    def rename(self, name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        return f"{module}.{leaf[0]}_proj.{leaf}" if is_kv_scale(name) else name
+
+    def reshape(self, scale: Tensor, name: str, scheme: Scheme | None) -> Tensor:
+        leaf = name.rpartition(".")[2]
+        of_tensor = scheme is not None and scheme.weight.granularity == TENSOR
+        if is_kv_scale(name) or (of_tensor and leaf in (SCALE_NAME, INPUT_SCALE_NAME)):
+            return scale.reshape(())
+        if scheme is None or leaf != SCALE_NAME:
+            return scale
+        return scale[:, None, :, None] if scheme is BLOCK else scale.flatten()
+
+
+def _in_newer_spelling(found: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """A `quantization_config` in the spelling of `ModelOpt.describe`. `found` is hf_quant_config.json, or a
+    `quantization_config` in its spelling, with or without the object `quantization`."""
+    said = found.get("quantization", found)
+    if not isinstance(said, dict):
+        raise ArtifactError(f"{where}: `quantization` must be an object, got {said!r}")
+    if said is found and not {"kv_cache_quant_algo", "exclude_modules"} & found.keys():
+        return {"quant_method": "modelopt", **found}
+    cache = said.get("kv_cache_quant_algo")
+    if cache not in (None, "FP8"):
+        raise ArtifactError(f"{where}: kv_cache_quant_algo is {cache!r}, octavo runs 'FP8' or none")
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": said.get("quant_algo"),
+        "kv_cache_scheme": dict(_STORED) if cache else said.get("kv_cache_scheme"),
+        "ignore": said.get("exclude_modules", said.get("ignore")),
+    }
+
+
+# ---- The layouts by their names, and a packing: a layout with the scheme of each layer.
+
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (CompressedTensors(), Fp8(), ModelOpt())}
+HOLDS_ANY = CompressedTensors.name
+
+
+def get_layout(name: str) -> Layout:
+    """The layout of that name; a ValueError names the choices."""
+    if name not in LAYOUTS:
+        raise ValueError(f"unknown layout {name!r}: choose one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def layout_of(found: Mapping[str, Any]) -> Layout:
+    """The layout that a `quantization_config` states. An unknown one counts as the largest, which lists its demands."""
+    return LAYOUTS.get(str(found.get("quant_method")), LAYOUTS[HOLDS_ANY])
+
+
+def check_layout(layout: Layout, schemes: Iterable[Scheme], kv_cache: bool) -> None:
+    """Raise a ValueError, which names the alternative, unless `layout` can hold `schemes`, and with `kv_cache` the
+    scales of a cache of keys and values."""
+    names = sorted({scheme.name for scheme in schemes})
+    held = layout.schemes or names
+    instead = f"or --layout {HOLDS_ANY}, which holds any"
+    if others := [name for name in names if name not in held]:
+        what = f"the scheme {held[0]} alone" if len(held) == 1 else f"the schemes {', '.join(held)}"
+        raise ValueError(
+            f"the layout {layout.name} holds {what}, not {', '.join(others)}: --scheme {held[0]}, {instead}"
+        )
+    if layout.schemes and len(names) > 1:
+        raise ValueError(
+            f"the layout {layout.name} holds one scheme in a model, not {' and '.join(names)}: one, {instead}"
+        )
+    if kv_cache and not layout.holds_cache:
+        raise ValueError(
+            f"the layout {layout.name} has no place for the scales of a KV cache: {instead.removeprefix('or ')}"
+        )
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The packing of a folder: its layout, the scheme of each packed layer by its name in the files, and whether the
+    scales of a KV cache are stored."""
+
+    layout: Layout
+    schemes: Mapping[str, Scheme]
+    kv_cache: bool = False
+
+    def to_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the files that hold `tensors`. Scales may have another name and another shape there."""
+        rename, reshape = self.layout.rename, self.layout.reshape
+        return {rename(n): reshape(t, n, self.schemes.get(n.rpartition(".")[0])) for n, t in tensors.items()}
+
+    def names_in_memory(self, name: str) -> list[str]:
+        return self.layout.names_in_memory(name, self.kv_cache)
+
+    def from_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `to_files`, for every name, dtype and shape that is read (`octavo.checkpoint.scheme`). An
+        ArtifactError if two tensors are the same scale."""
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            for ours in self.names_in_memory(name):
+                if ours in found:
+                    raise ArtifactError(f"{name}: the file has this scale under a second name, too; keep one of them")
+                found[ours] = self._read(ours, tensor)
+        return found
+
+    def _read(self, name: str, tensor: Tensor) -> Tensor:
+        """Convert the tensor `name` (its name in memory) from its form in a file to its form in memory."""
+        if is_kv_scale(name):
+            return read_number(tensor)
+        scheme = self.schemes.get(name.rpartition(".")[0]) if name.endswith(SCALE_ENDINGS) else None
+        return tensor if scheme is None else read_scale(tensor, name.rpartition(".")[2], scheme)
+
+
+# ---- config.json, with its `quantization_config`.
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a packed folder, with a `quantization_config` in the newest spelling. An ArtifactError if a
+    file is not JSON, or the folder is a run."""
+    refuse_run(folder)
+    check_config(folder, "a folder that octavo pack wrote")
+    config = read_json(where := folder / "config.json")
+    for layout in LAYOUTS.values():
+        layout.renew(config, folder)
+    found = config.get("quantization_config")
+    if found is not None and not isinstance(found, dict):
+        raise ArtifactError(f"{where}: quantization_config must be an object, got {found!r}: pack the model again")
+    return config
+
+
+def quantization_config(packing: Packing, linears: Iterable[str], description: Path | None = None) -> dict[str, Any]:
+    """The `quantization_config` of config.json. `linears` are all linear layers, packed or not, by their names in the
+    files; modules.json in the folder `description` says that the model is of sentence-transformers."""
+    ignore = [name for name in linears if name not in packing.schemes]
+    found = packing.layout.describe(packing.schemes, ignore, packing.kv_cache)
+    in_parts = description is not None and (description / MODULES).is_file()
+    return packing.layout.describe_parts(found, packing.schemes) if in_parts else found
+
+
+def without_code(described: Any) -> Any:
+    """A copy of a parsed config.json without the entries, of the model or a part of it, that choose code.
+
+    They can name a repository of the hub, from which transformers fetches kernels, or Python files of the folder.
+    """
+    if isinstance(described, dict):
+        return {key: without_code(value) for key, value in described.items() if key not in _CHOOSES_CODE}
+    return [without_code(value) for value in described] if isinstance(described, list) else described
+
+
+def write_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write config.json, without entries that choose code, and the other files that its layout has."""
+    described = config.get("quantization_config")
+    beside = {} if described is None else layout_of(described).side_files(described)
+    for name, content in {"config.json": without_code(dict(config)), **beside}.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def read_packing(
+    config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
+) -> Packing:
+    """The packing of the layers `linears` (by their names in files) that a config.json of `read_config` states. If the
+    model is not packed, or in another way, an ArtifactError lists what was read and required.
+
+    The weights of the layers `plain` are not in eight bits. An output head among them is not packed, even if the
+    configuration does not name it: readers leave heads unpacked, and some writers rely on that.
+    """
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        raise ArtifactError(
+            f"{where} has no quantization_config, so the model is not packed: pack it with octavo pack MODEL OUT"
+        )
+    linears = [name for name in linears if name not in plain or name.rpartition(".")[2] not in HEADS]
+    layout = layout_of(found)
+    return Packing(layout, *layout.read(found, linears, where))
