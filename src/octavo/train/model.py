@@ -192,20 +192,23 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
 
 def open_language_model(config: Config, saved: Path) -> nn.Module:
     """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
-    transformers = _transformers(config.model)
-    source = Path(config.model)
-    check_folder(saved if saved.exists() else source, config.model)
-    if not saved.exists():
-        reader = ShardReader(source)
-        check_unpacked(reader)
-        if reader.strays:
-            raise ArtifactError(
-                f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
-                f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
-            )
-    # `_open` checks the facts that its tables report
+    auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
+    if saved.exists():
+        check_folder(saved, config.model)
+        with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
+            return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
+    check_folder(source, config.model)
+    reader = ShardReader(source)
+    check_unpacked(reader)
+    if reader.strays:
+        raise ArtifactError(
+            f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
+            f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
+        )
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        model = _open(transformers.AutoModelForCausalLM, source, saved)
+        given = {"config": open_config(source), "dtype": torch.float32, "output_loading_info": True}
+        model, found = open_local(auto, source, **given)
+        _check_opened(model, sorted(found["missing_keys"]), source)
     return _prepared(model, config)
 
 
@@ -271,15 +274,8 @@ def check_folder(folder: Path, name: str) -> None:
         )
 
 
-def _open(auto: Any, source: Path, saved: Path) -> Any:
-    if saved.exists():
-        model = auto.from_config(open_config(saved), dtype=torch.float32)
-        missing: list[str] = []
-    else:
-        model, found = open_local(
-            auto, source, config=open_config(source), dtype=torch.float32, output_loading_info=True
-        )
-        missing = sorted(found["missing_keys"])
+def _check_opened(model: Any, missing: list[str], source: Path) -> None:
+    """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
         if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
             raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
@@ -294,7 +290,6 @@ def _open(auto: Any, source: Path, saved: Path) -> Any:
             f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
             f"({len(missing)} in all). transformers would draw them at random: complete the folder"
         )
-    return model
 
 
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.

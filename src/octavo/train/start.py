@@ -54,6 +54,7 @@ from octavo.train.saving import (
 )
 from octavo.train.settings import find_degrees
 from octavo.train.step_metrics import event_writer, print_line, wandb
+from octavo.train.supervision import apply_promotions
 from octavo.train.trainer import Trainer, TrainingData
 from octavo.util import hub_hint, plural
 
@@ -109,7 +110,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
         check_same(config)
         trainer = prepare_run(config, run, stack, console, newest)
-        trainer.actions.apply(trainer.model)
+        apply_promotions(trainer.model, trainer.actions.promotions)
         allow_compilations(len(trainer.actions.promotions))
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
