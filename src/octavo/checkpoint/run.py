@@ -52,10 +52,10 @@ class Rollback:
 
 @dataclass
 class Actions:
-    """What supervision has changed in a run, oldest first: promoted layers, and returns to a checkpoint.
+    """The promoted layers of a run and its returns to a checkpoint, oldest first.
 
-    actions.json stands beside the checkpoints, not in them: a run that is resumed from any of them keeps its promoted
-    layers, and does not read the batches again that it has skipped.
+    actions.json stands beside the checkpoints, not in them. So a run that is resumed from any of them keeps its
+    promoted layers, and does not read the batches again that it has skipped.
     """
 
     promotions: list[Promotion] = field(default_factory=list)

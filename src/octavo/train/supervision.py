@@ -6,7 +6,7 @@
 
 Every `CHECK_EVERY` steps, and wherever the loop reads the loss, the losses and gradient norms of the steps since then
 come from the device in one transfer. All ranks then decide alike: rank 0 judges by the rules of
-`octavo.watching.rules`, and tells the others. actions.json of a run keeps what was changed.
+`octavo.watching.rules`, and tells the others. actions.json of a run lists its promotions and rollbacks.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ from octavo.watching.watched_layers import first_matrix
 CHECK_EVERY = 10  # steps
 _SHOWN = 5  # warnings of a check that are printed
 
-# The precision that a layer gets, by the rule and the operand that it found a fault in; "bf16" where the table has
-# none. The range of e5m2 is enough for gradients that e4m3 is too narrow for.
-REMEDIES = {("underflow", "dy"): "e5m2", ("saturation_spike", "dy"): "e5m2"}
+# The range of e5m2 is enough for gradients that e4m3 is too narrow for. Any other fault moves a layer to BF16.
+E5M2_RULES = ("underflow", "saturation_spike")  # of dy
 _WORDS = {"bf16": "runs in BF16", "e5m2": "has gradients in e5m2"}
 _ACTIONS = {"bf16": "promote", "e5m2": "e5m2"}  # of an event
 
@@ -173,9 +172,8 @@ class Supervisor:
             name = _name_of(self.state.model, event, layers)
             if name is None or name in changed or not layers[name].recipe.quantized:
                 continue
-            to = REMEDIES.get((event.rule, event.operand or ""), "bf16")
-            if to == "e5m2" and e5m2_gradients(layers[name]) is None:
-                to = "bf16"
+            narrow = event.operand == "dy" and event.rule in E5M2_RULES
+            to = "e5m2" if narrow and e5m2_gradients(layers[name]) is not None else "bf16"
             done[event] = Promotion(self.state.step, name, to, event.rule)
             changed.add(name)
         if done:
@@ -417,26 +415,20 @@ class _Search:
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(self._before(name)))
-                    hooks.enter_context(module.register_forward_hook(self._after(name)))
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self._before, name)))
+                    hooks.enter_context(module.register_forward_hook(partial(self._after, name)))
             yield
 
-    def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            for x in args:
-                self.look(name, "x", x)
-            # A view for each layer, so that its dx is not the sum over all layers that read x.
-            return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        for x in args:
+            self.look(name, "x", x)
+        # A view for each layer, so that its dx is not the sum over all layers that read x.
+        return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, y: Any) -> None:
-            of_experts = isinstance(module, Experts) and len(args) > 1
-            self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
-            self._watched(name, "dy", y)
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, y: Any) -> None:
+        of_experts = isinstance(module, Experts) and len(args) > 1
+        self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
+        self._watched(name, "dy", y)
 
     def _watched(self, name: str, tensor: str, value: Any) -> Any:
         """`value`, whose gradient is looked at when it is computed."""
