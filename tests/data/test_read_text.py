@@ -50,12 +50,8 @@ def test_a_folder_skips_what_is_not_text_and_says_why(tree):
     reading = read_text([str(tree)])
     assert reading.texts == ["alpha\n", "beta é\n"]
     assert reading.report.files == [tree / "a.txt", tree / "sub" / "b.py"]
-    assert skipped(reading) == {
-        "empty": ["empty.txt"],
-        "not UTF-8": ["latin.txt"],
-        "binary": ["nul"],
-        "not text by name": ["nul.bin"],
-    }
+    expected = {"empty": "empty.txt", "not UTF-8": "latin.txt", "binary": "nul", "not text by name": "nul.bin"}
+    assert skipped(reading) == {reason: [name] for reason, name in expected.items()}
 
 
 def test_a_model_folder_gives_no_text(tmp_path):
@@ -251,11 +247,8 @@ def test_a_dataset_of_conversations_goes_through_the_chat_template(saved):
 )
 def test_bad_dataset(saved, query, essentials):
     fails([f"hf:{saved}/{query}"], *essentials)
-
-
-@pytest.mark.parametrize("source", ["hf:", "hf:?split=test"])
-def test_a_dataset_without_a_name(source):
-    fails([source], "must name a data set of the hub, or a folder: hf:NAME")
+    for source in ("hf:", "hf:?split=test"):
+        fails([source], "must name a data set of the hub, or a folder: hf:NAME")
 
 
 def test_a_pickle_in_a_dataset_is_not_run(tmp_path):
@@ -284,11 +277,8 @@ def read(tmp_path):
     return report
 
 
-def test_one_file(read):
-    assert read(a_txt=b"x").lines() == ["read 1 file (1 byte)"]
-
-
-def test_rows_are_counted_as_documents(read):
+def test_files_and_rows_are_counted(read):
+    assert read(b_txt=b"x").lines() == ["read 1 file (1 byte)"]
     rows = b'{"text": "a", "id": 1}\n' * 1200
     assert read(a_jsonl=rows, b_txt=b"xy").lines() == [
         "read 1201 documents from 2 files (27.6 kB); of the rows, these fields are not read: id"
@@ -301,18 +291,13 @@ def test_what_is_skipped_is_named_by_reason(read):
     assert report.lines() == [
         "read 1 file (999 bytes); skipped 6: 4 not UTF-8 (b.txt, c.txt, d.txt, ...), 1 empty (f.txt), 1 binary (g.png)"
     ]
-    assert json.loads(json.dumps(report.to_dict())) == {
-        "files": 1,
-        "datasets": 0,
-        "documents": 1,
-        "bytes": 999,
-        "skipped": {
-            "not UTF-8": {"count": 4, "bytes": 4, "examples": ["b.txt", "c.txt", "d.txt"]},
-            "empty": {"count": 1, "bytes": 0, "examples": ["f.txt"]},
-            "binary": {"count": 1, "bytes": 2, "examples": ["g.png"]},
-        },
-        "fields_not_read": [],
+    skipped = {
+        "not UTF-8": {"count": 4, "bytes": 4, "examples": ["b.txt", "c.txt", "d.txt"]},
+        "empty": {"count": 1, "bytes": 0, "examples": ["f.txt"]},
+        "binary": {"count": 1, "bytes": 2, "examples": ["g.png"]},
     }
+    counts = {"files": 1, "datasets": 0, "documents": 1, "bytes": 999, "fields_not_read": []}
+    assert json.loads(json.dumps(report.to_dict())) == counts | {"skipped": skipped}
 
 
 @pytest.mark.parametrize(("lost", "warned"), [(9, False), (10, True), (90, True)])
@@ -348,10 +333,8 @@ def test_sources_are_the_same_from_another_directory(tmp_path, monkeypatch):
 def test_names_that_are_no_paths_stay(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert [absolute_source(source) for source in ("stdlib", "hf:user/name?split=test")] == [
-        "stdlib",
-        "hf:user/name?split=test",
-    ]
+    for source in ("stdlib", "hf:user/name?split=test"):
+        assert absolute_source(source) == source
     assert absolute_source("hf:mine?column=code") == f"hf:{tmp_path}/mine?column=code"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert absolute_source("~/texts") == f"{tmp_path}/texts"

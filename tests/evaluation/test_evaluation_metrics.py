@@ -167,13 +167,10 @@ def test_a_limit_that_means_nothing(text: str) -> None:
         Budget.parse(text)
 
 
-@pytest.mark.parametrize("text", ["much", "loss=1"])
-def test_what_is_no_budget(text: str) -> None:
-    with pytest.raises(ValueError, match=r"a budget reads kl=0.01 \(nats a token\) or ppl=0.5%"):
-        Budget.parse(text)
-
-
 def test_what_is_a_budget() -> None:
+    for text in ("much", "loss=1"):
+        with pytest.raises(ValueError, match=r"a budget reads kl=0.01 \(nats a token\) or ppl=0.5%"):
+            Budget.parse(text)
     assert Budget.parse("cosine=0.999") == Budget("cosine", 0.999)
     assert Budget.parse("kl=0.01") == Budget("kl", 0.01)
     assert Budget.parse("ppl=100%") == Budget("ppl", 1)

@@ -56,9 +56,8 @@ def test_the_choice_follows_the_seed_and_the_text_not_the_files(tmp_path, byte_t
     rows = [{"text": f"row {i}"} for i in range(200)]
     one = write_rows(tmp_path / "one.jsonl", rows)
     other = [write_rows(tmp_path / "z.jsonl", rows[90:]), write_rows(tmp_path / "y.jsonl", rows[:90][::-1] + rows[:5])]
-    chosen = [
-        read_prompts(d, byte_tokens, PromptOptions(20, 9, seed=s)) for d, s in (([one], 4), (other, 4), ([one], 5))
-    ]
+    pairs = (([one], 4), (other, 4), ([one], 5))
+    chosen = [read_prompts(data, byte_tokens, PromptOptions(20, 9, seed=seed)) for data, seed in pairs]
     assert chosen[0].ids == chosen[1].ids
     assert chosen[0].fingerprint == chosen[1].fingerprint != chosen[2].fingerprint
     assert set(chosen[0].ids) != set(chosen[2].ids)
@@ -161,10 +160,7 @@ def test_no_usable_prompt(tmp_path, byte_tokens):
     rows = write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"prompt": " "}])
     with pytest.raises(DataError, match=r"gave none: read 0 files \(0 bytes\); skipped 3: 3 empty \(empty\.txt"):
         read_prompts([str(tmp_path / "empty.txt"), rows], byte_tokens, PromptOptions(4, 8))
-    with pytest.raises(
-        ValueError,
-        match="must be at least 1 and seed at least 0, got samples 0, context 8",
-    ):
+    with pytest.raises(ValueError, match="must be at least 1 and seed at least 0, got samples 0, context 8"):
         read_prompts([rows], byte_tokens, PromptOptions(0, 8))
 
 

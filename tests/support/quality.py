@@ -4,14 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from octavo.evaluation.metrics import (
-    EmbeddingQuality,
-    EmbeddingSums,
-    LogitQuality,
-    LogitSums,
-    Outputs,
-    compare_many,
-)
+from octavo.evaluation.metrics import EmbeddingQuality, EmbeddingSums, LogitQuality, LogitSums, Outputs, compare_many
 
 
 def compare_logits(reference: Outputs, candidate: Outputs, batches: Iterable[Tensor]) -> LogitQuality:

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 SENTENCE = "a quire of sheets folded three times makes eight leaves an octavo and cut pages"
+TINY = {
+    "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 2, "steps": 8,
+    "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1,
+    "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 from rich.console import Console
-from tiny_runs import one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
+from tiny_runs import TINY, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
-from octavo.train.settings import flatten
 from octavo.train.start import resume_run, start_run
 from octavo.train.supervision import Supervisor
 
@@ -26,11 +25,7 @@ def settings(tmp_path, text):
     """settings(**overrides): the configuration of a tiny run in `tmp_path`/run."""
 
     def make(**overrides):
-        tiny = {
-            "data": (str(text),), "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32,
-            "batch": 2, "steps": 8, "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu",
-            "out": str(tmp_path / "run"), "log_every": 1, "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
-        }  # fmt: skip
+        tiny = TINY | {"data": (str(text),), "out": str(tmp_path / "run")}
         return Config.from_dict({key: value for key, value in (tiny | overrides).items() if value is not None})
 
     return make
@@ -49,31 +44,24 @@ def go_on():
 
 
 @pytest.fixture
-def spawn(settings):
+def spawn(settings, tmp_path):
     """spawn(**overrides): the process of `octavo train` with these settings, its output piped unless `stdout` or
     `stderr` is given; ended with the test."""
     started = []
 
     def start_process(**overrides):
         streams = {name: overrides.pop(name, subprocess.PIPE) for name in ("stdout", "stderr")}
-        words = [sys.executable, "-m", "octavo", "train"]
-        for key, value in flatten(settings(**overrides).to_dict()).items():
-            if key != "derived":
-                values = (
-                    value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-                )
-                words += [f"--{key}", *map(str, values)] if values else [f"--{key}="]
+        path = tmp_path / f"settings-{len(started)}.json"
+        path.write_text(json.dumps(settings(**overrides).to_dict()))
+        words = [sys.executable, "-m", "octavo", "train", str(path)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         started.append(subprocess.Popen(words, env=environment, text=True, **streams))
         return started[-1]
 
     yield start_process
     for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
+        with process:
+            process.kill()
 
 
 @pytest.fixture

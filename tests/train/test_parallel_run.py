@@ -23,7 +23,7 @@ from patience import HANG
 from ranks import run_ranks
 from rich.console import Console
 from tiny_models import make_model
-from tiny_runs import after_steps
+from tiny_runs import TINY, after_steps
 from torch import distributed
 from torch.distributed import HashStore, distributed_c10d
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,17 +49,14 @@ from octavo.train.start import resume_run, start_run
 from octavo.train.trainer import Trainer
 from octavo_cli import main
 
-TINY = {
-    "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 2, "steps": 3,
-    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "evaluate_batches": 2, "clip": 0,
-}  # fmt: skip
+THREE = TINY | {"steps": 3, "warmup": 1, "clip": 0}
 
 
 def train(rank, folder, text, settings):
     """The losses and the weights after three steps, and the evaluation loss."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # Dynamo hides it
-    config = Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings)
+    config = Config.from_dict(THREE | {"data": [text], "out": f"{folder}/run"} | settings)
     trainer = start_run(config, Console(quiet=True))
     with trainer.lock:
         initial = arrays(trainer.model)
@@ -91,7 +88,7 @@ def test_two_ranks_train_as_one(tmp_path, text):
 
 def gathered_in_bf16(rank, folder, text):
     """The losses, the dtypes of the norm that the last block computes with and of the masters, and exchanges a step."""
-    config = TINY | TWO | {"data": [text], "out": f"{folder}/run", "parallel": {"gather_dtype": "bf16"}}
+    config = THREE | TWO | {"data": [text], "out": f"{folder}/run", "parallel": {"gather_dtype": "bf16"}}
     trainer = start_run(Config.from_dict(config), Console(quiet=True))
     dtypes = []
     trainer.model.model.norm.register_forward_pre_hook(lambda module, args: dtypes.append(module.weight.dtype))
@@ -133,7 +130,7 @@ def refusals(rank, folder, text):
     }
     messages = {}
     for name, settings in wrong.items():
-        config = Config.from_dict(TINY | {"data": [text], "out": f"{folder}/run"} | settings)
+        config = Config.from_dict(THREE | {"data": [text], "out": f"{folder}/run"} | settings)
         try:
             start_run(config, Console(quiet=True))
         except (ValueError, OSError) as error:
@@ -209,20 +206,7 @@ def test_the_processes_of_a_tensor_parallel_group_share_their_sequences():
 # ---- `torchrun ... -m octavo train`: a run to its end, a rank that fails, and who prints an error
 
 
-SETTINGS = """
-layers = 2
-width = 32
-heads = 2
-context = 32
-batch = 4
-steps = 4
-evaluate_batches = 2
-save_every = 2
-log_every = 2
-sample = 4
-device = "cpu"
-out = "run"
-"""
+SETTINGS = json.dumps(TINY | {"batch": 4, "steps": 4, "save_every": 2, "log_every": 2, "sample": 4, "out": "run"})
 
 
 def fail_in_step_3(*words):
@@ -241,8 +225,8 @@ def fail_in_step_3(*words):
 
 @pytest.mark.slow
 def test_two_processes_train_log_and_save(tmp_path, text, go_on):
-    (tmp_path / "run.toml").write_text(SETTINGS)
-    ended = torchrun(tmp_path, "-m", "octavo", "train", "run.toml", "--data", str(text))
+    (tmp_path / "run.json").write_text(SETTINGS)
+    ended = torchrun(tmp_path, "-m", "octavo", "train", "run.json", "--data", str(text))
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert [line for line in lines if line.startswith("ranks")] == ["ranks   2, dp_shard 2"]
@@ -262,8 +246,8 @@ def test_two_processes_train_log_and_save(tmp_path, text, go_on):
 
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(tmp_path, text):
-    (tmp_path / "run.toml").write_text(SETTINGS)
-    words = [str(tmp_path / "run.toml"), "--data", str(text), "--out", str(tmp_path / "run")]
+    (tmp_path / "run.json").write_text(SETTINGS)
+    words = [str(tmp_path / "run.json"), "--data", str(text), "--out", str(tmp_path / "run")]
     with pytest.raises(ChildFailedError):
         run_elastic(tmp_path / "logs", fail_in_step_3, *words)
     # Not the message of the agent, which may see rank 0 fail first: that one loses its peer.

@@ -97,12 +97,16 @@ def chunked(x, weight, targets):
     return linear_cross_entropy(x, weight, targets, chunk=512)
 
 
-def measured(loss_of):
-    """The loss, dx and dw under autocast, and the peak of the memory above that of the arguments."""
+def example():
     torch.manual_seed(0)
     x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
     weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") / 8).requires_grad_()
-    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    return x, weight, torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+
+
+def measured(loss_of):
+    """The loss, dx and dw under autocast, and the peak of the memory above that of the arguments."""
+    x, weight, targets = example()
     poison()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -115,10 +119,7 @@ def measured(loss_of):
 
 def errors(found):
     """The largest error of each, relative to the largest element, against float64."""
-    torch.manual_seed(0)
-    x = torch.randn(TOKENS, WIDTH, device="cuda", requires_grad=True)
-    weight = (torch.randn(VOCABULARY, WIDTH, device="cuda") / 8).requires_grad_()
-    targets = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
+    x, weight, targets = example()
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     loss = F.cross_entropy(x @ weight.T, targets)
     (loss / 3).backward()
@@ -161,8 +162,8 @@ def train(tmp_path, text):
         folder = tmp_path / f"{processes}"
         folder.mkdir()
         settings = SETTINGS_PARALLEL_RUN | {"out": "run", "data": [str(text)]}
-        (folder / "run.toml").write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()))
-        ended = torchrun(folder, "-m", "octavo", "train", "run.toml", *words, processes=processes)
+        (folder / "run.json").write_text(json.dumps(settings))
+        ended = torchrun(folder, "-m", "octavo", "train", "run.json", *words, processes=processes)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-8000:]
         lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], ended.stdout

@@ -14,7 +14,7 @@ import torch
 from early_warning_examples import DOWN, UP, breaks_in_fp8, event, layer_of
 from ranks import run_ranks
 from rich.console import Console
-from tiny_runs import after_steps, before_steps
+from tiny_runs import TINY, after_steps, before_steps
 from torch import nn
 
 from octavo.nn.linear import Linear
@@ -266,10 +266,9 @@ def test_events_go_to_the_watch(begin, found, monkeypatch):
 # ---- The early warning of a run of two processes, of which one has the fault
 
 
-SETTINGS = {
-    "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 32, "batch": 4, "steps": 40,
-    "warmup": 2, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "evaluate_batches": 1,
-    "log_every": 1, "evaluate_every": 40, "save_every": 20, "watch": {"on_warning": "promote", "on_spike": "rollback"},
+SETTINGS = TINY | {
+    "batch": 4, "steps": 40, "evaluate_batches": 1, "evaluate_every": 40, "save_every": 20,
+    "watch": {"on_warning": "promote", "on_spike": "rollback"},
 }  # fmt: skip
 
 

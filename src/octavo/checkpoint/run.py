@@ -16,17 +16,57 @@ RUN/
 A large file of tensors is several files with an index. The number of ranks of the run makes no difference.
 """
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.util import hub_hint
+from octavo.checkpoint.files import ArtifactError, read_json, replace_file
+from octavo.checkpoint.folder import write_error
+from octavo.util import build, hub_hint
 
 BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what the settings of a run call Octavo's own models
 RUN_OR_MODEL = "a run of octavo train, or a Hugging Face model folder"
+
+
+@dataclass(frozen=True)
+class Promotion:
+    """From `step` on, a layer runs in BF16 ("bf16"), or with gradients in e5m2 ("e5m2"), because of a rule."""
+
+    step: int
+    layer: str
+    to: str
+    rule: str
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """At `step` the run went back to step `to`. The next batches begin at `batch`, counted in steps."""
+
+    step: int
+    to: int
+    batch: int
+
+
+@dataclass
+class Actions:
+    """The promoted layers of a run and its returns to a checkpoint, oldest first.
+
+    actions.json stands beside the checkpoints, not in them. So a run that is resumed from any of them keeps its
+    promoted layers, and does not read the batches again that it has skipped.
+    """
+
+    promotions: list[Promotion] = field(default_factory=list)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+    def batch(self, step: int) -> int:
+        """The batch, counted in steps, of the step after `step` others."""
+        for rollback in reversed(self.rollbacks):
+            if rollback.to <= step:
+                return rollback.batch + step - rollback.to
+        return step
 
 
 @dataclass(frozen=True)
@@ -52,21 +92,34 @@ class RunFolder:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    @property
-    def actions(self) -> Path:
-        return self.path / "actions.json"
+    def read_actions(self) -> Actions:
+        """The actions in actions.json; none if there is no such file. An ArtifactError if it is damaged."""
+        path = self.path / "actions.json"
+        if not path.is_file():
+            return Actions()
+        found = read_json(path)
+        try:
+            return Actions(
+                [build(Promotion, each) for each in found["promotions"]],
+                [build(Rollback, each) for each in found["rollbacks"]],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+    def write_actions(self, actions: Actions) -> None:
+        """Replace actions.json."""
+        try:
+            replace_file(self.path / "actions.json", json.dumps(asdict(actions), indent=2) + "\n")
+        except OSError as error:
+            raise write_error(self.path, error) from error
 
     def promoted(self, step: int) -> dict[str, str]:
-        """The layers that the run had moved to BF16 by `step`, and why. An ArtifactError if actions.json is damaged."""
-        found = read_json(self.actions).get("promotions", ()) if self.actions.is_file() else ()
-        try:
-            return {
-                action["layer"]: f"training moved it to BF16 at step {action['step']} ({action['rule']})"
-                for action in found
-                if action["to"] == "bf16" and action["step"] <= step
-            }
-        except (KeyError, TypeError) as error:
-            raise ArtifactError(f"{self.actions} is damaged: {type(error).__name__} {error}") from error
+        """The layers that the run had moved to BF16 by `step`, and why."""
+        return {
+            action.layer: f"training moved it to BF16 at step {action.step} ({action.rule})"
+            for action in self.read_actions().promotions
+            if action.to == "bf16" and action.step <= step
+        }
 
     def checkpoint(self, step: int) -> Path:
         return self.path / f"step-{step:08d}"

@@ -18,16 +18,9 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.train.config import Config, known_vocabulary, read_settings
 from octavo.train.corpus import Batches, build_corpus, open_data
 from octavo.train.loss import AUTOCAST
-from octavo.train.model import (
-    cast_weights,
-    convert_model,
-    make_meta_model,
-    make_model,
-    positions_of,
-    prepare_blocks,
-)
+from octavo.train.model import cast_weights, convert_model, make_meta_model, make_model, positions_of, prepare_blocks
 from octavo.train.saving import load_model
-from octavo.train.supervision import Actions
+from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
 
@@ -50,9 +43,10 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     tokenizer = load_tokenizer(run.model)
     model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
     convert_model(model, config)
-    Actions.read(run).apply(model, run.step_of(checkpoint))
+    step = run.step_of(checkpoint)
+    apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))
     load_model(checkpoint, model)
-    return FinishedRun(config, run.step_of(checkpoint), model.eval(), tokenizer, place)
+    return FinishedRun(config, step, model.eval(), tokenizer, place)
 
 
 def held_out(path: Path, tokenizer: Tokenizer) -> tuple[Batches, ReadReport]:

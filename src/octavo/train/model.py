@@ -8,8 +8,8 @@ Where several processes divide the layers, weights and optimizer state:
     -> FSDP2: each block a unit, or two small ones, and all else the unit of the model
     -> gather FP8 weights in eight bits -> memory -> weights
 
-FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process, so the
-numbers are the same but for the order of sums. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
+FSDP2 (`fully_shard`) shards the FP32 master weights. The forward pass runs under autocast, as in one process. The
+numbers differ in the order of sums alone. With `optimizer.offload` the shards are in the CPU's memory, where AdamW
 runs; a single process is then a mesh of one.
 """
 
@@ -124,9 +124,8 @@ def check_memory(config: Config, vocabulary: int, device: torch.device, parts: i
     if config.model not in BUILT_IN_MODELS:
         return
     count, total = _count_parameters(_built_in(config, vocabulary)), total_memory(device)
-    weight = 2 if config.optimizer.weights == "bf16" else 4
-    gradient = weight if config.accumulate == 1 else 4
-    each = weight + gradient + (8 if config.optimizer.state == "fp32" else 2)
+    weight = config.optimizer.weight_bytes
+    each = round(weight + (weight if config.accumulate == 1 else 4) + config.optimizer.moment_bytes)
     needed = None if count is None else count * each / parts
     if needed is None or needed > total:
         known = "too many to count" if count is None else f"{count:.3g}"
@@ -192,20 +191,23 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
 
 def open_language_model(config: Config, saved: Path) -> nn.Module:
     """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
-    transformers = _transformers(config.model)
-    source = Path(config.model)
-    check_folder(saved if saved.exists() else source, config.model)
-    if not saved.exists():
-        reader = ShardReader(source)
-        check_unpacked(reader)
-        if reader.strays:
-            raise ArtifactError(
-                f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
-                f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
-            )
-    # `_open` checks the facts that its tables report
+    auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
+    if saved.exists():
+        check_folder(saved, config.model)
+        with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
+            return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
+    check_folder(source, config.model)
+    reader = ShardReader(source)
+    check_unpacked(reader)
+    if reader.strays:
+        raise ArtifactError(
+            f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
+            f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
+        )
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        model = _open(transformers.AutoModelForCausalLM, source, saved)
+        given = {"config": open_config(source), "dtype": torch.float32, "output_loading_info": True}
+        model, found = open_local(auto, source, **given)
+        _check_opened(model, sorted(found["missing_keys"]), source)
     return _prepared(model, config)
 
 
@@ -271,15 +273,8 @@ def check_folder(folder: Path, name: str) -> None:
         )
 
 
-def _open(auto: Any, source: Path, saved: Path) -> Any:
-    if saved.exists():
-        model = auto.from_config(open_config(saved), dtype=torch.float32)
-        missing: list[str] = []
-    else:
-        model, found = open_local(
-            auto, source, config=open_config(source), dtype=torch.float32, output_loading_info=True
-        )
-        missing = sorted(found["missing_keys"])
+def _check_opened(model: Any, missing: list[str], source: Path) -> None:
+    """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
     if not is_causal(model, model.get_input_embeddings().num_embeddings):
         if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
             raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
@@ -294,7 +289,6 @@ def _open(auto: Any, source: Path, saved: Path) -> Any:
             f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
             f"({len(missing)} in all). transformers would draw them at random: complete the folder"
         )
-    return model
 
 
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
@@ -345,8 +339,11 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
                 "--no-compile.blocks, or --activation-checkpointing.mode none"
             )
         blocks: Any = find_blocks(model)
+        contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+        if mode == "full" and config.compile.blocks:
+            contexts = {"context_fn": _nothing}
         for block in blocks:
-            block.forward = _checkpointed(block.forward, _contexts(mode, compiled=config.compile.blocks))
+            block.forward = _checkpointed(block.forward, contexts)
             block.activation_checkpointing = mode  # read by octavo.watch
     if config.compile.blocks:
         if config.compile.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
@@ -376,19 +373,11 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
     return run
 
 
-def _contexts(mode: str, *, compiled: bool) -> dict[str, Any]:
-    """The argument of `checkpoint` that chooses what is saved.
-
-    Compiled code needs a policy to save nothing too. Without one, PyTorch 2.11 recomputes no operation inside an
+def _nothing() -> Any:
+    """Compiled code needs a policy to save nothing. Without one, PyTorch 2.11 recomputes no operation inside an
     autograd.Function that Dynamo traces. Layers that are observed or that have histories are traced
     (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained.
     """
-    if mode == "selective":
-        return {"context_fn": _selective}
-    return {"context_fn": _nothing} if compiled else {}
-
-
-def _nothing() -> Any:
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)  # type: ignore[no-untyped-call]
 
 
@@ -480,7 +469,7 @@ def make_trained_model(
         if mesh is None:
             model = make_model(config, vocabulary, saved).to(device)
         elif config.model in BUILT_IN_MODELS:
-            with torch.device("meta"), OneProcessDraws():
+            with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
                 model = make_model(config, vocabulary, saved)
         else:
             if rank() == 0 and not resumed:
@@ -537,7 +526,7 @@ def _materialize(model: Any, device: torch.device, storage: torch.device) -> Non
 def _fill(model: Any, weights: dict[str, Any]) -> None:
     """Give the parameters their values: drawn ones, or the `weights` of rank 0."""
     if isinstance(model, Decoder):
-        with OneProcessDraws():
+        with OneProcessDraws():  # type: ignore[no-untyped-call]
             model.init_weights()
     else:
         whole = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -557,9 +546,6 @@ class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it.
     So the largest parameter, and not the model, must fit in the memory of the CPU.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):

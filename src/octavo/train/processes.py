@@ -1,4 +1,4 @@
-"""The processes of a run that `torchrun` starts: joining them, their devices, and what they do together."""
+"""The processes of a run that `torchrun` starts: how they join, their devices, and their agreement."""
 
 import functools
 import os

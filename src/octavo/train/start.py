@@ -54,6 +54,7 @@ from octavo.train.saving import (
 )
 from octavo.train.settings import find_degrees
 from octavo.train.step_metrics import event_writer, print_line, wandb
+from octavo.train.supervision import apply_promotions
 from octavo.train.trainer import Trainer, TrainingData
 from octavo.util import hub_hint, plural
 
@@ -109,7 +110,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
                 raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
         check_same(config)
         trainer = prepare_run(config, run, stack, console, newest)
-        trainer.actions.apply(trainer.model)
+        apply_promotions(trainer.model, trainer.actions.promotions)
         allow_compilations(len(trainer.actions.promotions))
         load_checkpoint(newest, trainer.state)
         if rank() == 0:
@@ -250,7 +251,7 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
 
 
 def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
-    """What a run prints before its first step: lines of model, data, steps and the like, then the conversion."""
+    """The text before the first step: lines of model, data, steps and the like, then the conversion."""
     size = sum(p.numel() for p in model.parameters())
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     each = config.batch * config.accumulate * config.context
@@ -284,11 +285,7 @@ def was_restarted() -> bool:
 
 def start_or_resume(config: Config, console: Console) -> Trainer:
     """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
-    resumes = False
-    with same_outcome():
-        if rank() == 0:
-            resumes = _has_checkpoint(config)
-    resumes = gather(resumes)[0]  # rank 0 decides, as it looked at the folder before the others write to it
+    resumes = on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
     return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
 
 

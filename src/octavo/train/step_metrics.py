@@ -28,6 +28,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
@@ -89,7 +90,9 @@ class Metrics:
         """Append {"step": step, ...}; its numbers go to the boards too. inf and NaN, which JSON lacks, become null."""
         if rank() > 0:
             return
-        record = {name: None if _no_number(value) else value for name, value in record.items()}
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                record[name] = None
         try:
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
@@ -138,10 +141,6 @@ def _length_until(path: Path, step: int) -> int:
             break
         length += len(line)
     return length
-
-
-def _no_number(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 # ---- TensorBoard and Weights & Biases: the numbers of a run by name, and histograms of its samples, counts [n] between
@@ -341,12 +340,11 @@ def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
     recipes: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
-        entry = recipes.setdefault(layer.recipe.name, _backends(layer, device) | {"layers": []})
-        entry["layers"].append(name)
+        recipes.setdefault(layer.recipe.name, _backends(layer, device) | {"layers": []})["layers"].append(name)
     computed = [name for name, layer in layers.items() if layer.recipe.quantized]
     coverage = find_coverage(model, [*computed, *computed_stacks(model)])
-    rest = {left.name: left.share for left in coverage.left}
-    high = rest | {"embeddings": coverage.embeddings, "other": coverage.other}
+    high = {left.name: left.share for left in coverage.left}
+    high |= {"embeddings": coverage.embeddings, "other": coverage.other}
     return {
         "recipes": recipes,
         "fp8_share": round(coverage.computed, 6),
@@ -366,19 +364,15 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
     """
     seen: dict[str, set[str]] = {}
 
-    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            seen.setdefault(name, set()).add(str(output.dtype).removeprefix("torch."))
 
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                seen.setdefault(key, set()).add(str(output.dtype).removeprefix("torch."))
-
-        return hook
-
-    leaves = [(name, m) for name, m in model.named_modules() if name and next(m.parameters(False), None) is not None]
     with ExitStack() as hooks:
-        for name, module in leaves:
-            hooks.enter_context(module.register_forward_hook(note(name)))
+        for name, module in model.named_modules():
+            if name and next(module.parameters(False), None) is not None:
+                hook = partial(note, re.sub(r"\.\d+(?=\.|$)", ".*", name))
+                hooks.enter_context(module.register_forward_hook(hook))
         loss = forward()
     found = {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()}
     return found | {"loss": str(loss.dtype).removeprefix("torch.")}

@@ -6,17 +6,16 @@
 
 Every `CHECK_EVERY` steps, and wherever the loop reads the loss, the losses and gradient norms of the steps since then
 come from the device in one transfer. All ranks then decide alike: rank 0 judges by the rules of
-`octavo.watching.rules`, and tells the others. actions.json of a run keeps what was changed.
+`octavo.watching.rules`, and tells the others. actions.json of a run lists its promotions and rollbacks.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -24,9 +23,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import ArtifactError, read_json, replace_file
-from octavo.checkpoint.folder import remove_folder, write_error
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import remove_folder
+from octavo.checkpoint.run import Actions, Promotion, Rollback, RunFolder
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
@@ -43,7 +42,7 @@ from octavo.train.optimizer import RecentSteps, StepNumbers, learning_rate
 from octavo.train.processes import gather, rank, whole
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
 from octavo.train.step_metrics import Metrics, precision_of, print_line
-from octavo.util import build, plural
+from octavo.util import plural
 from octavo.watching import Watch
 from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate
 from octavo.watching.storage import OPERANDS, Event
@@ -52,9 +51,8 @@ from octavo.watching.watched_layers import first_matrix
 CHECK_EVERY = 10  # steps
 _SHOWN = 5  # warnings of a check that are printed
 
-# The precision that a layer gets, by the rule and the operand that it found a fault in; "bf16" where the table has
-# none. The range of e5m2 is enough for gradients that e4m3 is too narrow for.
-REMEDIES = {("underflow", "dy"): "e5m2", ("saturation_spike", "dy"): "e5m2"}
+# The range of e5m2 is enough for gradients that e4m3 is too narrow for. Any other fault moves a layer to BF16.
+E5M2_RULES = ("underflow", "saturation_spike")  # of dy
 _WORDS = {"bf16": "runs in BF16", "e5m2": "has gradients in e5m2"}
 _ACTIONS = {"bf16": "promote", "e5m2": "e5m2"}  # of an event
 
@@ -174,9 +172,8 @@ class Supervisor:
             name = _name_of(self.state.model, event, layers)
             if name is None or name in changed or not layers[name].recipe.quantized:
                 continue
-            to = REMEDIES.get((event.rule, event.operand or ""), "bf16")
-            if to == "e5m2" and e5m2_gradients(layers[name]) is None:
-                to = "bf16"
+            narrow = event.operand == "dy" and event.rule in E5M2_RULES
+            to = "e5m2" if narrow and e5m2_gradients(layers[name]) is not None else "bf16"
             done[event] = Promotion(self.state.step, name, to, event.rule)
             changed.add(name)
         if done:
@@ -185,8 +182,12 @@ class Supervisor:
             allow_compilations(len(done))
             self._cast_anew()
             self.actions.promotions.extend(done.values())
-            self.actions.write(self.run)
+            self._write_actions()
         return done
+
+    def _write_actions(self) -> None:
+        if rank() == 0:
+            self.run.write_actions(self.actions)
 
     def _repeat(self, bad: StepNumbers) -> None:
         """Promote the layer with the first number that is not finite, and return to the step before it."""
@@ -254,7 +255,7 @@ class Supervisor:
         state.optimizer.zero_grad()
         self._cast_anew()
         self.actions.rollbacks.append(rollback)
-        self.actions.write(self.run)
+        self._write_actions()
         if rank() == 0:
             for newer in self.run.checkpoints():
                 if self.run.step_of(newer) > target:
@@ -327,79 +328,19 @@ def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str |
     return next((name for name, each in layers.items() if each is layer), None)
 
 
-# ---- What supervision has changed in a run, in RUN/actions.json.
-#
-# The file stands beside the checkpoints, not in them: a run that is resumed from any of them keeps its promoted layers,
-# and does not read the batches again that it has skipped.
+# ---- Converted layers, and those that a run has promoted.
 
 
-@dataclass(frozen=True)
-class Promotion:
-    """From `step` on, a layer runs in BF16 ("bf16"), or with gradients in e5m2 ("e5m2"), because of a rule."""
-
-    step: int
-    layer: str
-    to: str
-    rule: str
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """At `step` the run went back to step `to`. The next batches begin at `batch`, counted in steps."""
-
-    step: int
-    to: int
-    batch: int
-
-
-@dataclass
-class Actions:
-    """The actions so far, oldest first."""
-
-    promotions: list[Promotion] = field(default_factory=list)
-    rollbacks: list[Rollback] = field(default_factory=list)
-
-    @classmethod
-    def read(cls, run: RunFolder) -> Actions:
-        """Those of a run; none if it has no such file. An ArtifactError if it is damaged."""
-        if not run.actions.is_file():
-            return cls()
-        found = read_json(run.actions)
-        try:
-            return cls(
-                [build(Promotion, each) for each in found["promotions"]],
-                [build(Rollback, each) for each in found["rollbacks"]],
+def apply_promotions(model: nn.Module, promotions: Iterable[Promotion]) -> None:
+    """Promote the layers of a model as a run did; an ArtifactError if one lacks."""
+    layers = recipe_layers(model)
+    for promotion in promotions:
+        if promotion.layer not in layers:
+            raise ArtifactError(
+                f"actions.json of the run has promoted {promotion.layer}, which is no converted layer of this "
+                "model: keep the settings recipe and skip that the run had"
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{run.actions} is damaged: {type(error).__name__} {error}") from error
-
-    def write(self, run: RunFolder) -> None:
-        """Replace the file of the run, on rank 0."""
-        if rank():
-            return
-        try:
-            replace_file(run.actions, json.dumps(asdict(self), indent=2) + "\n")
-        except OSError as error:
-            raise write_error(run.path, error) from error
-
-    def batch(self, step: int) -> int:
-        """The batch, counted in steps, of the step after `step` others."""
-        for rollback in reversed(self.rollbacks):
-            if rollback.to <= step:
-                return rollback.batch + step - rollback.to
-        return step
-
-    def apply(self, model: nn.Module, step: int | None = None) -> None:
-        """Promote the layers of a model as the run did, up to `step` (None: all); an ArtifactError if one lacks."""
-        layers = recipe_layers(model)
-        for promotion in self.promotions:
-            if step is None or promotion.step <= step:
-                if promotion.layer not in layers:
-                    raise ArtifactError(
-                        f"actions.json of the run has promoted {promotion.layer}, which is no converted layer of this "
-                        "model: keep the settings recipe and skip that the run had"
-                    )
-                promote(layers[promotion.layer], promotion.to)
+        promote(layers[promotion.layer], promotion.to)
 
 
 def recipe_layers(model: nn.Module) -> Mapping[str, Any]:
@@ -474,26 +415,20 @@ class _Search:
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(self._before(name)))
-                    hooks.enter_context(module.register_forward_hook(self._after(name)))
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self._before, name)))
+                    hooks.enter_context(module.register_forward_hook(partial(self._after, name)))
             yield
 
-    def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> Any:
-            for x in args:
-                self.look(name, "x", x)
-            # A view for each layer, so that its dx is not the sum over all layers that read x.
-            return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
+    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        for x in args:
+            self.look(name, "x", x)
+        # A view for each layer, so that its dx is not the sum over all layers that read x.
+        return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, y: Any) -> None:
-            of_experts = isinstance(module, Experts) and len(args) > 1
-            self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
-            self._watched(name, "dy", y)
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, y: Any) -> None:
+        of_experts = isinstance(module, Experts) and len(args) > 1
+        self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
+        self._watched(name, "dy", y)
 
     def _watched(self, name: str, tensor: str, value: Any) -> Any:
         """`value`, whose gradient is looked at when it is computed."""

@@ -57,7 +57,7 @@ from octavo.train.step_metrics import (
     watched,
     weight_ranges,
 )
-from octavo.train.supervision import CHECK_EVERY, Actions, Supervisor
+from octavo.train.supervision import CHECK_EVERY, Supervisor
 from octavo.watching import Watch
 
 
@@ -95,7 +95,7 @@ class Trainer:
         self.config, self.state, self.data, self.console = config, state, data, console
         self.run_folder, self.lock = run, lock
         self.model, self.loss = state.model, loss
-        self.actions, self.recent = Actions.read(run), RecentSteps()
+        self.actions, self.recent = run.read_actions(), RecentSteps()
         self.watch: Watch | None = None
         self.trained = [p for group in state.optimizer.param_groups for p in group["params"]]
         self.delayed = next(histories(state.model), None) is not None
