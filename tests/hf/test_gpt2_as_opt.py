@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("gpt2")
     return {name: make_model(root / name, "gpt2", **changed) for name, changed in WAYS.items()}
 
@@ -57,7 +56,7 @@ def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_what_is_read_is_the_same_function(folders, tmp_path, name):
     where = folders[name] / "config.json"
     (tmp_path / "config.json").write_text(json.dumps(config_as_opt(json.loads(where.read_text()), where)))
     reader = Conv1DReader(folders[name])
@@ -75,7 +74,7 @@ def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_packed_gpt2_gives_its_logits(folders, tmp_path, name):
     report = pack(folders[name], tmp_path / "packed")
     assert len(report.packed) == 12
     assert list(report.skipped) == ["lm_head"]
@@ -98,7 +97,7 @@ def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path
     assert AutoTokenizer.from_pretrained(tmp_path / "packed")("def main():").input_ids == ids
 
 
-def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gpt2_is_calibrated_for_static_scales(folders, tmp_path):
     text = [str(write_text(tmp_path / "text.txt"))]
     found = calibrate(folders["as published"], text, tmp_path / "calibrated", prompts=PromptOptions(16, 32))
     report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
@@ -110,7 +109,7 @@ def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_pa
     assert distance(outputs(load_packed(tmp_path / "packed").model), truth) < 0.1
 
 
-def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_files_of_the_first_release(folders, tmp_path):
     """No "transformer." before the names, the causal masks stored, the tied head stored."""
     old = tmp_path / "old"
     old.mkdir()
@@ -139,7 +138,7 @@ def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) ->
         ({"n_head": None}, "must state n_head"),
     ],
 )
-def test_what_opt_is_not(folders: dict[str, Path], tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+def test_what_opt_is_not(folders, tmp_path, changed, message):
     config = json.loads((folders["as published"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | changed))
     (tmp_path / "model.safetensors").write_bytes((folders["as published"] / "model.safetensors").read_bytes())

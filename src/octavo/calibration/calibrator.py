@@ -1,8 +1,7 @@
 """From a BF16 model and text to the statistics of every tensor that would be quantized.
 
 All prompts pass the embeddings, then the first block, then the second, and so on. Between two parts their hidden states
-are on disk, so memory holds one block and one batch, and an interrupted run resumes with
-the part that it was in.
+are on disk, so memory holds one block and one batch, and an interrupted run resumes with the part that it was in.
 
     part 0: the embeddings        parts 1..L: the blocks        part L+1: the last norm, pooler and the like
 
@@ -50,7 +49,7 @@ from octavo.version import __version__
 
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
-_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens", "sites")
+_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens")
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,11 +119,8 @@ class Calibration:
     def save(self, folder: Path) -> None:
         """Write `folder`, which appears whole or not at all. A FileExistsError if it exists, a WriteError if the disk
         refuses."""
-        described = {
-            "format_version": FORMAT_VERSION,
-            **{name: getattr(self, name) for name in _FIELDS if name != "sites"},
-            "sites": describe(self.observed),
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        described = {"format_version": FORMAT_VERSION, **fields, "sites": describe(self.observed)}
         with whole_folder(folder) as partial:
             (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
             save_tensors(to_tensors(self.observed), partial / TENSORS)
@@ -141,11 +137,10 @@ class Calibration:
             raise ArtifactError(
                 f"{where} must have format_version {FORMAT_VERSION}, got {described.get('format_version')!r}"
             )
-        if missing := [name for name in _FIELDS if name not in described]:
+        if missing := [name for name in (*_FIELDS, "sites") if name not in described]:
             raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
-        tensors = load_tensors(Path(folder) / TENSORS)
-        observed = from_tensors(described["sites"], tensors, where)
-        return cls(observed, **{name: described[name] for name in _FIELDS if name != "sites"})
+        observed = from_tensors(described["sites"], load_tensors(Path(folder) / TENSORS), where)
+        return cls(observed, **{name: described[name] for name in _FIELDS})
 
 
 def _of_any(site: str) -> str:
@@ -158,11 +153,8 @@ def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
 
 
 def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
-    return {
-        f"{name}.{leaf}": tensor
-        for name, site in observed.items()
-        for leaf, tensor in site.statistics.to_tensors().items()
-    }
+    sites = {name: site.statistics.to_tensors() for name, site in observed.items()}
+    return {f"{name}.{leaf}": tensor for name, tensors in sites.items() for leaf, tensor in tensors.items()}
 
 
 def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
@@ -339,12 +331,10 @@ def calibrate(
         on_read: called with the report of the text that was read, before anything runs.
 
     Raises:
-        FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the model's folder is not whole, or is not supported; or the work folder is of
             another model, data or settings.
         DataError: an error of the data.
-        ValueError: a device that is not there, a step of a folder that is no run, a layer that saw no token, or a site
-            with inf or NaN.
+        ValueError: a layer that saw no token, or a site with inf or NaN.
         WriteError: the disk refused. The finished parts stay, and the same call resumes after them.
     """
     model, out = Path(model), Path(out)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES
-from octavo.checkpoint.files import ArtifactError, model_tensors, read_json
+from octavo.checkpoint.files import ArtifactError, check_match, model_tensors, read_json
 from octavo.hf.meta_model import MetaModel, compute_buffers, expert_matrices, open_model_files, transformers_meta_model
 from octavo.nn.conversion import find_experts
 
@@ -99,18 +99,20 @@ class BlockModel:
             tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
         buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
+        specs, required = self._files.specs, {}
         # The name in the files of each tensor that is loaded.
-        self._on_disk = {name: name for name in buffers if name in self._files.specs}
+        self._on_disk = {name: name for name in buffers if name in specs}
         for parameter, names in tied.items():
-            needed = [name for name in names if id(self._owner(name)[0]) not in heads]
-            if needed:
-                self._on_disk |= dict.fromkeys(needed, self._find(parameter, names))
+            if needed := [name for name in names if id(self._owner(name)[0]) not in heads]:
+                disk = next((name for name in names if name in specs), names[0])
+                self._on_disk |= dict.fromkeys(needed, disk)
+                required[disk] = parameter
+        found = {disk: specs[disk].meta() for disk in required if disk in specs}
+        check_match(found, required, str(self._files.folder))
 
     def outside(self, names: Iterable[str]) -> list[str]:
         """The `names` of modules or parameters that are in no block."""
         return [name for name in names if not name.startswith(tuple(f"{block}." for block in self.blocks))]
-
-    # --- Weights -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def loaded_frame(self) -> Iterator[None]:
@@ -142,20 +144,6 @@ class BlockModel:
     def _owner(self, name: str) -> tuple[nn.Module, str]:
         module, _, leaf = name.rpartition(".")
         return self.model.get_submodule(module), leaf
-
-    def _find(self, parameter: Tensor, names: list[str]) -> str:
-        """The name in the files of a parameter, which has several names in the model if it is tied."""
-        found = next((name for name in names if name in self._files.specs), None)
-        if found is None:
-            raise ArtifactError(f"{self._files.folder}: tensor {names[0]} is missing, and the model needs it")
-        shape = self._files.specs[found].shape
-        if shape != tuple(parameter.shape):
-            raise ArtifactError(
-                f"{self._files.folder}: {found} must have shape {list(parameter.shape)}, the file has {list(shape)}"
-            )
-        return found
-
-    # --- Parts -------------------------------------------------------------------------------------------------------
 
     def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
         """The input of the first block, [B, T, width], from ids int64 [B, T]."""

@@ -44,17 +44,13 @@ from octavo.util import Progress, choose_device, no_progress
 
 # ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
 # them.
-#
-# The packed layers have the bytes and the arithmetic of a packed folder (`octavo.inference.packed_linear`), so a
-# measurement with all of them is a measurement of the folder. Both forms of each layer are in memory: 1.5 times the
-# model.
 
 
 class PartlyPackedModel:
-    """The model of `source` on `device`. Each of the layers `names` runs in BF16 or as in the packed folder `packed`.
+    """The model of `source` on `device`. Each of the layers `names` runs in BF16, or with the bytes and the arithmetic
+    of the packed folder `packed`, so a measurement with all of them is one of the folder. Both forms are in memory.
 
-    `saved` has the bytes that packing saves, by the name of the layer. `logits` says whether the outputs are logits of
-    tokens; otherwise they are last hidden states.
+    `saved` has the bytes that packing saves, by layer. The outputs are `logits` of tokens, or else last hidden states.
     """
 
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
@@ -199,8 +195,7 @@ def pack_within(
 ) -> tuple[PackReport, BudgetReport]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
-    The model is in memory twice, in BF16 and packed. The packed one is first written to `.OUT.budget`, which is
-    removed.
+    The model is in memory in BF16 and packed. The packed one is first written to `.OUT.budget`, which is removed.
 
     Args:
         source, out, options, step: see `pack`.
@@ -259,7 +254,7 @@ def choose_groups(
     progress: Progress,
 ) -> BudgetReport:
     """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. A
-    ValueError, which states what is reached, if the budgets cannot be held."""
+    ValueError, which says what is reached, if the budgets cannot be held."""
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
 

@@ -39,12 +39,8 @@ from octavo.util import Progress, no_progress
 #     y[T,N] = x[T,K] @ w[N,K]^T        x' = x A,  y' = y B        =>        w' = B^T w A^-T
 #
 # A and B are diagonal or orthogonal. So a weight changes along its inputs (every row alike), along its outputs (every
-# column alike, and a bias [N] as a column does), or both:
-#
-#     scaled      x' = x / s        times s along the inputs of the readers of x, 1 / s along the outputs of its writer
-#     rotated     x' = x S H        along both: times the random signs S, then Hadamard's H (`octavo.numerics.hadamard`)
-#
-# Steps run in float64, on a part of the weight at a time. Between inputs and outputs the weight is in float32.
+# column alike, and a bias [N] as a column does), or both. Steps run in float64, on a part of the weight at a time.
+# Between inputs and outputs the weight is in float32.
 
 
 Step = Callable[[Tensor], Tensor]
