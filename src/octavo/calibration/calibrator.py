@@ -54,23 +54,14 @@ _FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens")
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The statistics of every site of a model, and their origin.
+    """The statistics of every site of a model, and their origin."""
 
-    Attributes:
-        observed: the sites by name, in the order of the computation.
-        model_hash: the result of `hash_model`.
-        settings: samples, context (requested and used), batch, device, seed and the fingerprint of the prompts; `data`
-            is the report of the text that was read (`octavo.data.ReadReport.to_dict`).
-        versions: of octavo, torch and transformers.
-        prompts, tokens: the numbers of prompts and tokens that were run.
-    """
-
-    observed: Mapping[str, Observed]
-    model_hash: str
-    settings: Mapping[str, Any]
-    versions: Mapping[str, str]
-    prompts: int
-    tokens: int
+    observed: Mapping[str, Observed]  # the sites by name, in the order of the computation
+    model_hash: str  # the result of `hash_model`
+    settings: Mapping[str, Any]  # of the prompts, their fingerprint, the device, and the report of the text
+    versions: Mapping[str, str]  # of octavo, torch and transformers
+    prompts: int  # the number of prompts that were run
+    tokens: int  # the number of their tokens
 
     @cached_property
     def sites(self) -> dict[str, Statistics]:

@@ -8,9 +8,9 @@ is called on the ids. So the model itself computes the arguments of its blocks (
 return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -148,44 +148,41 @@ class BlockModel:
     def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
         """The input of the first block, [B, T, width], from ids int64 [B, T]."""
 
-        def block(index: int, real: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Stop(hidden)
+        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _Stop(passed)
 
         with looking():
-            return self._run(ids, block)
+            return self._run(ids, 0, block)
 
     def run_block(self, index: int, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> Tensor:
         """The output of block `index`, which must be loaded, for `hidden` [B, T, width]; the same shape."""
 
-        def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if at < index:
-                return passed
+        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with looking():
                 raise _Stop(real(hidden.to(self.device), *args, **kwargs))
 
-        return self._run(ids, block)
+        return self._run(ids, index, block)
 
     def finish(self, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> None:
         """Run the modules between the last block and the head on `hidden`, the output of the last block."""
         with ExitStack() as later:
 
-            def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                if at < len(self.blocks) - 1:
-                    return passed
+            def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 later.enter_context(looking())
                 return hidden.to(self.device)
 
-            self._run(ids, block)
+            self._run(ids, len(self.blocks) - 1, block)
 
     @torch.no_grad()
-    def _run(self, ids: Tensor, block: Callable[..., Tensor]) -> Tensor:
-        """Run the model's forward, with `block` in the place of every block, until it raises `_Stop` or ends."""
+    def _run(self, ids: Tensor, index: int, block: Callable[..., Tensor]) -> Tensor:
+        """Run the model's forward, with `block` in the place of one block, until it raises `_Stop` or ends. The other
+        blocks return their input."""
         replaced = [m for m in (*self._modules, self._head) if m is not None]
+        real = self._modules[index].forward
         try:
-            for index, module in enumerate(self._modules):
-                module.forward = functools.partial(_call, block, index, module.forward)
-            if self._head is not None:
-                self._head.forward = lambda hidden: hidden
+            for module in replaced:
+                module.forward = partial(_call, lambda hidden, *args, **kwargs: hidden)
+            self._modules[index].forward = partial(_call, partial(block, real))
             self.model(input_ids=ids.to(self.device))
         except _Stop as stop:
             if not isinstance(stop.hidden, Tensor):
@@ -200,7 +197,7 @@ class BlockModel:
         return ids
 
 
-def _call(block: Callable[..., Tensor], index: int, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+def _call(block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if "hidden_states" in kwargs:
-        return block(index, real, kwargs.pop("hidden_states"), *args, **kwargs)
-    return block(index, real, *args, **kwargs)
+        return block(kwargs.pop("hidden_states"), *args, **kwargs)
+    return block(*args, **kwargs)

@@ -134,23 +134,14 @@ class Group:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The layers that stay in BF16 within budgets.
+    """The layers that stay in BF16 within budgets."""
 
-    Attributes:
-        budgets: the limits, which all hold.
-        ranking: every group, the most harm per byte first.
-        kept: the number of groups, from the first, that stay in BF16.
-        quality: of the model with the other groups packed.
-        all_packed: of the model with every group packed.
-        data: the fingerprint and number of the prompts, their tokens, and the report of the text that was read.
-    """
-
-    budgets: Sequence[Budget]
-    ranking: Sequence[Group]
-    kept: int
-    quality: Quality
-    all_packed: Quality
-    data: Mapping[str, object]
+    budgets: Sequence[Budget]  # the limits, which all hold
+    ranking: Sequence[Group]  # every group, the most harm per byte first
+    kept: int  # the number of groups, from the first, that stay in BF16
+    quality: Quality  # of the model with the other groups packed
+    all_packed: Quality  # of the model with every group packed
+    data: Mapping[str, object]  # the prompts, their fingerprint and tokens, and the report of the text that was read
 
     @property
     def skip(self) -> list[str]:

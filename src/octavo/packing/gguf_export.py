@@ -363,10 +363,9 @@ def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappin
         text = token.get("content") if isinstance(token, dict) else token
         number = config.get(f"{name}_token_id")
         number = number[0] if isinstance(number, list) and number else number
-        if isinstance(text, str) and text in ids:
-            special[name] = ids[text]
-        elif isinstance(number, int):
-            special[name] = number
+        found = ids.get(text, number) if isinstance(text, str) else number
+        if isinstance(found, int):
+            special[name] = found
     return special
 
 

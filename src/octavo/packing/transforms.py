@@ -173,7 +173,8 @@ def fold(
     if rotate:
         job.rotate(seed)
     record = {"dtype": dtype, "folded": job.record_of}
-    written = write_model(source, out, job.change, job.config(dtype), lambda: record, progress, "folding")
+    config = {**source.config, "dtype": dtype, **({"tie_word_embeddings": False} if job.untied else {})}
+    written = write_model(source, out, job.change, config, lambda: record, progress, "folding")
     return FoldReport(
         **vars(written), smoothed=job.smoothed, rotated=job.rotated, untied=job.untied, changed=len(job.changes)
     )
@@ -268,6 +269,3 @@ class FoldJob:
         if not is_finite(changed):
             raise ArtifactError(f"{self.source.origin}: {name} overflows {dtype} once it is folded: take float32")
         return changed
-
-    def config(self, dtype: str) -> dict[str, Any]:
-        return {**self.source.config, "dtype": dtype, **({"tie_word_embeddings": False} if self.untied else {})}
