@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from packed_examples import small_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_model, outputs, same_bits, same_bytes, write_text
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -86,40 +86,13 @@ def test_there_and_back_again_changes_no_bit(made, tmp_path, layout, scheme, cac
     assert same_bytes(tmp_path / "from packed", tmp_path / "from plain")
 
 
-@pytest.mark.parametrize("file", ["config.json", "hf_quant_config.json"])
-def test_folders_as_modelopt_writes_them(made, tmp_path, file):
-    """Scales [1], layers left out by patterns, the configuration in either file, a name in small letters."""
-    folder = shutil.copytree(made("llama", scheme="static", layout="modelopt", kv_cache="fp8"), tmp_path / "theirs")
-    change_tensors(folder, lambda t: t.update({name: x.reshape(1) for name, x in t.items() if x.ndim == 0}))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= {"quant_algo": "fp8", "ignore": ["lm_head*", "vision*"]}
-    if file != "config.json":
-        del config["quantization_config"]
-        beside = json.loads((folder / file).read_text())
-        beside["quantization"]["exclude_modules"] = ["lm_head*"]
-        (folder / file).write_text(json.dumps(beside))
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "lm_head" in PackedTensors(folder).ignored
-    before = made("llama", scheme="static", layout="modelopt", kv_cache="fp8")
-    assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(before).model))
-    convert_layout(folder, tmp_path / "again")
-    load_packed(tmp_path / "again")
-
-
-@pytest.mark.parametrize("names", ["kv_scale", "output_scale"])
-def test_other_names_of_the_scales_of_a_cache(made, tmp_path, names):
+def test_one_scale_of_a_cache_for_keys_and_values(made, tmp_path):
     folder = shutil.copytree(made("llama", scheme="static", kv_cache="fp8"), tmp_path / "theirs")
-    tensors = load_file(folder / "model.safetensors")
     ours = PackedTensors(folder).kv_scales
-    for name, (k, v) in ours.items():
-        del tensors[f"{name}.k_scale"], tensors[f"{name}.v_scale"]
-        if names == "kv_scale":
-            tensors[f"{name}.kv_scale"] = k.clone()
-        else:
-            tensors |= {f"{name}.k_proj.output_scale": k.clone(), f"{name}.v_proj.output_scale": v.clone()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for name, (k, v) in PackedTensors(folder).kv_scales.items():
-        assert (k, v) == (ours[name][0], ours[name][names == "output_scale"])
+    for name, (k, _) in ours.items():
+        change_tensors(folder, lambda t, name=name: [t.pop(f"{name}.{leaf}") for leaf in ("k_scale", "v_scale")])
+        change_tensors(folder, lambda t, name=name, k=k: t.update({f"{name}.kv_scale": k}))
+    assert PackedTensors(folder).kv_scales == {name: (k, k) for name, (k, _) in ours.items()}
     load_packed(folder)
 
 

@@ -189,8 +189,8 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class CalibrationWorkdir:
-    """The work folder of a calibration over `tokens` tokens: `part-007.safetensors` holds the sites of part 7 and says
-    that it is done, `hidden-007.bf16` the hidden states after it, BF16 [tokens, width], from which part 8 starts."""
+    """The work folder of a calibration over `tokens` tokens. `part-007.safetensors` holds the sites of part 7 and says
+    that it is done. `hidden-007.bf16` holds the hidden states after it, BF16 [tokens, width]: part 8 starts there."""
 
     path: Path
     tokens: int
@@ -221,8 +221,8 @@ class CalibrationWorkdir:
     def hidden(
         self, part: int, last: bool
     ) -> Iterator[tuple[Callable[[torch.Size], Tensor], Callable[[Tensor], None]]]:
-        """Functions that read the hidden states before this part, BF16 [B, T, width] for ids of a shape [B, T], and
-        write those after it, one batch at a time, in order."""
+        """Functions that read the hidden states before this part, and write the hidden states after it. They take one
+        batch at a time, in order: ids of a shape [B, T] have states BF16 [B, T, width]."""
         before, start = self._states(part - 1) if part else None, 0
         partial = self._hidden(part).with_suffix(".partial")
         with self._writing():

@@ -122,8 +122,8 @@ class StaticScales:
 def static_scales(
     source: Source, schemes: Mapping[str, Scheme], experts: Collection[str], options: PackOptions
 ) -> StaticScales:
-    """The scales of the inputs of static layers and experts: those of `options.input_scales`, those in the checkpoint
-    of a run, or those of a calibration, which gives the scales of experts and of keys and values in any case."""
+    """The scales of the inputs of static layers and experts. They are given (`options.input_scales`), stand in the
+    checkpoint of a run, or come from a calibration. A calibration alone gives the scales of keys and values."""
     names = [name for name, scheme in schemes.items() if scheme.static]
     layers = [name for name in names if name not in experts]
     if not names and options.kv_cache is None:
@@ -242,8 +242,8 @@ class ChosenLayers:
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
     """Choose the layers to pack. A ValueError for an unknown scheme or layout, a scheme that the layout does not hold,
-    a layer whose sizes the scheme cannot have or that cannot be split, fused layers with different schemes, or static
-    scales without a calibration."""
+    or a layer that it does not fit. So too for fused layers with different schemes, and for static scales without a
+    calibration."""
     linears, experts = _select(source, options), choose_experts(source, options)
     names = [name for name, reason in linears.items() if not reason]
     if not names and not experts and not source.promoted.keys().isdisjoint(linears):
