@@ -374,7 +374,7 @@ def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     one, many = ShardReader(made("llama", scheme="channel")), ShardReader(tmp_path / "out")
     assert same_bits(*({name: reader.get(name) for name in reader.specs} for reader in (one, many)))
-    assert torch.equal(outputs(load_packed(tmp_path / "out").model), outputs(load_packed(one.folder).model))
+    open_theirs(tmp_path / "out")
 
 
 def test_the_record_has_the_hash_of_the_source(made, tmp_path):
