@@ -1,6 +1,7 @@
 """Folders of transformers' GPT-2: calibrated, packed and unpacked as OPT, against GPT2LMHeadModel itself."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,11 +112,8 @@ def test_a_gpt2_is_calibrated_for_static_scales(folders, tmp_path):
 
 def test_files_of_the_first_release(folders, tmp_path):
     """No "transformer." before the names, the causal masks stored, the tied head stored."""
-    old = tmp_path / "old"
-    old.mkdir()
     source = folders["as published"]
-    for path in source.glob("*.json"):
-        (old / path.name).write_bytes(path.read_bytes())
+    old = shutil.copytree(source, tmp_path / "old")
     tensors = load_file(source / "model.safetensors")
     older = {name.removeprefix("transformer."): t for name, t in tensors.items()}
     older |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -139,12 +137,10 @@ def test_files_of_the_first_release(folders, tmp_path):
     ],
 )
 def test_what_opt_is_not(folders, tmp_path, changed, message):
-    config = json.loads((folders["as published"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    (tmp_path / "model.safetensors").write_bytes((folders["as published"] / "model.safetensors").read_bytes())
-    (tmp_path / "text.txt").write_text("said the clerk. " * 20)
-    with pytest.raises(ArtifactError, match=message):
-        pack(tmp_path, tmp_path / "out")
-    with pytest.raises(ArtifactError, match=message):
-        calibrate(tmp_path, [str(tmp_path / "text.txt")], tmp_path / "out")
+    model = shutil.copytree(folders["as published"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changed))
+    for act in (pack, lambda model, out: calibrate(model, [str(write_text(tmp_path / "text.txt"))], out)):
+        with pytest.raises(ArtifactError, match=message):
+            act(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
