@@ -1,8 +1,8 @@
 """Folders of transformers' GPT-2: calibrated, packed and unpacked as OPT, against GPT2LMHeadModel itself."""
 
 import json
+import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("gpt2")
     return {name: make_model(root / name, "gpt2", **changed) for name, changed in WAYS.items()}
 
@@ -57,7 +57,7 @@ def as_gpt2(opt: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_what_is_read_is_the_same_function(folders, tmp_path, name):
     where = folders[name] / "config.json"
     (tmp_path / "config.json").write_text(json.dumps(config_as_opt(json.loads(where.read_text()), where)))
     reader = Conv1DReader(folders[name])
@@ -75,7 +75,7 @@ def test_what_is_read_is_the_same_function(folders: dict[str, Path], tmp_path: P
 
 @pytest.mark.filterwarnings("ignore:.*T. on tensors of dimension other than 2.*")
 @pytest.mark.parametrize("name", WAYS)
-def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_packed_gpt2_gives_its_logits(folders, tmp_path, name):
     report = pack(folders[name], tmp_path / "packed")
     assert len(report.packed) == 12
     assert list(report.skipped) == ["lm_head"]
@@ -98,7 +98,7 @@ def test_a_packed_gpt2_gives_its_logits(folders: dict[str, Path], tmp_path: Path
     assert AutoTokenizer.from_pretrained(tmp_path / "packed")("def main():").input_ids == ids
 
 
-def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_gpt2_is_calibrated_for_static_scales(folders, tmp_path):
     text = [str(write_text(tmp_path / "text.txt"))]
     found = calibrate(folders["as published"], text, tmp_path / "calibrated", prompts=PromptOptions(16, 32))
     report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
@@ -110,13 +110,10 @@ def test_a_gpt2_is_calibrated_for_static_scales(folders: dict[str, Path], tmp_pa
     assert distance(outputs(load_packed(tmp_path / "packed").model), truth) < 0.1
 
 
-def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_files_of_the_first_release(folders, tmp_path):
     """No "transformer." before the names, the causal masks stored, the tied head stored."""
-    old = tmp_path / "old"
-    old.mkdir()
     source = folders["as published"]
-    for path in source.glob("*.json"):
-        (old / path.name).write_bytes(path.read_bytes())
+    old = shutil.copytree(source, tmp_path / "old")
     tensors = load_file(source / "model.safetensors")
     older = {name.removeprefix("transformer."): t for name, t in tensors.items()}
     older |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64).tril(), "h.0.attn.masked_bias": torch.tensor(-1e4)}
@@ -139,13 +136,11 @@ def test_files_of_the_first_release(folders: dict[str, Path], tmp_path: Path) ->
         ({"n_head": None}, "must state n_head"),
     ],
 )
-def test_what_opt_is_not(folders: dict[str, Path], tmp_path: Path, changed: dict[str, Any], message: str) -> None:
-    config = json.loads((folders["as published"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changed))
-    (tmp_path / "model.safetensors").write_bytes((folders["as published"] / "model.safetensors").read_bytes())
-    (tmp_path / "text.txt").write_text("said the clerk. " * 20)
-    with pytest.raises(ArtifactError, match=message):
-        pack(tmp_path, tmp_path / "out")
-    with pytest.raises(ArtifactError, match=message):
-        calibrate(tmp_path, [str(tmp_path / "text.txt")], tmp_path / "out")
+def test_what_opt_is_not(folders, tmp_path, changed, message):
+    model = shutil.copytree(folders["as published"], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changed))
+    for act in (pack, lambda model, out: calibrate(model, [str(write_text(tmp_path / "text.txt"))], out)):
+        with pytest.raises(ArtifactError, match=message):
+            act(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()

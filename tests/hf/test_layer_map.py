@@ -1,7 +1,5 @@
 """The table of architectures: a new record is all that convert, fusion, fold, pack and plan need for its layers."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -46,7 +44,7 @@ def logits(model: nn.Module) -> Tensor:
     return found
 
 
-def test_groups() -> None:
+def test_groups():
     assert groups([f"a.{name}" for name in NAMES]) == [
         tuple(f"a.self_attn.{p}_proj" for p in "qkv"),
         ("a.self_attn.o_proj",),
@@ -57,7 +55,7 @@ def test_groups() -> None:
     assert groups(["a.value", "a.output", "a.key"]) == [("a.value", "a.key"), ("a.output",)]
 
 
-def test_an_architecture_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_is_one_record(tmp_path, monkeypatch):
     """It is converted, fused, folded, planned, packed and loaded, served fused; without the record most is not."""
     monkeypatch.setattr(transformers, "ToyForCausalLM", ToyForCausalLM, raising=False)
     monkeypatch.setitem(transformers.CONFIG_MAPPING._extra_content, "toy", ToyConfig)

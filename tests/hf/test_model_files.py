@@ -2,17 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from packed_examples import Example
-from safetensors.torch import load_file, save_file
-from tiny_models import Folders, make_model, open_theirs
+from safetensors.torch import load_file
+from tiny_models import make_model, open_theirs
 from torch import nn
+from verify_examples import change_tensors
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.hf.inputs import (
@@ -38,7 +37,7 @@ from octavo.verification import verify
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "swin", "gptneox"])
-def test_renamed_tensors_are_those_that_transformers_loads(made: Folders, name: str) -> None:
+def test_renamed_tensors_are_those_that_transformers_loads(made, name):
     folder, theirs = made(name), open_theirs(made(name), torch.bfloat16).state_dict()
     source = open_source(folder)
     assert not source.specs.keys() <= load_file(folder / "model.safetensors").keys()  # some are renamed
@@ -48,29 +47,26 @@ def test_renamed_tensors_are_those_that_transformers_loads(made: Folders, name: 
         torch.testing.assert_close(source.get(tensor), theirs[tensor], rtol=0, atol=0)
 
 
-def test_a_tensor_that_is_missing_has_the_name_of_the_model(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "vit") / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["vit.encoder.layer.1.attention.attention.key.weight"]
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"tensor vit\.layers\.1\.attention\.k_proj\.weight is missing \(1 in all"):
-        open_source(tmp_path)
+KEY = "vit.encoder.layer.1.attention.attention.key.weight"
+SAME = {"vit.layers.1.attention.k_proj.weight": torch.zeros(128, 128)}
 
 
-def test_two_tensors_of_one_name_are_not_renamed(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "vit") / "model.safetensors"
-    tensors = load_file(path)
-    tensors["vit.layers.1.attention.k_proj.weight"] = torch.zeros(128, 128)
-    save_file(tensors, path, {"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"lacks vit\.layers\..*, and has vit\.encoder\.layer"):
-        open_source(tmp_path)
-
-
-def test_a_folder_that_says_another_class_is_refused(tmp_path: Path) -> None:
-    path = make_model(tmp_path, "vit trunk") / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["ViTForImageClassification"]}))
-    with pytest.raises(ArtifactError, match="lacks"):
-        open_source(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "change", "config", "message"),
+    [
+        ("vit", lambda t: t.pop(KEY), {}, r"tensor vit\.layers\.1\.attention\.k_proj\.weight is missing \(1 in all"),
+        ("vit", lambda t: t.update(SAME), {}, r"lacks vit\.layers\..*, and has vit\.encoder\.layer"),
+        ("vit trunk", lambda t: None, {"architectures": ["ViTForImageClassification"]}, "lacks"),
+    ],
+)
+def test_a_folder_of_other_tensors_is_refused(tmp_path, name, change, config, message):
+    """By the names of the model; two tensors of one name are not renamed."""
+    folder = make_model(tmp_path, name)
+    change_tensors(folder, change)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(described | config))
+    with pytest.raises(ArtifactError, match=message):
+        open_source(folder)
 
 
 # ---- A config.json of a stranger: it chooses no code, and no more layers than its files can fill
@@ -87,7 +83,7 @@ CHOICES: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def folder(made, tmp_path, monkeypatch):
     """folder(name, key, ...): a copy of a model with that choice. Kernels of the hub cannot be fetched here."""
 
     def copy(name: str, key: str, **how: Any) -> Path:
@@ -105,7 +101,7 @@ def folder(made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("key", CHOICES)
-def test_a_choice_of_code_is_neither_followed_nor_passed_on(folder: Callable[..., Path], tmp_path: Path, key: str):
+def test_a_choice_of_code_is_neither_followed_nor_passed_on(folder, tmp_path, key):
     model = folder("llama", key)
     pack(model, tmp_path / "packed")
     assert open_model(model).model.config._attn_implementation == "sdpa"
@@ -115,31 +111,19 @@ def test_a_choice_of_code_is_neither_followed_nor_passed_on(folder: Callable[...
         assert key not in json.loads((tmp_path / made / "config.json").read_text())
 
 
-def trained(folder: Path) -> Any:
-    config = Config(model=str(folder), context=8)
-    described, model = describe_language_model(config, folder / "new"), open_language_model(config, folder / "new")
-    return described.config._attn_implementation, model.config._attn_implementation
+def test_transformers_itself_is_given_no_choice(folder, made):
+    model = folder("llama", "_attn_implementation", scheme="channel")
+    readers = {reader.name: reader.outcome for reader in verify(model, made("llama")).readers}
+    assert readers["transformers"] == "agrees"
 
 
-OPENED: dict[str, Callable[[Path], Any]] = {
-    "train": trained,
-    "verify": lambda folder: verify(folder, folder.with_name("plain")),
-}
+def test_training_is_given_no_choice(folder, tmp_path):
+    config = Config(model=str(folder("llama", "_attn_implementation")), context=8)
+    described, model = (open_(config, tmp_path / "new") for open_ in (describe_language_model, open_language_model))
+    assert (described.config._attn_implementation, model.config._attn_implementation) == ("sdpa", "sdpa")
 
 
-@pytest.mark.parametrize("name", OPENED)
-def test_transformers_itself_is_given_no_choice(folder: Callable[..., Path], made: Callable[..., Path], name: str):
-    packed = {"scheme": "channel"} if name == "verify" else {}
-    model = folder("llama", "_attn_implementation", **packed)
-    (model.with_name("plain")).symlink_to(made("llama"))
-    found = OPENED[name](model)
-    if name == "verify":
-        assert {reader.name: reader.outcome for reader in found.readers}["transformers"] == "agrees"
-    if name == "train":
-        assert found == ("sdpa", "sdpa")
-
-
-def test_parts_of_a_model_make_no_choice_either(tmp_path: Path) -> None:
+def test_parts_of_a_model_make_no_choice_either(tmp_path):
     config = transformers.LlavaConfig().to_dict()
     for part in (config, config["text_config"], config["vision_config"]):
         part["attn_implementation"] = part["_attn_implementation"] = REPOSITORY
@@ -160,7 +144,7 @@ COUNTS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "key", "change"), COUNTS)
-def test_no_more_layers_than_tensors(made: Callable[..., Path], tmp_path: Path, name: str, key: str, change) -> None:
+def test_no_more_layers_than_tensors(made, tmp_path, name, key, change):
     model = shutil.copytree(made(name), tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | change))
@@ -176,7 +160,7 @@ def test_no_more_layers_than_tensors(made: Callable[..., Path], tmp_path: Path, 
         describe_language_model(Config(model=str(model)), tmp_path / "new")
 
 
-def test_a_run_without_tensors_beside_its_config(packed: dict[str, Example], tmp_path: Path) -> None:
+def test_a_run_without_tensors_beside_its_config(packed, tmp_path):
     run = shutil.copytree(packed["llama"].run, tmp_path / "run")
     open_source(run)
     config = json.loads((run / "model" / "config.json").read_text())
@@ -198,47 +182,47 @@ def on_meta(name: str, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "expected", "decodes"),
     [
-        ("LlamaForCausalLM", TOKENS),
-        ("BertModel", TOKENS),
-        ("T5EncoderModel", TOKENS),
-        ("BartForConditionalGeneration", TOKENS),
-        ("ViTForImageClassification", IMAGES),
-        ("Dinov2Model", IMAGES),
-        ("CLIPVisionModel", IMAGES),
-        ("ResNetModel", IMAGES),  # has no get_input_embeddings
-        ("WhisperForConditionalGeneration", SOUNDS),  # its embedding is of the text that it writes
-        ("Speech2TextModel", None),
-        ("Wav2Vec2Model", None),
-        ("ASTModel", None),
+        ("LlamaForCausalLM", TOKENS, False),
+        ("BertModel", TOKENS, False),
+        ("T5ForConditionalGeneration", TOKENS, True),
+        ("T5EncoderModel", TOKENS, False),
+        ("BartForConditionalGeneration", TOKENS, True),
+        ("ViTForImageClassification", IMAGES, False),
+        ("Dinov2Model", IMAGES, False),
+        ("CLIPVisionModel", IMAGES, False),
+        ("ResNetModel", IMAGES, False),  # has no get_input_embeddings
+        ("WhisperForConditionalGeneration", SOUNDS, True),  # its embedding is of the text that it writes
+        ("WhisperForAudioClassification", SOUNDS, False),  # an encoder with the configuration of a whole model
+        ("Speech2TextModel", None, True),
+        ("Wav2Vec2Model", None, False),
+        ("ASTModel", None, False),
     ],
 )
-def test_the_main_input_of_a_model(name: str, expected: str | None) -> None:
-    assert main_input(on_meta(name)) == expected
+def test_what_a_model_takes(name, expected, decodes):
+    model = on_meta(name)
+    assert (main_input(model), has_decoder(model)) == (expected, decodes)
 
 
-def test_the_main_input_of_octavos_own_models() -> None:
+def test_the_main_input_of_octavos_own_models():
     with torch.device("meta"):
         model = GPT2(GPT2Config(256, 1, 32, 2, 16))
     assert main_input(model) == TOKENS
     assert isinstance(token_embedding(model), nn.Embedding)
 
 
-def test_the_shape_of_an_image_is_the_configurations() -> None:
+def test_the_shape_of_an_image_is_the_configurations():
     assert image_shape(on_meta("ViTModel", **TINY, image_size=[16, 24], patch_size=8, num_channels=1)) == (1, 16, 24)
     assert image_shape(on_meta("Dinov2Model", **TINY, image_size=28)) == (3, 28, 28)
     settings = transformers.SiglipConfig(vision_config={**TINY, "image_size": 32}, text_config=TINY)
     with torch.device("meta"):  # a configuration of two parts
         assert image_shape(transformers.SiglipForImageClassification(settings)) == (3, 32, 32)
-
-
-def test_a_configuration_without_the_size_of_images() -> None:
     with pytest.raises(ArtifactError, match="of a ResNetModel must state num_channels and image_size, got 3 and None"):
         image_shape(on_meta("ResNetModel"))
 
 
-def test_images_get_the_dtype_of_the_model() -> None:
+def test_images_get_the_dtype_of_the_model():
     model = on_meta("ViTModel", **TINY).bfloat16()
     given = random_inputs(model, 64)
     assert given.shape == (2, 3, 224, 224)
@@ -248,7 +232,7 @@ def test_images_get_the_dtype_of_the_model() -> None:
     assert not torch.equal(random_inputs(model, 64, seed=1), given)
 
 
-def test_a_decoder_behind_an_encoder_is_given_the_same_tokens() -> None:
+def test_a_decoder_behind_an_encoder_is_given_the_same_tokens():
     model = on_meta("BartModel", vocab_size=300, d_model=32, eos_token_id=2)
     given = random_inputs(model, 64)
     assert given[:, -1].tolist() == [2, 2]
@@ -257,22 +241,7 @@ def test_a_decoder_behind_an_encoder_is_given_the_same_tokens() -> None:
     assert all(torch.equal(ids, given) for ids in arguments.values())
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("T5ForConditionalGeneration", True),
-        ("T5EncoderModel", False),
-        ("BartModel", True),
-        ("WhisperModel", True),
-        ("WhisperForAudioClassification", False),  # an encoder, whose configuration is that of a model with a decoder
-        ("BertModel", False),
-    ],
-)
-def test_models_with_a_decoder(name: str, expected: bool) -> None:
-    assert has_decoder(on_meta(name)) == expected
-
-
-def test_sounds_come_with_tokens_for_the_decoder() -> None:
+def test_sounds_come_with_tokens_for_the_decoder():
     model = on_meta("WhisperModel", num_mel_bins=20, max_source_positions=30)
     given = random_inputs(model, 64)
     assert given.shape == (2, 20, 60)
@@ -282,7 +251,7 @@ def test_sounds_come_with_tokens_for_the_decoder() -> None:
     assert torch.equal(arguments["decoder_input_ids"], arguments_of(model, given)["decoder_input_ids"])
 
 
-def test_tokens_are_those_of_the_embedding_and_fit_the_context() -> None:
+def test_tokens_are_those_of_the_embedding_and_fit_the_context():
     model = on_meta("BertModel", **TINY, vocab_size=7)
     given = random_inputs(model, 5)
     assert given.shape == (2, 5)

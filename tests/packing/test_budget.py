@@ -49,12 +49,12 @@ def quiet(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return quiet(write_model(tmp_path_factory.mktemp("budget") / "llama", "llama"))
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
@@ -83,7 +83,7 @@ def measure(source: Any, packed: Path, texts: list[Tensor]) -> tuple[float, floa
     return kl / tokens, math.exp(change / targets) - 1
 
 
-def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data: list[str]) -> None:
+def test_the_planted_layer_stays_and_no_other(tmp_path, model, data):
     seen: list[tuple[int, int, str]] = []
     report, kept = pack_within(
         model, tmp_path / "out", KL, data, prompts=MANY, progress=lambda *done: seen.append(done)
@@ -117,7 +117,7 @@ def test_the_planted_layer_stays_and_no_other(tmp_path: Path, model: Path, data:
     assert SENSITIVE in json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
 
 
-def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) -> None:
+def test_keys_and_values_in_eight_bits_count(tmp_path, data):
     """But for no group by itself: they are as far off whichever layers are packed."""
     source = write_model(tmp_path / "llama", "llama")
     calibrate(source, data, tmp_path / "c", prompts=PromptOptions(8, 40))
@@ -130,7 +130,7 @@ def test_keys_and_values_in_eight_bits_count(tmp_path: Path, data: list[str]) ->
 
 
 @pytest.mark.slow
-def test_more_is_kept_for_less(tmp_path: Path, data: list[str]) -> None:
+def test_more_is_kept_for_less(tmp_path, data):
     """Of a model without such a layer: the limit is held each time, and one group fewer would not do."""
     source = write_model(tmp_path / "qwen2", "qwen2", sliding_window=None, use_sliding_window=False)
     _, loose = pack_within(source, tmp_path / "all", [Budget("kl", 9)], data, prompts=FEW)
@@ -155,7 +155,7 @@ NAMES = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("ga
 
 
 @pytest.mark.slow
-def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
+def test_perplexity(tmp_path, model, data):
     report, loose = pack_within(model, tmp_path / "all", [Budget("ppl", 9)], data, prompts=MANY)
     assert loose.skip == []  # a budget that holds at once
     assert len(report.packed) == 3 * 7
@@ -170,7 +170,7 @@ def test_perplexity(tmp_path: Path, model: Path, data: list[str]) -> None:
     assert change == pytest.approx(kept.quality.perplexity_ratio.value, abs=0.01)  # BF16, summed in another order
 
 
-def test_a_run_of_gpt2_within_a_budget(tmp_path: Path, data: list[str]) -> None:
+def test_a_run_of_gpt2_within_a_budget(tmp_path, data):
     gpt2 = lively(GPT2(GPT2Config(256, 2, 64, 4, 48)))
     assert isinstance(gpt2, GPT2)
     run = write_run(tmp_path / "run", gpt2, gpt2.config.to_hf(), model="gpt2")
@@ -184,9 +184,7 @@ def test_a_run_of_gpt2_within_a_budget(tmp_path: Path, data: list[str]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tensor", "static"])
-def test_other_schemes_and_a_glob_that_is_left_with_nothing(
-    tmp_path: Path, model: Path, data: list[str], scheme: str
-) -> None:
+def test_other_schemes_and_a_glob_that_is_left_with_nothing(tmp_path, model, data, scheme):
     calibration = tmp_path / "calibrated" if scheme == "static" else None
     if calibration:
         calibrate(model, data, calibration, prompts=PromptOptions(10, 24))
@@ -203,35 +201,30 @@ def test_other_schemes_and_a_glob_that_is_left_with_nothing(
     assert kl == pytest.approx(kept.quality.kl.value, rel=0.2)
 
 
-def test_skip_is_kept_too(tmp_path: Path, model: Path, data: list[str]) -> None:
+def test_skip_is_kept_too(tmp_path, model, data):
     report, kept = pack_within(model, tmp_path / "out", KL, data, PackOptions(skip=["*.o_proj"]), prompts=FEW)
     assert kept.skip == [SENSITIVE]
     assert len(report.packed) == 3 * 6 - 1
     assert len(kept.ranking) == 3 * 3
 
 
-def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> None:
-    with pytest.raises(
-        ValueError, match=r"the budget kl=0 leaves nothing to pack: with every layer packed it is kl=0\.\d"
-    ):
-        pack_within(model, tmp_path / "out", [Budget("kl", 0.0)], data, prompts=FEW)
-    with pytest.raises(ValueError, match="a budget is measured on text: give --data"):
-        pack_within(model, tmp_path / "out", KL, [])
+def test_what_cannot_be_held(tmp_path, model, data):
     bert = write_model(tmp_path / "bert", "bert")
-    with pytest.raises(
-        ValueError, match="kl and ppl are for language models, those of cosine for encoders.*an encoder"
-    ):
-        pack_within(bert, tmp_path / "out", KL, data, prompts=FEW)
-    with pytest.raises(ValueError, match="the model is a language model"):
-        pack_within(model, tmp_path / "out", [Budget("cosine", 0.99)], data, prompts=FEW)
-    short = tmp_path / "short.jsonl"
-    short.write_text('{"text": "a"}')
-    with pytest.raises(ValueError, match="every prompt is one token long"):
-        pack_within(model, tmp_path / "out", KL, [str(short)])
-    small = Llama(LlamaConfig(**LLAMA | {"vocabulary": 50}))  # type: ignore[arg-type]
+    small = Llama(LlamaConfig(**LLAMA | {"vocabulary": 50}))
     run = write_run(tmp_path / "run", small, small.config.to_hf())
-    with pytest.raises(ValueError, match="the tokenizer in .* gives the id .*, the model has 50 embeddings"):
-        pack_within(run, tmp_path / "out", KL, data, prompts=FEW)
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}')
+    short = [str(tmp_path / "short.jsonl")]
+    zero, cosine = [Budget("kl", 0.0)], [Budget("cosine", 0.99)]
+    for source, budgets, texts, message in (
+        (model, zero, data, r"the budget kl=0 leaves nothing to pack: with every layer packed it is kl=0\.\d"),
+        (model, KL, [], "a budget is measured on text: give --data"),
+        (bert, KL, data, "kl and ppl are for language models, those of cosine for encoders.*an encoder"),
+        (model, cosine, data, "the model is a language model"),
+        (model, KL, short, "every prompt is one token long"),
+        (run, KL, data, "the tokenizer in .* gives the id .*, the model has 50 embeddings"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pack_within(source, tmp_path / "out", budgets, texts, prompts=FEW)
     assert not [path for path in tmp_path.iterdir() if "out" in path.name]
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError):
@@ -242,7 +235,7 @@ def test_what_cannot_be_held(tmp_path: Path, model: Path, data: list[str]) -> No
 @pytest.mark.parametrize(
     ("scheme", "layout"), [("channel", "compressed-tensors"), ("mx", "compressed-tensors"), ("block", "fp8")]
 )
-def test_what_is_measured_is_what_the_folder_gives(tmp_path: Path, scheme: str, layout: str) -> None:
+def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme, layout):
     """To the bit, for each combination of layers: against the packed layers put into the model one by one, here."""
     source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
     pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
@@ -277,7 +270,7 @@ PROMPTS = PromptOptions(32, 40)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["channel", "tensor"])
-def test_a_gpu_measures_what_a_cpu_does(tmp_path: Path, scheme: str) -> None:
+def test_a_gpu_measures_what_a_cpu_does(tmp_path, scheme):
     source = write_model(tmp_path / "llama", "llama", **SIZES)
     data = write_data(tmp_path / "data.jsonl")
     options = PackOptions(scheme=scheme)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from metrics import distance
 from packed_examples import LLAMA, write_run
 from safetensors.torch import load_file
-from tiny_models import IDS, Folders, make_model, open_theirs, outputs, same_bytes, write_text
+from tiny_models import IDS, make_model, open_theirs, outputs, same_bytes, write_text
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -38,12 +38,12 @@ PROMPTS = PromptOptions(16, 64)
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def data(tmp_path_factory):
     return [str(write_text(tmp_path_factory.mktemp("data") / "text.txt"))]
 
 
 @pytest.fixture(scope="module")
-def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bf16(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("models") / "bf16", "qwen2", num_hidden_layers=1)
 
 
@@ -55,7 +55,7 @@ def batches(folder: Path, data: list[str]) -> list[Tensor]:
     return open_prompts(data, folder, PROMPTS, read_meta_model(read_config(folder), folder)).batches(PROMPTS.batch)
 
 
-def test_a_model_folder_gets_the_scales_of_a_calibration(bf16: Path, data: list[str], tmp_path: Path) -> None:
+def test_a_model_folder_gets_the_scales_of_a_calibration(bf16, data, tmp_path):
     """A calibration runs the model block by block, a warm-up as a whole: the same bytes and scales."""
     calibrate(bf16, data, tmp_path / "calibrated", prompts=PROMPTS)
     pack(bf16, tmp_path / "expected", scheme="static", calibration=tmp_path / "calibrated")
@@ -69,9 +69,9 @@ def test_a_model_folder_gets_the_scales_of_a_calibration(bf16: Path, data: list[
     assert (record["warm_up"]["prompts"], record["warm_up"]["context"]) == (9, 64)
 
 
-def test_a_run_that_was_not_trained_with_delayed_is_frozen(data: list[str], tmp_path: Path) -> None:
+def test_a_run_that_was_not_trained_with_delayed_is_frozen(data, tmp_path):
     torch.manual_seed(0)
-    model = Llama(LlamaConfig(**LLAMA))  # type: ignore[arg-type]
+    model = Llama(LlamaConfig(**LLAMA))
     run = write_run(tmp_path / "run", model, model.config.to_hf(), skip=("*.down_proj",))
     report = pack_frozen(run, tmp_path / "out", data, prompts=PROMPTS)
     assert not [name for name in report.packed if name.endswith("down_proj")]
@@ -80,9 +80,7 @@ def test_a_run_that_was_not_trained_with_delayed_is_frozen(data: list[str], tmp_
 
 
 @pytest.mark.parametrize("scheme", ["channel", "tensor", "block"])
-def test_a_packed_folder_is_frozen_as_its_model_in_memory(
-    bf16: Path, data: list[str], tmp_path: Path, scheme: str
-) -> None:
+def test_a_packed_folder_is_frozen_as_its_model_in_memory(bf16, data, tmp_path, scheme):
     pack(bf16, tmp_path / "packed", scheme=scheme)
     result = freeze_folder(tmp_path / "packed", tmp_path / "out", data, prompts=PROMPTS)
     assert result.lossless == (scheme == "tensor")
@@ -102,7 +100,7 @@ def test_a_packed_folder_is_frozen_as_its_model_in_memory(
         octavo.scales.freeze_scales(model, batches(bf16, data))
 
 
-def test_a_frozen_model_answers_the_same_in_every_batch(bf16: Path, data: list[str], tmp_path: Path) -> None:
+def test_a_frozen_model_answers_the_same_in_every_batch(bf16, data, tmp_path):
     pack_frozen(bf16, tmp_path / "out", data, prompts=PROMPTS)
     model = octavo.load(tmp_path / "out").float()
     ids = torch.arange(8).view(1, 8)
@@ -113,7 +111,7 @@ def test_a_frozen_model_answers_the_same_in_every_batch(bf16: Path, data: list[s
     torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-5)
 
 
-def test_scales_of_a_converted_model_are_packed(bf16: Path, data: list[str], tmp_path: Path) -> None:
+def test_scales_of_a_converted_model_are_packed(bf16, data, tmp_path):
     model = open_theirs(bf16)
     octavo.convert(model, octavo.Recipe("no margin", *three_delayed()))
     scales = octavo.scales.freeze_scales(model, batches(bf16, data))
@@ -129,36 +127,41 @@ def three_delayed() -> tuple[octavo.Gemm, octavo.Gemm, octavo.Gemm]:
     return octavo.Gemm(cast, cast), octavo.Gemm(cast, cast), octavo.Gemm(cast, cast)
 
 
-def test_what_cannot_be_frozen(bf16: Path, data: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_frozen(made, bf16, data, tmp_path):
+    out = tmp_path / "out"
     pack_frozen(bf16, tmp_path / "static", data, prompts=PROMPTS)
-    with pytest.raises(ValueError, match="stores the scales of its inputs already"):
-        freeze_folder(tmp_path / "static", tmp_path / "out", data)
     pack(bf16, tmp_path / "packed")
-    with pytest.raises(ValueError, match=r"warm the model up on text \(--freeze\)"):
-        convert_layout(tmp_path / "packed", tmp_path / "out", scheme="static")
-    with pytest.raises(ValueError, match="only the scheme static stores scales of inputs, and channel is given"):
-        pack_frozen(bf16, tmp_path / "out", data, PackOptions(scheme="channel"))
-    assert not (tmp_path / "out").exists()
+    cache: Any = {"kv_cache": "fp8", "calibration": made("bert", "calibrated")}
+    for act, message in (
+        (lambda: freeze_folder(tmp_path / "static", out, data), "stores the scales of its inputs already"),
+        (lambda: convert_layout(tmp_path / "packed", out, scheme="static"), r"warm the model up on text \(--freeze\)"),
+        (lambda: pack_frozen(bf16, out, data, PackOptions(scheme="channel")), "only the scheme static .* channel is g"),
+        (lambda: pack(made("bert"), out, **cache), "has no attention layers with k_proj"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            act()
+    assert not out.exists()
 
 
-def test_the_commands(bf16: Path, data: list[str], tmp_path: Path) -> None:
+def test_the_commands(bf16, data, tmp_path):
     def call(*words: object, code: int = 0) -> str:
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == code, result.output or result.exception
         return result.stdout or str(result.exception)
 
-    assert "7, static" in call("pack", bf16, tmp_path / "one", "--freeze", 4, "--data", *data)
+    freeze = ("--freeze", 4, "--data", *data)
+    assert "7, static" in call("pack", bf16, tmp_path / "one", *freeze)
     call("pack", bf16, tmp_path / "packed", "--scheme", "tensor")
-    output = call("unpack", tmp_path / "packed", tmp_path / "two", "--freeze", 4, "--data", *data)
-    assert "no weight changed" in output
+    assert "no weight changed" in call("unpack", tmp_path / "packed", tmp_path / "two", *freeze)
     one, two = stored(tmp_path / "one"), stored(tmp_path / "two")
     assert one.keys() == two.keys()
     assert all(float(two[n] / one[n] - 1) < 0.2 for n in one if n.endswith("input_scale"))
-    assert "--freeze runs the model on text" in call("pack", bf16, tmp_path / "x", "--freeze", 4, code=1)
-    both = call("pack", bf16, tmp_path / "x", "--freeze", 4, "--budget", "kl=1", "--data", *data, code=1)
-    assert "--budget and --freeze both run the model" in both
-    wrong = call("unpack", tmp_path / "packed", tmp_path / "x", "--freeze", 4, "--scheme", "block", code=1)
-    assert "only the scheme static has" in wrong
+    for words, message in (
+        (("pack", bf16, tmp_path / "x", "--freeze", 4), "--freeze runs the model on text"),
+        (("pack", bf16, tmp_path / "x", *freeze, "--budget", "kl=1"), "--budget and --freeze both run the model"),
+        (("unpack", tmp_path / "packed", tmp_path / "x", *freeze, "--scheme", "block"), "only the scheme static has"),
+    ):
+        assert message in call(*words, code=1)
 
 
 # ---- The scales of a KV cache: written, read back, and refused where they are damaged
@@ -200,7 +203,7 @@ def rounded_cache(
     ("kind", "rule"),
     [("llama", "mse"), *((kind, "amax") for kind in ("llama", "mistral", "qwen2", "qwen3", "opt"))],
 )
-def test_transformers_rounds_keys_and_values_by_our_scales(made: Folders, kind: str, rule: str) -> None:
+def test_transformers_rounds_keys_and_values_by_our_scales(made, kind, rule):
     folder = made(kind, scheme="channel", kv_cache="fp8", rule=rule)
     scales, found = PackedTensors(folder).kv_scales, Calibration.load(made(kind, "calibrated"))
     assert len(scales) == 2
@@ -217,7 +220,7 @@ def test_transformers_rounds_keys_and_values_by_our_scales(made: Folders, kind: 
     assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(made(kind, scheme="channel")).model))
 
 
-def test_our_cache_takes_the_scales_of_a_folder(made: Folders) -> None:
+def test_our_cache_takes_the_scales_of_a_folder(made):
     """Token by token, so that all but the newest key and value are read from the cache."""
     folder = made("llama", scheme="channel", kv_cache="fp8")
     model = octavo.load(folder).float()
@@ -233,7 +236,7 @@ def test_our_cache_takes_the_scales_of_a_folder(made: Folders) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", ["channel", "static", "mx"])
-def test_a_cache_goes_with_every_scheme(made: Folders, tmp_path: Path, scheme: str) -> None:
+def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
     folder, plain = made("llama", scheme=scheme, kv_cache="fp8"), made("llama", scheme=scheme)
     stored, without = (load_file(path / "model.safetensors") for path in (folder, plain))
     names = {f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in "kv"}
@@ -254,7 +257,7 @@ def test_a_cache_goes_with_every_scheme(made: Folders, tmp_path: Path, scheme: s
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made: Folders) -> None:
+def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made):
     """So logits differ from those of the exact scales, as docs/packing.md says; in float32 they do not."""
     folder, plain = made("llama", scheme="mx", kv_cache="fp8"), open_theirs(made("llama", scheme="mx"), torch.bfloat16)
     found, scales = outputs(open_theirs(folder, torch.bfloat16)), PackedTensors(folder).kv_scales
@@ -264,7 +267,7 @@ def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made: 
         assert 0.01 < distance(found, outputs(plain)) < 0.3
 
 
-def test_transformers_saves_and_opens_it_again(made: Folders, tmp_path: Path) -> None:
+def test_transformers_saves_and_opens_it_again(made, tmp_path):
     folder = made("qwen2", scheme="channel", kv_cache="fp8")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
@@ -280,23 +283,15 @@ def test_transformers_saves_and_opens_it_again(made: Folders, tmp_path: Path) ->
         (lambda t: t[f"{ATTENTION}.k_scale"].fill_(torch.nan), "self_attn.k_scale holds inf or NaN"),
         (lambda t: t.update({f"{ATTENTION}.k_scale": torch.ones(4)}), r"must be one float32 number, it is .*\[4\]"),
         (lambda t: t.update({"model.norm.k_scale": torch.ones(1)}), "model.norm has the scale of a KV cache"),
+        (None, "k_scale is there, but no KV cache is declared"),
     ],
-)  # fmt: skip
-def test_a_damaged_cache(made: Folders, tmp_path: Path, change: Callable[..., Any], message: str) -> None:
+)
+def test_a_damaged_cache(made, tmp_path, change, message):
     folder = shutil.copytree(made("llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    change_tensors(folder, change)
+    if change is None:
+        change_config(folder, kv_cache_scheme=None)
+    else:
+        change_tensors(folder, change)
     for opened in (PackedTensors, load_packed):
         with pytest.raises(ArtifactError, match=message):
             opened(folder)
-
-
-def test_scales_that_nobody_declared(made: Folders, tmp_path: Path) -> None:
-    folder = shutil.copytree(made("llama", scheme="channel", kv_cache="fp8"), tmp_path / "bad")
-    change_config(folder, kv_cache_scheme=None)
-    with pytest.raises(ArtifactError, match="k_scale is there, but no KV cache is declared"):
-        PackedTensors(folder)
-
-
-def test_an_encoder_has_no_cache(made: Folders, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no attention layers with k_proj"):
-        pack(made("bert"), tmp_path / "out", kv_cache="fp8", calibration=made("bert", "calibrated"))

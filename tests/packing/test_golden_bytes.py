@@ -20,7 +20,7 @@ GOLDEN: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("golden_
 
 
 @pytest.mark.parametrize("name", golden_models.MODELS)
-def test_a_hugging_face_folder(tmp_path: Path, name: str) -> None:
+def test_a_hugging_face_folder(tmp_path, name):
     model = golden_models.write_model(tmp_path / "model", name)
     calibration = golden_models.write_calibration(tmp_path / "calibration", model, name)
     digests = {}
@@ -33,7 +33,7 @@ def test_a_hugging_face_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama untied", "qwen2"])
-def test_a_run(tmp_path: Path, name: str) -> None:
+def test_a_run(tmp_path, name):
     digests = {}
     for i, (case, how) in enumerate(golden_models.run_cases(name).items()):
         run = golden_models.write_run(tmp_path / f"run {i}", name, how["recipe"])

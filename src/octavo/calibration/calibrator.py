@@ -1,8 +1,7 @@
 """From a BF16 model and text to the statistics of every tensor that would be quantized.
 
 All prompts pass the embeddings, then the first block, then the second, and so on. Between two parts their hidden states
-are on disk, so memory holds one block and one batch, and an interrupted run resumes with
-the part that it was in.
+are on disk, so memory holds one block and one batch, and an interrupted run resumes with the part that it was in.
 
     part 0: the embeddings        parts 1..L: the blocks        part L+1: the last norm, pooler and the like
 
@@ -50,28 +49,19 @@ from octavo.version import __version__
 
 FORMAT_VERSION = 1
 DESCRIPTION, TENSORS = "calibration.json", "calibration.safetensors"
-_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens", "sites")
+_FIELDS = ("model_hash", "settings", "versions", "prompts", "tokens")
 
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """The statistics of every site of a model, and their origin.
+    """The statistics of every site of a model, and their origin."""
 
-    Attributes:
-        observed: the sites by name, in the order of the computation.
-        model_hash: the result of `hash_model`.
-        settings: samples, context (requested and used), batch, device, seed and the fingerprint of the prompts; `data`
-            is the report of the text that was read (`octavo.data.ReadReport.to_dict`).
-        versions: of octavo, torch and transformers.
-        prompts, tokens: the numbers of prompts and tokens that were run.
-    """
-
-    observed: Mapping[str, Observed]
-    model_hash: str
-    settings: Mapping[str, Any]
-    versions: Mapping[str, str]
-    prompts: int
-    tokens: int
+    observed: Mapping[str, Observed]  # the sites by name, in the order of the computation
+    model_hash: str  # the result of `hash_model`
+    settings: Mapping[str, Any]  # of the prompts, their fingerprint, the device, and the report of the text
+    versions: Mapping[str, str]  # of octavo, torch and transformers
+    prompts: int  # the number of prompts that were run
+    tokens: int  # the number of their tokens
 
     @cached_property
     def sites(self) -> dict[str, Statistics]:
@@ -120,11 +110,8 @@ class Calibration:
     def save(self, folder: Path) -> None:
         """Write `folder`, which appears whole or not at all. A FileExistsError if it exists, a WriteError if the disk
         refuses."""
-        described = {
-            "format_version": FORMAT_VERSION,
-            **{name: getattr(self, name) for name in _FIELDS if name != "sites"},
-            "sites": describe(self.observed),
-        }
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        described = {"format_version": FORMAT_VERSION, **fields, "sites": describe(self.observed)}
         with whole_folder(folder) as partial:
             (partial / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
             save_tensors(to_tensors(self.observed), partial / TENSORS)
@@ -141,11 +128,10 @@ class Calibration:
             raise ArtifactError(
                 f"{where} must have format_version {FORMAT_VERSION}, got {described.get('format_version')!r}"
             )
-        if missing := [name for name in _FIELDS if name not in described]:
+        if missing := [name for name in (*_FIELDS, "sites") if name not in described]:
             raise ArtifactError(f"{where} lacks {', '.join(missing)}: calibrate again")
-        tensors = load_tensors(Path(folder) / TENSORS)
-        observed = from_tensors(described["sites"], tensors, where)
-        return cls(observed, **{name: described[name] for name in _FIELDS if name != "sites"})
+        observed = from_tensors(described["sites"], load_tensors(Path(folder) / TENSORS), where)
+        return cls(observed, **{name: described[name] for name in _FIELDS})
 
 
 def _of_any(site: str) -> str:
@@ -158,11 +144,8 @@ def describe(observed: Mapping[str, Observed]) -> dict[str, Any]:
 
 
 def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
-    return {
-        f"{name}.{leaf}": tensor
-        for name, site in observed.items()
-        for leaf, tensor in site.statistics.to_tensors().items()
-    }
+    sites = {name: site.statistics.to_tensors() for name, site in observed.items()}
+    return {f"{name}.{leaf}": tensor for name, tensors in sites.items() for leaf, tensor in tensors.items()}
 
 
 def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
@@ -206,8 +189,8 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 
 @dataclass(frozen=True)
 class CalibrationWorkdir:
-    """The work folder of a calibration over `tokens` tokens: `part-007.safetensors` holds the sites of part 7 and says
-    that it is done, `hidden-007.bf16` the hidden states after it, BF16 [tokens, width], from which part 8 starts."""
+    """The work folder of a calibration over `tokens` tokens. `part-007.safetensors` holds the sites of part 7 and says
+    that it is done. `hidden-007.bf16` holds the hidden states after it, BF16 [tokens, width]: part 8 starts there."""
 
     path: Path
     tokens: int
@@ -238,8 +221,8 @@ class CalibrationWorkdir:
     def hidden(
         self, part: int, last: bool
     ) -> Iterator[tuple[Callable[[torch.Size], Tensor], Callable[[Tensor], None]]]:
-        """Functions that read the hidden states before this part, BF16 [B, T, width] for ids of a shape [B, T], and
-        write those after it, one batch at a time, in order."""
+        """Functions that read the hidden states before this part, and write the hidden states after it. They take one
+        batch at a time, in order: ids of a shape [B, T] have states BF16 [B, T, width]."""
         before, start = self._states(part - 1) if part else None, 0
         partial = self._hidden(part).with_suffix(".partial")
         with self._writing():
@@ -339,12 +322,10 @@ def calibrate(
         on_read: called with the report of the text that was read, before anything runs.
 
     Raises:
-        FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the model's folder is not whole, or is not supported; or the work folder is of
             another model, data or settings.
         DataError: an error of the data.
-        ValueError: a device that is not there, a step of a folder that is no run, a layer that saw no token, or a site
-            with inf or NaN.
+        ValueError: a layer that saw no token, or a site with inf or NaN.
         WriteError: the disk refused. The finished parts stay, and the same call resumes after them.
     """
     model, out = Path(model), Path(out)

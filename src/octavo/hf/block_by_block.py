@@ -8,9 +8,9 @@ is called on the ids. So the model itself computes the arguments of its blocks (
 return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES
-from octavo.checkpoint.files import ArtifactError, model_tensors, read_json
+from octavo.checkpoint.files import ArtifactError, check_match, model_tensors, read_json
 from octavo.hf.meta_model import MetaModel, compute_buffers, expert_matrices, open_model_files, transformers_meta_model
 from octavo.nn.conversion import find_experts
 
@@ -99,18 +99,20 @@ class BlockModel:
             tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
         buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
+        specs, required = self._files.specs, {}
         # The name in the files of each tensor that is loaded.
-        self._on_disk = {name: name for name in buffers if name in self._files.specs}
+        self._on_disk = {name: name for name in buffers if name in specs}
         for parameter, names in tied.items():
-            needed = [name for name in names if id(self._owner(name)[0]) not in heads]
-            if needed:
-                self._on_disk |= dict.fromkeys(needed, self._find(parameter, names))
+            if needed := [name for name in names if id(self._owner(name)[0]) not in heads]:
+                disk = next((name for name in names if name in specs), names[0])
+                self._on_disk |= dict.fromkeys(needed, disk)
+                required[disk] = parameter
+        found = {disk: specs[disk].meta() for disk in required if disk in specs}
+        check_match(found, required, str(self._files.folder))
 
     def outside(self, names: Iterable[str]) -> list[str]:
         """The `names` of modules or parameters that are in no block."""
         return [name for name in names if not name.startswith(tuple(f"{block}." for block in self.blocks))]
-
-    # --- Weights -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def loaded_frame(self) -> Iterator[None]:
@@ -143,61 +145,44 @@ class BlockModel:
         module, _, leaf = name.rpartition(".")
         return self.model.get_submodule(module), leaf
 
-    def _find(self, parameter: Tensor, names: list[str]) -> str:
-        """The name in the files of a parameter, which has several names in the model if it is tied."""
-        found = next((name for name in names if name in self._files.specs), None)
-        if found is None:
-            raise ArtifactError(f"{self._files.folder}: tensor {names[0]} is missing, and the model needs it")
-        shape = self._files.specs[found].shape
-        if shape != tuple(parameter.shape):
-            raise ArtifactError(
-                f"{self._files.folder}: {found} must have shape {list(parameter.shape)}, the file has {list(shape)}"
-            )
-        return found
-
-    # --- Parts -------------------------------------------------------------------------------------------------------
-
     def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
         """The input of the first block, [B, T, width], from ids int64 [B, T]."""
 
-        def block(index: int, real: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Stop(hidden)
+        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise _Stop(passed)
 
         with looking():
-            return self._run(ids, block)
+            return self._run(ids, 0, block)
 
     def run_block(self, index: int, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> Tensor:
         """The output of block `index`, which must be loaded, for `hidden` [B, T, width]; the same shape."""
 
-        def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if at < index:
-                return passed
+        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with looking():
                 raise _Stop(real(hidden.to(self.device), *args, **kwargs))
 
-        return self._run(ids, block)
+        return self._run(ids, index, block)
 
     def finish(self, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> None:
         """Run the modules between the last block and the head on `hidden`, the output of the last block."""
         with ExitStack() as later:
 
-            def block(at: int, real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                if at < len(self.blocks) - 1:
-                    return passed
+            def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 later.enter_context(looking())
                 return hidden.to(self.device)
 
-            self._run(ids, block)
+            self._run(ids, len(self.blocks) - 1, block)
 
     @torch.no_grad()
-    def _run(self, ids: Tensor, block: Callable[..., Tensor]) -> Tensor:
-        """Run the model's forward, with `block` in the place of every block, until it raises `_Stop` or ends."""
+    def _run(self, ids: Tensor, index: int, block: Callable[..., Tensor]) -> Tensor:
+        """Run the model's forward, with `block` in the place of one block, until it raises `_Stop` or ends. The other
+        blocks return their input."""
         replaced = [m for m in (*self._modules, self._head) if m is not None]
+        real = self._modules[index].forward
         try:
-            for index, module in enumerate(self._modules):
-                module.forward = functools.partial(_call, block, index, module.forward)
-            if self._head is not None:
-                self._head.forward = lambda hidden: hidden
+            for module in replaced:
+                module.forward = partial(_call, lambda hidden, *args, **kwargs: hidden)
+            self._modules[index].forward = partial(_call, partial(block, real))
             self.model(input_ids=ids.to(self.device))
         except _Stop as stop:
             if not isinstance(stop.hidden, Tensor):
@@ -212,7 +197,7 @@ class BlockModel:
         return ids
 
 
-def _call(block: Callable[..., Tensor], index: int, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+def _call(block: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     if "hidden_states" in kwargs:
-        return block(index, real, kwargs.pop("hidden_states"), *args, **kwargs)
-    return block(index, real, *args, **kwargs)
+        return block(kwargs.pop("hidden_states"), *args, **kwargs)
+    return block(*args, **kwargs)

@@ -113,9 +113,9 @@ def _random_ids(embedding: nn.Embedding, shape: tuple[int, int], generator: torc
 
 
 def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> Tensor:
-    """Run a model on its main input (`arguments_of`), with further arguments `options`. The result is float32: with
-    `logits` (see `predicts_tokens`) those [B, T, V], else the last hidden states, such as [B, T, width], of a model
-    with an encoder and a decoder those of the decoder."""
+    """Run a model on its main input (`arguments_of`), with further arguments `options`. The result is float32: the
+    logits [B, T, V], or without `logits` (see `predicts_tokens`) the last hidden states, such as [B, T, width]. A model
+    with an encoder and a decoder gives the hidden states of its decoder."""
     part = measured_part(model, logits)
     result = part(inputs, **options) if isinstance(model, Decoder) else part(**arguments_of(model, inputs), **options)
     if isinstance(result, Tensor):

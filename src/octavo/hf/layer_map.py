@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.architectures import ARCHITECTURES, BERT, OPT, Architecture
+from octavo.architectures import ARCHITECTURES, BERT, OPT, Architecture, Block
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.scheme import Scheme
 from octavo.hf.source import Source
@@ -68,9 +68,9 @@ def read_map(source: Source, *, rotate: bool) -> Map:
             f"models with RMSNorm are rotated ({rotated})"
         )
     if architecture == "OPTForCausalLM":
-        return Map(_opt(config, names))
+        return Map(_pairs(OPT, _layers(names, OPT.qkv[2]), config))
     if architecture.startswith("Bert"):
-        return Map([Pair(layer + BERT.qkv[2], (layer + BERT.o,)) for layer in _layers(names, BERT.qkv[2])])
+        return Map(_pairs(BERT, _layers(names, BERT.qkv[2]), config))
     raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
 
 
@@ -78,21 +78,12 @@ def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
     block = architecture.block
     assert block is not None  # the architecture is fusable
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    pairs = []
-    norms: dict[str, tuple[str, ...]] = {}
     layers = [f"{architecture.layers}.{i}." for i in range(config["num_hidden_layers"])]
-    for layer in layers:
-        for norm, readers in zip(block.norms, (block.qkv, block.up), strict=True):
-            norms[layer + norm] = tuple(layer + name for name in readers)
-            pairs.append(Pair(layer + norm, norms[layer + norm]))
-        pairs += [
-            Pair(layer + block.qkv[2], (layer + block.o,), head_dim),
-            Pair(layer + block.up[-1], (layer + block.down,)),
-        ]
-    norms[architecture.norm] = (architecture.head,)
+    pairs = _pairs(block, layers, config, head_dim)
+    norms = {pair.writer: pair.readers for pair in pairs if pair.writer.endswith(block.norms)}
     return Map(
         pairs=pairs,
-        norms=norms,
+        norms=norms | {architecture.norm: (architecture.head,)},
         writers=[layer + name for layer in layers for name in (block.o, block.down)],
         heads=[(layer + block.qkv[2], layer + block.o) for layer in layers],
         embedding=architecture.embeddings[0],
@@ -102,15 +93,16 @@ def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
     )
 
 
-def _opt(config: Mapping[str, Any], names: set[str]) -> list[Pair]:
+def _pairs(block: Block, layers: Iterable[str], config: Mapping[str, Any], head_dim: int = 0) -> list[Pair]:
+    before = config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True)
+    across = block.rms or (block.norms and config.get("activation_function", "relu") == "relu")
     pairs = []
-    for layer in _layers(names, OPT.qkv[2]):
-        if config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True):
-            readers = zip(OPT.norms, (OPT.qkv, OPT.up), strict=True)
-            pairs += [Pair(layer + norm, tuple(layer + name for name in each)) for norm, each in readers]
-        pairs.append(Pair(layer + OPT.qkv[2], (layer + OPT.o,)))
-        if config.get("activation_function", "relu") == "relu":
-            pairs.append(Pair(layer + OPT.up[0], (layer + OPT.down,)))
+    for layer in layers:
+        for norm, readers in zip(block.norms if before else (), (block.qkv, block.up), strict=False):
+            pairs.append(Pair(layer + norm, tuple(layer + name for name in readers)))
+        pairs.append(Pair(layer + block.qkv[2], (layer + block.o,), head_dim))
+        if across:
+            pairs.append(Pair(layer + block.up[-1], (layer + block.down,)))
     return pairs
 
 

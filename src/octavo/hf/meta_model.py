@@ -35,16 +35,13 @@ _NONE_STACKED = ExpertFiles(nn.Module())
 
 @dataclass(frozen=True, eq=False)
 class MetaModel:
-    """A model of `octavo.models` or of transformers, in BF16 (float32 where transformers keeps it) on the meta device.
-
-    `config` is its config.json, that of a GPT-2 of transformers as OPT's (`octavo.hf.stored_tensors`); `positions` the
-    number of tokens that it can see, `UNLIMITED` if it states none; `experts` has the names of its tensors in files.
-    """
+    """A model of `octavo.models` or of transformers, in BF16 (float32 where transformers keeps it), on the meta
+    device."""
 
     model: nn.Module
-    config: Mapping[str, Any]
-    positions: int
-    experts: ExpertFiles = _NONE_STACKED
+    config: Mapping[str, Any]  # the parsed config.json; of a GPT-2 of transformers, that of the OPT it is read as
+    positions: int  # the number of tokens that the model can see; `UNLIMITED` if it states none
+    experts: ExpertFiles = _NONE_STACKED  # the names of its tensors in files
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:

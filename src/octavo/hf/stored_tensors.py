@@ -156,9 +156,8 @@ class ExpertReader(ShardReader):
         self._get, names = files.by_model_names(super().get, in_files)
         for name in names:
             parts = [part for part in files.parts.get(name, [name]) if part in in_files]
-            dtype = in_files[parts[0] if parts else name].dtype
-            shape = files.shapes[name] if len(parts) > 1 else in_files[parts[0] if parts else name].shape
-            self.specs[name] = Spec(dtype, shape)
+            first = in_files[parts[0] if parts else name]
+            self.specs[name] = Spec(first.dtype, files.shapes[name]) if len(parts) > 1 else first
 
     def get(self, name: str) -> Tensor:
         return self._get(name)

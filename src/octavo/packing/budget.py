@@ -44,17 +44,13 @@ from octavo.util import Progress, choose_device, no_progress
 
 # ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
 # them.
-#
-# The packed layers have the bytes and the arithmetic of a packed folder (`octavo.inference.packed_linear`), so a
-# measurement with all of them is a measurement of the folder. Both forms of each layer are in memory: 1.5 times the
-# model.
 
 
 class PartlyPackedModel:
-    """The model of `source` on `device`. Each of the layers `names` runs in BF16 or as in the packed folder `packed`.
+    """The model of `source` on `device`. Each of the layers `names` runs in BF16, or with the bytes and the arithmetic
+    of the packed folder `packed`, so a measurement with all of them is one of the folder. Both forms are in memory.
 
-    `saved` has the bytes that packing saves, by the name of the layer. `logits` says whether the outputs are logits of
-    tokens; otherwise they are last hidden states.
+    `saved` has the bytes that packing saves, by layer. The outputs are `logits` of tokens, or else last hidden states.
     """
 
     def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
@@ -138,23 +134,14 @@ class Group:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """The layers that stay in BF16 within budgets.
+    """The layers that stay in BF16 within budgets."""
 
-    Attributes:
-        budgets: the limits, which all hold.
-        ranking: every group, the most harm per byte first.
-        kept: the number of groups, from the first, that stay in BF16.
-        quality: of the model with the other groups packed.
-        all_packed: of the model with every group packed.
-        data: the fingerprint and number of the prompts, their tokens, and the report of the text that was read.
-    """
-
-    budgets: Sequence[Budget]
-    ranking: Sequence[Group]
-    kept: int
-    quality: Quality
-    all_packed: Quality
-    data: Mapping[str, object]
+    budgets: Sequence[Budget]  # the limits, which all hold
+    ranking: Sequence[Group]  # every group, the most harm per byte first
+    kept: int  # the number of groups, from the first, that stay in BF16
+    quality: Quality  # of the model with the other groups packed
+    all_packed: Quality  # of the model with every group packed
+    data: Mapping[str, object]  # the prompts, their fingerprint and tokens, and the report of the text that was read
 
     @property
     def skip(self) -> list[str]:
@@ -199,8 +186,7 @@ def pack_within(
 ) -> tuple[PackReport, BudgetReport]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
-    The model is in memory twice, in BF16 and packed. The packed one is first written to `.OUT.budget`, which is
-    removed.
+    The model is in memory in BF16 and packed. The packed one is first written to `.OUT.budget`, which is removed.
 
     Args:
         source, out, options, step: see `pack`.
@@ -259,7 +245,7 @@ def choose_groups(
     progress: Progress,
 ) -> BudgetReport:
     """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. A
-    ValueError, which states what is reached, if the budgets cannot be held."""
+    ValueError, which says what is reached, if the budgets cannot be held."""
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
 

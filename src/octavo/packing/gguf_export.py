@@ -65,8 +65,8 @@ def export_gguf(
         weights: the type of linear weights, q8_0 or f16.
         tokenizer: write the tokenizer too.
 
-    Raises the errors of `octavo.packing.pack`: a ValueError for an architecture, a feature of it, or a size that is not
-    supported, an ArtifactError for a number beyond F16, or a tokenizer of a kind that is not supported.
+    Raises the errors of `octavo.packing.pack`. A ValueError names an architecture, a feature of it, or a size that is
+    not supported; an ArtifactError names a number beyond F16, or a tokenizer of another kind.
     """
     source, out = Path(source), Path(out)
     if weights not in WEIGHTS:
@@ -363,10 +363,9 @@ def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mappin
         text = token.get("content") if isinstance(token, dict) else token
         number = config.get(f"{name}_token_id")
         number = number[0] if isinstance(number, list) and number else number
-        if isinstance(text, str) and text in ids:
-            special[name] = ids[text]
-        elif isinstance(number, int):
-            special[name] = number
+        found = ids.get(text, number) if isinstance(text, str) else number
+        if isinstance(found, int):
+            special[name] = found
     return special
 
 

@@ -36,8 +36,7 @@ class PackOptions:
         layers: glob of layer names -> another scheme for these layers. The first glob that matches counts.
         layout: compressed-tensors, or one that holds fewer schemes: fp8 (block), modelopt (static, channel or block).
         skip: globs of layers that stay in BF16, beside output heads, routers and the layers that the run skipped. Of
-            layers that readers run as one GEMM (`octavo.hf.layer_map`) `skip` takes all or none, and `layers` gives
-            them one scheme.
+            layers that readers run as one GEMM (`octavo.hf.layer_map`) it takes all or none, and they have one scheme.
         calibration: the folder that `octavo calibrate` wrote for this model. `kv_cache` and the scheme static need it.
             A run that was trained with the recipe `delayed` has scales of its own for static, which it keeps unless
             both `scheme` and `calibration` are given.
@@ -46,8 +45,7 @@ class PackOptions:
         pow2: round the scales of weights up to powers of two.
         share: one scale for layers that readers fuse, where a scale is of a whole tensor. None shares unless the source
             is a run that was trained with its own scales, because sharing would change its bytes.
-        kv_cache: "fp8" stores scales for a cache of keys and values in E4M3, one for each attention layer's keys and
-            one for its values. None stores none.
+        kv_cache: "fp8" stores scales for a cache in E4M3 of each attention layer's keys and values. None stores none.
         experts: pack the experts of a mixture too, each projection of each expert with scales of its own.
         tensor_parallel: numbers of devices that the packed layers must divide over.
         input_scales: the scale of each layer's input, float32 [1], by the layer's name, of
@@ -56,8 +54,7 @@ class PackOptions:
 
     Raises:
         TypeError: `skip` is a string.
-        ValueError: an unknown rule or cache, a rule without a calibration, `input_scales` beside a calibration that
-            gives no scales of keys and values, or a scale that is not one positive number.
+        ValueError: an unknown rule or cache, or options that do not fit each other.
     """
 
     scheme: str | None = None
@@ -76,7 +73,7 @@ class PackOptions:
 
     def __post_init__(self) -> None:
         check_strings(self.skip)
-        if self.rule is not None and self.rule not in SCALE_RULES:
+        if self.rule not in (None, *SCALE_RULES):
             raise ValueError(f"unknown rule {self.rule!r} for a scale: choose one of {', '.join(SCALE_RULES)}")
         if self.rule is not None and self.calibration is None:
             raise ValueError(
@@ -125,8 +122,8 @@ class StaticScales:
 def static_scales(
     source: Source, schemes: Mapping[str, Scheme], experts: Collection[str], options: PackOptions
 ) -> StaticScales:
-    """The scales of the inputs of static layers and experts: those of `options.input_scales`, those in the checkpoint
-    of a run, or those of a calibration, which gives the scales of experts and of keys and values in any case."""
+    """The scales of the inputs of static layers and experts. They are given (`options.input_scales`), stand in the
+    checkpoint of a run, or come from a calibration. A calibration alone gives the scales of keys and values."""
     names = [name for name, scheme in schemes.items() if scheme.static]
     layers = [name for name in names if name not in experts]
     if not names and options.kv_cache is None:
@@ -244,11 +241,9 @@ class ChosenLayers:
 
 
 def choose_layers(source: Source, options: PackOptions) -> ChosenLayers:
-    """Choose the layers to pack.
-
-    A ValueError for an unknown scheme or layout, a scheme that the layout does not hold, a layer whose sizes the scheme
-    cannot have or that cannot be split, fused layers with different schemes, or static scales without a calibration.
-    """
+    """Choose the layers to pack. A ValueError for an unknown scheme or layout, a scheme that the layout does not hold,
+    or a layer that it does not fit. So too for fused layers with different schemes, and for static scales without a
+    calibration."""
     linears, experts = _select(source, options), choose_experts(source, options)
     names = [name for name, reason in linears.items() if not reason]
     if not names and not experts and not source.promoted.keys().isdisjoint(linears):
@@ -352,9 +347,6 @@ def check_experts(schemes: Mapping[str, Scheme], experts: Iterable[str], source:
             )
 
 
-# ---- Layers whose sizes a scheme cannot have: one message names all of them, with the options that pack the model.
-
-
 def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a ValueError unless each weight [N, K] of `shapes` divides into the blocks of its scheme."""
     reasons = {name: scheme.misfit(*shapes[name]) for name, scheme in schemes.items()}
@@ -363,8 +355,8 @@ def check_shapes(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, 
 
 def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], other: str = "") -> None:
     """Raise a ValueError if there are `reasons`, by layer, why some of the packed layers `schemes` cannot be packed. It
-    has the first reason, the options that pack all of them by channel, with the layers that readers fuse with them, and
-    the remedy `other`."""
+    has the first reason, the options that pack all of them and those fused with them by channel, and the remedy
+    `other`."""
     if not reasons:
         return
     first, reason = next(iter(reasons.items()))
@@ -377,17 +369,12 @@ def check_reasons(reasons: Mapping[str, str], schemes: Mapping[str, Scheme], oth
 
 def _globs(names: Sequence[str], every: Sequence[str]) -> list[str]:
     """Globs that match the layers `names` and no other of `every`; one for all layers of a kind where it can be."""
-    found: dict[str, None] = {}
+    others, found = [name for name in every if name not in names], []
     for name in names:
         leaf = name.rpartition(".")[2]
-        kinds = (f"*.{leaf}", f"*.experts.*.{leaf}")
-        fitting = (
-            glob
-            for glob in kinds
-            if fnmatchcase(name, glob) and all(one in names for one in every if fnmatchcase(one, glob))
-        )
-        found[next(fitting, name)] = None
-    return list(found)
+        kinds = (glob for glob in (f"*.{leaf}", f"*.experts.*.{leaf}") if fnmatchcase(name, glob))
+        found.append(next((glob for glob in kinds if not any(fnmatchcase(other, glob) for other in others)), name))
+    return list(dict.fromkeys(found))
 
 
 # ---- A check that readers with tensor parallelism can split a packed model over several devices.

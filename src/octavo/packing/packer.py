@@ -73,8 +73,7 @@ def pack(
     Raises:
         FileExistsError: `out` exists.
         FileNotFoundError, ArtifactError: the source is not whole, or holds inf or NaN.
-        ValueError: options that are unknown or do not fit each other or the model, see `PackOptions` and
-            `octavo.packing.options.choose_layers`.
+        ValueError: options that do not fit each other or the model, see `octavo.packing.options.choose_layers`.
         WriteError: the disk refused.
 
     Example:

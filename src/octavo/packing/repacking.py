@@ -35,7 +35,7 @@ from octavo.evaluation.metrics import energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
 from octavo.hf.inputs import arguments_of, measured_part, predicts_tokens
 from octavo.hf.meta_model import read_meta_model
-from octavo.hf.source import Source, open_source
+from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
@@ -73,9 +73,8 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
     folder, out = Path(folder), Path(out)
     packed = _open(folder)
     specs = {name: packed.reader.specs[name] for name in packed.others}
-    specs |= {
-        f"{n}.weight": Spec(UNQUANTIZED_DTYPE, packed.reader.specs[f"{n}.weight"].shape) for n in packed.packing.schemes
-    }
+    weights = [f"{name}.weight" for name in packed.packing.schemes]
+    specs |= {weight: Spec(UNQUANTIZED_DTYPE, packed.reader.specs[weight].shape) for weight in weights}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from ((name, packed.other(name)) for name in packed.others)
@@ -103,8 +102,7 @@ def convert_layout(
     Args:
         folder: a packed folder.
         out: the folder to make.
-        layout: compressed-tensors, or one that holds fewer schemes: fp8 (block alone), modelopt (static, channel or
-            block).
+        layout: compressed-tensors, fp8 (which holds block alone) or modelopt (static, channel or block).
         scheme: of all packed layers. None keeps the scheme of each.
         input_scales: for the scheme static the scale of each layer's input, float32 [1], by the layer's name in the
             files (`octavo.scales.freeze_scales`). None takes those that the folder has.
@@ -231,11 +229,7 @@ def pack_frozen(
 
     Args:
         source, out, options, step: see `octavo.packing.pack`.
-        data: sources of text, see `octavo.data.read_text`.
-        prompts: which prompts are taken from it.
-        device: where the model runs.
-        progress: called with every piece of work that is done (`octavo.util`).
-        on_read: called with the report of the text that was read.
+        data, prompts, device, progress, on_read: see `octavo.packing.pack_within`.
 
     Raises:
         ValueError: no layer is packed by static, or a layer saw no input, or inf or NaN; and the errors of `pack` and
@@ -250,25 +244,19 @@ def pack_frozen(
             "leave --freeze out"
         )
     place, opened = choose_device(device), open_source(source, step)
-    _check_options(opened, options)
+    selected = select_linears(opened.meta_model.model, (*opened.skip, *options.skip))
+    layers = {each.name: each.module for each in selected if not each.reason}
+    # The errors of `choose_layers` come before the model runs, whatever scales it will find.
+    unknown = replace(options, input_scales=dict.fromkeys(layers, torch.ones(1)))
+    choose_layers(opened, replace(unknown, calibration=None, rule=None, kv_cache=None))
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     model = opened.fill_bf16(place).eval()
-    selected = select_linears(model, (*opened.skip, *options.skip))
-    layers = {each.name: each.module for each in selected if not each.reason}
     scales = _warm_up(model, layers, chosen, prompts, place, progress)
-    del model
     record = {
         "prompts": len(chosen.ids), "tokens": chosen.tokens, "context": chosen.context, "seed": prompts.seed,
         "fingerprint": chosen.fingerprint, "read": chosen.report.to_dict(),
     }  # fmt: skip
     return pack_source(opened, out, replace(options, input_scales=scales), progress, {"warm_up": record})
-
-
-def _check_options(source: Source, options: PackOptions) -> None:
-    """Raise the errors of `choose_layers` before the model runs, whatever scales it will find."""
-    linears = select_linears(source.meta_model.model, (*source.skip, *options.skip))
-    scales = {linear.name: torch.ones(1) for linear in linears if not linear.reason}
-    choose_layers(source, replace(replace(options, input_scales=scales), calibration=None, rule=None, kv_cache=None))
 
 
 def freeze_folder(

@@ -39,12 +39,8 @@ from octavo.util import Progress, no_progress
 #     y[T,N] = x[T,K] @ w[N,K]^T        x' = x A,  y' = y B        =>        w' = B^T w A^-T
 #
 # A and B are diagonal or orthogonal. So a weight changes along its inputs (every row alike), along its outputs (every
-# column alike, and a bias [N] as a column does), or both:
-#
-#     scaled      x' = x / s        times s along the inputs of the readers of x, 1 / s along the outputs of its writer
-#     rotated     x' = x S H        along both: times the random signs S, then Hadamard's H (`octavo.numerics.hadamard`)
-#
-# Steps run in float64, on a part of the weight at a time. Between inputs and outputs the weight is in float32.
+# column alike, and a bias [N] as a column does), or both. Steps run in float64, on a part of the weight at a time.
+# Between inputs and outputs the weight is in float32.
 
 
 Step = Callable[[Tensor], Tensor]
@@ -177,7 +173,8 @@ def fold(
     if rotate:
         job.rotate(seed)
     record = {"dtype": dtype, "folded": job.record_of}
-    written = write_model(source, out, job.change, job.config(dtype), lambda: record, progress, "folding")
+    config = {**source.config, "dtype": dtype, **({"tie_word_embeddings": False} if job.untied else {})}
+    written = write_model(source, out, job.change, config, lambda: record, progress, "folding")
     return FoldReport(
         **vars(written), smoothed=job.smoothed, rotated=job.rotated, untied=job.untied, changed=len(job.changes)
     )
@@ -272,6 +269,3 @@ class FoldJob:
         if not is_finite(changed):
             raise ArtifactError(f"{self.source.origin}: {name} overflows {dtype} once it is folded: take float32")
         return changed
-
-    def config(self, dtype: str) -> dict[str, Any]:
-        return {**self.source.config, "dtype": dtype, **({"tie_word_embeddings": False} if self.untied else {})}
