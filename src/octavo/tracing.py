@@ -81,18 +81,6 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 
-def sum_dtype(kind: str, computed: str) -> str:
-    """The dtype of the partial sums of an operation that adds up, "" for others.
-
-    Matrix products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that
-    it splits along K to the dtype of the result (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
-    The tensor cores of Hopper keep about 14 bits in an FP8 sum, which is added to an FP32 sum from time to time.
-    """
-    if kind in ("copy", "cast", "elementwise") or not computed:
-        return ""
-    return "FP64" if computed == "FP64" else "FP32"
-
-
 def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
     """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
@@ -309,7 +297,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             reason = _forward_reason(kind, inputs, outputs, computed, autocast, reads_fp32=wide)
         weight = () if operand is None else self._parameters[id(operand)]
         rows = 0 if operand is None else flops // (2 * max(operand.numel(), 1))
-        adds = sum_dtype(kind, computed)
+        # Products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that it
+        # splits along K (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction). Hopper's tensor cores keep
+        # about 14 bits in an FP8 sum, which is added to an FP32 sum from time to time.
+        adds = "" if kind in ("copy", "cast", "elementwise") or not computed else "FP32"
+        adds = "FP64" if adds and computed == "FP64" else adds
         of_pass = name, owner.module, phase, kind, inputs, outputs
         self.operations.append(Operation(*of_pass, computed, adds, flops, reason, parameters, weight, rows))
 

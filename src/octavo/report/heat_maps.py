@@ -72,6 +72,12 @@ class Columns:
         return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
 
 
+def columns_of(watched: Watched, most: int) -> Columns:
+    """The columns of a watch, at most so many."""
+    steps = sampled_steps(watched)
+    return Columns(steps, min(len(steps), most))
+
+
 def sampled_steps(watched: Watched) -> Array:
     """The steps that have records, ascending."""
     both = (watched.operands, watched.layer_records)
@@ -97,6 +103,8 @@ def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Arra
     The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
     out, and so is a share of inf and NaN that is always 0.
     """
+    if not columns.count:
+        return {}
     by_operand = [metric for metric in METRICS if metric.operands]
     by_layer = [metric for metric in METRICS if not metric.operands]
     grids = _fill(watched, columns, watched.operands, OPERANDS, by_operand)

@@ -11,9 +11,9 @@ import numpy as np
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.heat_maps import (
     METRICS,
-    Columns,
     Metric,
     code_points,
+    columns_of,
     encode_grid,
     histograms_at,
     metric_grids,
@@ -42,6 +42,7 @@ _CHARTS = (
 )
 _SUFFIX = {"evaluation_loss": " evaluation"}
 _UNITS = {"peak_memory": 1e-9}
+_BY_KEY = {metric.key: metric for metric in METRICS}
 
 _HINT = (
     "Drag across a chart of lines to zoom; a double-click or Escape shows all of it. Each chart takes the arrow keys, "
@@ -100,8 +101,9 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
 
 
 def _remarks(runs: Sequence[RunData]) -> list[str]:
-    found = [f"{run.name}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
-    return [*found, *([ONE_SEED] if len(runs) > 1 and not gaps(runs) else [])]
+    if len(runs) == 1:
+        return list(runs[0].remarks)
+    return [f"{run.name}: {remark}" for run in runs for remark in run.remarks] + ([] if gaps(runs) else [ONE_SEED])
 
 
 def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
@@ -125,12 +127,10 @@ def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | Non
 
 
 def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
-    several = len(runs) > 1
-    return [
-        (event.step, f"{run.name}, {event.rule}: {event.message}" if several else f"{event.rule}: {event.message}")
-        for run, event in _all_events(runs)
-        if not event.undone
-    ][-_MARKS:]
+    texts = [
+        (run.name, event.step, f"{event.rule}: {event.message}") for run, event in _all_events(runs) if not event.undone
+    ]
+    return [(step, f"{name}, {text}" if len(runs) > 1 else text) for name, step, text in texts[-_MARKS:]]
 
 
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
@@ -150,12 +150,11 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
-    steps, layers = sampled_steps(watched), max(len(watched.layers), 1)
+    layers = max(len(watched.layers), 1)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
-    columns = Columns(steps, min(len(steps), _COLUMNS, max(fits, 20)))
-    by_key = {metric.key: metric for metric in METRICS}
+    columns = columns_of(watched, min(_COLUMNS, max(fits, 20)))
     grids = {
-        key: {name: encode_grid(values, by_key[key]) for name, values in found.items()}
+        key: {name: encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
         for key, found in metric_grids(watched, columns).items()
     }
     fits = _HISTOGRAM_BYTES // runs // (2 * layers * 4 * BINADES)
@@ -164,7 +163,7 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
         "layers": [{"name": layer.name, "formats": layer.formats} for layer in watched.layers],
         "columns": columns.spans,
         "grids": grids,
-        "histograms": histograms_at(watched, spread(steps, min(_HISTOGRAMS, max(fits, 2)))),
+        "histograms": histograms_at(watched, spread(columns.steps, min(_HISTOGRAMS, max(fits, 2)))),
     }
 
 
@@ -411,15 +410,13 @@ def gaps(runs: Sequence[RunData]) -> list[Gap]:
 
 def gap_verdicts(runs: Sequence[RunData]) -> list[tuple[str, bool]]:
     """The gap of each run at its end, in a sentence."""
-    return [
-        (
-            f"{gap.name} against {runs[0].name}: loss {gap.mean[-1]:+.2f} % +- {gap.half[-1]:.2f} % at the end"
-            + (", within the noise. " if abs(gap.mean[-1]) <= gap.half[-1] else ". ")
-            + ONE_SEED,
-            gap.mean[-1] <= gap.half[-1],
-        )
-        for gap in gaps(runs)
-    ]
+    found = []
+    for gap in gaps(runs):
+        mean, half = gap.mean[-1], gap.half[-1]
+        within = ", within the noise" if abs(mean) <= half else ""
+        text = f"{gap.name} against {runs[0].name}: loss {mean:+.2f} % +- {half:.2f} % at the end{within}. {ONE_SEED}"
+        found.append((text, mean <= half))
+    return found
 
 
 # ---- The summary of a run for the terminal, and its figures for JSON.
@@ -427,7 +424,6 @@ def gap_verdicts(runs: Sequence[RunData]) -> list[tuple[str, bool]]:
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32  # characters of a sparkline
-_BY_KEY = {metric.key: metric for metric in METRICS}
 _SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metrics whose worst layers the terminal shows
 _WORST = 4
 
@@ -451,9 +447,7 @@ def sparkline(values: Array) -> str:
 def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
     """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
     operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
-    steps = sampled_steps(watched)
-    grids = metric_grids(watched, Columns(steps, min(len(steps), _WIDTH))) if len(steps) else {}
-    found = []
+    found, grids = [], metric_grids(watched, columns_of(watched, _WIDTH))
     for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
@@ -498,9 +492,8 @@ def _series(series: Series) -> dict[str, Any]:
 
 def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
-    steps = sampled_steps(watched)
-    worst = metric_grids(watched, Columns(steps, 1)) if len(steps) else {}
-    layers = []
+    columns, layers = columns_of(watched, 1), []
+    worst = metric_grids(watched, columns)
     for number, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}
         for key, grids in worst.items():
@@ -509,7 +502,7 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
         layers.append({**layer.to_dict(), "figures": figures})
     return {
         "interval": watched.interval,
-        "samples": len(steps),
+        "samples": len(columns.steps),
         "worst": {metric.key: metric.worst for metric in METRICS},
         "layers": layers,
     }

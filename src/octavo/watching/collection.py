@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.checkpoint.folder import WriteError
+from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
 from octavo.observation.operand_statistics import (
     BRIEF_MAXIMA,
@@ -263,12 +264,11 @@ class Watch:
 
     def _receive_full(self, sample: Sample) -> None:
         if self._layers.places and not len(sample.operands) and not self._samples:
-            warnings.warn(
+            message = (
                 "the watch has recorded no operand in its first sample: the converted layers were not called in "
-                "training mode, or ran in a CUDA graph, which cannot be sampled",
-                RuntimeWarning,
-                stacklevel=2,
+                "training mode, or ran in a CUDA graph, which cannot be sampled"
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._samples.append(sample)
         self._layers.note(sample.operands)
         self._describe()
@@ -321,7 +321,7 @@ class Measurement:
         self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
         self._firsts = first_numbers(len(layers.modules), layers.stacks)
         self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
-        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.is_gate_and_up]
+        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
         self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
         self._store = BriefStore(layers.stats)
         self._hooks = [

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
-from octavo.nn.experts import Experts
 from octavo.nn.fused_modules import FusedMLP, NormLinear
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
@@ -55,15 +54,19 @@ class Layers:
             for name, module in model.named_modules()
             if isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
         }
-        found |= {_plain(name): stack for name, stack in expert_stacks(model).items()}
+        for name, module in find_experts(model).items():
+            for weight in stacks_of(name, module):
+                found[_plain(weight)] = ExpertStack(module, weight.rpartition(".")[2])
         self.names = list(found)
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
         converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
         self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
-        for name, fused, linears in _fused(model):
-            if all(isinstance(linear, RecipeLayer) for linear in linears):
-                self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
+        for name, fused in model.named_modules():  # those that may run several layers as one GEMM
+            if isinstance(fused, NormLinear | FusedMLP):
+                linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
+                if all(isinstance(linear, RecipeLayer) for linear in linears):
+                    self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
 
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
@@ -203,15 +206,6 @@ def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     return [(gate, up) for gate, up in pairs if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)]
 
 
-def _fused(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[nn.Module]]]:
-    """The modules that may run several layers as one GEMM, and these layers."""
-    for name, module in model.named_modules():
-        if isinstance(module, NormLinear):
-            yield name, module, module.linears
-        elif isinstance(module, FusedMLP):
-            yield name, module, module.inner
-
-
 def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -250,10 +244,6 @@ class ExpertStack:
         return self.weight.shape[0]
 
     @property
-    def is_gate_and_up(self) -> bool:
-        return self.leaf == Experts.matrices[0]
-
-    @property
     def recipe(self) -> Recipe | None:
         """None where the experts are not in FP8, or each rank has some of them: those are not recorded."""
         found: Recipe | None = getattr(self.module, "recipe", None)
@@ -266,15 +256,6 @@ class ExpertStack:
     def attach(self, device: torch.device) -> None:
         observers = self.module.observers or {}
         self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
-
-
-def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
-    """The stacks of a model by name."""
-    return {
-        weight: ExpertStack(module, weight.rpartition(".")[2])
-        for name, module in find_experts(model).items()
-        for weight in stacks_of(name, module)
-    }
 
 
 def first_numbers(layers: int, stacks: Sequence[tuple[int, ExpertStack]]) -> dict[int, int]:
