@@ -107,13 +107,13 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        style, scripts, body = _asset("uPlot.min.css") + _asset("page.css"), list[str](), self.parts
+        style, scripts, body = read_asset("uPlot.min.css") + read_asset("page.css"), list[str](), self.parts
         if self.charts or self.data:
             data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
             # A text of JSON cannot end its block: it holds no "<".
             text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-            library = f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
-            parts = "\n".join(_asset(f"page/{name}.js") for name in _SCRIPTS)
+            library = f"/*!\nuPlot 1.6.32\n{read_asset('uPlot.LICENSE')}*/\n{read_asset('uPlot.iife.min.js')}"
+            parts = "\n".join(read_asset(f"page/{name}.js") for name in _SCRIPTS)
             # In a function, the names of the parts are not those of the page.
             scripts = [library, f'"use strict";\n(() => {{\n{parts}}})();\n']
             body = [_NO_SCRIPT, *body, f'<script type="application/json" id="data">{text}</script>']
@@ -162,7 +162,8 @@ def _cell(text: str) -> str:
     return f'<td class="text">{escape(text)}</td>' if len(text) > _LONG else f"<td>{escape(text)}</td>"
 
 
-def _asset(name: str) -> str:
+def read_asset(name: str) -> str:
+    """A file of assets/."""
     return (files("octavo.report") / "assets" / name).read_text(encoding="utf-8")
 
 

@@ -20,7 +20,7 @@ from octavo.report.heat_maps import (
     sampled_steps,
     spread,
 )
-from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
+from octavo.report.page import Line, LineChart, Page, Place, paragraphs, read_asset, table
 from octavo.report.runs import RunData, Series
 from octavo.train.run_records import ONE_SEED, different_settings
 from octavo.util import plural
@@ -48,22 +48,6 @@ _HINT = (
     "Drag across a chart of lines to zoom; a double-click or Escape shows all of it. Each chart takes the arrow keys, "
     "and shows the values at its cursor below it."
 )
-_WATCH = """<h2>Layers over the steps</h2>
-<div class="controls">
-<label>Run <select id="run"></select></label>
-<label>Metric <select id="metric"></select></label>
-<label>Operand <select id="operand"></select></label>
-<label>Filter <input id="filter" type="search" placeholder="words of layer names"></label>
-<span id="shown" role="status"></span>
-</div>
-<figure class="chart" id="heat"></figure>
-<h2>Histogram of a tensor</h2>
-<div class="controls">
-<label>Layer <select id="layer"></select></label>
-<label>Step <select id="step"></select></label>
-</div>
-<p id="histogram-caption" aria-live="polite"></p>
-<figure class="chart" id="histogram"></figure>"""
 
 
 def page_of_runs(runs: Sequence[RunData]) -> Page:
@@ -93,7 +77,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     watched = [run for run in runs if run.watched is not None and len(sampled_steps(run.watched))]
     if watched:
         page.data |= _watch_data(watched)
-        page.add(_WATCH)
+        page.add(read_asset("page/watch.html").rstrip())
     page.add(*(_what_ran_where(run, alone=len(runs) == 1) for run in runs))
     page.add(*(_experts(run, alone=len(runs) == 1) for run in runs))
     page.add(_events(runs), _settings(runs))

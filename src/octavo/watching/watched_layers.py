@@ -376,7 +376,14 @@ class WeightStatistics:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
         for i, module in enumerate(self._modules):
             w = _local(weight_of(module), module)
-            self._found[i] |= _weight(w) if w.numel() else {}
+            if w.numel():
+                low, high = torch.aminmax(w)
+                self._found[i] |= {
+                    "minus_weight_smallest": -low,
+                    "weight_largest": high,
+                    "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
+                    "weight_x2": _sum_of_squares(w),
+                }
         for pair, alignment in zip(self.pairs, self._alignments(), strict=True):
             for i in pair:
                 self._found[i] |= alignment
@@ -393,8 +400,14 @@ class WeightStatistics:
         self.has_gradients = True
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
-            if weight.grad is not None:
-                self._found[i] |= _gradient(_local(weight.grad, module), self._rows)
+            if weight.grad is not None and (g := _local(weight.grad, module)).numel():
+                sample = histogram_statistics(g[_rows(g, self._rows)].float())
+                low, high = torch.aminmax(g)
+                self._found[i] |= sample | {
+                    "gradient_amax": torch.maximum(-low, high),
+                    "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
+                    "gradient_x2": _sum_of_squares(g),
+                }
 
     @torch.no_grad()
     def before_update(self, parameters: Collection[int]) -> None:
@@ -411,7 +424,10 @@ class WeightStatistics:
         """Read how far the rows moved."""
         for i, module in enumerate(self._modules):
             if id(weight := weight_of(module)) in parameters and i in self._before:
-                self._found[i] |= _change(self._before.pop(i), _local(weight, module))
+                w = _local(weight, module)
+                after, before = w[_rows(w, UPDATE_ROWS)].double(), self._before.pop(i).double()
+                change = (after - before).square().sum()
+                self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
 
     @torch.no_grad()
     def alignments(self) -> Tensor:
@@ -421,44 +437,21 @@ class WeightStatistics:
         return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
 
     def _alignments(self) -> list[dict[str, Tensor]]:
-        pairs = ([self._modules[i] for i in pair] for pair in self.pairs)
-        weights = [[_local(weight_of(module), module) for module in pair] for pair in pairs]
-        return [_alignment(gate, up, self._rows) for gate, up in weights]
+        found: list[dict[str, Tensor]] = []
+        for pair in self.pairs:
+            gate, up = (_local(weight_of(self._modules[i]), self._modules[i]) for i in pair)
+            if gate.shape != up.shape or not gate.numel():
+                found.append({})
+                continue
+            index = _rows(gate, self._rows)
+            cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
+            found.append({"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))})
+        return found
 
 
-def _gradient(g: Tensor, rows: int) -> dict[str, Tensor]:
-    if not g.numel():
-        return {}
-    sample = histogram_statistics(g[_rows(g, rows)].float())
-    low, high = torch.aminmax(g)
-    return sample | {
-        "gradient_amax": torch.maximum(-low, high),
-        "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
-        "gradient_x2": torch.linalg.vector_norm(g, dtype=torch.float32).double().square(),
-    }
-
-
-def _weight(w: Tensor) -> dict[str, Tensor]:
-    low, high = torch.aminmax(w)
-    return {
-        "minus_weight_smallest": -low,
-        "weight_largest": high,
-        "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
-        "weight_x2": torch.linalg.vector_norm(w, dtype=torch.float32).double().square(),
-    }
-
-
-def _change(before: Tensor, w: Tensor) -> dict[str, Tensor]:
-    after, before = w[_rows(w, UPDATE_ROWS)].double(), before.double()
-    return {"update_x2": (after - before).square().sum(), "updated_x2": before.square().sum()}
-
-
-def _alignment(gate: Tensor, up: Tensor, rows: int) -> dict[str, Tensor]:
-    if gate.shape != up.shape or not gate.numel():
-        return {}
-    index = _rows(gate, rows)
-    cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
-    return {"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))}
+def _sum_of_squares(w: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(w, dtype=torch.float32)
+    return norm.double().square()
 
 
 def _rows(w: Tensor, rows: int) -> Tensor:
