@@ -300,7 +300,7 @@ def _median_milliseconds(call: Callable[[], object], device: torch.device) -> fl
             torch.cuda.synchronize(device)
 
     def seconds(count: int) -> float:
-        """Of so many calls. On a GPU the wait at the end is small beside a turn."""
+        """The seconds of `count` calls. On a GPU the wait at the end is small beside a turn."""
         wait()
         begin = perf_counter()
         for _ in range(count):

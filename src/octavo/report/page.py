@@ -141,8 +141,8 @@ def table(
 ) -> str:
     """A table of text in a box that scrolls, with a heading above it and a remark below it.
 
-    `places` has the layer of each row: the filter of layers hides and shows the rows, and where a place has a step, the
-    name of the layer becomes a button that shows it in the heat map.
+    `places` has the layer of each row, which the filter of layers hides and shows. The name of the layer of a place
+    with a step becomes a button that shows it in the heat map.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     attributes = [place.attributes() for place in places] or [""] * len(rows)

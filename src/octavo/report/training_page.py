@@ -51,11 +51,7 @@ _HINT = (
 
 
 def page_of_runs(runs: Sequence[RunData]) -> Page:
-    """The page of one run or of several side by side.
-
-    The charts are as exact as the page is wide: a long line is thinned to the extremes of its parts, and the samples of
-    a long watch share the columns of the heat maps (`octavo.report.heat_maps`).
-    """
+    """The page of one run or of several side by side. Long lines are thinned to the extremes of their parts."""
     page = Page("octavo report: " + ", ".join(run.name for run in runs))
     page.add(f"<h1>{escape(', '.join(run.name for run in runs))}</h1>")
     for text, good in [verdict(run, alone=len(runs) == 1) for run in runs] + gap_verdicts(runs):
@@ -100,7 +96,7 @@ def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
 
 
 def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | None]]:
-    """The steps and values of a series in a unit. Of a long one, the extremes of each part: 4,000 values at most."""
+    """The steps and values of a series in a unit: 4,000 at most, the extremes of the parts of a long one."""
     kept: list[int] = list(range(len(series.steps)))
     if len(series.steps) > _POINTS:
         parts = np.array_split(np.arange(len(series.steps)), _POINTS // 2)
@@ -280,7 +276,7 @@ def expert_rows(watched: Watched) -> list[dict[str, str]]:
 
 
 def gemm_rows(watched: Watched) -> tuple[list[dict[str, str]], str]:
-    """What each GEMM of each layer ran in, by column of a table, and the reasons of all layers in FP8."""
+    """A row for each layer, by column: the precision of its GEMMs; and the reasons that all layers in FP8 have."""
     whys = [
         dict.fromkeys(part for gemm in layer.gemms.values() for part in gemm.why.split("; ") if part)
         for layer in watched.layers
@@ -315,7 +311,7 @@ def _steps(run: RunData) -> str:
 
 
 def _loss(series: Series | None) -> str:
-    """The last loss. Of a run that ended in inf or NaN, the last number is not its result."""
+    """The last loss; if that is inf or NaN, the last number and its step, too."""
     if series is None or series.last is not None:
         return "" if series is None else _number(series.last, ".4f")
     before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
@@ -327,7 +323,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
-    """Whether a run went well, in a sentence: its loss is a number, and the watch found nothing."""
+    """A sentence on a run, and True if it went well: its loss is a number, and the watch found nothing."""
     name, loss = "" if alone else f"{run.name}: ", run.series.get("loss")
     if loss is not None and loss.last is None:
         return f"{name}The loss is inf or NaN at step {int(loss.steps[-1]):,}.", False

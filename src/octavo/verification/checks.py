@@ -331,7 +331,7 @@ def _name_scale_or_byte(
     data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, fitted: Tensor, beyond: Tensor, still: Tensor | None
 ) -> str:
     """The error of a weight, data and truth float32 [N, K], that the scales `fitted` make MODEL's; "" if it has none.
-    Of the bytes `beyond` half a step, these are `still` so by the scales `fitted`; None if rounding is not judged."""
+    `still` has the bytes that are `beyond` half a step by the scales `fitted` too; None if rounding is not judged."""
     quotients = truth / spread(values, spec, data.shape)
     factor = torch.maximum(fitted / values, values / fitted)
     wrong = ~(factor <= _FACTOR)  # counts NaN

@@ -129,8 +129,8 @@ class BaselineModel:
     """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`, of which the
     checkpoint of `step` counts, or the newest.
 
-    `folder` has its config.json and its tokenizer; `shapes` those of its tensors, by their names in files; `folded`
-    what `octavo pack --smooth` or `--rotate` folded into it; `calibrated` the folders by which a calibration knows it.
+    `folder` has its config.json and its tokenizer. `shapes` are by the names of tensors in files. `folded` says what
+    `octavo pack --smooth` or `--rotate` folded into it. A calibration knows it by one of the folders `calibrated`.
     """
 
     def __init__(self, path: Path, step: int | None) -> None:

@@ -291,7 +291,7 @@ _FACTOR = 4.0  # between calibrations on other text, by other rules
 
 
 def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, str]:
-    """The names of the stored scales, with the names of what they scale in a calibration."""
+    """The names of the stored scales, each with the name that its tensor has in a calibration."""
     inputs = {f"{name}.{spec.input_scale}": name for name, spec in layers.items() if spec.inputs == "static"}
     pairs = cache_names(files)
     cached = {name: f"{of}.{kind}" for of, pair in pairs.items() for name, kind in zip(pair, "kv", strict=True)}

@@ -135,7 +135,7 @@ def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
 
 
 def _later(sample: SampleGrids, history: History, numbers: Grid) -> Grid:
-    """The numbers of what was quantized, and in so many samples before. An expert without tokens is in none."""
+    """The numbers of operands that were quantized, and in four samples before. An expert without tokens is in none."""
     return np.where(history.known >= FIRST, _of_quantized(sample, numbers), np.nan)
 
 
@@ -338,12 +338,10 @@ class LossRule:
 
 
 class StallRule:
-    """Finds a loss that stopped falling: its mean over the last third of the steps is not below that of the third
-    before, at two looks in a row, each at a tenth more steps than the last.
+    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before.
 
-    Args:
-        first: a step; the rule waits for so many steps, and for 128 at least. A run that goes on has a loss that falls
-            as slowly as its steps are many.
+    The rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for
+    128 at least: the loss of a run that goes on falls as slowly as its steps are many.
     """
 
     def __init__(self, first: int = 0) -> None:

@@ -129,7 +129,7 @@ class Layers:
         return np.array([weight_of(module).numel() for module in self.modules], float)
 
     def note(self, operands: Array) -> None:
-        """Note what ran: the operands of a full sample. Of compiled code it is only known that it is checkpointed."""
+        """Note what ran: the operands of a full sample. Compiled code does not say whether it ran twice."""
         for record in operands:
             again = {"recomputed"} if record["flags"] & RECOMPUTED else set()
             self._seen[record["layer"]] |= {OPERANDS[record["operand"]], *again}
