@@ -11,7 +11,6 @@ The samples of a long run share columns: a column of a grid shows the worst of i
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,18 +52,13 @@ METRICS = (
 )
 
 
-@dataclass(frozen=True)
 class Columns:
-    """The columns of the grids: which sampled step belongs to which."""
+    """The columns of the grids: `count` of them, at most as many as the sampled `steps`, which are ascending."""
 
-    steps: Array  # all sampled steps, ascending
-    count: int  # of the columns, at most `len(steps)`
-
-    @cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """The first and the last step of each column."""
-        parts = np.array_split(self.steps, self.count) if self.count else []
-        return [(int(part[0]), int(part[-1])) for part in parts]
+    def __init__(self, steps: Array, count: int) -> None:
+        self.steps, self.count = steps, count
+        parts = np.array_split(steps, count) if count else []
+        self.spans = [(int(part[0]), int(part[-1])) for part in parts]  # the first and the last step of each column
 
     def of(self, steps: Array) -> Array:
         """The column of each of `steps`."""

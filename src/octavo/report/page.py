@@ -63,35 +63,14 @@ class LineChart:
         return vars(self) | {"lines": lines}
 
 
-@dataclass(frozen=True)
-class Place:
-    """A layer of a run, "" for the whole model, and a step of it or None."""
-
-    run: str
-    layer: str
-    step: int | None = None
-
-    def attributes(self) -> str:
-        """As attributes of an HTML element."""
-        step = "" if self.step is None else f' data-step="{self.step}"'
-        return f' data-run="{escape(self.run)}" data-layer="{escape(self.layer)}"{step}'
-
-
 @dataclass
 class Page:
-    """A page, to which parts are added in their order.
+    """A page, to which parts are added in their order."""
 
-    Attributes:
-        title: of the window, plain text.
-        parts: HTML.
-        charts: those of `figure`.
-        data: further values for the script, by name.
-    """
-
-    title: str
-    parts: list[str] = field(default_factory=list)
+    title: str  # of the window, plain text
+    parts: list[str] = field(default_factory=list)  # HTML
     charts: list[LineChart] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # further values for the script, by name
 
     def add(self, *parts: str) -> None:
         self.parts += [part for part in parts if part]
@@ -137,20 +116,26 @@ def table(
     *,
     title: str = "",
     remark: str = "",
-    places: Sequence[Place] = (),
+    places: Sequence[str] = (),
 ) -> str:
     """A table of text in a box that scrolls, with a heading above it and a remark below it.
 
-    `places` has the layer of each row, which the filter of layers hides and shows. The name of the layer of a place
+    `places` has the `place` of each row, which the filter of layers hides and shows. The name of the layer of a place
     with a step becomes a button that shows it in the heat map.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    attributes = [place.attributes() for place in places] or [""] * len(rows)
-    body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in zip(attributes, rows, strict=True)]
+    marked = zip(places or [""] * len(rows), rows, strict=True)
+    body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in marked]
     heading = f"<h2>{escape(title)}</h2>\n" if title else ""
     box = f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title or "table")}">'
     below = f"\n{paragraphs([remark])}" if remark else ""
     return f"{heading}{box}<table>\n<tr>{head}</tr>\n" + "\n".join(body) + f"\n</table></div>{below}"
+
+
+def place(run: str, layer: str, step: int | None = None) -> str:
+    """The attributes of a row of a table that is of a layer of a run, "" for the whole model, and of a step."""
+    at = "" if step is None else f' data-step="{step}"'
+    return f' data-run="{escape(run)}" data-layer="{escape(layer)}"{at}'
 
 
 def paragraphs(texts: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from octavo.report.heat_maps import (
     sampled_steps,
     spread,
 )
-from octavo.report.page import Line, LineChart, Page, Place, paragraphs, read_asset, table
+from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
 from octavo.report.runs import RunData, Series
 from octavo.train.run_records import ONE_SEED, different_settings
 from octavo.util import plural
@@ -169,7 +169,7 @@ def _table_of_layers(run: RunData, title: str, rows: Sequence[Mapping[str, str]]
     if not rows:
         return ""
     cells = [list(row.values()) for row in rows]
-    places = [Place(run.name, row[0]) for row in cells] if run.watched is not None else []
+    places = [place(run.name, row[0]) for row in cells] if run.watched is not None else []
     return table(list(rows[0]), cells, title=title if alone else f"{title}: {run.name}", remark=remark, places=places)
 
 
@@ -206,7 +206,7 @@ def _events(runs: Sequence[RunData]) -> str:
     columns = ("run", "step", "rule", "layer", "operand", "message", "action")
     start = 0 if len(runs) > 1 else 1
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
-    places = [Place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
+    places = [place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
     shown = [row[start:] for row in rows]
     return table(columns[start:], shown, title="Every event", remark=remark, places=places)
 
