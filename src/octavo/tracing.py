@@ -289,12 +289,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         computed = compute_dtype(kind, inputs, outputs)
         flops = flops_of(func, kind, args, keywords, out)
         operand = self._operand(name, args) if flops else None
-        if phase == "backward":
+        if "FP8" in (*inputs, *outputs):
+            reason = _BY_RECIPE.get(kind, "the recipe: operands in FP8")
+        elif phase == "backward":
             reason = _backward_reason(kind, inputs, outputs, owner.operation)
-            parameters = parameters or owner.parameters
+        elif (decision := self._autocast.decision) is not None:
+            reason = _by_autocast(kind, inputs, outputs, computed, decision)
         else:
-            wide, autocast = any(t.dtype == torch.float32 for t in read), self._autocast
-            reason = _forward_reason(kind, inputs, outputs, computed, autocast, reads_fp32=wide)
+            wide = any(t.dtype == torch.float32 for t in read)
+            reason = _by_model(kind, inputs, self._autocast.dtype, reads_fp32=wide)
+        if phase == "backward":
+            parameters = parameters or owner.parameters
         weight = () if operand is None else self._parameters[id(operand)]
         rows = 0 if operand is None else flops // (2 * max(operand.numel(), 1))
         # Products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that it
@@ -507,25 +512,17 @@ def _with_result_in_fp32(operation: Any, args: Any, keywords: Any) -> tuple[Any,
 # ---- Why an operation runs in its dtype, in a sentence.
 
 
-def _forward_reason(
-    kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, autocast: GpuAutocast, *, reads_fp32: bool
-) -> str:
-    """The reason in a forward pass. `reads_fp32`: a parameter in FP32 is among the inputs."""
-    if "FP8" in (*inputs, *outputs):
-        return _by_recipe(kind)
-    if autocast.decision is not None:
-        return _by_autocast(kind, inputs, outputs, computed, autocast.decision)
+_BY_RECIPE = {"cast": "the recipe casts it to FP8", "copy": "the recipe moves FP8 bytes"}
+
+
+def _by_model(kind: str, inputs: Sequence[str], autocast: torch.dtype | None, *, reads_fp32: bool) -> str:
+    """The reason where no autocast casts. `reads_fp32`: a parameter in FP32 is among the inputs."""
     if kind == "cast":
         return "the model casts it"
-    where = "no autocast" if autocast.dtype is None else "autocast leaves it alone"
+    where = "no autocast" if autocast is None else "autocast leaves it alone"
     if len(inputs) > 1:
         return f"{where}: the widest dtype of the inputs, {'a parameter in FP32' if reads_fp32 else inputs[0]}"
     return f"{where}: the dtype of the inputs{', a parameter in FP32 among them' if reads_fp32 else ''}"
-
-
-def _by_recipe(kind: str) -> str:
-    moves = {"cast": "the recipe casts it to FP8", "copy": "the recipe moves FP8 bytes"}
-    return moves.get(kind, "the recipe: operands in FP8")
 
 
 def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, decision: Decision) -> str:
@@ -548,8 +545,6 @@ def _backward_reason(kind: str, inputs: Sequence[str], outputs: Sequence[str], f
 
     `forward` is the operation whose gradient it computes; "" if several ones, or none, are known.
     """
-    if "FP8" in (*inputs, *outputs):
-        return _by_recipe(kind)
     if kind == "cast" and inputs and outputs and inputs != outputs:
         return f"gradient of a cast to {inputs[0]}"
     return f"gradient of {forward}, in the dtype that it ran in" if forward else "adds up gradients, in their dtype"

@@ -165,11 +165,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def read_versions(device: torch.device) -> dict[str, Any]:
-    """Versions of the software, and the device that would be used, as JSON values.
-
-    Packages that are not installed are left out. `driver` is the NVIDIA driver's version; `toolkit` that of the CUDA
-    toolkit whose compiler, nvcc, is on the path (Octavo needs none); `cuda` that of CUDA that PyTorch was built with.
-    """
+    """Versions of the software, and the device that would be used, as JSON values. Packages that are not installed are
+    left out. `toolkit` is the CUDA whose compiler is on the path, `cuda` the CUDA that PyTorch was built with."""
     found: dict[str, Any] = {
         "octavo": __version__,
         "torch": torch.__version__,

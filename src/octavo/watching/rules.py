@@ -3,8 +3,6 @@
 A rule whose number is above its limit has found a fault. Where a number is missing (NaN), it has found none.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import deque
