@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from watch_examples import one_layer
-from watch_oracle import binades, describe, matrix
+from watch_oracle import binades, check, describe, matrix
 
 import octavo
 from octavo.numerics.scaling import scale_exponent, scale_mantissa
@@ -37,11 +37,6 @@ def sampled(model, **options):
         train(model, watch=watch)
         sample = watch.latest()
     return {OPERANDS[r["operand"]]: r for r in sample.operands}, sample.layer_records
-
-
-def check(found, expected, *, rel=2e-6):
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=rel, abs=1e-7), name
 
 
 @pytest.mark.parametrize("name", octavo.recipe.PRESETS)
