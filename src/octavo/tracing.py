@@ -81,18 +81,6 @@ def compute_dtype(kind: str, inputs: Sequence[str], outputs: Sequence[str]) -> s
     return next((name for name in WIDTHS if name in (*inputs, *outputs)), "")
 
 
-def sum_dtype(kind: str, computed: str) -> str:
-    """The dtype of the partial sums of an operation that adds up, "" for others.
-
-    Matrix products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that
-    it splits along K to the dtype of the result (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction).
-    The tensor cores of Hopper keep about 14 bits in an FP8 sum, which is added to an FP32 sum from time to time.
-    """
-    if kind in ("copy", "cast", "elementwise") or not computed:
-        return ""
-    return "FP64" if computed == "FP64" else "FP32"
-
-
 def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
     """The FLOPs of a product, convolution or attention, by torch's formula where it has one; 0 of other operations."""
     from torch.utils.flop_counter import flop_registry  # here: it imports much
@@ -301,15 +289,24 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         computed = compute_dtype(kind, inputs, outputs)
         flops = flops_of(func, kind, args, keywords, out)
         operand = self._operand(name, args) if flops else None
-        if phase == "backward":
+        if "FP8" in (*inputs, *outputs):
+            reason = _BY_RECIPE.get(kind, "the recipe: operands in FP8")
+        elif phase == "backward":
             reason = _backward_reason(kind, inputs, outputs, owner.operation)
-            parameters = parameters or owner.parameters
+        elif (decision := self._autocast.decision) is not None:
+            reason = _by_autocast(kind, inputs, outputs, computed, decision)
         else:
-            wide, autocast = any(t.dtype == torch.float32 for t in read), self._autocast
-            reason = _forward_reason(kind, inputs, outputs, computed, autocast, reads_fp32=wide)
+            wide = any(t.dtype == torch.float32 for t in read)
+            reason = _by_model(kind, inputs, self._autocast.dtype, reads_fp32=wide)
+        if phase == "backward":
+            parameters = parameters or owner.parameters
         weight = () if operand is None else self._parameters[id(operand)]
         rows = 0 if operand is None else flops // (2 * max(operand.numel(), 1))
-        adds = sum_dtype(kind, computed)
+        # Products and reductions of PyTorch add up in FP32 on a GPU. cuBLAS may round partial sums of a product that it
+        # splits along K (torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction). Hopper's tensor cores keep
+        # about 14 bits in an FP8 sum, which is added to an FP32 sum from time to time.
+        adds = "" if kind in ("copy", "cast", "elementwise") or not computed else "FP32"
+        adds = "FP64" if adds and computed == "FP64" else adds
         of_pass = name, owner.module, phase, kind, inputs, outputs
         self.operations.append(Operation(*of_pass, computed, adds, flops, reason, parameters, weight, rows))
 
@@ -515,25 +512,17 @@ def _with_result_in_fp32(operation: Any, args: Any, keywords: Any) -> tuple[Any,
 # ---- Why an operation runs in its dtype, in a sentence.
 
 
-def _forward_reason(
-    kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, autocast: GpuAutocast, *, reads_fp32: bool
-) -> str:
-    """The reason in a forward pass. `reads_fp32`: a parameter in FP32 is among the inputs."""
-    if "FP8" in (*inputs, *outputs):
-        return _by_recipe(kind)
-    if autocast.decision is not None:
-        return _by_autocast(kind, inputs, outputs, computed, autocast.decision)
+_BY_RECIPE = {"cast": "the recipe casts it to FP8", "copy": "the recipe moves FP8 bytes"}
+
+
+def _by_model(kind: str, inputs: Sequence[str], autocast: torch.dtype | None, *, reads_fp32: bool) -> str:
+    """The reason where no autocast casts. `reads_fp32`: a parameter in FP32 is among the inputs."""
     if kind == "cast":
         return "the model casts it"
-    where = "no autocast" if autocast.dtype is None else "autocast leaves it alone"
+    where = "no autocast" if autocast is None else "autocast leaves it alone"
     if len(inputs) > 1:
         return f"{where}: the widest dtype of the inputs, {'a parameter in FP32' if reads_fp32 else inputs[0]}"
     return f"{where}: the dtype of the inputs{', a parameter in FP32 among them' if reads_fp32 else ''}"
-
-
-def _by_recipe(kind: str) -> str:
-    moves = {"cast": "the recipe casts it to FP8", "copy": "the recipe moves FP8 bytes"}
-    return moves.get(kind, "the recipe: operands in FP8")
 
 
 def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], computed: str, decision: Decision) -> str:
@@ -556,8 +545,6 @@ def _backward_reason(kind: str, inputs: Sequence[str], outputs: Sequence[str], f
 
     `forward` is the operation whose gradient it computes; "" if several ones, or none, are known.
     """
-    if "FP8" in (*inputs, *outputs):
-        return _by_recipe(kind)
     if kind == "cast" and inputs and outputs and inputs != outputs:
         return f"gradient of a cast to {inputs[0]}"
     return f"gradient of {forward}, in the dtype that it ran in" if forward else "adds up gradients, in their dtype"

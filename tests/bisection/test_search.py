@@ -42,66 +42,56 @@ def test_one_gemm_of_one_layer_is_found(gemm, layer):
     assert all(trial.gap.mean == pytest.approx(0) for trial in remedies)
 
 
-def test_two_layers_far_apart_are_both_found():
-    bad = {LAYERS[2], LAYERS[29]}
-    found = search(lambda gemms, layers: 0.05 * len(bad & layers))
-    assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
-    assert found.gemms == GEMMS  # each GEMM alone has the whole effect
-
-
 def test_two_layers_each_of_which_has_the_whole_effect_are_both_found():
     """The first half explains the gap, so that the second is tried only among the layers that are left."""
-    bad = {LAYERS[2], LAYERS[29]}
-    found = search(lambda gemms, layers: 0.1 * bool(bad & layers))
+    found = search(lambda gemms, layers: 0.1 * bool(FAR & layers))
     assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
-    assert set(found.trials[-1].part.layers) == set(LAYERS) - bad
+    assert set(found.trials[-1].part.layers) == set(LAYERS) - FAR
     assert found.trials[-1].gap.mean == pytest.approx(0)
 
 
-def test_two_gemms_that_raise_the_loss_together_are_found():
-    found = search(lambda gemms, layers: 0.1 * ({"dx", "dw"} <= gemms and LAYERS[5] in layers))
-    assert (found.gemms, causes(found)) == (("dx", "dw"), [(LAYERS[5],)])
+FAR = {LAYERS[2], LAYERS[29]}
+DOWN = [name for name in LAYERS if name.endswith("down_proj")]
+GROUPS = [tuple(LAYERS[at : at + 8]) for at in range(0, 32, 8)]
+# What is known -> the gap of GEMMs and layers, the GEMMs and the groups of layers that are found.
+FOUND = {
+    "two layers far apart, each GEMM of which has the whole effect": (
+        lambda gemms, layers: 0.05 * len(FAR & layers), GEMMS, [(LAYERS[2],), (LAYERS[29],)]
+    ),
+    "two GEMMs that raise the loss together": (
+        lambda gemms, layers: 0.1 * ({"dx", "dw"} <= gemms and LAYERS[5] in layers), ("dx", "dw"), [(LAYERS[5],)]
+    ),
+    "a kind of layer that does it together, of which no half by depth has an effect": (
+        lambda gemms, layers: 0.1 * (set(DOWN) <= layers), GEMMS, [tuple(DOWN)]
+    ),
+    "a gap that is spread evenly ends in groups": (
+        lambda gemms, layers: 0.1 * len(layers) / len(LAYERS), GEMMS, GROUPS
+    ),
+    "a part that diverges": (
+        lambda gemms, layers: math.inf if "dw" in gemms and LAYERS[9] in layers else 0.01, ("dw",), [(LAYERS[9],)]
+    ),
+    "effects within the noise are not followed": (
+        lambda gemms, layers: 0.02 * (LAYERS[20] in layers) + 0.0027 * ("y" in gemms), GEMMS, [(LAYERS[20],)]
+    ),
+}  # fmt: skip
 
 
-def test_a_kind_of_layer_that_must_be_whole_is_found():
-    """Neither half by depth has an effect: the layers of the kind do it together."""
-    kind = {name for name in LAYERS if name.endswith("down_proj")}
-    found = search(lambda gemms, layers: 0.1 * (kind <= layers))
-    assert causes(found) == [tuple(name for name in LAYERS if name in kind)]
+@pytest.mark.parametrize("name", FOUND)
+def test_the_cause_is_found(name):
+    effect, gemms, layers = FOUND[name]
+    found = search(effect)
+    assert (found.verdict, found.gemms, causes(found)) == ("found", gemms, layers)
 
 
-def test_a_gap_that_is_spread_evenly_ends_in_groups():
-    found = search(lambda gemms, layers: 0.1 * len(layers) / len(LAYERS))
-    assert [len(group) for group in causes(found)] == [8, 8, 8, 8]
-    assert sum(causes(found), ()) == tuple(LAYERS)
-
-
-def test_a_gap_within_the_noise_ends_the_search():
-    found = search(lambda gemms, layers: 0.002, noise=0.01)
-    assert (found.verdict, found.gemms, found.layers) == ("unresolved", (), ())
+@pytest.mark.parametrize(
+    ("gap", "noise", "least", "verdict"),
+    [(0.002, 0.01, 0, "unresolved"), (-0.1, 0.001, 0, "lower"), (0.01, 0.001, 0.02, "small")],
+)
+def test_no_gap_to_search_ends_the_search(gap, noise, least, verdict):
+    found = search(lambda gemms, layers: gap, noise, least)
+    assert (found.verdict, found.gemms, found.layers) == (verdict, (), ())
     assert [trial.part for trial in found.trials] == [Part(GEMMS)]
-
-
-def test_a_lower_loss_is_no_gap():
-    found = search(lambda gemms, layers: -0.1)
-    assert (found.verdict, len(found.trials)) == ("lower", 1)
-
-
-def test_a_gap_that_is_too_small_is_not_searched():
-    found = search(lambda gemms, layers: 0.01, least=0.02)
-    assert (found.verdict, len(found.trials)) == ("small", 1)
     assert search(lambda gemms, layers: 0.03, least=0.02).verdict == "found"
-
-
-def test_a_part_that_diverges_is_found():
-    found = search(lambda gemms, layers: math.inf if "dw" in gemms and LAYERS[9] in layers else 0.01)
-    assert (found.gemms, causes(found)) == (("dw",), [(LAYERS[9],)])
-
-
-def test_effects_within_the_noise_are_not_followed():
-    bad = LAYERS[20]
-    found = search(lambda gemms, layers: 0.02 * (bad in layers) + 0.004 * ("y" in gemms), noise=0.0015)
-    assert (found.gemms, causes(found)) == (GEMMS, [(bad,)])
 
 
 # --- Gaps and their intervals, against numbers from tables and from NumPy

@@ -83,6 +83,7 @@ def test_a_bad_combination_is_named_with_its_fix(facts, name, fix):
     (problem,) = judge(replace(FINE, **facts))
     assert problem.name == name
     assert fix in problem.fix
+    assert name != "torchao for another Python" or "for Python 3.10, this is 3.12: " in problem.found
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,6 @@ def test_a_bad_combination_is_named_with_its_fix(facts, name, fix):
 )
 def test_a_machine_without_a_problem_has_none(facts):
     assert judge(replace(FINE, **facts)) == []
-
-
-def test_versions_of_python_have_a_dot():
-    (problem,) = judge(replace(FINE, extensions=("_C.cpython-310-x86_64-linux-gnu.so",)))
-    assert problem.found.startswith("torchao's kernels are compiled for Python 3.10, this is 3.12: ")
 
 
 def test_the_facts_of_this_machine_are_read(monkeypatch):

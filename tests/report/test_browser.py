@@ -75,20 +75,15 @@ def test_the_values_under_the_mouse_are_said(browser: Browser, page: Path) -> No
     browser.check()
 
 
-def test_a_line_can_be_hidden(browser: Browser, page: Path) -> None:
+def test_a_line_can_be_hidden_and_a_chart_be_logarithmic(browser: Browser, page: Path) -> None:
     browser.open(page)
     buttons = browser.driver.find_elements("css selector", "#loss .legend button")
     assert [button.text for button in buttons] == ["rowwise", "rowwise evaluation", "bf16", "bf16 evaluation"]
+    linear = browser.run("document.querySelector('#loss canvas').toDataURL()")
     buttons[0].send_keys(Keys.ENTER)
     assert buttons[0].get_attribute("aria-pressed") == "false"
     browser.point("#loss .u-over", 0.5, 0.5)
     assert "rowwise 3." not in browser.wait_for("#loss .readout", "bf16 3.")
-
-
-def test_a_chart_can_be_logarithmic(browser: Browser, page: Path) -> None:
-    browser.open(page)
-    linear = browser.run("document.querySelector('#loss canvas').toDataURL()")
-    browser.find("#loss .legend button").click()
     browser.find("#loss .legend input").click()
     browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
     assert browser.run("document.querySelectorAll('#loss canvas').length") == 1
@@ -173,17 +168,6 @@ def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> Non
     assert rows["heat"][-1][:2] == ["lm_head", "none"]
     assert len(rows["histogram"]) == 41
     assert rows["histogram"][1][1] == "50 %"
-
-
-def test_dark_and_light(browser: Browser, page: Path) -> None:
-    browser.open(page, theme="dark")
-    background = "getComputedStyle(document.body).backgroundColor"
-    assert browser.run(background) == "rgb(22, 22, 22)"
-    dark = browser.run("document.querySelector('#loss canvas').toDataURL()")
-    browser.theme("light")
-    assert browser.run(background) == "rgb(255, 255, 255)"
-    browser.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert browser.run("document.querySelector('#loss canvas').toDataURL()") != dark
 
 
 def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, page: Path) -> None:

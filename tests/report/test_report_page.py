@@ -6,7 +6,7 @@ import json
 import re
 from importlib.resources import files
 
-from octavo.report.page import Line, LineChart, Page, Place, table
+from octavo.report.page import Line, LineChart, Page, place, table
 
 # uPlot 1.6.32 as npm serves it: `npm pack uplot@1.6.32`, dist/ and LICENSE.
 HASHES = {
@@ -22,15 +22,10 @@ def example() -> Page:
     return page
 
 
-def test_the_library_is_the_one_that_was_published():
+def test_the_library_is_the_one_that_was_published_and_its_licence_is_in_the_page():
     assets = files("octavo.report") / "assets"
     assert {name: hashlib.sha256((assets / name).read_bytes()).hexdigest() for name in HASHES} == HASHES
-
-
-def test_the_licence_of_the_library_is_in_the_page():
-    licence = (files("octavo.report") / "assets" / "uPlot.LICENSE").read_text()
-    assert "Copyright (c) 2022 Leon Sorokin" in licence
-    assert licence in example().html()
+    assert (assets / "uPlot.LICENSE").read_text() in example().html()
 
 
 def test_the_policy_allows_exactly_what_the_page_holds():
@@ -52,8 +47,8 @@ def test_texts_cannot_leave_their_place():
         "name": "</script><b>", "x": [1, 2], "y": [0.5, None], "colour": 0, "dashed": False,
     }  # fmt: skip
     assert "<title>a &lt;b&gt;title&lt;/b&gt;</title>" in html
-    assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], places=[Place("r", '"><i>', 3)])
-    assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", places=[Place("r", '"><i>', 3)])
+    assert "<script>alert" not in table(("a<",), [("<script>alert(1)</script>",)], places=[place("r", '"><i>', 3)])
+    assert "<i>" not in table(("a",), [("b",)], title="<i>", remark="<i>", places=[place("r", '"><i>', 3)])
 
 
 def test_a_page_without_charts_has_no_script():

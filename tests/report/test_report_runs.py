@@ -10,7 +10,8 @@ from report_examples import make_run, write_metrics
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.report.runs import read_runs, read_series
-from octavo.report.training_page import page_of_runs, recipe_rows, run_facts, to_dict
+from octavo.report.training_page import expert_rows, page_of_runs, recipe_rows, run_facts, to_dict
+from octavo.watching.storage import EXPERTS
 
 
 def test_a_run_of_octavo_train(tmp_path):
@@ -58,30 +59,25 @@ def test_a_watch_alone(tmp_path):
     make_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (run,) = read_runs([tmp_path])
-    assert run.last_step == 200
-    assert run.watched is not None
-    assert run.settings == {}
+    assert (run.last_step, len(run.watched.layers), run.settings) == (200, 13, {})
 
 
-def test_a_watch_of_another_version_leaves_the_loss(tmp_path):
-    make_run(tmp_path)
-    path = tmp_path / "watch" / "layers.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 99}))
+@pytest.mark.parametrize(
+    ("name", "damage", "remark"),
+    [
+        ("layers.json", lambda old: old.replace(b'"version": 1', b'"version": 99'), "has version 99 of the schema"),
+        ("layers.json", lambda old: b"{", "is not valid JSON"),
+        ("operands.bin", lambda old: b"\xff" * len(old), "are missing: the records of the watch are damaged"),
+    ],
+)
+def test_a_damaged_watch_leaves_the_loss(tmp_path, name, damage, remark):
+    path = make_run(tmp_path) / "watch" / name
+    path.write_bytes(damage(path.read_bytes()))
     (run,) = read_runs([tmp_path])
     assert run.watched is None
     assert len(run.series["loss"].steps) == 200
-    assert "has version 99 of the schema" in run.remarks[0]
-    path.write_text("{")
-    assert "is not valid JSON" in read_runs([tmp_path])[0].remarks[0]
-
-
-def test_a_watch_with_damaged_records_leaves_the_loss(tmp_path):
-    make_run(tmp_path)
-    path = tmp_path / "watch" / "operands.bin"
-    path.write_bytes(b"\xff" * len(path.read_bytes()))
-    (run,) = read_runs([tmp_path])
-    assert run.watched is None
-    assert run.remarks[0].startswith("Figures of the layers are missing: the records of the watch are damaged")
+    assert run.remarks[0].startswith("Figures of the layers are missing: ")
+    assert remark in run.remarks[0]
 
 
 def test_a_cut_record_of_the_watch_is_left_out(tmp_path):
@@ -150,6 +146,23 @@ def test_a_run_that_was_not_watched_shows_its_recipes(tmp_path):
     assert "<td>2 layers</td>" in page_of_runs(runs).html()
 
 
+def test_the_experts_of_the_last_sample_are_a_table(tmp_path):
+    run = make_run(tmp_path / "run", steps=20)
+    found = np.zeros(2, EXPERTS)
+    found["step"], found["layer"], found["experts"], found["fullest"], found["idle"] = (10, 20), 2, 8, 5, 1
+    found["load"], found["worst"], found["sqnr"] = (1, 2), (3, 0, 7), (27.125, np.nan, 30.0)
+    (run / "watch" / "experts.bin").write_bytes(found.tobytes())
+    runs = read_runs([run])
+    (row,) = expert_rows(runs[0].watched)
+    name = runs[0].watched.layers[2].name
+    assert list(row.values()) == [name, "2.00x, expert 5", "1 of 8", "expert 3, 27.1 dB", "", "expert 7, 30.0 dB"]
+    page = page_of_runs(runs).html()
+    assert "<h2>Experts</h2>" in page
+    assert "expert 3, 27.1 dB" in page
+    (run / "watch" / "experts.bin").unlink()  # of an older version
+    assert "<h2>Experts</h2>" not in page_of_runs(read_runs([run])).html()
+
+
 def test_the_trainer_of_hugging_face(tmp_path):
     for step in (9, 10):
         folder = tmp_path / f"checkpoint-{step}"
@@ -166,16 +179,10 @@ def test_the_trainer_of_hugging_face(tmp_path):
         read_runs([tmp_path])
 
 
-def test_folders_that_are_no_run_are_refused(tmp_path):
-    with pytest.raises(ArtifactError, match="none is no folder: give the folder of a run, which octavo train wrote"):
-        read_runs([tmp_path / "none"])
-    with pytest.raises(ArtifactError, match="is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"):
-        read_runs([tmp_path])
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (None, "is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"),
         ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
         ("[1]", "metrics.jsonl, line 1 must hold a JSON object, got list"),
         ('{"loss": 1}', "metrics.jsonl, line 1: step must be a whole number, got None"),
@@ -183,7 +190,10 @@ def test_folders_that_are_no_run_are_refused(tmp_path):
         ('{"step": 1, "loss": true}', "line 1: loss must be a number or null, got True"),
     ],
 )
-def test_damaged_metrics_are_refused(tmp_path, line, message):
-    (tmp_path / "metrics.jsonl").write_text(line + "\n")
+def test_what_is_no_run_is_refused(tmp_path, line, message):
+    if line is not None:
+        (tmp_path / "metrics.jsonl").write_text(line + "\n")
     with pytest.raises(ArtifactError, match=message):
         read_runs([tmp_path])
+    with pytest.raises(ArtifactError, match="none is no folder: give the folder of a run, which octavo train wrote"):
+        read_runs([tmp_path / "none"])

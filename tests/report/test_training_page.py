@@ -28,10 +28,10 @@ def test_a_long_line_keeps_its_extremes_and_gaps() -> None:
     assert len(steps) == len(thinned) <= 4000
     assert steps == sorted(set(steps))
     assert [thinned[steps.index(step)] for step in (12_345, 70_001, 50_000)] == [99.0, -99.0, None]
-
-
-def test_a_short_line_is_whole() -> None:
-    assert thin(Series(np.array([1, 5]), np.array([2e9, np.nan])), 1e-9) == ([1, 5], [2.0, None])
+    assert thin(Series(np.array([1, 5]), np.array([2e9, np.nan])), 1e-9) == (
+        [1, 5],
+        [2.0, None],
+    )  # a short one is whole
 
 
 def test_the_lines_of_runs(tmp_path: Path) -> None:

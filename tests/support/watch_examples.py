@@ -1,7 +1,11 @@
-"""Layers, records and events of a watched run, made up."""
+"""Models to watch, and layers, records and events of a watched run, made up."""
 
 import numpy as np
+import torch
+from torch import nn
 
+import octavo
+from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
 
 
@@ -25,3 +29,19 @@ def sample(step: int, layers: int = 2) -> tuple[np.ndarray, np.ndarray]:
 
 def event(step: int, value: float | None = 0.5) -> Event:
     return Event(step, "saturation_spike", "blocks.0.up", "x", value, 0.01, f"at step {step} many numbers saturated")
+
+
+def one_layer(recipe: str = "rowwise") -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 64, bias=False))
+    octavo.convert(model, recipe)
+    return model
+
+
+def tiny_model(name: str, recipe: str = "rowwise", layers: int = 1) -> nn.Module:
+    """A converted "llama" or "gpt2"."""
+    torch.manual_seed(0)
+    llama, gpt2 = LlamaConfig(64, layers, 32, 4, 2, 48, 16), GPT2Config(64, layers, 32, 4, 16)
+    model = Llama(llama) if name == "llama" else GPT2(gpt2)
+    octavo.convert(model, recipe)
+    return model

@@ -5,6 +5,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from quantize_oracle import KINDS, oracle_scale
 
@@ -48,6 +49,12 @@ def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> 
         "flushed": ((numbers == 0) & (wide != 0)).mean(),
         "sqnr": 10 * math.log10((wide**2).sum() / ((wide - numbers * each) ** 2).sum()),
     }  # fmt: skip
+
+
+def check(found: Any, expected: dict[str, float]) -> None:
+    """A record has these numbers."""
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
 
 
 def binades(x: Array) -> list[float]:

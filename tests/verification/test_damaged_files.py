@@ -9,44 +9,41 @@ from typing import Any
 
 import pytest
 import torch
+from faults import cut, edit, put, replaced
 from safetensors.torch import save_file
 from tiny_models import make_model
 from torch import Tensor
-from verify_examples import Damage, change_config, change_tensors, damaged, expect
+from verify_examples import Damage, change_config, change_json, damaged, expect
 
 from octavo.verification import verify
+from octavo.verification.findings import Report
 
 pytestmark = pytest.mark.usefixtures("no_reader")
+Judge = Callable[[str, Damage], Report]
+
+
+@pytest.fixture
+def judge(good: dict[str, Path], model: Path, tmp_path: Path) -> Judge:
+    """judge(name, damage): the report of a packing with damage."""
+    return lambda name, damage: verify(damaged(good[name], tmp_path / "bad", damage), model)
+
 
 Q = "model.layers.1.self_attn.q_proj"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def cut(folder: Path) -> None:
-    path = folder / SINGLE
-    os.truncate(path, path.stat().st_size - 100)
-
-
 def removed(name: str) -> Damage:
-    return lambda folder: (folder / name).unlink()
+    """The first file whose name matches is removed."""
+    return lambda folder: min(folder.glob(name)).unlink()
 
 
 def write(name: str, content: bytes) -> Damage:
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes(content)
-
-    return damage
+    return lambda folder: (folder / name).write_bytes(content)
 
 
 def index(change: Callable[[dict[str, str]], Any]) -> Damage:
     """Change the files of tensors that the index lists."""
-
-    def damage(folder: Path) -> None:
-        content = json.loads((folder / INDEX).read_text())
-        change(content["weight_map"])
-        (folder / INDEX).write_text(json.dumps(content))
-
-    return damage
+    return lambda folder: change_json(folder / INDEX, lambda content: change(content["weight_map"]))
 
 
 def placed(tensor: str, file: str) -> Damage:
@@ -54,8 +51,11 @@ def placed(tensor: str, file: str) -> Damage:
     return index(lambda files: files.update({tensor: file}))
 
 
-def list_another_tensor(files: dict[str, str]) -> None:
-    files["model.extra"] = files["model.norm.weight"]
+def written_twice(folder: Path) -> None:
+    """All tensors of the first shard are in the second, too."""
+    [first, second, *_] = sorted(folder.glob("model-*"))
+    names = json.loads((folder / INDEX).read_text())["weight_map"]
+    save_file({name: torch.zeros(1) for name, file in names.items() if file in (first.name, second.name)}, second)
 
 
 FILES: list[tuple[str, Damage, str, str, str]] = [
@@ -79,39 +79,35 @@ FILES: list[tuple[str, Damage, str, str, str]] = [
         "'pytorch_model.bin', which is not a safetensors",
     ),
     ("shards", index(lambda files: files.pop("model.norm.weight")), "tensor", "model.norm.weight", "does not list it"),
-    ("shards", index(list_another_tensor), "tensor", "model.extra", "is missing in model-"),
+    (
+        "shards", index(lambda files: files.update({"model.extra": files["model.norm.weight"]})), "tensor",
+        "model.extra", "is missing in model-",
+    ),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), FILES)
-def test_files(
-    good: dict[str, Path], model: Path, tmp_path: Path, name: str, damage: Damage, kind: str, where: str, message: str
-) -> None:
-    report = verify(damaged(good[name], tmp_path / "bad", damage), model)
+def test_files(judge: Judge, name: str, damage: Damage, kind: str, where: str, message: str) -> None:
+    report = judge(name, damage)
     if message.startswith("'"):  # the tensor of a file that was not opened is missing, too
         report.findings = [finding for finding in report.findings if finding.kind == kind]
     expect(report, kind, where, message)
 
 
-def test_a_missing_shard(good: dict[str, Path], model: Path, tmp_path: Path) -> None:
-    bad = damaged(good["shards"], tmp_path / "bad", lambda f: sorted(f.glob("model-*"))[0].unlink())
-    report = verify(bad, model)
-    assert "is missing, and model.safetensors.index.json names it" in report.findings[0].message
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (removed("model-*"), "is missing, and model.safetensors.index.json names it"),
+        (written_twice, "is in two files, model-00001"),
+    ],
+)
+def test_damaged_shards(judge: Judge, damage: Damage, message: str) -> None:
+    assert any(message in finding.message for finding in judge("shards", damage).findings)
 
 
 def test_no_folder(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder"):
         verify(tmp_path / "none", model)
-
-
-def test_a_tensor_in_two_files(good: dict[str, Path], model: Path, tmp_path: Path) -> None:
-    def damage(folder: Path) -> None:
-        [first, second, *_] = sorted(folder.glob("model-*"))
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        save_file({name: torch.zeros(1) for name, file in names.items() if file in (first.name, second.name)}, second)
-
-    report = verify(damaged(good["shards"], tmp_path / "bad", damage), model)
-    assert any("is in two files, model-00001" in finding.message for finding in report.findings)
 
 
 class Evil:
@@ -124,13 +120,12 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def test_a_pickle_is_never_loaded(good: dict[str, Path], model: Path, tmp_path: Path) -> None:
+def test_a_pickle_is_never_loaded(judge: Judge, tmp_path: Path) -> None:
     def damage(folder: Path) -> None:
         (folder / SINGLE).unlink()
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(tmp_path / "harm"))))
 
-    report = verify(damaged(good["channel"], tmp_path / "bad", damage), model)
-    expect(report, "pickle", "pytorch_model.bin", "can run code, and was not opened")
+    expect(judge("channel", damage), "pickle", "pytorch_model.bin", "can run code, and was not opened")
     assert not (tmp_path / "harm").exists()
 
 
@@ -164,11 +159,8 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), CONFIGS)
-def test_configurations(
-    good: dict[str, Path], model: Path, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    bad = damaged(good["channel"], tmp_path / "bad", lambda f: change_config(f, **settings))
-    report = verify(bad, model)
+def test_configurations(judge: Judge, settings: dict[str, Any], message: str) -> None:
+    report = judge("channel", lambda folder: change_config(folder, **settings))
     assert any(message in str(finding) for finding in report.findings), [str(f) for f in report.findings]
     assert {finding.kind for finding in report.findings} <= {"config", "scale", "tensor"}
     assert report.not_run
@@ -185,32 +177,8 @@ def test_no_quantization_config(good: dict[str, Path], model: Path) -> None:
 DOWN = "model.layers.0.mlp.down_proj"
 
 
-def change(edit: Callable[[dict[str, Tensor]], None]) -> Damage:
-    return lambda folder: change_tensors(folder, edit)
-
-
-def put(name: str, place: Any, value: float) -> Damage:
-    """Overwrite elements of a tensor; those of one byte are overwritten with a byte."""
-
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensor = tensors[name]
-        tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype)[place] = value
-
-    return change(edit)
-
-
-def replaced(name: str, function: Callable[[Tensor], Tensor]) -> Damage:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors[name] = function(tensors[name])
-
-    return change(edit)
-
-
 def renamed(old: str, new: str) -> Damage:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors[new] = tensors.pop(old)
-
-    return change(edit)
+    return edit(lambda tensors: tensors.update({new: tensors.pop(old)}))
 
 
 # Beside the faults of test_faults.py.
@@ -252,10 +220,8 @@ TENSORS: list[tuple[str, Damage, str, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "kind", "where", "message"), TENSORS)
-def test_tensors(
-    good: dict[str, Path], model: Path, tmp_path: Path, name: str, damage: Damage, kind: str, where: str, message: str
-) -> None:
-    expect(verify(damaged(good[name], tmp_path / "bad", damage), model), kind, where, message)
+def test_tensors(judge: Judge, name: str, damage: Damage, kind: str, where: str, message: str) -> None:
+    expect(judge(name, damage), kind, where, message)
 
 
 def test_another_model(good: dict[str, Path], tmp_path: Path) -> None:

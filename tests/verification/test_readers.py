@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import Folders, make_model, write_text
-from torch import nn
-from transformers import PretrainedConfig
 from verify_examples import change_config
 
 from octavo.evaluation import PromptOptions
-from octavo.evaluation.metrics import LogitQuality
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
@@ -76,19 +73,7 @@ def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypa
     result = results(model, packed)
     assert result["transformers"].outcome == "agrees"
     assert result["octavo"].outcome == "disagrees"
-    assert result["octavo"].distance is not None
     assert result["octavo"].distance > 0.5
-
-
-def test_a_reader_that_gives_nan(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nan(nn.Module):
-        config = PretrainedConfig()
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            return torch.full((*input_ids.shape, 256), torch.nan)
-
-    monkeypatch.setattr(readers, "fill", lambda *_: (Nan(), None))
-    assert results(model, packed)["octavo"].outcome == "disagrees"
 
 
 def test_a_reader_that_fails(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +166,9 @@ def test_readers_of_a_mixture_are_allowed_more(
     assert probe.judge("x", "1", 1.22 * probe.reference, probe.bf16_factors, "").outcome == "disagrees"
 
 
-def test_vllm_is_not_run_on_a_folder_without_a_tokenizer() -> None:
+def test_what_a_reader_is_not_given() -> None:
     result = open_with_vllm(probe_of(Path("gone"), {}), "1", "cpu")
     assert (result.outcome, result.note) == ("not run", "it needs a tokenizer, and the folder has none")
-
-
-def test_layouts_of_vllm_alone_are_not_given_to_transformers() -> None:
     result = next(iter(try_readers(probe_of(Path("gone"), {"quant_method": "modelopt"}), "cpu")))
     assert (result.outcome, result.note) == ("not run", "it does not read this layout; vLLM does")
 
@@ -199,8 +181,8 @@ def test_tolerances_can_fail() -> None:
     assert probe.tolerance(BF16_LOOSE) == pytest.approx(0.2, abs=2e-4)
     moved = probe.reference + 7  # the same distribution of tokens
     assert probe.judge("x", "1", moved, FLOAT32, "").outcome == "agrees"
-    assert probe.judge("x", "1", probe.reference * 1.06, FLOAT32, "").outcome == "disagrees"
-    assert probe.judge("x", "1", probe.reference[:, :3], FLOAT32, "").outcome == "disagrees"
+    for wrong in (1.06 * probe.reference, probe.reference[:, :3], torch.nan * probe.reference):
+        assert probe.judge("x", "1", wrong, FLOAT32, "").outcome == "disagrees"
 
 
 def test_a_view_of_the_outputs_has_its_own_tolerance() -> None:
@@ -221,9 +203,7 @@ def test_weights_alone_and_a_device_without_an_fp8_gemm(
 ) -> None:
     convert_layout(packed, tmp_path / "weight", scheme="weight")
     found = results(model, tmp_path / "weight")
-    assert {name: found[name].outcome for name in ("transformers", "octavo")} == dict.fromkeys(
-        ("transformers", "octavo"), "agrees"
-    )
+    assert [found[name].outcome for name in ("transformers", "octavo")] == ["agrees", "agrees"]
     assert found["octavo"].note.endswith("layers weight-only")
     monkeypatch.setattr(gemm_path, "_find_cached", lambda *_: None)
     found = results(model, packed)
@@ -235,7 +215,6 @@ def test_weights_alone_and_a_device_without_an_fp8_gemm(
 def test_transformers_emulates_int8_as_its_reference_does(made: Folders, kind: str) -> None:
     result = results(made(kind), made(kind, scheme="int8"))
     assert {reader.outcome for name, reader in result.items() if name != "vllm"} == {"agrees"}
-    assert result["transformers"].distance is not None
     assert result["transformers"].distance < 0.002
 
 
@@ -255,9 +234,6 @@ def test_the_same_on_both(tmp_path: Path, name: str, scheme: str) -> None:
 
     cpu, gpu = run("cpu"), run("cuda")
     assert not gpu.findings
-    assert isinstance(cpu.quality, LogitQuality)
-    assert isinstance(gpu.quality, LogitQuality)
-    assert isinstance(gpu.int8, LogitQuality)
     assert gpu.quality.reference_perplexity.value == pytest.approx(cpu.quality.reference_perplexity.value, rel=1e-4)
     assert gpu.quality.kl.value == pytest.approx(cpu.quality.kl.value, rel=0.1)  # roundings at a tie differ
     assert gpu.int8.kl.value < gpu.quality.kl.value

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from watch_oracle import binades, describe, matrix
+from watch_examples import one_layer
+from watch_oracle import binades, check, describe, matrix
 
 import octavo
 from octavo.numerics.scaling import scale_exponent, scale_mantissa
@@ -15,13 +16,6 @@ from octavo.ops import quantize
 from octavo.watching.storage import FULL_SHARE, OPERANDS, UNQUANTIZED
 
 T, K, N = 48, 80, 64
-
-
-def one_layer(recipe="rowwise"):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(K, N, bias=False))
-    octavo.convert(model, recipe)
-    return model
 
 
 def train(model, steps=1, x=None, dy=None, watch=None, rate=0.01):
@@ -43,11 +37,6 @@ def sampled(model, **options):
         train(model, watch=watch)
         sample = watch.latest()
     return {OPERANDS[r["operand"]]: r for r in sample.operands}, sample.layer_records
-
-
-def check(found, expected, *, rel=2e-6):
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=rel, abs=1e-7), name
 
 
 @pytest.mark.parametrize("name", octavo.recipe.PRESETS)
@@ -191,24 +180,17 @@ def test_what_ran_is_described_and_described_anew(tmp_path):
         assert watch.layers[0].gemms == {}
         train(model, dy=torch.ones(T, 8), watch=watch)
         watch.latest()
+        layer = watch.layers[0]
+        runs = {name: (gemm.precision, gemm.kernel) for name, gemm in layer.gemms.items()}
+        assert runs == {"y": ("fp8", "emulated"), "dx": ("fp8", "emulated"), "dw": ("fp32", "torch")}
+        assert "cpu has no FP8 GEMM" in layer.gemms["y"].why
+        assert (layer.name, layer.kind, layer.shape) == ("0", "Linear", (N, K))
         model[0].recipe = octavo.recipe.bf16()
         watch.refresh()
         assert watch.layers[0].recipe == "bf16"
     first, second = octavo.watching.read_watch(tmp_path).layers
     assert {name: gemm.precision for name, gemm in first.gemms.items()} == {"y": "fp32", "dx": "fp32", "dw": "fp32"}
     assert (second.recipe, second.formats["x"], second.gemms["y"].why) == ("", "fp32", "the layer was not converted")
-
-
-def test_the_precision_of_each_gemm():
-    model = one_layer("rowwise_dw_bf16")
-    with octavo.watch(model) as watch:
-        train(model, watch=watch)
-        watch.latest()
-        (layer,) = watch.layers
-    runs = {name: (gemm.precision, gemm.kernel) for name, gemm in layer.gemms.items()}
-    assert runs == {"y": ("fp8", "emulated"), "dx": ("fp8", "emulated"), "dw": ("bf16", "torch")}
-    assert "cpu has no FP8 GEMM" in layer.gemms["y"].why
-    assert (layer.name, layer.kind, layer.shape) == ("0", "Linear", (N, K))
 
 
 def test_a_disk_that_is_full_ends_the_watch_and_not_the_run(tmp_path):

@@ -9,27 +9,15 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from watch_examples import one_layer, tiny_model
 from watch_oracle import matrix
 
 import octavo
-from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.train.config import Config
 from octavo.train.model import prepare_blocks
 from octavo.watching.storage import RECOMPUTED
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo reads it of every input
-
-MODELS = {
-    "llama": lambda layers: Llama(LlamaConfig(64, layers, 32, 4, 2, 48, 16)),
-    "gpt2": lambda layers: GPT2(GPT2Config(64, layers, 32, 4, 16)),
-}
-
-
-def make(name="llama", recipe="rowwise", layers=2):
-    torch.manual_seed(0)
-    model = MODELS[name](layers)
-    octavo.convert(model, recipe)
-    return model
 
 
 def blocks_of(model):
@@ -66,9 +54,9 @@ def agree(found, expected, *, rel, db=0.05, shares=0.02):
         assert found[name] == pytest.approx(expected[name], abs=shares), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_fused_modules_record_what_their_layers_record_one_by_one(name):
-    model = make(name)
+    model = tiny_model(name, layers=2)
     with octavo.watch(model, interval=1) as watch:
         fused = sample(model, watch).operands
         assert any("in " in layer.gemms["y"].why for layer in watch.layers if layer.recipe)
@@ -87,7 +75,7 @@ def test_fused_modules_record_what_their_layers_record_one_by_one(name):
 @pytest.mark.parametrize(("name", "recipe"), [("llama", "rowwise"), ("gpt2", "rowwise"), ("llama", "delayed")])
 def test_the_numbers_of_training_do_not_change(name, recipe):
     def losses(watched):
-        model = make(name, recipe)
+        model = tiny_model(name, recipe, layers=2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         watch = octavo.watch(model, interval=2) if watched else None
         found = []
@@ -107,7 +95,7 @@ def test_the_numbers_of_training_do_not_change(name, recipe):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_recomputation_is_recorded_and_not_counted(compiled):
     torch._dynamo.reset()
-    model = make(layers=1)
+    model = tiny_model("llama")
     with octavo.watch(model) as watch:
         expected = sample(model, watch).operands
         assert "recomputation" not in watch.layers[0].gemms
@@ -126,11 +114,12 @@ def test_a_recomputation_is_recorded_and_not_counted(compiled):
 @pytest.mark.slow
 def test_compiled_code_records_the_same_without_a_break_or_a_recompilation():
     torch._dynamo.reset()
-    model = make()
+    model = tiny_model("llama", layers=2)
     with octavo.watch(model, interval=3) as watch:
-        step(model)
-        watch.step()
-        expected = sample_of_next(model, watch)
+        for _ in range(3):
+            step(model)
+            watch.step()
+        expected = watch.latest().operands
         for block in blocks_of(model):
             block.compile(fullgraph=True, backend="aot_eager")
         counters.clear()
@@ -146,16 +135,8 @@ def test_compiled_code_records_the_same_without_a_break_or_a_recompilation():
     agree(found.operands, expected, rel=1e-4)
 
 
-def sample_of_next(model, watch):
-    for _ in range(2):
-        step(model)
-        watch.step()
-    return watch.latest().operands
-
-
 def test_two_forward_passes_before_their_backward_passes():
-    model = nn.Sequential(nn.Linear(80, 64, bias=False))
-    octavo.convert(model)
+    model = one_layer()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     with octavo.watch(model) as watch:
         y = [run(matrix(48, 80, seed=seed).requires_grad_()) for seed in (0, 1)]
@@ -166,7 +147,7 @@ def test_two_forward_passes_before_their_backward_passes():
 
 
 def test_gate_and_up_that_are_aligned():
-    model = make()
+    model = tiny_model("llama", layers=2)
     mlp = blocks_of(model)[0].mlp
     with torch.no_grad():
         mlp.up_proj.weight.copy_(mlp.gate_proj.weight * -3)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64, h_magnitude
 from quantize_oracle import casts_of_the_presets, name_of
-from watch_oracle import BY_OPERAND, binades, describe, matrix
+from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
 from octavo.observation.operand_statistics import MAXIMA, WIDTH, clear_statistics, sampled_rows
@@ -40,11 +40,6 @@ def observed(x, cast=None, **more):
     return record(stats)
 
 
-def check(found, expected):
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, rel=2e-6, abs=1e-7), name
-
-
 @pytest.mark.parametrize("cast", casts_of_the_presets(), ids=name_of)
 def test_a_quantized_tensor(cast):
     x = matrix()
@@ -65,9 +60,9 @@ def test_the_binades():
 
 
 def test_a_tensor_that_is_not_quantized():
-    x = matrix()
-    found = observed(x)
-    check(found, describe(x.numpy()))
+    for x in (matrix(spread=0) * 1e-30, matrix()):  # the moments of small gradients stay
+        found = observed(x)
+        check(found, describe(x.numpy()))
     assert found["flags"] == UNQUANTIZED
     assert all(np.isnan(found[name]) for name in ("scale", "smallest_scale", "saturated", "flushed", "sqnr", "gap"))
 
@@ -98,11 +93,6 @@ def test_numbers_that_are_not_finite_are_counted_and_left_out(bad):
     assert np.isfinite(found["scale"])
     assert found["sqnr"] > 20
     assert observed(x)["nonfinite"] == pytest.approx(1 / x.numel())
-
-
-def test_gradients_of_1e_30_keep_their_moments():
-    x = matrix(spread=0) * 1e-30
-    check(observed(x), describe(x.numpy()))
 
 
 def test_a_tensor_of_zeros():

@@ -55,27 +55,30 @@ class Halves(nn.Module):
         return y
 
 
-def watched(module: nn.Module, x: torch.Tensor, dy: torch.Tensor, **options):
-    """The sample of one step of all rows, and the layers as they ran."""
+def watched(module: nn.Module, x: torch.Tensor, dy: torch.Tensor):
+    """The full and the brief sample of one step, of all rows, and the layers as they ran."""
     octavo.convert(module, "rowwise")
-    with octavo.watch(module, interval=1, rows=10_000, **options) as watch:
+    with octavo.watch(module, rows=10_000) as watch:
         module(x).backward(dy)
         watch.step()
-        return watch.latest(), watch.layers
+        full, [brief] = watch.latest(), watch.take()
+        return full, brief, list(watch.layers)
+
+
+def record(operands: np.ndarray, number: int, operand: int) -> np.ndarray:
+    (found,) = operands[(operands["layer"] == number) & (operands["operand"] == operand)]
+    return found
 
 
 def row(sample, layers, name, operand):
-    number = [layer.name for layer in layers].index(name)
-    records = sample.operands
-    (found,) = records[(records["layer"] == number) & (records["operand"] == operand)]
-    return found
+    return record(sample.operands, [layer.name for layer in layers].index(name), operand)
 
 
 def test_the_records_are_those_of_the_tensors():
     module, x = Layer(TWO), torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(1))
     x[:, 0] *= 30
     dy = torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(2))
-    sample, layers = watched(module, x.clone().requires_grad_(), dy)
+    sample, _, layers = watched(module, x.clone().requires_grad_(), dy)
     rows = torch.cat([x[module.index[:, s] == e] for e in range(E) for s in range(2)])
     found = row(sample, layers, "experts.gate_up_proj", 0)
     assert found["amax"] == rows.abs().max()
@@ -100,7 +103,7 @@ def test_the_load_and_the_worst_expert_are_named():
         x[3 * TOKENS // 4 :] = 1e-3  # the tokens of expert 0: a row of equal numbers has no error
         x[3 * TOKENS // 4 :, 0] = 1.0  # but these are beside a large one
         module.experts.down_proj[1] = torch.where(torch.arange(HIDDEN) == 0, 1.0, 1e-5)
-    sample, _ = watched(module, x.requires_grad_(), torch.randn(TOKENS, K))
+    sample, *_ = watched(module, x.requires_grad_(), torch.randn(TOKENS, K))
     inner, outer = sample.experts
     assert (inner["experts"], inner["fullest"], inner["idle"]) == (E, 3, 1)
     assert inner["load"] == pytest.approx(TOKENS / (2 * TOKENS / E))
@@ -118,7 +121,7 @@ def test_the_load_and_the_worst_expert_are_named():
 
 
 def test_a_grouped_linear_layer_is_watched():
-    sample, layers = watched(Halves(10), torch.randn(TOKENS, K, requires_grad=True), torch.randn(TOKENS, K))
+    sample, _, layers = watched(Halves(10), torch.randn(TOKENS, K, requires_grad=True), torch.randn(TOKENS, K))
     assert [layer.name for layer in layers] == ["layer.weight"]
     assert sorted(sample.operands["operand"]) == [0, 1, 2]
     assert (sample.operands["sqnr"] > 25).all()
@@ -134,7 +137,7 @@ def step(model: Mixture) -> torch.Tensor:
     return loss.detach()
 
 
-def mixture(**options) -> Mixture:
+def mixture() -> Mixture:
     torch.manual_seed(0)
     model = Mixture(CONFIG)
     octavo.convert(model, "rowwise")
@@ -163,24 +166,6 @@ def test_a_run_has_records_of_its_experts_and_the_same_numbers(tmp_path):
     assert model.model.layers[0].mlp.experts.observers is None
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_blocks_record_the_same(tmp_path):
-    samples = []
-    for compiled in (False, True):
-        model = mixture()
-        with octavo.watch(model, interval=1) as watch:
-            if compiled:
-                for block in model.model.layers:
-                    block.compile(backend="aot_eager")
-            step(model)
-            watch.step()
-            samples.append(watch.latest())
-    for name in ("amax", "sqnr", "shift_lost"):
-        assert samples[1].operands[name] == pytest.approx(samples[0].operands[name], rel=1e-3, nan_ok=True), name
-    assert (samples[1].experts["load"] == samples[0].experts["load"]).all()
-
-
 def test_experts_that_ranks_share_are_not_recorded():
     module = Layer(TWO)
     octavo.convert(module, "rowwise")
@@ -198,28 +183,14 @@ def test_experts_that_ranks_share_are_not_recorded():
 INNER = 1 + 2  # the layers: a plain one, and two stacks; then the experts of the first stack, and of the second
 
 
-def brief(module: nn.Module, x: Tensor, dy: Tensor) -> tuple[np.ndarray, np.ndarray, list]:
-    octavo.convert(module, "rowwise")
-    with octavo.watch(module, interval=100) as watch:
-        module(x).backward(dy)
-        watch.step()
-        [(operands, layers)] = watch.take()
-        return operands, layers, list(watch.layers)
-
-
-def record(operands: np.ndarray, number: int, operand: int) -> np.ndarray:
-    (found,) = operands[(operands["layer"] == number) & (operands["operand"] == operand)]
-    return found
-
-
 def test_the_numbers_are_those_of_each_expert():
     module = Layer(ONE)
     x, dy = torch.randn(TOKENS, K), torch.randn(TOKENS, K)
     x[:, 0] *= 30
     mine = (module.index == 2).squeeze(1)
     x[mine, ::4] *= 1e-6  # a quarter of the elements
-    operands, layers, watched = brief(module, x.clone().requires_grad_(), dy)
-    assert [layer.experts for layer in watched] == [0, E, E]
+    _, (operands, layers), described = watched(module, x.clone().requires_grad_(), dy)
+    assert [layer.experts for layer in described] == [0, E, E]
     rows = x[mine]
     found = record(operands, INNER + 2, 0)
     assert found["amax"] == pytest.approx(float(rows.abs().max()), rel=1e-6)
@@ -240,7 +211,7 @@ def test_the_numbers_are_those_of_each_expert():
 
 
 def test_an_expert_with_few_tokens_has_numbers_of_its_matrices_alone():
-    operands, _, _ = brief(Layer(ONE), torch.randn(TOKENS, K, requires_grad=True), torch.randn(TOKENS, K))
+    _, (operands, _), _ = watched(Layer(ONE), torch.randn(TOKENS, K, requires_grad=True), torch.randn(TOKENS, K))
     known = {(int(r["layer"]) - INNER, int(r["operand"])) for r in operands if r["layer"] >= INNER}
     expected = {(s * E + e, o) for s in range(2) for e in range(E) for o in range(3) if o == 1 or e in (0, 2)}
     assert known == expected
@@ -250,7 +221,7 @@ def test_an_expert_with_few_tokens_has_numbers_of_its_matrices_alone():
 def test_a_kurtosis_is_that_of_the_rows():
     module, x = Layer(ONE), torch.randn(TOKENS, K)
     x[:] = x[0]  # every row is the same, so any sample has its numbers
-    operands, _, _ = brief(module, x.requires_grad_(), torch.randn(TOKENS, K))
+    _, (operands, _), _ = watched(module, x.requires_grad_(), torch.randn(TOKENS, K))
     row = x[0].detach().double()
     expected = float(row.pow(4).mean() / row.square().mean() ** 2)
     assert record(operands, INNER, 0)["kurtosis"] == pytest.approx(expected, rel=1e-3)
@@ -259,10 +230,10 @@ def test_a_kurtosis_is_that_of_the_rows():
 def test_what_is_not_finite_is_seen_in_any_row():
     module, x = Layer(ONE), torch.randn(TOKENS, K)
     x[(module.index == 0).squeeze(1).nonzero()[5]] = torch.nan
-    operands, layers, watched = brief(module, x.requires_grad_(), torch.randn(TOKENS, K))
+    _, (operands, layers), described = watched(module, x.requires_grad_(), torch.randn(TOKENS, K))
     assert record(operands, INNER, 0)["nonfinite"] > 0
     assert record(operands, INNER + 2, 0)["nonfinite"] == 0
-    events = SampleRules(watched).check(operands, layers)
+    events = SampleRules(described).check(operands, layers)
     assert ("non_finite", "experts.gate_up_proj", "x", 0) in {(e.rule, e.layer, e.operand, e.expert) for e in events}
 
 
@@ -302,13 +273,16 @@ def test_the_worst_expert_is_named_once():
 def test_compiled_code_records_the_same():
     samples = []
     for compiled in (False, True):
-        module, x = (
-            Layer(ONE),
-            torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(1)).requires_grad_(),
-        )
+        module = Layer(ONE)
+        x = torch.randn(TOKENS, K, generator=torch.Generator().manual_seed(1)).requires_grad_()
         if compiled:
             module.compile(backend="aot_eager", fullgraph=True)
-        samples.append(brief(module, x, torch.ones(TOKENS, K))[0])
-    assert (samples[0]["layer"] == samples[1]["layer"]).all()
+        full, (brief, _), _ = watched(module, x, torch.ones(TOKENS, K))
+        samples.append((full, brief))
+    (plain, plain_brief), (full, brief) = samples
+    assert (plain_brief["layer"] == brief["layer"]).all()
     for name in ("amax", "kurtosis", "flushed", "shift_lost"):
-        assert samples[1][name] == pytest.approx(samples[0][name], rel=1e-3, nan_ok=True), name
+        assert brief[name] == pytest.approx(plain_brief[name], rel=1e-3, nan_ok=True), name
+    for name in ("amax", "sqnr", "shift_lost"):
+        assert full.operands[name] == pytest.approx(plain.operands[name], rel=1e-3, nan_ok=True), name
+    assert (full.experts["load"] == plain.experts["load"]).all()

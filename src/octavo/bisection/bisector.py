@@ -129,7 +129,13 @@ class ShortRuns:
 
     def _make(self, part: Part, seed: int) -> ShortRun:
         began = time.perf_counter()
-        trainer = self._prepare(self._settings(part, seed))
+        config = self._settings(part, seed)
+        run = RunFolder(self.out if self.checkpoint is None else self.checkpoint.parent)
+        if self._data is None:
+            self._data = read_data(config, run, Console(quiet=True))
+        trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
+        if self.checkpoint is not None:
+            load_into_other_recipe(self.checkpoint, trainer.state)
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
             modules: dict[str, Any] = {layer.name: layer.module for layer in linears}
@@ -149,15 +155,6 @@ class ShortRuns:
             others = [name for name in whole.converted if name not in part.layers]
             changes |= {"skip": (*self.config.skip, *others, *whole.skipped), "only_if_faster": False}
         return self.config.change(**changes)
-
-    def _prepare(self, config: Config) -> Trainer:
-        run = RunFolder(self.out if self.checkpoint is None else self.checkpoint.parent)
-        if self._data is None:
-            self._data = read_data(config, run, Console(quiet=True))
-        trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
-        if self.checkpoint is not None:
-            load_into_other_recipe(self.checkpoint, trainer.state)
-        return trainer
 
     def _train(self, trainer: Trainer) -> tuple[float, ...]:
         with cast_once(trainer.model):

@@ -7,9 +7,9 @@ A trial runs some GEMMs of some layers in FP8, and all else in BF16.
              neither does, the layers are halved by kind (all q_proj, all down_proj, ...) instead of by depth.
 
 A part *causes* the gap if its own gap is resolved and at least a fourth of the whole. So a cause in a few layers is
-followed to each of them, and a cause that is spread evenly ends in groups of layers, with their shares. Where the first
-half has three fourths of what both have, the second is not tried yet: in the end the layers that were not found run in
-FP8, and if they cause a gap, the search goes on among them. Source of the search: group testing by halves, as in delta
+followed to each of them, and a cause that is spread evenly ends in groups of layers, with their shares. The second half
+is not tried yet if the first has three fourths of what both have. In the end the layers that were not found run in FP8,
+and the search goes on among them if they cause a gap. Source of the search: group testing by halves, as in delta
 debugging (Zeller and Hildebrandt, 2002), with a measured share in place of pass and fail.
 """
 
@@ -82,9 +82,8 @@ class Gap:
 def pooled_half_width(gaps: Iterable[Gap]) -> float:
     """Half of the interval around the mean of one gap, from the spread that all `gaps` share.
 
-    Each gap has the noise of the same few seeds. Several gaps together tell more about it: the variance is the mean of
-    theirs, with the sum of their degrees of freedom. A large gap spreads more than a small one, which makes the
-    interval of the small one too wide and not too narrow.
+    Each gap has the noise of the same few seeds, so the variance is the mean of theirs, with the sum of their degrees
+    of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
     """
     finite = [gap.by_seed for gap in gaps if not math.isinf(gap.mean)]
     if not finite:
@@ -111,10 +110,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """The gap of the runs in which only `part` is in FP8, and half of its interval.
-
-    Of the two intervals from its own spread and from that of all trials until then (`pooled_half_width`), the narrower.
-    """
+    """The gap of the runs in which only `part` is in FP8, and half of its interval: the narrower one of the intervals
+    from its own spread and from that of all trials until then (`pooled_half_width`)."""
 
     part: Part
     gap: Gap

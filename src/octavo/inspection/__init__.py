@@ -1,1 +1,1 @@
-"""A look at a model and a machine: the dtype of each operation, and what is wrong with an installation."""
+"""The dtype of each operation of a model, and the problems of an installation."""

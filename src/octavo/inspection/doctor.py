@@ -165,11 +165,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def read_versions(device: torch.device) -> dict[str, Any]:
-    """Versions of the software, and the device that would be used, as JSON values.
-
-    Packages that are not installed are left out. `driver` is the NVIDIA driver's version; `toolkit` that of the CUDA
-    toolkit whose compiler, nvcc, is on the path (Octavo needs none); `cuda` that of CUDA that PyTorch was built with.
-    """
+    """Versions of the software, and the device that would be used, as JSON values. Packages that are not installed are
+    left out. `toolkit` is the CUDA whose compiler is on the path, `cuda` the CUDA that PyTorch was built with."""
     found: dict[str, Any] = {
         "octavo": __version__,
         "torch": torch.__version__,
@@ -300,7 +297,7 @@ def _median_milliseconds(call: Callable[[], object], device: torch.device) -> fl
             torch.cuda.synchronize(device)
 
     def seconds(count: int) -> float:
-        """Of so many calls. On a GPU the wait at the end is small beside a turn."""
+        """The seconds of `count` calls. On a GPU the wait at the end is small beside a turn."""
         wait()
         begin = perf_counter()
         for _ in range(count):

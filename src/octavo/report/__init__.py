@@ -1,1 +1,1 @@
-"""What runs did, for people: the HTML page, the summary on the terminal, and JSON; and the page of `octavo verify`."""
+"""Reports of runs: the HTML page, the summary on the terminal, and JSON; and the page of `octavo verify`."""

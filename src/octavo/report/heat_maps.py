@@ -11,7 +11,6 @@ The samples of a long run share columns: a column of a grid shows the worst of i
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,23 +52,24 @@ METRICS = (
 )
 
 
-@dataclass(frozen=True)
 class Columns:
-    """The columns of the grids: which sampled step belongs to which."""
+    """The columns of the grids: `count` of them, at most as many as the sampled `steps`, which are ascending."""
 
-    steps: Array  # all sampled steps, ascending
-    count: int  # of the columns, at most `len(steps)`
-
-    @cached_property
-    def spans(self) -> list[tuple[int, int]]:
-        """The first and the last step of each column."""
-        parts = np.array_split(self.steps, self.count) if self.count else []
-        return [(int(part[0]), int(part[-1])) for part in parts]
+    def __init__(self, steps: Array, count: int) -> None:
+        self.steps, self.count = steps, count
+        parts = np.array_split(steps, count) if count else []
+        self.spans = [(int(part[0]), int(part[-1])) for part in parts]  # the first and the last step of each column
 
     def of(self, steps: Array) -> Array:
         """The column of each of `steps`."""
         starts = [first for first, _ in self.spans]
         return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
+
+
+def columns_of(watched: Watched, most: int) -> Columns:
+    """The columns of a watch, at most so many."""
+    steps = sampled_steps(watched)
+    return Columns(steps, min(len(steps), most))
 
 
 def sampled_steps(watched: Watched) -> Array:
@@ -97,6 +97,8 @@ def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Arra
     The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
     out, and so is a share of inf and NaN that is always 0.
     """
+    if not columns.count:
+        return {}
     by_operand = [metric for metric in METRICS if metric.operands]
     by_layer = [metric for metric in METRICS if not metric.operands]
     grids = _fill(watched, columns, watched.operands, OPERANDS, by_operand)
@@ -167,11 +169,8 @@ def spread(steps: Array, count: int) -> list[int]:
 
 
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
-    """The histograms at `steps` for the page.
-
-    By x, w, dy, and "gradient" (of the weight) it has base64 of `shares`, uint16 [steps, layers, 40], and of `amax`,
-    float32 [steps, layers]; of operands also `scale` and `smallest_scale`.
-    """
+    """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
+    layers, 40], and `amax`, float32 [steps, layers]; of operands also `scale` and `smallest_scale`. All are base64."""
     operands, fields = _at(watched.operands, steps), {name: name for name in ("amax", "scale", "smallest_scale")}
     found = {
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)

@@ -63,35 +63,14 @@ class LineChart:
         return vars(self) | {"lines": lines}
 
 
-@dataclass(frozen=True)
-class Place:
-    """A layer of a run, "" for the whole model, and a step of it or None."""
-
-    run: str
-    layer: str
-    step: int | None = None
-
-    def attributes(self) -> str:
-        """As attributes of an HTML element."""
-        step = "" if self.step is None else f' data-step="{self.step}"'
-        return f' data-run="{escape(self.run)}" data-layer="{escape(self.layer)}"{step}'
-
-
 @dataclass
 class Page:
-    """A page, to which parts are added in their order.
+    """A page, to which parts are added in their order."""
 
-    Attributes:
-        title: of the window, plain text.
-        parts: HTML.
-        charts: those of `figure`.
-        data: further values for the script, by name.
-    """
-
-    title: str
-    parts: list[str] = field(default_factory=list)
+    title: str  # of the window, plain text
+    parts: list[str] = field(default_factory=list)  # HTML
     charts: list[LineChart] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # further values for the script, by name
 
     def add(self, *parts: str) -> None:
         self.parts += [part for part in parts if part]
@@ -107,13 +86,13 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        style, scripts, body = _asset("uPlot.min.css") + _asset("page.css"), list[str](), self.parts
+        style, scripts, body = read_asset("uPlot.min.css") + read_asset("page.css"), list[str](), self.parts
         if self.charts or self.data:
             data = {"charts": [chart.to_dict() for chart in self.charts], **self.data}
             # A text of JSON cannot end its block: it holds no "<".
             text = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-            library = f"/*!\nuPlot 1.6.32\n{_asset('uPlot.LICENSE')}*/\n{_asset('uPlot.iife.min.js')}"
-            parts = "\n".join(_asset(f"page/{name}.js") for name in _SCRIPTS)
+            library = f"/*!\nuPlot 1.6.32\n{read_asset('uPlot.LICENSE')}*/\n{read_asset('uPlot.iife.min.js')}"
+            parts = "\n".join(read_asset(f"page/{name}.js") for name in _SCRIPTS)
             # In a function, the names of the parts are not those of the page.
             scripts = [library, f'"use strict";\n(() => {{\n{parts}}})();\n']
             body = [_NO_SCRIPT, *body, f'<script type="application/json" id="data">{text}</script>']
@@ -137,20 +116,26 @@ def table(
     *,
     title: str = "",
     remark: str = "",
-    places: Sequence[Place] = (),
+    places: Sequence[str] = (),
 ) -> str:
     """A table of text in a box that scrolls, with a heading above it and a remark below it.
 
-    `places` has the layer of each row: the filter of layers hides and shows the rows, and where a place has a step, the
-    name of the layer becomes a button that shows it in the heat map.
+    `places` has the `place` of each row, which the filter of layers hides and shows. The name of the layer of a place
+    with a step becomes a button that shows it in the heat map.
     """
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    attributes = [place.attributes() for place in places] or [""] * len(rows)
-    body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in zip(attributes, rows, strict=True)]
+    marked = zip(places or [""] * len(rows), rows, strict=True)
+    body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in marked]
     heading = f"<h2>{escape(title)}</h2>\n" if title else ""
     box = f'<div class="wide" tabindex="0" role="region" aria-label="{escape(title or "table")}">'
     below = f"\n{paragraphs([remark])}" if remark else ""
     return f"{heading}{box}<table>\n<tr>{head}</tr>\n" + "\n".join(body) + f"\n</table></div>{below}"
+
+
+def place(run: str, layer: str, step: int | None = None) -> str:
+    """The attributes of a row of a table that is of a layer of a run, "" for the whole model, and of a step."""
+    at = "" if step is None else f' data-step="{step}"'
+    return f' data-run="{escape(run)}" data-layer="{escape(layer)}"{at}'
 
 
 def paragraphs(texts: Iterable[str]) -> str:
@@ -162,7 +147,8 @@ def _cell(text: str) -> str:
     return f'<td class="text">{escape(text)}</td>' if len(text) > _LONG else f"<td>{escape(text)}</td>"
 
 
-def _asset(name: str) -> str:
+def read_asset(name: str) -> str:
+    """A file of assets/."""
     return (files("octavo.report") / "assets" / name).read_text(encoding="utf-8")
 
 

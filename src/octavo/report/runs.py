@@ -72,22 +72,17 @@ class Series:
 
 @dataclass(frozen=True)
 class RunData:
-    """All that a report shows of a run. Two runs of a report with the same folder's name are named by the whole path.
-
-    `precision` is the last record of what its layers ran in (`octavo.train.step_metrics.precision_of`), `started` that
-    of the command, the machine and the versions; without config.json, a record or a watch that can be read, these are
-    empty or None. `written` is the time of its last record (UTC), and `remarks` are unusual things, each a sentence.
-    """
+    """All that a report shows of a run; empty or None where the run has no such record."""
 
     path: Path
-    name: str
+    name: str  # of the folder; the whole path if two runs of a report have the same
     settings: Mapping[str, Any]
     series: Mapping[str, Series]
-    precision: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=dict)  # the last of `octavo.train.step_metrics.precision_of`
     watched: Watched | None = None
-    remarks: Sequence[str] = ()
-    started: Mapping[str, Any] = field(default_factory=dict)
-    written: str = ""
+    remarks: Sequence[str] = ()  # unusual things, each a sentence
+    started: Mapping[str, Any] = field(default_factory=dict)  # the command, the machine and the versions
+    written: str = ""  # the time of the last record (UTC)
 
     @property
     def recipe(self) -> str:

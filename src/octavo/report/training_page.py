@@ -11,16 +11,16 @@ import numpy as np
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.heat_maps import (
     METRICS,
-    Columns,
     Metric,
     code_points,
+    columns_of,
     encode_grid,
     histograms_at,
     metric_grids,
     sampled_steps,
     spread,
 )
-from octavo.report.page import Line, LineChart, Page, Place, paragraphs, table
+from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
 from octavo.report.runs import RunData, Series
 from octavo.train.run_records import ONE_SEED, different_settings
 from octavo.util import plural
@@ -42,35 +42,16 @@ _CHARTS = (
 )
 _SUFFIX = {"evaluation_loss": " evaluation"}
 _UNITS = {"peak_memory": 1e-9}
+_BY_KEY = {metric.key: metric for metric in METRICS}
 
 _HINT = (
     "Drag across a chart of lines to zoom; a double-click or Escape shows all of it. Each chart takes the arrow keys, "
     "and shows the values at its cursor below it."
 )
-_WATCH = """<h2>Layers over the steps</h2>
-<div class="controls">
-<label>Run <select id="run"></select></label>
-<label>Metric <select id="metric"></select></label>
-<label>Operand <select id="operand"></select></label>
-<label>Filter <input id="filter" type="search" placeholder="words of layer names"></label>
-<span id="shown" role="status"></span>
-</div>
-<figure class="chart" id="heat"></figure>
-<h2>Histogram of a tensor</h2>
-<div class="controls">
-<label>Layer <select id="layer"></select></label>
-<label>Step <select id="step"></select></label>
-</div>
-<p id="histogram-caption" aria-live="polite"></p>
-<figure class="chart" id="histogram"></figure>"""
 
 
 def page_of_runs(runs: Sequence[RunData]) -> Page:
-    """The page of one run or of several side by side.
-
-    The charts are as exact as the page is wide: a long line is thinned to the extremes of its parts, and the samples of
-    a long watch share the columns of the heat maps (`octavo.report.heat_maps`).
-    """
+    """The page of one run or of several side by side. Long lines are thinned to the extremes of their parts."""
     page = Page("octavo report: " + ", ".join(run.name for run in runs))
     page.add(f"<h1>{escape(', '.join(run.name for run in runs))}</h1>")
     for text, good in [verdict(run, alone=len(runs) == 1) for run in runs] + gap_verdicts(runs):
@@ -92,7 +73,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     watched = [run for run in runs if run.watched is not None and len(sampled_steps(run.watched))]
     if watched:
         page.data |= _watch_data(watched)
-        page.add(_WATCH)
+        page.add(read_asset("page/watch.html").rstrip())
     page.add(*(_what_ran_where(run, alone=len(runs) == 1) for run in runs))
     page.add(*(_experts(run, alone=len(runs) == 1) for run in runs))
     page.add(_events(runs), _settings(runs))
@@ -100,8 +81,9 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
 
 
 def _remarks(runs: Sequence[RunData]) -> list[str]:
-    found = [f"{run.name}: {remark}" if len(runs) > 1 else remark for run in runs for remark in run.remarks]
-    return [*found, *([ONE_SEED] if len(runs) > 1 and not gaps(runs) else [])]
+    if len(runs) == 1:
+        return list(runs[0].remarks)
+    return [f"{run.name}: {remark}" for run in runs for remark in run.remarks] + ([] if gaps(runs) else [ONE_SEED])
 
 
 def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
@@ -114,7 +96,7 @@ def _lines(runs: Sequence[RunData], keys: Sequence[str]) -> list[Line]:
 
 
 def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | None]]:
-    """The steps and values of a series in a unit. Of a long one, the extremes of each part: 4,000 values at most."""
+    """The steps and values of a series in a unit: 4,000 at most, the extremes of the parts of a long one."""
     kept: list[int] = list(range(len(series.steps)))
     if len(series.steps) > _POINTS:
         parts = np.array_split(np.arange(len(series.steps)), _POINTS // 2)
@@ -125,12 +107,10 @@ def thin(series: Series, unit: float = 1.0) -> tuple[list[int], list[float | Non
 
 
 def _marks(runs: Sequence[RunData]) -> Sequence[tuple[float, str]]:
-    several = len(runs) > 1
-    return [
-        (event.step, f"{run.name}, {event.rule}: {event.message}" if several else f"{event.rule}: {event.message}")
-        for run, event in _all_events(runs)
-        if not event.undone
-    ][-_MARKS:]
+    texts = [
+        (run.name, event.step, f"{event.rule}: {event.message}") for run, event in _all_events(runs) if not event.undone
+    ]
+    return [(step, f"{name}, {text}" if len(runs) > 1 else text) for name, step, text in texts[-_MARKS:]]
 
 
 def _all_events(runs: Iterable[RunData]) -> list[tuple[RunData, Event]]:
@@ -150,12 +130,11 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
 
 
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
-    steps, layers = sampled_steps(watched), max(len(watched.layers), 1)
+    layers = max(len(watched.layers), 1)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
-    columns = Columns(steps, min(len(steps), _COLUMNS, max(fits, 20)))
-    by_key = {metric.key: metric for metric in METRICS}
+    columns = columns_of(watched, min(_COLUMNS, max(fits, 20)))
     grids = {
-        key: {name: encode_grid(values, by_key[key]) for name, values in found.items()}
+        key: {name: encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
         for key, found in metric_grids(watched, columns).items()
     }
     fits = _HISTOGRAM_BYTES // runs // (2 * layers * 4 * BINADES)
@@ -164,7 +143,7 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
         "layers": [{"name": layer.name, "formats": layer.formats} for layer in watched.layers],
         "columns": columns.spans,
         "grids": grids,
-        "histograms": histograms_at(watched, spread(steps, min(_HISTOGRAMS, max(fits, 2)))),
+        "histograms": histograms_at(watched, spread(columns.steps, min(_HISTOGRAMS, max(fits, 2)))),
     }
 
 
@@ -190,7 +169,7 @@ def _table_of_layers(run: RunData, title: str, rows: Sequence[Mapping[str, str]]
     if not rows:
         return ""
     cells = [list(row.values()) for row in rows]
-    places = [Place(run.name, row[0]) for row in cells] if run.watched is not None else []
+    places = [place(run.name, row[0]) for row in cells] if run.watched is not None else []
     return table(list(rows[0]), cells, title=title if alone else f"{title}: {run.name}", remark=remark, places=places)
 
 
@@ -227,7 +206,7 @@ def _events(runs: Sequence[RunData]) -> str:
     columns = ("run", "step", "rule", "layer", "operand", "message", "action")
     start = 0 if len(runs) > 1 else 1
     remark = f"The last {_EVENTS} of {len(events)} events." if len(events) > _EVENTS else ""
-    places = [Place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
+    places = [place(run.name, event.layer or "", event.step) for run, event in events[-_EVENTS:]]
     shown = [row[start:] for row in rows]
     return table(columns[start:], shown, title="Every event", remark=remark, places=places)
 
@@ -297,7 +276,7 @@ def expert_rows(watched: Watched) -> list[dict[str, str]]:
 
 
 def gemm_rows(watched: Watched) -> tuple[list[dict[str, str]], str]:
-    """What each GEMM of each layer ran in, by column of a table, and the reasons of all layers in FP8."""
+    """A row for each layer, by column: the precision of its GEMMs; and the reasons that all layers in FP8 have."""
     whys = [
         dict.fromkeys(part for gemm in layer.gemms.values() for part in gemm.why.split("; ") if part)
         for layer in watched.layers
@@ -332,7 +311,7 @@ def _steps(run: RunData) -> str:
 
 
 def _loss(series: Series | None) -> str:
-    """The last loss. Of a run that ended in inf or NaN, the last number is not its result."""
+    """The last loss; if that is inf or NaN, the last number and its step, too."""
     if series is None or series.last is not None:
         return "" if series is None else _number(series.last, ".4f")
     before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
@@ -344,7 +323,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def verdict(run: RunData, *, alone: bool = True) -> tuple[str, bool]:
-    """Whether a run went well, in a sentence: its loss is a number, and the watch found nothing."""
+    """A sentence on a run, and True if it went well: its loss is a number, and the watch found nothing."""
     name, loss = "" if alone else f"{run.name}: ", run.series.get("loss")
     if loss is not None and loss.last is None:
         return f"{name}The loss is inf or NaN at step {int(loss.steps[-1]):,}.", False
@@ -411,15 +390,13 @@ def gaps(runs: Sequence[RunData]) -> list[Gap]:
 
 def gap_verdicts(runs: Sequence[RunData]) -> list[tuple[str, bool]]:
     """The gap of each run at its end, in a sentence."""
-    return [
-        (
-            f"{gap.name} against {runs[0].name}: loss {gap.mean[-1]:+.2f} % +- {gap.half[-1]:.2f} % at the end"
-            + (", within the noise. " if abs(gap.mean[-1]) <= gap.half[-1] else ". ")
-            + ONE_SEED,
-            gap.mean[-1] <= gap.half[-1],
-        )
-        for gap in gaps(runs)
-    ]
+    found = []
+    for gap in gaps(runs):
+        mean, half = gap.mean[-1], gap.half[-1]
+        within = ", within the noise" if abs(mean) <= half else ""
+        text = f"{gap.name} against {runs[0].name}: loss {mean:+.2f} % +- {half:.2f} % at the end{within}. {ONE_SEED}"
+        found.append((text, mean <= half))
+    return found
 
 
 # ---- The summary of a run for the terminal, and its figures for JSON.
@@ -427,7 +404,6 @@ def gap_verdicts(runs: Sequence[RunData]) -> list[tuple[str, bool]]:
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32  # characters of a sparkline
-_BY_KEY = {metric.key: metric for metric in METRICS}
 _SHOWN = [_BY_KEY[key] for key in ("saturated", "flushed", "sqnr")]  # the metrics whose worst layers the terminal shows
 _WORST = 4
 
@@ -451,9 +427,7 @@ def sparkline(values: Array) -> str:
 def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
     """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
     operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
-    steps = sampled_steps(watched)
-    grids = metric_grids(watched, Columns(steps, min(len(steps), _WIDTH))) if len(steps) else {}
-    found = []
+    found, grids = [], metric_grids(watched, columns_of(watched, _WIDTH))
     for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
@@ -498,9 +472,8 @@ def _series(series: Series) -> dict[str, Any]:
 
 def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
-    steps = sampled_steps(watched)
-    worst = metric_grids(watched, Columns(steps, 1)) if len(steps) else {}
-    layers = []
+    columns, layers = columns_of(watched, 1), []
+    worst = metric_grids(watched, columns)
     for number, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}
         for key, grids in worst.items():
@@ -509,7 +482,7 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
         layers.append({**layer.to_dict(), "figures": figures})
     return {
         "interval": watched.interval,
-        "samples": len(steps),
+        "samples": len(columns.steps),
         "worst": {metric.key: metric.worst for metric in METRICS},
         "layers": layers,
     }

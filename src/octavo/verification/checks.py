@@ -9,7 +9,6 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -225,8 +224,7 @@ _CHUNK = 1 << 17  # elements, whose numbers in float32 stay in a core's cache
 _FAR_DB = 6.0  # below its neighbours: twice the step of their bytes
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """A packed weight beside MODEL's: the SQNR in dB, the number of bytes beyond half a step, and the error or ""."""
 
     sqnr: float
@@ -269,23 +267,14 @@ def check_weights(
         if error:
             files.add_finding("weights", name, error)
     ratios = {name: each.sqnr for name, each in found.items()}
-    coarse = {name: db for name, db in ratios.items() if db < _SAME_DB and not found[name].error}
     files.remarks += [
         f"{name}.weight has {db:.1f} dB, although each byte is rounded as its scale says: the scale is far too small, "
         "and clips, or far too large"
-        for name, db in coarse.items()
+        for name, (db, _, error) in found.items()
+        if db < _SAME_DB and not error
     ]
-    _add_weight_remarks(files, {name: each.beyond for name, each in found.items() if name not in rounded})
-    files.remarks += [
-        f"{name}.weight has {ratios[name]:.1f} dB, and layers like it have {usual:.1f}: an outlier, or a wrong scale"
-        for name, usual in far_below(ratios, layers).items()
-    ]
-    return ratios
-
-
-def _add_weight_remarks(files: CheckpointFiles, beyond: Mapping[str, int]) -> None:
-    """Add a remark on the bytes of layers that another program cast, or that were cast twice."""
-    if any(beyond.values()):
+    beyond = {name: each.beyond for name, each in found.items() if name not in rounded}
+    if any(beyond.values()):  # another program cast them, or they were cast twice
         most = max(beyond, key=lambda name: beyond[name])
         size = sum(files.nbytes(f"{name}.weight") for name in beyond)
         files.remarks.append(
@@ -293,6 +282,11 @@ def _add_weight_remarks(files: CheckpointFiles, beyond: Mapping[str, int]) -> No
             f"{most}.weight ({beyond[most]}): the files do not say that octavo pack cast them, and another program may "
             "round in another way"
         )
+    files.remarks += [
+        f"{name}.weight has {ratios[name]:.1f} dB, and layers like it have {usual:.1f}: an outlier, or a wrong scale"
+        for name, usual in far_below(ratios, layers).items()
+    ]
+    return ratios
 
 
 def far_below(ratios: Mapping[str, float], layers: Mapping[str, LayerSpec]) -> dict[str, float]:
@@ -337,7 +331,7 @@ def _name_scale_or_byte(
     data: Tensor, values: Tensor, spec: LayerSpec, truth: Tensor, fitted: Tensor, beyond: Tensor, still: Tensor | None
 ) -> str:
     """The error of a weight, data and truth float32 [N, K], that the scales `fitted` make MODEL's; "" if it has none.
-    Of the bytes `beyond` half a step, these are `still` so by the scales `fitted`; None if rounding is not judged."""
+    `still` has the bytes that are `beyond` half a step by the scales `fitted` too; None if rounding is not judged."""
     quotients = truth / spread(values, spec, data.shape)
     factor = torch.maximum(fitted / values, values / fitted)
     wrong = ~(factor <= _FACTOR)  # counts NaN

@@ -7,16 +7,15 @@ distance |y - reference| / |reference|. The allowed distance follows from two ot
     bf16        the reference with BF16 between its layers
 
 A reader in float32 may be at 1.25 times the first; transformers' emulation is at 0. A reader in BF16 may be at 1.5
-times the larger. A change in the last bit of BF16 moves some inputs to the next eight-bit number, so two readers that
-differ in such bits differ by about as much as rounding does. A reader that misinterprets a scale is at about 1. vLLM
-gives log-probabilities in place of logits; for it, both distances are of log-probabilities.
+times the larger: a change in the last bit of BF16 moves some inputs to the next eight-bit number. A mixture may be at
+2 times the larger, since rounding decides between two experts that score almost the same. A reader that misinterprets
+a scale is at about 1.
 
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
-of their inputs. If the folder stores scales of a KV
-cache, the reference rounds keys and values, as transformers does. vLLM then has its cache in eight bits and may be at 2
-times the larger: its attention may round more than the cache. So may every reader of a mixture in BF16: where two
-experts score almost the same, rounding decides which of them a token goes to.
+of their inputs. If the folder stores scales of a KV cache, the reference rounds keys and values, as transformers does.
+vLLM then has its cache in eight bits, and may be at 2 times the larger: its attention may round more than the cache.
+vLLM gives log-probabilities in place of logits, and both distances are of log-probabilities there.
 """
 
 import importlib.util

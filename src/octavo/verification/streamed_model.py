@@ -4,8 +4,6 @@ Memory holds embeddings, norms and one layer's weight, whatever the size of the 
 bytes of a packed folder, and the INT8 baseline, which differ only in what a linear layer computes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,20 +18,22 @@ from octavo.hf.meta_model import ExpertMatrices, MetaModel, compute_buffers, exp
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 
+LinearFn = Callable[[str, Tensor], Tensor]
+"""name of the layer in files, x [..., K] -> y [..., N] in float32, without bias"""
+
 
 class StreamedLinear(nn.Module):
     """Replaces a linear layer: y = compute(name, x) + bias."""
 
     weight = None  # T5 asks for its dtype, unless it is no tensor
 
-    def __init__(self, name: str, linear: nn.Linear, owner: StreamedModel) -> None:
+    def __init__(self, name: str, linear: nn.Linear, compute: LinearFn) -> None:
         super().__init__()
-        self.name, self.in_features, self.out_features = name, linear.in_features, linear.out_features
-        self.bias = linear.bias
-        self._owner = [owner]  # in a list, so that nn.Module does not register it
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._name, self._compute = name, compute
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._owner[0].compute(self.name, x).to(x.dtype)
+        y = self._compute(self._name, x).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -68,7 +68,7 @@ class StreamedModel:
             # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call.
             called = not name.endswith(".dt_proj") and not isinstance(module, NonDynamicallyQuantizableLinear)
             if isinstance(module, nn.Linear) and called and weight in stored and len(tied.get(weight, [])) < 2:
-                model.set_submodule(name, StreamedLinear(name, module, self))
+                model.set_submodule(name, StreamedLinear(name, module, lambda layer, x: self.compute(layer, x)))
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
             model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
@@ -129,8 +129,8 @@ class BaselineModel:
     """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`, of which the
     checkpoint of `step` counts, or the newest.
 
-    `folder` has its config.json and its tokenizer; `shapes` those of its tensors, by their names in files; `folded`
-    what `octavo pack --smooth` or `--rotate` folded into it; `calibrated` the folders by which a calibration knows it.
+    `folder` has its config.json and its tokenizer. `shapes` are by the names of tensors in files. `folded` says what
+    `octavo pack --smooth` or `--rotate` folded into it. A calibration knows it by one of the folders `calibrated`.
     """
 
     def __init__(self, path: Path, step: int | None) -> None:
@@ -168,10 +168,6 @@ class BaselineModel:
 
 
 # ---- The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x)).
-
-
-LinearFn = Callable[[str, Tensor], Tensor]
-"""name of the layer in files, x [..., K] -> y [..., N] in float32, without bias"""
 
 
 class StreamedExperts(nn.Module):

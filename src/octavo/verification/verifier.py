@@ -22,7 +22,6 @@ from torch.nn.functional import linear
 
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import Statistics
-from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.run import RunFolder, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
@@ -31,7 +30,7 @@ from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.inputs import is_language_model, predicts_tokens, random_inputs
 from octavo.hf.meta_model import MetaModel, transformers_meta_model
 from octavo.util import Progress, choose_device, no_progress
-from octavo.verification.checks import check_folder, check_weights
+from octavo.verification.checks import Required, check_folder, check_weights
 from octavo.verification.findings import LayerReport, Report, measure_sizes
 from octavo.verification.layer_spec import (
     LayerSpec,
@@ -102,13 +101,14 @@ def verify(
     report = Report(packed, None if against is None else Path(against))
     verification = Verification(read_files(packed), device, progress, report)
     if report.against is not None:
-        baseline = BaselineModel(report.against, _packed_step(packed, report.against))
+        files = verification.files
+        baseline = BaselineModel(report.against, _packed_step(files.record.get("source"), report.against))
         check_budgets(budgets, language_model=baseline.logits)
         if data:
             read_prompts = open_prompts(data, baseline.folder, prompts, baseline.meta_model, on_read)
             report.data, verification.batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
-        verification.baseline, record = baseline, verification.files.record.get("folded")
-        verification.files.folded = folded or (bool(record) and record != baseline.folded)
+        verification.baseline, record = baseline, files.record.get("folded")
+        files.folded = folded or (bool(record) and record != baseline.folded)
         if calibration is not None:
             verification.calibration = load_calibration(calibration, *baseline.calibrated)
     verification.check_bytes()
@@ -134,14 +134,14 @@ class Verification:
     calibration: Calibration | None = None
     batches: list[Tensor] = field(default_factory=list)
     layers: dict[str, LayerSpec] = field(default_factory=dict)
-    kv_scales: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def check_bytes(self) -> None:
         """The files, the settings and the tensors, by themselves and against MODEL."""
         files, report = self.files, self.report
         report.architecture = ", ".join(map(str, files.config.get("architectures") or ()))
         report.findings, report.remarks = files.findings, files.remarks
-        self.layers = self._check_structure()
+        if files.config and files.shapes and (required := self._find_required()) is not None:
+            self.layers = check_folder(files, required, self.progress)
         if files.findings:
             return
         if not self.layers:
@@ -179,19 +179,15 @@ class Verification:
         for name, spec in self.layers.items():
             report.layers.append(LayerReport(name, str(spec), files.shapes[f"{name}.weight"], ratios.get(name)))
 
-    def _check_structure(self) -> dict[str, LayerSpec]:
-        files = self.files
-        if not files.config or not files.shapes:
-            return {}
+    def _find_required(self) -> Required | None:
         try:
-            required = required_by(self._meta_model())
+            return required_by(self._meta_model())
         except ImportError:
             raise
         except Exception as error:  # a damaged config.json may raise anything
             message = f"transformers cannot build the model ({type(error).__name__}: {error})"
-            files.add_finding("config", "config.json", message)
-            return {}
-        return check_folder(files, required, self.progress)
+            self.files.add_finding("config", "config.json", message)
+            return None
 
     def try_readers(self) -> None:
         """Open the folder with every reader installed here."""
@@ -199,7 +195,6 @@ class Verification:
         if meta_model.takes_text and not has_tokenizer(self.files.folder):
             self.report.remarks.append("the folder has no tokenizer: programs that generate text from it need one")
         self.progress(0, 4, "opening with every reader")
-        self.kv_scales = cache_scales(self.files)
         given = self.batches[0][:4, :64] if self.batches else random_inputs(meta_model.model, meta_model.positions)
 
         def run(rounding: RoundInput, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -211,7 +206,7 @@ class Verification:
             self.files.settings,
             causal=is_language_model(meta_model.model),
             logits=predicts_tokens(meta_model.model),
-            cache=bool(self.kv_scales),
+            cache=bool(cache_names(self.files)),
             mixture=bool(meta_model.experts.stacks),
             inputs=given,
             reference=run(round_input),
@@ -227,7 +222,7 @@ class Verification:
 
     def measure_quality(self, budgets: Sequence[Budget]) -> None:
         """Measure the quality on the prompts, and compare it with the budgets."""
-        if self.kv_scales:
+        if cache_names(self.files):
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
         assert self.baseline is not None  # `verify` takes prompts with MODEL alone
         layers = BaselineLayers(self.baseline, PackedLayers(self.files, self.layers, self.device))
@@ -255,22 +250,18 @@ class Verification:
         experts = meta_model.experts.experts
         unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
-        rounds_cache = self.kv_scales and rounding is not leave_input
-        make_cache = partial(rounding_cache, self.kv_scales) if rounds_cache else None
+        scales = {} if rounding is leave_input else cache_scales(self.files)
+        make_cache = partial(rounding_cache, scales) if scales else None
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
 
     def _meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
 
 
-def _packed_step(packed: Path, against: Path) -> int | None:
-    """The step of the checkpoint of the run `against` that octavo.json names as the source; None if there is none."""
+def _packed_step(source: Any, against: Path) -> int | None:
+    """The step of the checkpoint `source` of octavo.json in the run `against`; None if there is none."""
     run = RunFolder(against)
     if not run.has_model:
-        return None
-    try:
-        source = read_json(packed / "octavo.json").get("source")
-    except (FileNotFoundError, ArtifactError):  # a folder of another program, or damaged: `check_folder` judges it
         return None
     return next((run.step_of(path) for path in run.checkpoints() if path.name == source), None)
 
@@ -304,7 +295,7 @@ _FACTOR = 4.0  # between calibrations on other text, by other rules
 
 
 def scale_names(files: CheckpointFiles, layers: Mapping[str, LayerSpec]) -> dict[str, str]:
-    """The names of the stored scales, with the names of what they scale in a calibration."""
+    """The names of the stored scales, each with the name that its tensor has in a calibration."""
     inputs = {f"{name}.{spec.input_scale}": name for name, spec in layers.items() if spec.inputs == "static"}
     pairs = cache_names(files)
     cached = {name: f"{of}.{kind}" for of, pair in pairs.items() for name, kind in zip(pair, "kv", strict=True)}

@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +27,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.checkpoint.folder import WriteError
+from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
 from octavo.observation.operand_statistics import (
     BRIEF_MAXIMA,
@@ -49,7 +48,7 @@ from octavo.watching.records import (
     operand_records,
     transfer,
 )
-from octavo.watching.storage import EXPERTS, LIMIT, Event, Records, WatchedLayer, WatchWriter
+from octavo.watching.storage import LIMIT, NO_EXPERTS, Event, Records, WatchedLayer, WatchWriter
 from octavo.watching.watched_layers import (
     Layers,
     WeightStatistics,
@@ -149,7 +148,7 @@ class Watch:
         self.interval = self._measurement.largest_of_ranks(interval)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
         self.listeners: list[Callable[[Sample], None]] = []
-        self._pending: Future[tuple[list[Sample], int]] | None = None
+        self._pending: Future[Finished] | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
         self._new: deque[Sample] = deque(maxlen=_KEPT)
         self._closed = False
@@ -236,13 +235,12 @@ class Watch:
         number = self.done + 1
         self._measurement.begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
 
-    def _finish(self, finish: Callable[[], tuple[list[Sample], int]]) -> tuple[list[Sample], int]:
+    def _finish(self, finish: Callable[[], Finished]) -> Finished:
         """In the thread: the samples, of which the full one is written, and the largest interval of the ranks."""
-        samples, interval = finish()
-        for sample in samples:
-            if self._writer is not None and not sample.brief:
-                self._writer.write(sample.operands, sample.layer_records, sample.experts)
-        return samples, interval
+        full, brief, interval = finish()
+        if self._writer is not None and full is not None:
+            self._writer.write(full.operands, full.layer_records, full.experts)
+        return full, brief, interval
 
     def _receive(self) -> None:
         """Wait for the thread, and take the sample that it has finished."""
@@ -250,25 +248,24 @@ class Watch:
             return
         pending, self._pending = self._pending, None
         try:
-            samples, interval = pending.result()
+            full, brief, interval = pending.result()
         except WriteError as error:
             self._writer = None
             warnings.warn(f"the run is no longer watched: {error}", RuntimeWarning, stacklevel=2)
             return
         self.interval = max(interval, self.interval)
-        self._new += [sample for sample in samples if sample.brief]
-        for sample in samples:
-            if not sample.brief:
-                self._receive_full(sample)
+        if brief is not None:
+            self._new.append(brief)
+        if full is not None:
+            self._receive_full(full)
 
     def _receive_full(self, sample: Sample) -> None:
         if self._layers.places and not len(sample.operands) and not self._samples:
-            warnings.warn(
+            message = (
                 "the watch has recorded no operand in its first sample: the converted layers were not called in "
-                "training mode, or ran in a CUDA graph, which cannot be sampled",
-                RuntimeWarning,
-                stacklevel=2,
+                "training mode, or ran in a CUDA graph, which cannot be sampled"
             )
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
         self._samples.append(sample)
         self._layers.note(sample.operands)
         self._describe()
@@ -304,8 +301,11 @@ class Sample:
     step: int
     operands: Records
     layer_records: Records
-    experts: Records = field(default_factory=partial(np.empty, 0, EXPERTS))
-    brief: bool = False
+    experts: Records = field(default_factory=NO_EXPERTS.copy)
+
+
+Finished = tuple[Sample | None, Sample | None, int]
+"""the full and the brief sample of a step, and the steps between full samples"""
 
 
 class Measurement:
@@ -321,7 +321,7 @@ class Measurement:
         self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
         self._firsts = first_numbers(len(layers.modules), layers.stacks)
         self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
-        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.is_gate_and_up]
+        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
         self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
         self._store = BriefStore(layers.stats)
         self._hooks = [
@@ -354,32 +354,36 @@ class Measurement:
             self._weights.read_gradients()
 
     @torch.no_grad()
-    def end(self, step: int, interval: int) -> Callable[[], tuple[list[Sample], int]]:
+    def end(self, step: int, interval: int) -> Callable[[], Finished]:
         """Combine the statistics of all ranks, and begin to copy them to the host.
 
-        The result waits for the copy, and gives the samples of `step` and the largest `interval` of the ranks.
+        The result waits for the copy, and gives the full and the brief sample of `step`, and the largest `interval` of
+        the ranks.
         """
         nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
         observers = [observer for _, observer in self._layers.experts]
-        kinds: list[tuple[Callable[..., Sample], list[Table]]] = []
+        full: list[Table] = []
+        brief: list[Table] = []
         if self.full:
             sums = expert_sums(observers, self._device)
-            tables = [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
-            kinds.append((self._full, tables))
+            full = [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
         if self.brief:
             stacks = [stack for _, stack in self._gate_and_up]
             alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
             of_experts = brief_tables(observers, self._device)
-            briefs = self._store.add_to(stats[:, WIDTH:])
-            tables = [(briefs, len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
-            kinds.append((self._brief, tables))
-        wait = transfer([table for _, tables in kinds for table in tables], interval)
+            numbers = self._store.add_to(stats[:, WIDTH:])
+            brief = [(numbers, len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
+        wait = transfer([*full, *brief], interval)
 
-        def finish() -> tuple[list[Sample], int]:
+        def finish() -> Finished:
             found, largest = wait()
-            arrays = iter(found)
-            return [make(step, *islice(arrays, len(tables))) for make, tables in kinds], largest
+            of_full, of_brief = found[: len(full)], found[len(full) :]
+            return (
+                self._full(step, *of_full) if full else None,
+                self._brief(step, *of_brief) if brief else None,
+                largest,
+            )
 
         return finish
 
@@ -406,7 +410,7 @@ class Measurement:
         operands = np.concatenate([self._operands(step, operand_stats, len(BRIEF_MAXIMA)), experts])
         numbers = [(self._firsts[layer] + e,) for layer, stack in self._gate_and_up for e in range(stack.count)]
         aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
-        return Sample(step, operands, aligned, brief=True)
+        return Sample(step, operands, aligned)
 
     def _around_update(self, read: Callable[[set[int]], None]) -> Callable[..., None]:
         """The hook of optimizers that calls `read` with the ids of the parameters in a step with a full sample."""

@@ -7,8 +7,6 @@ ranks. With the moments M_k = sum(x^k) / n and the mean M_1:
     kurtosis = (M_4 - 4 M_1 M_3 + 6 M_1^2 M_2 - 3 M_1^4) / (M_2 - M_1^2)^2
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 A rule whose number is above its limit has found a fault. Where a number is missing (NaN), it has found none.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import deque
@@ -29,58 +27,40 @@ RECENT = 16  # samples that a history has
 _ALMOST_ALL = 0.999
 
 
-@dataclass(frozen=True)
 class SampleGrids:
-    """The records of one sampled step, each field as a grid of the operands of all layers."""
+    """The records of one sampled step, each field as a grid of the operands of all layers.
 
-    operands: Records
-    layer_records: Records
-    layers: Sequence[WatchedLayer]  # by the number that records have for them
+    `layers` are by the number that records have for them.
+    """
+
+    def __init__(self, operands: Records, layer_records: Records, layers: Sequence[WatchedLayer]) -> None:
+        self._operands, self._layer_records, self._layers = operands, layer_records, layers
+        self.step = int((operands if len(operands) else layer_records)["step"].max(initial=0))
+        # The operands that a GEMM read in eight bits, and the share of their elements that are not zero.
+        self.quantized: Mask = self._grid(operands["flags"] & UNQUANTIZED) == 0
+        self.nonzero: Grid = self._grid(operands["binades"].sum(axis=1) / FULL_SHARE)
+        # Those that are all zero before they are quantized, and those of which nearly all becomes zero.
+        self.all_zero: Mask = (self["amax"] == 0) & self.quantized
+        flushed = self["flushed"]
+        self.all_flushed: Mask = (flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero) & self.quantized
+        # The binades of their formats, from the smallest subnormal number to the largest: 17.8 of e4m3.
+        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
+        names = [[layer.formats.get(operand, "") for operand in OPERANDS] for layer in layers]
+        self.binades: Grid = np.array([[known.get(name, np.nan) for name in row] for row in names])
 
     def __getitem__(self, name: str) -> Grid:
         """A field of the operands' records; NaN where there is no record."""
-        return self._grid(self.operands[name])
-
-    @property
-    def quantized(self) -> Mask:
-        """The operands that a GEMM read in eight bits."""
-        found: Mask = self._grid(self.operands["flags"] & UNQUANTIZED) == 0
-        return found
-
-    @property
-    def nonzero(self) -> Grid:
-        """The share of elements that are not zero."""
-        return self._grid(self.operands["binades"].sum(axis=1) / FULL_SHARE)
-
-    @property
-    def all_zero(self) -> Mask:
-        """The operands that are all zero before they are quantized."""
-        found: Mask = (self["amax"] == 0) & self.quantized
-        return found
-
-    @property
-    def all_flushed(self) -> Mask:
-        """The operands whose elements other than zero nearly all become zero in eight bits."""
-        flushed = self["flushed"]
-        found: Mask = (flushed > 0) & (flushed >= _ALMOST_ALL * self.nonzero)
-        return found & self.quantized
-
-    @property
-    def binades(self) -> Grid:
-        """The binades of the operands' formats, from the smallest subnormal number to the largest: 17.8 of e4m3."""
-        names = [[layer.formats.get(operand, "") for operand in OPERANDS] for layer in self.layers]
-        known = {name: np.log2(f.max / f.smallest_subnormal) for name, f in FP8_FORMATS.items()}
-        return np.array([[known.get(name, np.nan) for name in row] for row in names])
+        return self._grid(self._operands[name])
 
     def of_layers(self, name: str) -> Grid:
         """A field of the layers' records, [layers, 1]; NaN where there is no record."""
-        found = np.full((len(self.layers), 1), np.nan)
-        found[self.layer_records["layer"], 0] = self.layer_records[name]
+        found = np.full((len(self._layers), 1), np.nan)
+        found[self._layer_records["layer"], 0] = self._layer_records[name]
         return found
 
     def _grid(self, values: npt.NDArray[Any]) -> Grid:
-        found = np.full((len(self.layers), len(OPERANDS)), np.nan)
-        found[self.operands["layer"], self.operands["operand"]] = values
+        found = np.full((len(self._layers), len(OPERANDS)), np.nan)
+        found[self._operands["layer"], self._operands["operand"]] = values
         return found
 
 
@@ -153,7 +133,7 @@ def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
 
 
 def _later(sample: SampleGrids, history: History, numbers: Grid) -> Grid:
-    """The numbers of what was quantized, and in so many samples before. An expert without tokens is in none."""
+    """The numbers of operands that were quantized, and in four samples before. An expert without tokens is in none."""
     return np.where(history.known >= FIRST, _of_quantized(sample, numbers), np.nan)
 
 
@@ -288,8 +268,7 @@ class SampleRules:
             layer, expert = self.layers[number], int(experts[number, column])
             fmt = "" if operand is None else layer.formats.get(operand, "eight bits")
             message = rule.words.format(value=value, operand=operand, format=fmt)
-            step = int((sample.operands if len(sample.operands) else sample.layer_records)["step"][0])
-            event = Event(step, rule.name, layer.name, operand, value, rule.limit, message)
+            event = Event(sample.step, rule.name, layer.name, operand, value, rule.limit, message)
             of_expert = replace(event, message=f"expert {expert}: {message}", expert=expert)
             yield event if expert < 0 else of_expert
 
@@ -357,12 +336,10 @@ class LossRule:
 
 
 class StallRule:
-    """Finds a loss that stopped falling: its mean over the last third of the steps is not below that of the third
-    before, at two looks in a row, each at a tenth more steps than the last.
+    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before.
 
-    Args:
-        first: a step; the rule waits for so many steps, and for 128 at least. A run that goes on has a loss that falls
-            as slowly as its steps are many.
+    The rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for
+    128 at least: the loss of a run that goes on falls as slowly as its steps are many.
     """
 
     def __init__(self, first: int = 0) -> None:

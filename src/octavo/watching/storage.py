@@ -5,8 +5,6 @@ writer removes it. When the records reach the limit in bytes, every second sampl
 between samples doubles, so that the samples stay evenly spaced.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -131,7 +129,7 @@ class WatchedLayer:
         return asdict(self) | {"shape": list(self.shape)}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> WatchedLayer:
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
         """The layer of `to_dict`. A KeyError, TypeError or ValueError if the fields are others, or of other kinds."""
         gemms = {name: build(GemmRun, run) for name, run in fields["gemms"].items()}
         rows, columns = fields["shape"]
@@ -220,16 +218,11 @@ def read_watch(run: Path) -> Watched:
 
 
 class WatchWriter:
-    """Appends the samples and events of a run, in its folder. One program at a time writes them.
+    """Appends the samples and events of a run, in its folder; raises the errors of `octavo.watch`.
 
     The order of `layers` gives them their numbers. The records take at most `limit` bytes. A resumed run whose samples
     were thinned goes on at the `interval` that it had then. Samples and events of the steps after `resumed_at` are
     dropped; 0 begins anew.
-
-    Raises:
-        FileExistsError: the folder has records already, and `resumed_at` is 0.
-        ArtifactError: the records of the resumed run are damaged, of other layers, or of another version of the schema.
-        WriteError: the disk refused a write.
     """
 
     def __init__(
@@ -238,7 +231,7 @@ class WatchWriter:
         self.folder, self.limit, self.interval = watch_folder(run), limit, interval
         self._files = {self.folder / name: dtype for name, dtype in _FILES.items()}
         self._events = self.folder / "events.jsonl"
-        self._layers = list(layers)
+        self._layers = layers
         if not resumed_at:
             self._check_empty()
         with self._writing():
@@ -251,7 +244,7 @@ class WatchWriter:
 
     def write_layers(self, layers: Sequence[WatchedLayer]) -> None:
         """Replace the description of the layers. Their number and order must stay."""
-        self._layers = list(layers)
+        self._layers = layers
         described = {"version": VERSION, "interval": self.interval, "layers": [layer.to_dict() for layer in layers]}
         replace_file(self.folder / "layers.json", json.dumps(described, indent=1) + "\n")
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
-from octavo.nn.experts import Experts
 from octavo.nn.fused_modules import FusedMLP, NormLinear
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
@@ -55,15 +54,19 @@ class Layers:
             for name, module in model.named_modules()
             if isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
         }
-        found |= {_plain(name): stack for name, stack in expert_stacks(model).items()}
+        for name, module in find_experts(model).items():
+            for weight in stacks_of(name, module):
+                found[_plain(weight)] = ExpertStack(module, weight.rpartition(".")[2])
         self.names = list(found)
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
         converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
         self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
-        for name, fused, linears in _fused(model):
-            if all(isinstance(linear, RecipeLayer) for linear in linears):
-                self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
+        for name, fused in model.named_modules():  # those that may run several layers as one GEMM
+            if isinstance(fused, NormLinear | FusedMLP):
+                linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
+                if all(isinstance(linear, RecipeLayer) for linear in linears):
+                    self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
 
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
@@ -126,7 +129,7 @@ class Layers:
         return np.array([weight_of(module).numel() for module in self.modules], float)
 
     def note(self, operands: Array) -> None:
-        """Note what ran: the operands of a full sample. Of compiled code it is only known that it is checkpointed."""
+        """Note what ran: the operands of a full sample. Compiled code does not say whether it ran twice."""
         for record in operands:
             again = {"recomputed"} if record["flags"] & RECOMPUTED else set()
             self._seen[record["layer"]] |= {OPERANDS[record["operand"]], *again}
@@ -203,15 +206,6 @@ def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     return [(gate, up) for gate, up in pairs if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)]
 
 
-def _fused(model: nn.Module) -> Iterator[tuple[str, nn.Module, Sequence[nn.Module]]]:
-    """The modules that may run several layers as one GEMM, and these layers."""
-    for name, module in model.named_modules():
-        if isinstance(module, NormLinear):
-            yield name, module, module.linears
-        elif isinstance(module, FusedMLP):
-            yield name, module, module.inner
-
-
 def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -250,10 +244,6 @@ class ExpertStack:
         return self.weight.shape[0]
 
     @property
-    def is_gate_and_up(self) -> bool:
-        return self.leaf == Experts.matrices[0]
-
-    @property
     def recipe(self) -> Recipe | None:
         """None where the experts are not in FP8, or each rank has some of them: those are not recorded."""
         found: Recipe | None = getattr(self.module, "recipe", None)
@@ -266,15 +256,6 @@ class ExpertStack:
     def attach(self, device: torch.device) -> None:
         observers = self.module.observers or {}
         self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
-
-
-def expert_stacks(model: nn.Module) -> dict[str, ExpertStack]:
-    """The stacks of a model by name."""
-    return {
-        weight: ExpertStack(module, weight.rpartition(".")[2])
-        for name, module in find_experts(model).items()
-        for weight in stacks_of(name, module)
-    }
 
 
 def first_numbers(layers: int, stacks: Sequence[tuple[int, ExpertStack]]) -> dict[int, int]:
@@ -395,7 +376,14 @@ class WeightStatistics:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
         for i, module in enumerate(self._modules):
             w = _local(weight_of(module), module)
-            self._found[i] |= _weight(w) if w.numel() else {}
+            if w.numel():
+                low, high = torch.aminmax(w)
+                self._found[i] |= {
+                    "minus_weight_smallest": -low,
+                    "weight_largest": high,
+                    "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
+                    "weight_x2": _sum_of_squares(w),
+                }
         for pair, alignment in zip(self.pairs, self._alignments(), strict=True):
             for i in pair:
                 self._found[i] |= alignment
@@ -412,8 +400,14 @@ class WeightStatistics:
         self.has_gradients = True
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
-            if weight.grad is not None:
-                self._found[i] |= _gradient(_local(weight.grad, module), self._rows)
+            if weight.grad is not None and (g := _local(weight.grad, module)).numel():
+                sample = histogram_statistics(g[_rows(g, self._rows)].float())
+                low, high = torch.aminmax(g)
+                self._found[i] |= sample | {
+                    "gradient_amax": torch.maximum(-low, high),
+                    "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
+                    "gradient_x2": _sum_of_squares(g),
+                }
 
     @torch.no_grad()
     def before_update(self, parameters: Collection[int]) -> None:
@@ -430,7 +424,10 @@ class WeightStatistics:
         """Read how far the rows moved."""
         for i, module in enumerate(self._modules):
             if id(weight := weight_of(module)) in parameters and i in self._before:
-                self._found[i] |= _change(self._before.pop(i), _local(weight, module))
+                w = _local(weight, module)
+                after, before = w[_rows(w, UPDATE_ROWS)].double(), self._before.pop(i).double()
+                change = (after - before).square().sum()
+                self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
 
     @torch.no_grad()
     def alignments(self) -> Tensor:
@@ -440,44 +437,21 @@ class WeightStatistics:
         return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
 
     def _alignments(self) -> list[dict[str, Tensor]]:
-        pairs = ([self._modules[i] for i in pair] for pair in self.pairs)
-        weights = [[_local(weight_of(module), module) for module in pair] for pair in pairs]
-        return [_alignment(gate, up, self._rows) for gate, up in weights]
+        found: list[dict[str, Tensor]] = []
+        for pair in self.pairs:
+            gate, up = (_local(weight_of(self._modules[i]), self._modules[i]) for i in pair)
+            if gate.shape != up.shape or not gate.numel():
+                found.append({})
+                continue
+            index = _rows(gate, self._rows)
+            cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
+            found.append({"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))})
+        return found
 
 
-def _gradient(g: Tensor, rows: int) -> dict[str, Tensor]:
-    if not g.numel():
-        return {}
-    sample = histogram_statistics(g[_rows(g, rows)].float())
-    low, high = torch.aminmax(g)
-    return sample | {
-        "gradient_amax": torch.maximum(-low, high),
-        "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
-        "gradient_x2": torch.linalg.vector_norm(g, dtype=torch.float32).double().square(),
-    }
-
-
-def _weight(w: Tensor) -> dict[str, Tensor]:
-    low, high = torch.aminmax(w)
-    return {
-        "minus_weight_smallest": -low,
-        "weight_largest": high,
-        "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
-        "weight_x2": torch.linalg.vector_norm(w, dtype=torch.float32).double().square(),
-    }
-
-
-def _change(before: Tensor, w: Tensor) -> dict[str, Tensor]:
-    after, before = w[_rows(w, UPDATE_ROWS)].double(), before.double()
-    return {"update_x2": (after - before).square().sum(), "updated_x2": before.square().sum()}
-
-
-def _alignment(gate: Tensor, up: Tensor, rows: int) -> dict[str, Tensor]:
-    if gate.shape != up.shape or not gate.numel():
-        return {}
-    index = _rows(gate, rows)
-    cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
-    return {"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))}
+def _sum_of_squares(w: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(w, dtype=torch.float32)
+    return norm.double().square()
 
 
 def _rows(w: Tensor, rows: int) -> Tensor:
