@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.recipe import GEMMS, Recipe, get_recipe
-from octavo.recipe.presets import RECIPE_FILES
+from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, get_recipe
 from octavo.util import hub_hint, parse_object
 
 RECIPE = str | Recipe
