@@ -21,8 +21,8 @@ from octavo import models
 from octavo.distributed import GatherReport, GatherRow, fp8_all_gather
 from octavo.distributed.fsdp import ShardCache
 from octavo.distributed.fsdp_units import reducing_units, sharded_weights
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.nn.selection import promote
-from octavo.nn.weight_cache import GatheredWeight
 from octavo.ops import quantize
 
 RECIPES = [name for name in octavo.recipe.PRESETS if name != "bf16"]

@@ -23,7 +23,7 @@ import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.distributed.shards import ShardQuantizer
 from octavo.models import LlamaConfig, build
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 
 Step = Callable[[nn.Module, int], Tensor]
 

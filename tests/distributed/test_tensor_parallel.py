@@ -31,7 +31,7 @@ import octavo
 from octavo.distributed import ColumnParallel, NormParallel, RowParallel, fp8_all_gather, tensor_parallel
 from octavo.distributed.ranks import Ranks, Shards, quantize_shards
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
-from octavo.nn.weight_cache import ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear
 from octavo.ops import quantize
 from octavo.recipe import GEMMS, rowwise
 

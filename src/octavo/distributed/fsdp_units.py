@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from octavo.nn.fused_modules import DecoderLayer, FusedMLP, NormLinear
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, WeightCache
 from octavo.nn.module_tools import check_module
-from octavo.nn.weight_cache import WeightCache
 from octavo.ops.rows import add_rows
 from octavo.util import plural, some_of
 

@@ -1,4 +1,4 @@
-"""The computation of layers of which each rank has a part (`octavo.nn.weight_cache.Parallel`).
+"""The computation of layers of which each rank has a part (`octavo.nn.parallel_weights.Parallel`).
 
 With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
 bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from octavo.distributed.ranks import Ranks, Sent, Shards, gather_rows, quantize_shards, scatter_rows
 from octavo.nn.fused import Exchange, Gradient, Norm, Stack, mlp, norm_linear
 from octavo.nn.fused_modules import FusedMLP, NormLinear, fusable_layers, read_norm
-from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall, mantissa, rescaled, scale_folded, shaped
 from octavo.nn.module_tools import check_call
 from octavo.nn.observer import observer_of
-from octavo.nn.weight_cache import GatheredWeight, WeightCache
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.ops import (
     activation_quantize_scaled,

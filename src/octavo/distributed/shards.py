@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from octavo.distributed.fsdp_units import UnitWeight
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.linear import Linear, RecipeLayer
-from octavo.nn.weight_cache import GatheredWeight, WeightCache
+from octavo.nn.linear import Linear, RecipeLayer, WeightCache
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import scale_from_amax
 from octavo.ops import quantize, quantize_matrices

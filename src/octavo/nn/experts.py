@@ -16,7 +16,7 @@ from octavo.nn.linear import compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand, mantissa
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.numerics.scaling import quotient, scale_exponent
 from octavo.ops import (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
 from octavo.nn.fused import Norm, NormSpec, Stack, mlp, norm_linear
-from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
     PrecomputedProjections,
@@ -20,7 +20,7 @@ from octavo.nn.module_tools import (
     mix_classes,
 )
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.weight_cache import WeightCache, parallel_of
+from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
 from octavo.recipe import FusableRecipe
 
@@ -343,7 +343,7 @@ class GEGLU(OwnedMLP):
 # A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
 # `state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
 # passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs, unless
-# the layer is parallel (`octavo.nn.weight_cache`).
+# the layer is parallel (`octavo.nn.parallel_weights`).
 
 
 SILU = ("SiLU", "SiLUActivation")

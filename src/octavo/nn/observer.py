@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
 from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH, clear, clear_statistics

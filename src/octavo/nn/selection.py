@@ -17,7 +17,7 @@ from octavo.nn.conversion_report import find_coverage
 from octavo.nn.experts import Experts, GroupedLinear
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import is_conv1d, is_fsdp_module, is_of_library, shape_of
-from octavo.nn.weight_cache import ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear
 from octavo.numerics.formats import EIGHT_BIT_FORMATS
 from octavo.ops.dispatch import gemm_backends
 from octavo.ops.registration import FLOATS
