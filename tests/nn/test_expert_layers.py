@@ -21,7 +21,7 @@ from transformers import (
 import octavo
 from octavo.nn import Experts, GroupedLinear
 from octavo.nn.conversion import expert_rows, find_experts, to_fp8_experts
-from octavo.nn.linear import to_fp8_linear
+from octavo.nn.linear import Linear, convert_layer
 from octavo.ops import dispatch as backend
 from octavo.recipe import Recipe, rowwise, rowwise_dw_bf16, tensorwise
 
@@ -347,7 +347,7 @@ def test_each_group_has_the_bits_of_a_dense_layer(sizes, dtype):
         dense = nn.Linear(K_GROUPED_LINEAR, N, bias=False, dtype=dtype)
         dense.weight.data = experts.weight.data[e]
         alone = x.detach()[rows].requires_grad_()
-        expected = to_fp8_linear(dense, rowwise(), "dense")(alone)
+        expected = convert_layer(dense, Linear, rowwise(), "dense")(alone)
         expected.backward(dy[rows])
         assert torch.equal(y[rows], expected)
         assert torch.equal(x.grad[rows], alone.grad)

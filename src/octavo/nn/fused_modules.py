@@ -17,7 +17,7 @@ from octavo.nn.module_tools import (
     class_name,
     is_of_library,
     library_of,
-    mix_classes,
+    mix_into,
 )
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import parallel_of
@@ -258,6 +258,7 @@ class SwiGLU(FusedMLP):
     """
 
     activation = "swiglu"
+    added: ClassVar[tuple[str, ...]] = ("weight_cache",)
 
     def __init__(self, width: int, mlp_width: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -354,10 +355,10 @@ def fuse_decoder_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if not isinstance(module, DecoderLayer) and is_known(module):
             module.qkv = NormLinear(module, LLAMA.norms[0], *LLAMA.qkv)
-            module.__class__ = mix_classes(DecoderLayer, type(module))
+            mix_into(module, DecoderLayer)
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
-            mlp.__class__ = mix_classes(SwiGLU, type(mlp))
+            mix_into(mlp, SwiGLU)
 
 
 def is_known(layer: Any) -> bool:
@@ -371,6 +372,7 @@ def is_known(layer: Any) -> bool:
 class DecoderLayer(nn.Module):
     """A decoder layer of transformers that runs norms and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("qkv",)
     qkv: NormLinear
     self_attn: nn.Module
     mlp: nn.Module
@@ -408,17 +410,7 @@ class DecoderLayer(nn.Module):
 # GELU.
 
 
-def fuse_vision_blocks(model: nn.Module) -> None:
-    """Fuse the norms and MLPs of timm's blocks; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, VisionBlock) and is_known_vision_block(module):
-            any_module: Any = module
-            any_module.fused_qkv = NormLinear(module, "norm1", "attn.qkv")
-            any_module.fused_mlp = GELU(any_module.mlp, "fc1", "fc2")
-            module.__class__ = mix_classes(VisionBlock, type(module))
-
-
-def is_known_vision_block(block: Any) -> bool:
+def _is_vision_block(block: Any) -> bool:
     """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
     if not is_of_library(block, "timm", "Block"):
         return False
@@ -434,6 +426,7 @@ def is_known_vision_block(block: Any) -> bool:
 class VisionBlock(nn.Module):
     """A block of timm that runs norm and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_mlp")
     fused_qkv: NormLinear
     fused_mlp: GELU
     ls1: nn.Module
@@ -464,18 +457,7 @@ class VisionBlock(nn.Module):
 # pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
 
 
-def fuse_diffusion_blocks(model: nn.Module) -> None:
-    """Fuse the norms and MLPs of diffusers' blocks; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, DiffusionBlock) and _is_known(module):
-            block: Any = module
-            block.fused_qkv = NormLinear(block, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
-            block.fused_q = None if block.attn2 is None else NormLinear(block, "norm2", "attn2.to_q")
-            block.fused_mlp = GEGLU(block.ff, "net.0.proj", "net.2")
-            block.__class__ = mix_classes(DiffusionBlock, type(block))
-
-
-def is_plain_attention(attention: Any) -> bool:
+def _is_plain_attention(attention: Any) -> bool:
     """Whether `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
     if not is_of_library(attention, "diffusers", "Attention"):
         return False
@@ -486,7 +468,7 @@ def is_plain_attention(attention: Any) -> bool:
     return not changed and all(norm is None for norm in norms)
 
 
-def _is_known(block: Any) -> bool:
+def _is_diffusion_block(block: Any) -> bool:
     """Whether `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
     if not is_of_library(block, "diffusers", "BasicTransformerBlock") or block.norm_type != "layer_norm":
         return False
@@ -495,12 +477,13 @@ def _is_known(block: Any) -> bool:
     activation, _, outer, *_ = net = block.ff.net
     dropped = any(isinstance(module, nn.Dropout) and module.p for module in net)
     mlp = is_of_library(activation, "diffusers", "GEGLU") and isinstance(outer, nn.Linear) and not dropped
-    return mlp and not special and all(map(is_plain_attention, attentions))
+    return mlp and not special and all(map(_is_plain_attention, attentions))
 
 
 class DiffusionBlock(nn.Module):
     """A block of diffusers that runs norms and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_q", "fused_mlp")
     fused_qkv: NormLinear
     fused_q: NormLinear | None
     fused_mlp: GEGLU
@@ -544,6 +527,22 @@ def _attend(
     return attention(PrecomputedProjections(total, projections.linears, outputs), **kwargs), total
 
 
+def fuse_blocks(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of the blocks whose classes are known; idempotent."""
+    fuse_decoder_layers(model)
+    for module in list(model.modules()):
+        block: Any = module
+        if not isinstance(block, VisionBlock) and _is_vision_block(block):
+            block.fused_qkv = NormLinear(block, "norm1", "attn.qkv")
+            block.fused_mlp = GELU(block.mlp, "fc1", "fc2")
+            mix_into(block, VisionBlock)
+        elif not isinstance(block, DiffusionBlock) and _is_diffusion_block(block):
+            block.fused_qkv = NormLinear(block, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
+            block.fused_q = None if block.attn2 is None else NormLinear(block, "norm2", "attn2.to_q")
+            block.fused_mlp = GEGLU(block.ff, "net.0.proj", "net.2")
+            mix_into(block, DiffusionBlock)
+
+
 # ---- The layers after attention, whose input PyTorch's attention saves for its own backward pass.
 #
 # Such a layer saves its input too, instead of the bytes that it makes of it. That takes no memory, since both save one
@@ -572,7 +571,7 @@ def _layer_after(attention: Any) -> str:
     if library == "transformers" and name.endswith("Attention"):
         known = ARCHITECTURES.get(name.removesuffix("Attention"))
         return known.block.o.rpartition(".")[2] if known and known.block and known.block.rms else ""
-    if is_plain_attention(attention):  # of diffusers
+    if _is_plain_attention(attention):  # of diffusers
         return "to_out.0"
     ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`
     return ours

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.linear_function import LinearCall, linear
-from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_classes, parts_of, unsupported
+from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_into, parts_of, unsupported
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import GatheredWeight, Parallel, ParallelLinear, local_part
 from octavo.numerics.qtensor import Cast, QTensor
@@ -217,32 +216,28 @@ class Linear(RecipeLayer, nn.Linear):
         return None if cast is None else ([self], cast)
 
 
-def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
-    """Change `linear`, called `name` in its model, in place into a layer that computes by `recipe`."""
-    layer: Any = linear
-    if not isinstance(linear, Linear):
-        is_output = type(linear) is NonDynamicallyQuantizableLinear  # of multi-head attention
-        layer.__class__ = mix_classes(Linear, type(linear)) if is_output else Linear
-    layer.prepare(recipe, name, linear.weight.device)
-    converted: Linear = layer
-    return converted
+L = TypeVar("L", bound=RecipeLayer)
 
 
-def convert_layer(module: nn.Module, ours: type[RecipeLayer], recipe: Recipe, name: str) -> None:
+def convert_layer(module: nn.Module, ours: type[L], recipe: Recipe, name: str) -> L:
     """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
 
-    Its class becomes a subclass of `ours` and of its own, unless an earlier conversion made it so.
+    An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
     """
     layer: Any = module
-    if not isinstance(module, ours):
-        layer.__class__ = mix_classes(ours, type(module))
+    if type(module) in (nn.Linear, ParallelLinear):
+        layer.__class__ = ours
+    else:
+        mix_into(layer, ours)
     layer.prepare(recipe, name, next(module.parameters()).device)
+    converted: L = layer
+    return converted
 
 
 def restore_layer(module: Any) -> bool:
     """Give a converted layer its own class back, and return whether `module` was one. Others stay as they are."""
     ours, *theirs = parts_of(type(module))
-    if not theirs and ours is Linear:  # as `to_fp8_linear` makes it of an `nn.Linear`
+    if not theirs and ours is Linear:  # as `convert_layer` makes it of an `nn.Linear`
         theirs = [nn.Linear if module.parallel is None else ParallelLinear]
     if not theirs or not issubclass(ours, RecipeLayer):
         return False

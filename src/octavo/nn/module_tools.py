@@ -197,6 +197,12 @@ def _mix_classes(ours: Any, theirs: Any) -> Any:
     return type(theirs.__name__, (ours, theirs), members)
 
 
+def mix_into(module: nn.Module, ours: type) -> None:
+    """Make the class of `module` a subclass of `ours` too, unless it is one."""
+    if not isinstance(module, ours):
+        module.__class__ = mix_classes(ours, type(module))
+
+
 def parts_of(cls: Any) -> tuple[Any, ...]:
     """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
     parts: tuple[Any, ...] = cls.__dict__.get("_octavo_parts", (cls,))

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedMLP, NormLinear
-from octavo.nn.linear import Linear, RecipeLayer, to_fp8_linear
+from octavo.nn.linear import Linear, RecipeLayer, convert_layer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
@@ -329,7 +329,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = to_fp8_linear(nn.Linear(1, 1, bias=False, device=device), recipe, "measured")
+        fp8 = convert_layer(nn.Linear(1, 1, bias=False, device=device), Linear, recipe, "measured")
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))

@@ -73,11 +73,11 @@ def test_the_layers_compile_once_for_every_size(recipe: str, monkeypatch: pytest
         return graph.forward  # type: ignore[attr-defined]
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    layer = measure.to_fp8_linear(nn.Linear(1, 1, bias=False), get_recipe(recipe), "measured")
+    layer = measure.convert_layer(nn.Linear(1, 1, bias=False), measure.Linear, get_recipe(recipe), "measured")
     forward = measure.compiled(layer)
     for m, k, n in [(32, 48, 64), (48, 64, 32), (96, 80, 112), (32, 32, 32), (64, 32, 32)]:
         x, w = torch.randn(m, k, dtype=torch.bfloat16), torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
-        expected = measure.to_fp8_linear(nn.Linear(k, n, bias=False), get_recipe(recipe), "measured")
+        expected = measure.convert_layer(nn.Linear(k, n, bias=False), measure.Linear, get_recipe(recipe), "measured")
         expected.weight = nn.Parameter(w.detach())
         assert torch.equal(forward(x, w), expected(x))
     assert len(compilations) == 1
