@@ -5,8 +5,10 @@
 Every token is computed, however many of them choose one expert: nothing is dropped, and no expert is padded.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +43,6 @@ from octavo.ops.registration import check_tensor, eager_check
 from octavo.recipe import Gemm, Recipe
 
 
-class ParallelExperts(Protocol):
-    """The computation of a layer of experts of which each rank has some: `octavo.distributed.expert_parallel`."""
-
-    def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor: ...
-
-
 class Experts(nn.Module):
     """The experts of a layer, with the names and shapes of transformers': plain PyTorch until `octavo.convert`.
 
@@ -63,7 +59,8 @@ class Experts(nn.Module):
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
     observers: dict[str, ExpertObserver] | None = None  # of its stacks, set by `octavo.watch`
-    parallel: ParallelExperts | None = None  # set where each rank has some of the experts
+    # Computes the layer where each rank has some of the experts (`octavo.distributed.expert_parallel`).
+    parallel: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
     matrices: ClassVar[tuple[str, str]] = ("gate_up_proj", "down_proj")
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -103,7 +100,9 @@ class Experts(nn.Module):
             return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
-        return experts_mlp(x, weight, rows, w_in, w_out, call)
+        arguments = call, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
+        out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
+        return out
 
     def extra_repr(self) -> str:
         e, k, f = self.down_proj.shape
@@ -184,37 +183,14 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 # of n; the bytes of h and w are computed again.
 
 
-def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor, call: FusedCall) -> Tensor:
-    """out [T, K] of x [T, K], differentiable.
-
-    Args:
-        weight: [T, top_k], of each expert's output.
-        rows: of `octavo.ops.sort_by_expert`.
-        w_in, w_out: [E, 2F, K], the rows of gate before those of up, and [E, K, F].
-    """
-    arguments = x, weight, w_in, w_out, *rows, call, *gathered(w_in), *gathered(w_out)
-    out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Experts(torch.autograd.Function):
+    """out [T, K] of x [T, K], the weights [T, top_k] of its experts, their matrices, rows, and gathered bytes."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        slot: Tensor,
-        row: Tensor,
-        offsets: Tensor,
-        call: FusedCall,
-        in_data: Tensor | None,
-        in_scale: Tensor | None,
-        out_data: Tensor | None,
-        out_scale: Tensor | None,
+        ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, *others: Any
     ) -> Tensor:
-        recipe = call.recipe
+        recipe, (slot, row, offsets, in_data, in_scale, out_data, out_scale) = call.recipe, others
         n_q = gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
@@ -236,7 +212,7 @@ class _Experts(torch.autograd.Function):
         recipe = call.recipe
         n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
-        dout, groups = dout.contiguous(), groups_of(offsets, len(slot))
+        dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
         dweight = combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
         factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
@@ -262,7 +238,7 @@ class _Experts(torch.autograd.Function):
         dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
         dw_in = weight_gradient(call, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = combine(dn, row).to(ctx.x_dtype)
-        return dx, dweight, dw_in, dw_out, *([None] * 8)
+        return None, dx, dweight, dw_in, dw_out, *([None] * 7)
 
 
 # ---- A linear layer with a weight for each group of rows, as the experts of a mixture have.
@@ -325,14 +301,15 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: `offsets` is not int32 [E].
         """
-        check_offsets(offsets, self.weight.shape[0])
+        _check_offsets(offsets, self.weight.shape[0])
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
         if self.recipe is None or not self.recipe.quantized:
             return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
         call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
-        return grouped_linear(x, self.weight, offsets, call)
+        y: Tensor = _GroupedLinear.apply(x, self.weight, offsets, call, *gathered(self.weight))  # type: ignore[no-untyped-call]
+        return y
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
@@ -341,7 +318,7 @@ class GroupedLinear(nn.Module):
 
 
 @eager_check
-def check_offsets(offsets: Tensor, groups: int) -> None:
+def _check_offsets(offsets: Tensor, groups: int) -> None:
     check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
@@ -387,33 +364,21 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 class Groups(NamedTuple):
-    """The groups of rows in a backward pass.
+    """The groups of rows in a backward pass."""
 
-    Attributes:
-        offsets: int32 [E], where each group ends.
-        group: int32 [M], the group of each row, E for rows beyond the last group.
-        aligned_offsets, place: those of `octavo.ops.aligned_groups`.
-    """
-
-    offsets: Tensor
-    group: Tensor
-    aligned_offsets: Tensor
+    offsets: Tensor  # int32 [E], where each group ends
+    group: Tensor  # int32 [M], the group of each row, E for rows beyond the last group
+    aligned_offsets: Tensor  # as `place`, of `octavo.ops.aligned_groups`
     place: Tensor
+
+    @classmethod
+    def of(cls, offsets: Tensor, rows: int) -> Self:
+        return cls(offsets, group_of_rows(offsets, rows), *aligned_groups(offsets, rows))
 
     @property
     def expert(self) -> Tensor:
         """int32 [M]: the expert of each row, the last one for rows beyond the last group."""
         return self.group.clamp(max=len(self.offsets) - 1)
-
-
-def groups_of(offsets: Tensor, rows: int) -> Groups:
-    return Groups(offsets, group_of_rows(offsets, rows), *aligned_groups(offsets, rows))
-
-
-def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall) -> Tensor:
-    """y [M, N] of x [M, K] and w [E, N, K], differentiable. `offsets` int32 [E]: where each group of rows ends."""
-    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
-    return y
 
 
 def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -427,15 +392,11 @@ def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) 
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """y [M, N] of x [M, K] and w [E, N, K]. `offsets` int32 [E]: where each group of rows ends."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        offsets: Tensor,
-        call: FusedCall,
-        w_data: Tensor | None,
-        w_scale: Tensor | None,
+        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall, w_data: Tensor | None, w_scale: Tensor | None
     ) -> Tensor:
         x_q, w_q = quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
         observe_group(call.observer, "x", "x", [x], x_q, call.recipe.x, offsets)
@@ -450,7 +411,7 @@ class _GroupedLinear(torch.autograd.Function):
         call: FusedCall = ctx.call
         recipe = call.recipe
         x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
-        groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
+        groups, m = Groups.of(offsets, len(x_data)), mantissa(s_x)
         dy, folded = dy.contiguous(), s_w.squeeze(2)
         g = gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
         factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
@@ -477,10 +438,7 @@ def multiply(call: FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tenso
 
 
 def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
-    """The bytes of the weights [E, N, K], transposed to [E, K, N], with scales of 1; `after` as in `transpose`.
-
-    `w_data` is their bytes where they are `gathered`; else the weights are cast again by the scale `s_w`.
-    """
+    """The weights' bytes, transposed to [E, K, N], with scales of 1; cast again by `s_w` unless they are `gathered`."""
     e, n, k = w.shape
     if w_data is None:
         data = requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]

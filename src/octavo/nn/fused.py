@@ -125,11 +125,6 @@ class NormSpec:
     eps: float
     center: bool
 
-    @property
-    def kind(self) -> str:
-        """As `octavo.observation.operands.observe` names its output."""
-        return "center" if self.center else "norm"
-
 
 Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
 
@@ -193,8 +188,8 @@ class FusedInput:
     @property
     def source(self) -> tuple[str, list[Tensor]]:
         """The kind and the tensors of `octavo.nn.observer.observe_x`."""
-        norm = self.info.norm
-        return ("x", [self.total]) if norm is None else (norm.kind, [t for t in self.saved if t is not None])
+        norm, saved = self.info.norm, [t for t in self.saved if t is not None]
+        return ("x", [self.total]) if norm is None else ("center" if norm.center else "norm", saved)
 
 
 def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -231,13 +226,12 @@ class Stack:
         return data, scale, *self.weights, *self.biases
 
     @classmethod
-    def from_arguments(cls, tensors: Sequence[Tensor | None], cast: Cast) -> Self:
+    def from_arguments(cls, tensors: Sequence[Any], cast: Cast) -> Self:
         """The stack that gave these `arguments`; `cast` is that of the weights."""
         data, scale, *parameters = tensors
         half = len(parameters) // 2
-        weights = [w for w in parameters[:half] if w is not None]
         cached = None if data is None or scale is None else QTensor(data, scale, cast.fmt, cast.granularity)
-        return cls(weights, parameters[half:], cached)
+        return cls(parameters[:half], parameters[half:], cached)
 
     def quantize(self, cast: Cast, exchange: Exchange) -> QTensor:
         """The quantized weights [sum of N_i, K]: those cached, or cast now."""
@@ -245,11 +239,9 @@ class Stack:
 
     def bias(self) -> Tensor | None:
         """The biases [sum of N_i] as one, zeros where a layer has none; None where no layer has one."""
-        if len(self.biases) == 1:
-            return self.biases[0]
         given = next((bias for bias in self.biases if bias is not None), None)
-        if given is None:
-            return None
+        if given is None or len(self.biases) == 1:
+            return given
         pairs = zip(self.weights, self.biases, strict=True)
         return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
 
@@ -284,7 +276,7 @@ class StackInfo:
         return None, None, *torch.split(dw, list(self.sizes)), *biases
 
 
-# ---- A norm and the linear layers that it feeds, and a whole MLP, each as one function, for `FusableRecipe`s.
+# ---- The two functions.
 
 
 def norm_linear(

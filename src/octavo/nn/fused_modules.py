@@ -60,9 +60,8 @@ class NormLinear(nn.Module):
         self.weight_cache = WeightCache()
 
     @property
-    def norm(self) -> nn.Module:
-        norm: nn.Module = find(self.owner, self.names[0])
-        return norm
+    def norm(self) -> Any:
+        return find(self.owner, self.names[0])
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -185,8 +184,8 @@ def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
 # ---- MLPs whose activations stay in FP8 between the GEMMs; only the input of the activation is stored in high
 # precision.
 #
-# They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP,
-# and the residual stream around it, are computed in the same pass when they are given.
+# They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP
+# and the residual stream around it are computed in the same pass where they are given.
 
 
 class FusedMLP(nn.Module):
@@ -229,7 +228,8 @@ class FusedMLP(nn.Module):
         parallel = parallel_of(self.inner)
         if parallel is not None:
             return parallel.mlp(self, x, norm, residual)
-        layers, known_norm = self._fusable(), None if norm is None else read_norm(norm)
+        layers = fusable_layers((*self.inner, self.outer))
+        known_norm = None if norm is None else read_norm(norm)
         if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
             total = x if residual is None else x + residual
             n = total if norm is None else norm(total)
@@ -239,12 +239,9 @@ class FusedMLP(nn.Module):
         inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
         return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
 
-    def _fusable(self) -> FusableLayers | None:
-        return fusable_layers((*self.inner, self.outer))
-
     def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""
-        layers = self._fusable()
+        layers = fusable_layers((*self.inner, self.outer))
         return None if layers is None else (self.inner, layers.recipe.w)
 
 
@@ -272,9 +269,8 @@ class SwiGLU(FusedMLP):
         return child(self, "gate_proj"), child(self, "up_proj")
 
     @property
-    def outer(self) -> nn.Linear:
-        outer: nn.Linear = child(self, "down_proj")
-        return outer
+    def outer(self) -> Any:
+        return child(self, "down_proj")
 
     def activate(self, *u: Tensor) -> Tensor:
         gate, up = u
@@ -286,8 +282,7 @@ class OwnedMLP(FusedMLP):
 
     Args:
         owner: the module under which the layers are found; it is not registered here.
-        inner: dotted name of the layer before the activation.
-        outer: dotted name of the layer after it.
+        inner, outer: dotted names of the layers before and after the activation.
     """
 
     owner: nn.Module
@@ -303,9 +298,8 @@ class OwnedMLP(FusedMLP):
         return (find(self.owner, self.names[0]),)
 
     @property
-    def outer(self) -> nn.Linear:
-        outer: nn.Linear = find(self.owner, self.names[1])
-        return outer
+    def outer(self) -> Any:
+        return find(self.owner, self.names[1])
 
 
 class GELU(OwnedMLP):
@@ -405,9 +399,8 @@ class DecoderLayer(nn.Module):
 #     z = x + drop_path1(ls1(attn.proj(attention(q, k, v))))
 #     y = z + drop_path2(ls2(mlp(norm2(z))))                 the MLP with its norm in one pass: `GELU`
 #
-# As above, a block becomes a subclass of its class with the same name, and the attention
-# is timm's own code. Saved for the backward pass are x, z, q, k, v, the output of the attention, and the input of the
-# GELU.
+# As above, a block becomes a subclass of its class with the same name, and the attention is timm's own code. Saved for
+# the backward pass are x, z, q, k, v, the output of the attention, and the input of the GELU.
 
 
 def _is_vision_block(block: Any) -> bool:
@@ -452,9 +445,8 @@ class VisionBlock(nn.Module):
 #     x = x + attn2(norm2(x), text)          q in one pass with the norm; k and v are those of the text
 #     x = x + ff(norm3(x))                   the MLP with its norm in one pass: `GEGLU`
 #
-# They are the `BasicTransformerBlock`s of a U-Net such as SDXL's. As above, a block
-# becomes a subclass of its class with the same name, and the attention is diffusers' own code. Saved for the backward
-# pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
+# They are the `BasicTransformerBlock`s of a U-Net such as SDXL's. The attention is diffusers' own code. Saved for the
+# backward pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
 
 
 def _is_plain_attention(attention: Any) -> bool:
