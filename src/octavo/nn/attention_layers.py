@@ -86,10 +86,9 @@ class MultiheadAttention(RecipeLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v [..., E]; those of one and the same tensor in one product."""
-        e, weights = self.embed_dim, list(input_weights(self).values())
+        e, weights, inputs = self.embed_dim, list(input_weights(self).values()), (query, key, value)
         if len(weights) == 3:
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            inputs = (query, key, value)
             return [self.compute(x, w, b, None) for x, w, b in zip(inputs, weights, biases, strict=True)]
         outputs: list[Tensor] = []
         for x, rows in _runs(query, key, value, e):
@@ -151,17 +150,10 @@ DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
 class GradientScales(ScaleBuffers):
-    """The scales of the gradients of one attention.
+    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3."""
 
-    Args:
-        device: of the scales.
-        shortest: tokens of the shortest text whose attention runs in E4M3.
-
-    Attributes:
-        amax: float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the
-            first. It is not in the `state_dict`: a resumed run begins as the first pass does.
-    """
-
+    # float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the first.
+    # It is not in the `state_dict`: a resumed run begins as the first pass does.
     amax: Tensor
 
     def __init__(self, device: torch.device | str | None = None, shortest: int = SHORTEST) -> None:
@@ -186,11 +178,9 @@ class GradientScales(ScaleBuffers):
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [B, H, T, D] of float32, bfloat16 or float16 to E4M3 with one scale.
+    """x [B, H, T, D] in E4M3, a view of contiguous [B, T, H, D], and its one scale, float32 [1, 1].
 
-    Returns:
-        [B, H, T, D], a view of contiguous [B, T, H, D], and the scale float32 [1, 1]. Where x is such a view too, it is
-        not copied.
+    Where x is such a view too, it is not copied.
     """
     by_token = x.transpose(1, 2)
     found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
@@ -200,18 +190,8 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, scale: float | None = None) -> Tensor:
     """softmax(scale * q k^T) v in E4M3, where token t sees the tokens 0..t. Differentiable.
 
-    Args:
-        q: [B, H, T, D] of float32, bfloat16 or float16.
-        k, v: [B, G, T, D] of q's dtype, with H a multiple of G.
-        gradients: the scales of dq, dk and dv.
-        scale: 1 / sqrt(D) by default.
-
-    Returns:
-        [B, H, T, D] in q's dtype, a view of contiguous [B, T, H, D].
-
-    Raises:
-        ValueError: for another shape or dtype.
-        RuntimeError: the GPU, its libraries or the head size do not have FP8 attention.
+    q is [B, H, T, D] of float32, bfloat16 or float16; k and v are [B, G, T, D] of its dtype, with H a multiple of G.
+    The result is [B, H, T, D], a view of contiguous [B, T, H, D]. `scale` is 1 / sqrt(D) by default.
     """
     y: Tensor = _Attention.apply(q, k, v, gradients, scale)  # type: ignore[no-untyped-call]
     return y

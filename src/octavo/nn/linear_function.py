@@ -46,7 +46,7 @@ from octavo.ops import (
 from octavo.ops.registration import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
-# ---- Operands of the backward GEMMs whose row scales lie along the reduction (the mathematics: `linear_function`).
+# ---- Operands of the backward GEMMs whose row scales lie along the reduction.
 #
 # Such a scale cannot leave the sum. It is folded into the other operand, and its own tensor then has the scale 1.
 
@@ -57,10 +57,7 @@ def mantissa(s_x: Tensor) -> Tensor:
 
 
 def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
-    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1.
-
-    `after` is that of `octavo.ops.transpose`.
-    """
+    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1."""
     data = transpose(q.data, None, after)
     return scale_folded(data) if q.granularity == ROW else QTensor(data, q.scale.t(), q.format, q.granularity)
 
@@ -73,12 +70,10 @@ def scale_folded(data: Tensor) -> QTensor:
 def weight_transposed(
     weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
 ) -> QTensor:
-    """The bytes of the weights, stacked along N and transposed.
+    """The bytes of one weight, or of several with row scales, stacked along N and transposed.
 
-    Args:
-        weights: one, or several with row scales.
-        data: their bytes, where these were saved; None casts the weights again, by the scale `s_w`.
-        after: a tensor of the backward pass, before which compiled code cannot compute the result.
+    They are the saved bytes `data`, or the weights cast again by the scale `s_w`. `after` is a tensor of the backward
+    pass, before which compiled code cannot compute the result.
     """
     # Quantizing again would give the same bytes. But torch.compile merges equal calls: it would quantize once, in the
     # forward pass, and keep the bytes until the backward pass.
@@ -106,11 +101,8 @@ def rescaled(q: QTensor, scale: Tensor) -> QTensor:
 
 
 def dw_operand(g: QTensor, scales: FoldedScales) -> QTensor:
-    """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale.
-
-    The scale of g and the exponent of s_x lie along the reduction. Both are powers of two: they move the exponents of
-    the bytes.
-    """
+    """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale."""
+    # The scale of g and the exponent of s_x lie along the reduction: powers of two that move the bytes' exponents.
     h = transpose(g.data, scales.shift)  # [N,T]
     scale = scales.dw if len(scales.dw) == len(h) else scales.dw.expand(len(h), 1).contiguous()
     return QTensor(h, scale, g.format, ROW)
@@ -124,25 +116,16 @@ R = TypeVar("R", Recipe, FusableRecipe)
 
 @dataclass(eq=False)  # not frozen: compiled code would look up the defaults of its fields in Python at each call
 class LinearCall(Generic[R]):
-    """The arguments of a call that are not tensors.
+    """The arguments of a call that are not tensors."""
 
-    Args:
-        recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
-        dtype: of y, and of the GEMMs without casts.
-        x_history, w_history, dy_history: the histories of delayed scaling.
-        observer: where statistics of the operands are recorded; None records none.
-        outer_observer: in an MLP, where those of the layer after the activation are recorded.
-        input_is_saved: whether another operation saves x for its backward pass, so that saving it here takes no memory.
-    """
-
-    recipe: R
-    dtype: torch.dtype
+    recipe: R  # a `FusableRecipe` where the call is one of a fused module
+    dtype: torch.dtype  # of y, and of the GEMMs without casts
     x_history: ScaleHistory | None = None
     w_history: ScaleHistory | None = None
     dy_history: ScaleHistory | None = None
-    observer: Observer | None = None
-    outer_observer: Observer | None = None
-    input_is_saved: bool = False
+    observer: Observer | None = None  # where statistics of the operands are recorded
+    outer_observer: Observer | None = None  # in an MLP, where those of the layer after the activation are recorded
+    input_is_saved: bool = False  # by another operation for its backward pass: to save x here too takes no memory
 
     @property
     def is_operation(self) -> bool:
@@ -203,10 +186,7 @@ read_recipe = cache(Recipe.from_json)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
-    """y [..., N] = x [..., K] @ w [N, K]^T + bias [N] by the recipe of `call`, differentiable.
-
-    `cached` is w, quantized, where `octavo.scales.cast_once` holds it.
-    """
+    """y [..., N] = x [..., K] @ w [N, K]^T + bias [N], differentiable; `cached` is w, quantized, where it is held."""
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     y: Tensor
     if call.is_operation:
@@ -304,13 +284,11 @@ def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
 
 
 def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize a weight so that casting it again by the scale gives the same bytes.
-
-    The bytes of a tensor that is not finite are NaN. A scale from a history does not show that, so it becomes NaN too.
-    """
+    """Quantize a weight so that casting it again by the scale gives the same bytes."""
     if history is None:
         return quantize(w, cast)
     q, amax = _quantize_by(history, w, cast)
+    # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
     return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
 
 
@@ -327,10 +305,7 @@ def _by_row(gemm: Gemm | None) -> bool:
 
 
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
-    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose.
-
-    x itself, with the scales of its bytes, also where another operation saves it: then it takes no memory here.
-    """
+    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
     gemm = call.recipe.dw
     if gemm is None:
         return x.to(call.dtype), None
@@ -343,12 +318,9 @@ def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor
 def _saved_w(
     w_q: QTensor | None, cached: Tensor | None, recipe: Recipe, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Bytes and scale of w for the backward pass, which has w itself too; None for those it can do without.
-
-    Bytes rounded to nearest are computed again from w and the scale, unless they are cached: then to save them takes no
-    memory. Where dx casts w along its other axis, neither bytes nor scale are read.
-    """
+    """Bytes and scale of w for the backward pass, which has w itself too; None for those it can do without."""
     if w_q is not None and recipe.w is not None and recipe.quantizes_w_once:
+        # Bytes rounded to nearest are, unless they are cached: then to save them takes no memory.
         computed_again = not needs_x or (cached is None and recipe.w.rounding == "nearest")
         return None if computed_again else w_q.data, w_q.scale
     return None, None

@@ -37,18 +37,11 @@ _FACTORIES = {
 
 
 class GatheredWeight(Tensor):
-    """A quantized weight [N, K] that looks to autograd like a tensor of `dtype`.
+    """A quantized weight [N, K] that looks to autograd like a tensor of the parameter's `dtype`."""
 
-    Args:
-        data: the bytes [N, K], contiguous.
-        scale: in the shape of the granularity.
-        dtype: of the parameter.
-        granularity: the name of the scales' granularity.
-    """
-
-    data_bytes: Tensor
+    data_bytes: Tensor  # contiguous
     scale: Tensor
-    granularity: str
+    granularity: str  # of the scale, by its name
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> GatheredWeight:
@@ -136,16 +129,11 @@ class ParallelLinear(nn.Linear):
 
 
 def parallel_of(layers: Sequence[nn.Module]) -> Parallel | None:
-    """The computation of layers that share an input; None for layers that each rank has whole.
-
-    Raises:
-        ValueError: some of them are parallel and others are not.
-    """
+    """The computation of layers that share an input; None for layers that each rank has whole."""
     ways = {layer.__dict__.get("parallel") for layer in layers}
     if len(ways) > 1:
         raise ValueError(
             "layers that share an input must be parallelized together: give the style "
             f"octavo.distributed.ColumnParallel to each of {', '.join(map(str, layers))}"
         )
-    way: Parallel | None = ways.pop()
-    return way
+    return ways.pop()

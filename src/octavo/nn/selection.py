@@ -199,8 +199,7 @@ def promote(layer: nn.Module, to: str) -> None:
             f"{_device(layer)} has no GEMM for e5m2. Move the layer to bf16"
         )
     assert isinstance(layer, RecipeLayer)
-    layer.recipe = recipe
-    history = layer.history_of("dy")
+    layer.recipe, history = recipe, layer.history_of("dy")
     if history is not None and recipe.dy is not None:
         with torch.no_grad():
             history.scale.mul_(history.cast.fmt.max / recipe.dy.fmt.max)
@@ -208,11 +207,9 @@ def promote(layer: nn.Module, to: str) -> None:
 
 
 def e5m2_gradients(layer: Any) -> Recipe | None:
-    """The recipe of `layer` with dy in e5m2; None if its dy is not in e4m3, or its device lacks the GEMMs.
-
-    No device has the grouped GEMMs of experts in e5m2.
-    """
+    """The recipe of `layer` with dy in e5m2; None if its dy is not in e4m3, or its device lacks the GEMMs."""
     recipe: Recipe = layer.recipe
+    # No device has the grouped GEMMs of experts in e5m2.
     if not isinstance(layer, RecipeLayer) or recipe.dy is None or not recipe.dy.format.startswith("e4m3"):
         return None
     wider = replace(recipe, name=f"{recipe.name}_e5m2", dx=_in_e5m2(recipe.dx), dw=_in_e5m2(recipe.dw))
