@@ -18,9 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo import models
-from octavo.distributed import GatherReport, GatherRow, fp8_all_gather
+from octavo.distributed import GatherReport, GatherRow, fp8_all_gather, send_bf16_gradients
 from octavo.distributed.fsdp import ShardCache
-from octavo.distributed.fsdp_units import reducing_units, sharded_weights
+from octavo.distributed.fsdp_units import sharded_weights
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.nn.selection import promote
 from octavo.ops import quantize
@@ -222,7 +222,7 @@ def neighbours(rank: int) -> dict[str, Any]:
     report = fp8_all_gather(pair)
     units = {unit.unit for unit in sharded_weights(pair).values()}
     groups = {unit.group for unit in sharded_weights(pair).values()}
-    reducing = len(reducing_units(pair))
+    reducing = send_bf16_gradients(pair)
     same = equal(train(made()), train(pair))
     return {"report": report, "units": units, "groups": len(groups), "reducing": reducing, "same": same}
 

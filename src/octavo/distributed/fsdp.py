@@ -68,46 +68,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         ValueError: no layer of `model` is converted, `fully_shard` was not called, the model has run already, or a unit
             of FSDP2 gathers weights that a module outside of the unit reads.
     """
-    layers, stacks = _converted_layers(model), _expert_stacks(model)
-    _check_ready(model, converted=bool(layers or stacks))
-    sharded = sharded_weights(model)
-    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
-    modules = fused_modules(model)
-    unfused = unfusing_units(model, modules, units)
-    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
-    for module in modules:
-        _agree(module.stacked, reasons, layers)
-    why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
-    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
-    gathered = {of_names[name] for name, reason in why.items() if not reason}
-    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
-    for module in modules:
-        parts = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
-        if parts and len({part.unit.group for part in parts}) == 1:
-            stack = WeightStack(parts, [module.cache])
-            for part in parts:
-                part.stack = stack
-    if weights:
-        ShardCache(model, list(weights.values()))
-    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
-    return GatherReport(tuple(rows), unfused)
-
-
-def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
-    """The converted layers of a model, and their names."""
     check_module(model, "fp8_all_gather")
-    return {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
-
-
-def _expert_stacks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The stacks of experts' matrices that run in FP8, each its module and its name there, by their names."""
-    names = computed_stacks(model)
-    return {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
-
-
-def _check_ready(model: nn.Module, *, converted: bool) -> None:
-    if not converted:
+    modules = model.named_modules()
+    layers = {m: name for name, m in modules if isinstance(m, RecipeLayer) and m.recipe.quantized}
+    # of experts' matrices, each its module and its name there
+    parts = ((name, *name.rpartition(".")) for name in computed_stacks(model))
+    stacks = {name: (model.get_submodule(owner), leaf) for name, owner, _, leaf in parts}
+    if not layers and not stacks:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
     check_sharded(model)
     if has_run(model):
@@ -115,6 +82,28 @@ def _check_ready(model: nn.Module, *, converted: bool) -> None:
             "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
             "before the first forward pass"
         )
+    sharded = sharded_weights(model)
+    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
+    fused = fused_modules(model)
+    unfused = unfusing_units(model, fused, units)
+    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
+    for module in fused:
+        _agree(module.stacked, reasons, layers)
+    why = {name: reasons[layer] for layer, name in layers.items()}
+    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
+    gathered = {of_names[name] for name, reason in why.items() if not reason}
+    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
+    for module in fused:
+        stacked = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
+        if stacked and len({weight.unit.group for weight in stacked}) == 1:
+            stack = WeightStack(stacked, [module.cache])
+            for weight in stacked:
+                weight.stack = stack
+    if weights:
+        ShardCache(model, list(weights.values()))
+    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
+    return GatherReport(tuple(rows), unfused)
 
 
 def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
@@ -223,13 +212,12 @@ class ShardCache:
         for weight in self.weights:
             weight.attach()
         changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
-        if changed or (self.exposed and self.has_changed()):
+        if self.exposed and not changed:
+            self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
+            changed = self.quantizer.has_changed()
+        if changed:
             self.begin()
         self.exposed = False
-
-    def has_changed(self) -> bool:
-        self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
-        return self.quantizer.has_changed()
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""
