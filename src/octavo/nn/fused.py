@@ -16,6 +16,8 @@ are x + residual and u; the bytes of n, h and w are computed again.
 Where several ranks each have a part of a layer, an `Exchange` sends operands and sums results between them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -68,6 +70,34 @@ class Exchange:
     """
 
     resends_x = False  # the bytes of x travel once more for dw, so they are saved
+
+    # How a fused module reads its norm and its layers, and runs them where it cannot fuse them.
+
+    def check(self, module: Any) -> None:
+        """Raise a ValueError where the layers that read the input of `module` cannot be parallel in this way."""
+
+    def read_norm(self, norm: Norm) -> Norm:
+        """The norm with this rank's parameters."""
+        return norm
+
+    def stack(self, linears: Sequence[Any], cast: Cast, cache: Any) -> Stack:
+        """This rank's parts of the layers, with the bytes that `cache` has for them."""
+        weights = [linear.weight for linear in linears]
+        return Stack(weights, [linear.bias for linear in linears], cache.get(weights, cast))
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """A part of the stacked outputs y for the input x [..., K], as [..., N]."""
+        return y
+
+    def input(self, norm: Any, x: Tensor) -> Tensor:
+        """All rows of the norm of this rank's rows x; without a norm, of x."""
+        return x if norm is None else norm(x)
+
+    def run(self, linear: Any, x: Tensor) -> Tensor:
+        """This rank's part of the output of a layer, for all rows x."""
+        return linear(x)  # type: ignore[no-any-return]
+
+    # The exchanges.
 
     def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
         return quantize(x, cast)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.fused import Norm, NormSpec, Stack, mlp, norm_linear
+from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -69,24 +69,23 @@ class NormLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
-        parallel = parallel_of(self.linears)
-        if parallel is not None:
-            return parallel.norm_linear(self, x, residual)
         outputs = self.fused(x, residual)
         if outputs is not None:
             return outputs
-        total = x if residual is None else x + residual
-        n = self.norm(total)
-        return tuple(linear(n) for linear in self.linears), total
+        exchange, total = exchange_of(self, self.linears), x if residual is None else x + residual
+        n = exchange.input(self.norm, total)
+        return tuple(exchange.run(linear, n) for linear in self.linears), total
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
-        layers, norm = fusable_layers(self.linears), read_norm(self.norm)
+        exchange, layers, norm = exchange_of(self, self.linears), fusable_layers(self.linears), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0:
             return None
-        call = fused_call(layers, x, observer_of(self))
-        y, total = norm_linear(x, residual, norm, stack_of(layers.linears, call, self.weight_cache), call)
-        return torch.split(y, [linear.out_features for linear in layers.linears], dim=-1), total
+        call = fused_call(layers, x, exchange, observer_of(self))
+        stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
+        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange)
+        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
+        return tuple(exchange.output(part, x) for part in parts), total
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""
@@ -145,18 +144,21 @@ def watched(module: nn.Module) -> bool:
     )
 
 
+def exchange_of(module: nn.Module, linears: Sequence[nn.Module]) -> Exchange:
+    """The exchange of the layers that read the input of `module`."""
+    way: Any = parallel_of(linears)
+    exchange: Exchange = ALONE if way is None else way
+    exchange.check(module)
+    return exchange
+
+
 def fused_call(
-    layers: FusableLayers, x: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+    layers: FusableLayers, x: Tensor, exchange: Exchange, observer: Observer | None, outer: Observer | None = None
 ) -> FusedCall:
     """The call of layers that run as one, for the input `x`; raises the errors of `check_call`."""
-    check_call(layers.linears[0], x, *(linear.weight for linear in layers.linears))
-    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
-
-
-def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> Stack:
-    """The parameters of the layers, with the bytes that `cache` has for them."""
-    weights = [linear.weight for linear in linears]
-    return Stack(weights, [linear.bias for linear in linears], cache.get(weights, call.recipe.w))
+    whole = [linear.weight for linear in layers.linears] if exchange is ALONE else []  # others are DTensors
+    check_call(layers.linears[0], x, *whole)
+    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer)
 
 
 def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
@@ -225,19 +227,19 @@ class FusedMLP(nn.Module):
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """y and x + residual, in one pass where that is possible."""
-        parallel = parallel_of(self.inner)
-        if parallel is not None:
-            return parallel.mlp(self, x, norm, residual)
-        layers = fusable_layers((*self.inner, self.outer))
+        exchange, layers = exchange_of(self, self.inner), fusable_layers((*self.inner, self.outer))
         known_norm = None if norm is None else read_norm(norm)
         if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
             total = x if residual is None else x + residual
-            n = total if norm is None else norm(total)
-            return self.outer(self.activate(*(linear(n) for linear in self.inner))), total
+            n = exchange.input(norm, total)
+            return self.outer(self.activate(*(exchange.run(linear, n) for linear in self.inner))), total
         *inner, outer = layers.linears
-        call = fused_call(layers, x, observer_of(self), observer_of(outer))
-        inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
-        return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
+        exchanges: Any = exchange, parallel_of([outer]) or ALONE
+        call = fused_call(layers, x, exchange, observer_of(self), observer_of(outer))
+        inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
+        outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
+        norm_here = None if known_norm is None else exchange.read_norm(known_norm)
+        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges)
 
     def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""

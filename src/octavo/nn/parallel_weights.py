@@ -104,16 +104,10 @@ class _Dequantize(torch.autograd.Function):
 
 
 class Parallel(Protocol):
-    """The computation of a layer of which each rank has a part."""
+    """The computation of a layer of which each rank has a part: an `octavo.nn.fused.Exchange`, with these two."""
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """The output of `layer`, an `nn.Linear`, converted or not."""
-
-    def norm_linear(self, module: Any, x: Tensor, residual: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor]:
-        """`NormLinear.forward` of a module whose layers are computed so."""
-
-    def mlp(self, module: Any, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """`FusedMLP.run` of a module whose inner layers are computed so."""
 
     def quantize(self, stacks: Sequence[tuple[Sequence[nn.Linear], Cast]]) -> list[QTensor]:
         """This rank's parts of the weights of each stack of parallel layers, by a cast of row scales."""
