@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from octavo import ops
 from octavo.distributed.ranks import Ranks, Sent, Shards, gather_rows, quantize_shards, scatter_rows
 from octavo.nn.fused import Exchange, Gradient, Norm, Stack, norm_linear
 from octavo.nn.fused_modules import FusableLayers, fused_call
@@ -23,14 +24,6 @@ from octavo.nn.linear_function import FusedCall, mantissa, rescaled, scale_folde
 from octavo.nn.observer import observer_of
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.ops import (
-    activation_quantize_scaled,
-    activation_scales,
-    fold_scales,
-    requantize,
-    row_scales,
-    transpose,
-)
 from octavo.recipe import FusableRecipe
 
 # Tokens T, of which each of R ranks has T/R between the layers; the mathematics is that of `octavo.nn.linear_function`.
@@ -122,7 +115,7 @@ class Column(ParallelLayer):
         return rows.scale, y
 
     def dx(self, g: QTensor, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
-        scales = fold_scales(s_x, g.scale, s_w)
+        scales = ops.fold_scales(s_x, g.scale, s_w)
         dx = self.ranks.scattered_mm(rescaled(g, scales.dx), w_t, call.recipe.dx, call)  # [T,N/R] @ [K,N/R]^T
         return g, scales, dx
 
@@ -131,10 +124,15 @@ class Column(ParallelLayer):
 
     def send_bytes(self, x_data: Tensor | None, g: QTensor) -> tuple[tuple[Tensor, ...], torch.dtype]:
         assert x_data is not None  # by `resends_x`
-        return self.ranks.gather_data(x_data, g.scale), x_data.dtype
+        # A number of the backward pass travels too. Compiled code would otherwise gather in the forward pass, and save
+        # the rows of all ranks.
+        return self.ranks.gather(x_data.view(torch.uint8), g.scale[:1].view(torch.uint8)), x_data.dtype
 
     def x_transposed(self, x_data: tuple[tuple[Tensor, ...], torch.dtype], g: QTensor) -> QTensor:
-        return scale_folded(transpose(self.ranks.data(*x_data)))
+        # PyTorch keeps the memory of an exchange until its result is waited for: also that of the number.
+        gathered, dtype = x_data
+        data, _ = [self.ranks.done(t) for t in gathered]
+        return scale_folded(ops.transpose(data.view(dtype)))
 
 
 class Row(ParallelLayer):
@@ -165,10 +163,10 @@ class Row(ParallelLayer):
     # Its exchanges: the rows of y are scattered, and those of g gathered.
 
     def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
-        return requantize([x], self.ranks.largest(row_scales([x], cast)), cast)
+        return ops.requantize([x], self.ranks.largest(ops.row_scales([x], cast)), cast)
 
     def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
-        return activation_quantize_scaled(u, kind, self.ranks.largest(activation_scales(u, kind, cast)), cast)
+        return ops.activation_quantize_scaled(u, kind, self.ranks.largest(ops.activation_scales(u, kind, cast)), cast)
 
     def y(self, x_q: QTensor, w_q: QTensor, bias: Tensor | None, call: FusedCall) -> tuple[Tensor, Tensor]:
         y = self.ranks.done(self.ranks.scattered_mm(x_q, w_q, call.recipe.y, call))  # [T,K/R] @ [N,K/R]^T
@@ -182,10 +180,10 @@ class Row(ParallelLayer):
 
     def dx(self, g: Sent, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
         rows, dx = self.ranks.gathered_mm(g, w_t, call.recipe.dx, call, m=mantissa(s_x))  # [T,N] @ [K/R,N]^T
-        return rows, fold_scales(s_x, rows.scale, s_w), dx
+        return rows, ops.fold_scales(s_x, rows.scale, s_w), dx
 
     def x_transposed(self, x_data: Tensor, g: QTensor) -> QTensor:
-        return scale_folded(transpose(x_data, None, g.data))
+        return scale_folded(ops.transpose(x_data, None, g.data))
 
 
 def call_norm(norm: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:

@@ -120,7 +120,9 @@ def convert(
     check_module(model, "convert")
     check_initialized(model)
     candidates = Candidates.of(model, skip)
-    device = _execution_device(candidates.weight) if device is None else torch.device(device)
+    if device is None and candidates.weight.is_meta:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = candidates.weight.device if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -146,21 +148,13 @@ def convert(
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
-    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name.
-
-    They are 0 for a layer whose weight is computed from other parameters, and which is skipped for that.
-    """
+    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name."""
     if forward is None:
         return {row.name: tokens for row in rows}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {row.name: row.name if row.name in parameters else f"{row.name}.weight".lstrip(".") for row in rows}
+    # 0 for a layer whose weight is computed from other parameters, and which is skipped for that
     return {name: forward.rows_of(parameters[w]) if w in parameters else 0 for name, w in weights.items()}
-
-
-def _execution_device(weight: Tensor) -> torch.device:
-    if not weight.is_meta:
-        return weight.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:
@@ -188,9 +182,6 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
 
 
 # ---- The modules other than linear layers that `convert` changes: attention, and convolutions that are products.
-#
-# Each becomes a subclass of its class with a forward of ours: parameters, `state_dict`, hooks and `isinstance` stay as
-# they are.
 
 
 def _is_convertible(module: nn.Module) -> bool:
@@ -216,8 +207,7 @@ def _product_rows(name: str, module: nn.Module, skip: Sequence[str]) -> list[Row
 # ---- The experts that `convert` changes: ours, and those of transformers that compute the same function.
 #
 # transformers keeps the experts of a layer in one module, with the parameters of `octavo.nn.Experts`. Such a module
-# becomes a subclass of its class whose forward is ours: parameters, `state_dict`, hooks and `isinstance` stay as they
-# are. Routers stay in high precision.
+# becomes a subclass of its class whose forward is ours. Routers stay in high precision.
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -377,9 +367,8 @@ class Candidates:
 # ---- Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.
 #
 # PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8.
-# So an encoder layer that has one becomes a subclass of its class, with the same name, in which the conditions of the
-# fast path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are. A
-# converted `nn.MultiheadAttention` has a forward of its own, without a fast path.
+# So an encoder layer that has one becomes a subclass of its class in which the conditions of the fast path are false.
+# So does the `nn.TransformerEncoder` around it. A converted `nn.MultiheadAttention` has no fast path.
 
 
 class CallingEncoderLayer:

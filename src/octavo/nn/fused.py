@@ -25,6 +25,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.nn.linear_function import (
     FusedCall,
     LinearCall,
@@ -42,24 +43,12 @@ from octavo.nn.linear_function import (
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.ops import (
-    FoldedScales,
-    activation_backward,
-    activation_quantize,
-    fold_scales,
-    norm_backward,
-    norm_quantize,
-    quantize,
-    quantize_stack,
-    requantize_norm,
-    transpose,
-)
 from octavo.recipe import FusableRecipe
 
 # ---- What the ranks exchange that each have a part of a layer (`octavo.distributed.parallel_layers`).
 
 
-Gradient = tuple[QTensor, FoldedScales, Tensor]  # all rows of g, the scales for dw, and dx for `Exchange.arrived`
+Gradient = tuple[QTensor, ops.FoldedScales, Tensor]  # all rows of g, the scales for dw, and dx for `Exchange.arrived`
 
 
 class Exchange:
@@ -100,14 +89,14 @@ class Exchange:
     # The exchanges.
 
     def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
-        return quantize(x, cast)
+        return ops.quantize(x, cast)
 
     def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
-        return activation_quantize(u, kind, cast)
+        return ops.activation_quantize(u, kind, cast)
 
     def quantize_w(self, weights: Sequence[Tensor], cast: Cast) -> QTensor:
         """This rank's part of the weights, stacked along N, by the scales of the whole weights."""
-        return quantize_stack(weights, cast)
+        return ops.quantize_stack(weights, cast)
 
     def send_x(self, x_q: QTensor) -> Any:
         """x_q for `y`."""
@@ -127,7 +116,7 @@ class Exchange:
 
     def dx(self, g: Any, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
         """The `Gradient` with dx = g @ w_t^T; g is what `send_g` gave."""
-        scales = fold_scales(s_x, g.scale, s_w)
+        scales = ops.fold_scales(s_x, g.scale, s_w)
         return g, scales, call.mm(call.recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)
 
     def arrived(self, dx: Tensor) -> Tensor:
@@ -139,7 +128,7 @@ class Exchange:
 
     def x_transposed(self, x_data: Any, g: QTensor) -> QTensor:
         """The bytes of all rows of x, transposed, for dw; x_data is what `send_bytes` gave."""
-        return scale_folded(transpose(x_data))
+        return scale_folded(ops.transpose(x_data))
 
 
 ALONE = Exchange()
@@ -176,7 +165,9 @@ class InputInfo:
             return exchange.x_transposed(sent, g)
         assert self.norm is not None
         total, mean, rstd, gamma, beta = saved
-        return scale_folded(requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast))
+        return scale_folded(
+            ops.requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast)
+        )
 
     def gradients(self, dn: Tensor, dtotal: Tensor | None, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """The gradients of x, residual, gamma and beta, from dn [T, K] of the norm's output (of x if there is no norm),
@@ -184,7 +175,7 @@ class InputInfo:
         if self.norm is None:
             return dn.to(self.dtype).view(self.shape), None, None, None
         total, mean, rstd, gamma, beta = saved
-        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
+        dx, dgamma, dbeta = ops.norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
         dx = dx.view(self.shape)
         return dx, dx if self.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
 
@@ -206,7 +197,7 @@ class FusedInput:
         x, residual = rows(x), rows(residual)
         if norm is None or gamma is None:
             return cls(x, exchange.quantize_x(x, cast), (None,) * 5, info)
-        total, q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
+        total, q, mean, rstd = ops.norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
         return cls(total, q, (total, mean, rstd, gamma, beta), info)
 
     def outputs(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -461,7 +452,7 @@ class _MLP(torch.autograd.Function):
         observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=own_s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
-        du, h_q, dbias = activation_backward(
+        du, h_q, dbias = ops.activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip

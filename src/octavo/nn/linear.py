@@ -257,8 +257,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 #
 #     Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
 #
-# It is a linear layer whose weight is stored transposed. The recipe casts W^T, so that row scales belong to outputs as
-# in `nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
+# The recipe casts W^T, so that row scales belong to outputs as in `nn.Linear`, and the gradient is transposed back.
 
 
 class Conv1D(RecipeLayer):
