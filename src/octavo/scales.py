@@ -45,7 +45,7 @@ class ScalesInput(Protocol):
 
     @property
     def freezable(self) -> bool:
-        """Whether `freeze_input` can make the scale constant."""
+        """True if `freeze_input` can make the scale constant."""
 
     @property
     def input_limit(self) -> Tensor | None:

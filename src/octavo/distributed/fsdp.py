@@ -28,7 +28,15 @@ from octavo.distributed.fsdp_units import (
     sharded_weights,
     unfusing_units,
 )
-from octavo.distributed.shards import ShardedWeight, ShardQuantizer, WeightStack
+from octavo.distributed.shards import (
+    ShardedWeight,
+    ShardGroup,
+    WeightStack,
+    grouped,
+    hold_quantized,
+    quantize_rows,
+    reduce_largest,
+)
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import check_module
@@ -161,7 +169,9 @@ class ShardCache:
 
     def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
         """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
-        self.weights, self.quantizer = weights, ShardQuantizer(weights)
+        self.weights = weights
+        self.alone = [weight for weight in weights if weight.is_alone]
+        self.groups: list[ShardGroup] = []
         self.stale = True
         self.measured = False  # whether the ranks have yet to agree on the scales
         self.exposed = False  # whether `state_dict` was called since the weights were compared
@@ -214,10 +224,18 @@ class ShardCache:
         changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
         if self.exposed and not changed:
             self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
-            changed = self.quantizer.has_changed()
+            changed = self.has_changed()
         if changed:
             self.begin()
         self.exposed = False
+
+    @torch.no_grad()
+    def has_changed(self) -> bool:
+        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
+        alone = ((weight.data, quantize_rows(weight).data) for weight in self.alone)
+        return any(group.has_changed() for group in self.groups) or any(
+            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
+        )
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""
@@ -234,6 +252,7 @@ class ShardCache:
             if weight.data is None and weight.cast_again is not None:
                 weight.cast_again()
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Measure the rows of all weights, in a stream beside that of the caller.
 
@@ -246,14 +265,25 @@ class ShardCache:
             # A model may be deleted after its last step: its memory is used again by the stream that computes.
             weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
         with self.streams.stream(self.stream):
-            self.quantizer.group()
+            self.groups = self.groups or grouped([weight for weight in self.weights if not weight.is_alone])
         caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
-        self.quantizer.allocate()
+        for group in self.groups:
+            group.allocate()
+        for weight in self.alone:  # they need nothing of other weights
+            hold_quantized(weight)
         self.stream.wait_stream(caller)
         with self.streams.stream(self.stream):
-            self.quantizer.measure()
+            self.measure()
         self.stale, self.measured = False, True
 
+    def measure(self) -> None:
+        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
+        for group in self.groups:
+            group.measure()
+        for weight in self.weights:
+            weight.key = weight.current_key()
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Find the scales with the other ranks, and make the bytes by them.
 
@@ -261,9 +291,17 @@ class ShardCache:
         order of their calls: before the gather of the root, the all-reduce would make that wait for the amaxes.
         """
         with self.streams.stream(self.stream):
-            self.quantizer.finish()
+            self.write()
             self.written, self.waited = self.stream.record_event(), set()
         self.measured = False
+
+    def write(self) -> None:
+        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
+        reduce_largest([(group.amax, group.columns) for group in self.groups])
+        largest = [(group, group.largest()) for group in self.groups]
+        reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
+        for group, value in largest:
+            group.finish(value)
 
 
 def _wait_for(stream: Any, streams: Any) -> None:

@@ -20,10 +20,11 @@ from octavo.distributed.ranks import Ranks, Sent, Shards, gather_rows, quantize_
 from octavo.nn.fused import Exchange, Gradient, Norm, Stack, norm_linear
 from octavo.nn.fused_modules import FusableLayers, fused_call
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
-from octavo.nn.linear_function import FusedCall, mantissa, rescaled, scale_folded, shaped
+from octavo.nn.linear_function import FusedCall, rescaled, scale_folded, shaped
 from octavo.nn.observer import observer_of
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.scaling import scale_mantissa
 from octavo.recipe import FusableRecipe
 
 # Tokens T, of which each of R ranks has T/R between the layers; the mathematics is that of `octavo.nn.linear_function`.
@@ -179,7 +180,7 @@ class Row(ParallelLayer):
         return self.ranks.send(g)
 
     def dx(self, g: Sent, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
-        rows, dx = self.ranks.gathered_mm(g, w_t, call.recipe.dx, call, m=mantissa(s_x))  # [T,N] @ [K/R,N]^T
+        rows, dx = self.ranks.gathered_mm(g, w_t, call.recipe.dx, call, m=scale_mantissa(s_x))  # [T,N] @ [K/R,N]^T
         return rows, ops.fold_scales(s_x, rows.scale, s_w), dx
 
     def x_transposed(self, x_data: Tensor, g: QTensor) -> QTensor:

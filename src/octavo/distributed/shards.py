@@ -341,54 +341,7 @@ def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
 # Square blocks and stacks of matrices, which are sharded between matrices, need nothing of other ranks.
 
 
-class ShardQuantizer:
-    """Quantizes the rows of this rank of many weights."""
-
-    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
-        self.alone = [weight for weight in weights if weight.is_alone]
-        self.together = [weight for weight in weights if not weight.is_alone]
-        self.groups: list[ShardGroup] = []
-
-    @torch.no_grad()
-    def has_changed(self) -> bool:
-        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        alone = ((weight.data, _quantize(weight).data) for weight in self.alone)
-        return any(group.has_changed() for group in self.groups) or any(
-            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
-        )
-
-    def group(self) -> None:
-        """Find the weights that are quantized together, and take the memory of their scales, once."""
-        if not self.groups:
-            self.groups = _grouped(self.together)
-
-    @torch.no_grad()
-    def allocate(self) -> None:
-        """Take memory for all bytes. Those that need nothing of other weights are written at once."""
-        for group in self.groups:
-            group.allocate()
-        for weight in self.alone:
-            _hold_quantized(weight)
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
-        for group in self.groups:
-            group.measure()
-        for weight in (*self.together, *self.alone):
-            weight.key = weight.current_key()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
-        _reduce([(group.amax, group.columns) for group in self.groups])
-        largest = [(group, group.largest()) for group in self.groups]
-        _reduce([(value, group.ranks) for group, value in largest if group.needs_largest])
-        for group, value in largest:
-            group.finish(value)
-
-
-def _grouped(weights: Sequence[ShardedWeight]) -> list[ShardGroup]:
+def grouped(weights: Sequence[ShardedWeight]) -> list[ShardGroup]:
     together: defaultdict[Any, list[ShardedWeight]] = defaultdict(list)
     for weight in weights:
         local, ranks = weight.local, _groups(weight, lambda placement: not placement.is_replicate())
@@ -404,13 +357,13 @@ def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroup
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if takes(placement))
 
 
-def _quantize(weight: ShardedWeight) -> QTensor:
+def quantize_rows(weight: ShardedWeight) -> QTensor:
     local = weight.local
     return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
 
 
-def _hold_quantized(weight: ShardedWeight) -> None:
-    local, q = weight.local, _quantize(weight)
+def hold_quantized(weight: ShardedWeight) -> None:
+    local, q = weight.local, quantize_rows(weight)
     if weight.data is None or weight.data.device != local.device:
         rows = weight.unit.shard_rows
         data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
@@ -424,7 +377,7 @@ def _hold_quantized(weight: ShardedWeight) -> None:
     weight.scale[: q.scale.shape[0]] = q.scale
 
 
-def _reduce(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
+def reduce_largest(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
     """Reduce each tensor in place by MAX over its groups, with one all-reduce for all tensors of a group."""
     together: defaultdict[ProcessGroups, list[Tensor]] = defaultdict(list)
     for value, groups in values:

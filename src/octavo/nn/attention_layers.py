@@ -30,7 +30,7 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def is_convertible(module: nn.MultiheadAttention) -> bool:
-    """Whether `module`, converted or not, can be converted: no subclass, and no keys of its own."""
+    """True if `module`, converted or not, can be converted: no subclass, and no keys of its own."""
     own_keys = module.bias_k is not None or module.add_zero_attn
     return parts_of(type(module))[-1] is nn.MultiheadAttention and not own_keys
 
@@ -162,7 +162,7 @@ class GradientScales(ScaleBuffers):
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
-        """Whether the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
+        """True if the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
         whole = q.device.type == "cpu" or q.shape[2] % GRADIENT_TILE == 0
         return not dropout and k.shape[2] == q.shape[2] >= self.shortest and whole
 
@@ -288,7 +288,7 @@ def use_bf16_attention(model: nn.Module) -> None:
 
 
 def _is_causal_attention(module: nn.Module) -> bool:
-    """Whether `module` is an attention of ours, which reads `fp8_gradients`, or a causal one of transformers."""
+    """True if `module` is an attention of ours, which reads `fp8_gradients`, or a causal one of transformers."""
     if hasattr(module, "fp8_gradients"):
         return True
     named = type(module).__name__.endswith("Attention") and hasattr(module, "head_dim") and hasattr(module, "config")

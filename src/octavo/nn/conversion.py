@@ -272,7 +272,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _is_known(module: Any) -> bool:
-    """Whether this is a module of transformers' experts whose class, parameters and activation are known."""
+    """True if this is a module of transformers' experts whose class, parameters and activation are known."""
     if not any(class_name(module) in each.experts for each in ARCHITECTURES.values()):
         return False
     names = {name for name, _ in module.named_parameters(recurse=False)}

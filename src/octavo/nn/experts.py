@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand, mantissa
+from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_exponent
+from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
 from octavo.ops.registration import check_tensor, eager_check
 from octavo.recipe import Gemm, Recipe
 
@@ -197,7 +197,7 @@ class _Experts(torch.autograd.Function):
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
         dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
-        m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
+        m_n, m_h, expert = scale_mantissa(s_n), scale_mantissa(s_h), groups.expert
         factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
         g = ops.gather_quantize(
             dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
@@ -394,7 +394,7 @@ class _GroupedLinear(torch.autograd.Function):
         call: FusedCall = ctx.call
         recipe = call.recipe
         x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
-        groups, m = Groups.of(offsets, len(x_data)), mantissa(s_x)
+        groups, m = Groups.of(offsets, len(x_data)), scale_mantissa(s_x)
         dy, folded = dy.contiguous(), s_w.squeeze(2)
         g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
         factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}

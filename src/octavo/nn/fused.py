@@ -31,7 +31,6 @@ from octavo.nn.linear_function import (
     LinearCall,
     composite,
     dw_operand,
-    mantissa,
     quantize_folded,
     read_recipe,
     rescaled,
@@ -43,6 +42,7 @@ from octavo.nn.linear_function import (
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.scaling import scale_mantissa
 from octavo.recipe import FusableRecipe
 
 # ---- What the ranks exchange that each have a part of a layer (`octavo.distributed.parallel_layers`).
@@ -454,7 +454,7 @@ class _MLP(torch.autograd.Function):
         g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
         du, h_q, dbias = ops.activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)

@@ -131,13 +131,13 @@ def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
 
 
 def is_fusable(cls: str, ending: str) -> bool:
-    """Whether a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
+    """True if a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
     known = ARCHITECTURES.get(cls.removesuffix(ending)) if cls.endswith(ending) else None
     return known is not None and known.fusable
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
+    """True if a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
     own = module.__dict__
     return "forward" in own or bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
@@ -358,7 +358,7 @@ def fuse_decoder_layers(model: nn.Module) -> None:
 
 
 def is_known(layer: Any) -> bool:
-    """Whether `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
+    """True if `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
     if not is_fusable(class_name(layer), "DecoderLayer"):
         return False
     norms = all(is_fusable(type(layer.get_submodule(name)).__name__, "RMSNorm") for name in LLAMA.norms)
@@ -406,7 +406,7 @@ class DecoderLayer(nn.Module):
 
 
 def _is_vision_block(block: Any) -> bool:
-    """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
+    """True if `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
     if not is_of_library(block, "timm", "Block"):
         return False
     attn, mlp = block.attn, block.mlp
@@ -452,7 +452,7 @@ class VisionBlock(nn.Module):
 
 
 def _is_plain_attention(attention: Any) -> bool:
-    """Whether `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
+    """True if `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
     if not is_of_library(attention, "diffusers", "Attention"):
         return False
     if type(attention.processor).__name__ != "AttnProcessor2_0":
@@ -463,7 +463,7 @@ def _is_plain_attention(attention: Any) -> bool:
 
 
 def _is_diffusion_block(block: Any) -> bool:
-    """Whether `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
+    """True if `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
     if not is_of_library(block, "diffusers", "BasicTransformerBlock") or block.norm_type != "layer_norm":
         return False
     special = block.only_cross_attention or block.pos_embed is not None or hasattr(block, "fuser")
@@ -572,7 +572,7 @@ def _layer_after(attention: Any) -> str:
 
 
 def _saves_output(attention: Any) -> bool:
-    """Whether the attention saves its result in the dtype of the next layer's input."""
+    """True if the attention saves its result in the dtype of the next layer's input."""
     if getattr(attention, "fp8_gradients", None) is not None:
         return False
     if library_of(attention) == "transformers":

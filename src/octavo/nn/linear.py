@@ -72,7 +72,7 @@ class WeightCache:
         self.cast_weights, self.key = [local_part(w).detach() for w in weights], _key(weights)
 
     def is_stale(self, weights: Sequence[Tensor]) -> bool:
-        """Whether a weight has changed since it was cached. Compiled code does not ask."""
+        """True if a weight has changed since it was cached. Compiled code does not ask."""
         return not torch.compiler.is_compiling() and _key(weights) != self.key
 
     def clear(self) -> None:
@@ -128,7 +128,7 @@ class RecipeLayer(nn.Module):
 
     @property
     def freezable(self) -> bool:
-        """Whether y scales its input, as it comes, by a history."""
+        """True if y scales its input, as it comes, by a history."""
         return self.recipe.y is not None and self.recipe.y.a.history is not None
 
     @property
@@ -283,7 +283,7 @@ IMAGE_CHANNELS = 16  # the most that an image has, or what an autoencoder makes 
 
 
 def is_gemm(module: nn.Module) -> bool:
-    """Whether `module` is a convolution of PyTorch, converted or not, that is a matrix product."""
+    """True if `module` is a convolution of PyTorch, converted or not, that is a matrix product."""
     if not isinstance(module, CONVOLUTIONS) or parts_of(type(module))[-1] not in CONVOLUTIONS:
         return False
     sizes = module.kernel_size
@@ -293,7 +293,7 @@ def is_gemm(module: nn.Module) -> bool:
 
 
 def reads_image(module: Any) -> bool:
-    """Whether a convolution that is a matrix product cuts an image into patches."""
+    """True if a convolution that is a matrix product cuts an image into patches."""
     return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
 
 

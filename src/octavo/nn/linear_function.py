@@ -32,18 +32,13 @@ from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_mantissa, scattered_signs
+from octavo.numerics.scaling import quotient, scattered_signs
 from octavo.ops.registration import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
 # ---- Operands of the backward GEMMs whose row scales lie along the reduction.
 #
 # Such a scale cannot leave the sum. It is folded into the other operand, and its own tensor then has the scale 1.
-
-
-def mantissa(s_x: Tensor) -> Tensor:
-    """m [T, 1] of s_x = m * 2^e: the part of the scale of x that is folded into dy before dy is quantized."""
-    return scale_mantissa(s_x)
 
 
 def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
@@ -119,7 +114,7 @@ class LinearCall(Generic[R]):
 
     @property
     def is_operation(self) -> bool:
-        """Whether Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
+        """True if Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
         written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
         return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
 
@@ -287,7 +282,7 @@ def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor,
 
 
 def _by_row(gemm: Gemm | None) -> bool:
-    """Whether the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
+    """True if the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
     return gemm is not None and gemm.b.by_row
 
 

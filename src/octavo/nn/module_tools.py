@@ -145,12 +145,12 @@ def library_of(module: nn.Module) -> str:
 
 
 def is_of_library(module: nn.Module, library: str, name: str) -> bool:
-    """Whether the module's own class is the class `name` of a library."""
+    """True if the module's own class is the class `name` of a library."""
     return library_of(module) == library and class_name(module) == name
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
+    """True if `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
     theirs = ("transformers.pytorch_utils", "Conv1D")
     return any((cls.__module__, cls.__name__) == theirs for cls in type(module).__mro__)
 
@@ -165,7 +165,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Whether FSDP manages this module."""
+    """True if FSDP manages this module."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
 
 
@@ -175,16 +175,14 @@ def is_fsdp_module(module: nn.Module) -> bool:
 # There is one for each pair of classes. Its instances can be pickled and copied: they are rebuilt from the two classes.
 
 
-def mix_classes(ours: Any, theirs: Any) -> Any:
-    """The subclass of `ours` and `theirs` with the name of `theirs`; the same class at every call."""
-    return _mix_classes(ours, theirs)  # mypy takes the class of a module for unhashable
-
-
-@cache
 def _mix_classes(ours: Any, theirs: Any) -> Any:
+    """The subclass of `ours` and `theirs` with the name of `theirs`; the same class at every call."""
     parts = (ours, *parts_of(theirs))
     members = {"__module__": theirs.__module__, "__reduce_ex__": _reduce, "_octavo_parts": parts}
     return type(theirs.__name__, (ours, theirs), members)
+
+
+mix_classes: Callable[[Any, Any], Any] = cache(_mix_classes)  # mypy takes the class of a module for unhashable
 
 
 def mix_into(module: nn.Module, ours: type) -> None:
