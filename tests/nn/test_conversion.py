@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -172,6 +173,16 @@ def test_the_shares_are_those_of_the_flops_of_the_pass(converted_before: bool, e
     assert coverage.activations == pytest.approx(FLOPS["attention"] / total)
     assert coverage.flops + coverage.activations + sum(e.flops for e in coverage.left) == pytest.approx(1)
     assert f"{100 * coverage.flops:.1f} % of the FLOPs (of the batch)" in str(coverage)
+
+
+def test_the_flops_are_those_that_pytorch_counts() -> None:
+    model = build(LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16))
+    tokens = torch.randint(64, (2, 16))
+    with FlopCounterMode(display=False) as counter, torch.device("meta"):
+        build(model.config)(tokens.to("meta"))
+    head = 2 * 32 * 32 * 64 / counter.get_total_flops()
+    report = octavo.convert(model, batch=[tokens])
+    assert {entry.name: entry.flops for entry in report.coverage.left}["lm_head.weight"] == pytest.approx(head, rel=0.1)
 
 
 def test_without_a_batch_parameters_stand_for_flops() -> None:

@@ -350,6 +350,15 @@ def test_without_a_recipe_it_is_plain_pytorch():
     assert sqnr(expected, experts(x, offsets_of(sizes))) > 45
 
 
+def test_no_rows_at_all():
+    experts, x = layer(3, rowwise()), torch.zeros(0, K_GROUPED_LINEAR, dtype=torch.bfloat16, requires_grad=True)
+    y = experts(x, offsets_of([0, 0, 0]))
+    y.sum().backward()
+    assert y.shape == (0, N)
+    assert not experts.weight.grad.any()
+    assert x.grad.shape == (0, K_GROUPED_LINEAR)
+
+
 def test_autocast_decides_the_dtype():
     experts, (x, dy) = layer(2, rowwise(), torch.float32), given_grouped_linear(12, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
