@@ -56,7 +56,7 @@ def walk(function):
 """
 LLAMA = "import torch, octavo, transformers\nmodel = transformers.LlamaForCausalLM.from_pretrained(MODEL)"
 WALKS = {
-    "convert": (14, LLAMA, "octavo.convert(model)"),
+    "convert": (12, LLAMA, "octavo.convert(model)"),
     "pack": (23, "from octavo.packing import pack", "pack(MODEL, OUT)"),
     "load": (22, "import octavo", "octavo.load(PACKED)"),
     "start": (

@@ -11,15 +11,21 @@
 With constant scales an input is quantized to the same bytes in every call, whatever else is in its batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.nn.delayed import histories, load_scale_state, scale_state, update_scales, weight_amax
-from octavo.nn.weight_cache import cast_once
+from octavo.nn.linear import WeightCache
+from octavo.nn.module_tools import check_module, is_fsdp_module
+from octavo.nn.parallel_weights import parallel_of
+from octavo.numerics.qtensor import Cast
 
 __all__ = [
     "cast_once",
@@ -39,7 +45,7 @@ class ScalesInput(Protocol):
 
     @property
     def freezable(self) -> bool:
-        """Whether `freeze_input` can make the scale constant."""
+        """True if `freeze_input` can make the scale constant."""
 
     @property
     def input_limit(self) -> Tensor | None:
@@ -238,3 +244,102 @@ def _call(model: nn.Module, batch: Any) -> None:
         model(*batch)
     else:
         model(batch)
+
+
+# ---- Weights cast once an optimizer step instead of once a micro-batch, by caching their quantized bytes.
+#
+#     with octavo.scales.cast_once(model):        # around an accumulation, or around the whole training loop
+#         for batch in micro_batches: ...
+#
+# Outside the block every forward pass casts the weights, so nothing can be stale. Inside it the weights are cast again
+# after each step of any torch optimizer and each `load_state_dict` of the model. The new bytes go into the same memory,
+# so that compiled code and CUDA graphs read them too. An eager forward pass also checks whether a weight was replaced,
+# moved or written in place since. The parameters that FSDP2 shards are not cached: their memory is freed and filled
+# again while the parameter looks the same. `octavo.distributed.fp8_all_gather` casts those once a step too.
+#
+# Some writes leave no trace and are not noticed inside the block: through `.data` by code that is no optimizer, through
+# memory that the weight shares (`w.detach().numpy()`), and in place before compiled code, which does not check. For
+# these, leave the block, write, and enter it again.
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Cache the quantized weights of `model` from one optimizer step to the next, while the block lasts.
+
+    The cache takes one byte a weight. Weights that optimizers, `load_state_dict` or assignments change are cast again;
+    writes through `.data` or shared memory are not noticed.
+
+    Raises:
+        TypeError: `model` is no module.
+
+    Example:
+        >>> with octavo.scales.cast_once(model):
+        ...     for micro_batches in steps:
+        ...         for x, y in micro_batches:
+        ...             loss(model(x), y).backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    check_module(model, "cast_once")
+    caches = _caches(model)
+
+    def refresh_after_step(optimizer: Optimizer, *_: Any) -> None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        _fill([stack for stack in caches if any(id(linear.weight) in updated for linear in stack[1])])
+
+    refresh = _Refresh(caches)
+    refresh()
+    loaded = model.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+    hooks = [register_optimizer_step_post_hook(refresh_after_step), loaded]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for cache, _, _ in caches:
+            cache.clear()
+
+
+CachedStack = tuple[WeightCache, Sequence[nn.Linear], Cast]
+
+
+class _Refresh:
+    """The hook of a model that fills its caches. In a copy of the model, pickled or not, it does nothing."""
+
+    def __init__(self, caches: Sequence[CachedStack] = ()) -> None:
+        self.caches = caches
+
+    def __call__(self, *_: Any) -> None:
+        _fill(self.caches)
+
+    def __reduce__(self) -> tuple[type[_Refresh], tuple[()]]:
+        return _Refresh, ()
+
+
+def _fill(caches: Sequence[CachedStack]) -> None:
+    """Cast the weights of all caches; those of which each rank has a part together, with one exchange."""
+    parts: list[CachedStack] = []
+    for cache, linears, cast in caches:
+        if parallel_of(linears) is None:
+            cache.fill([linear.weight for linear in linears], cast)
+        else:
+            parts.append((cache, linears, cast))
+    if parts:
+        way = parallel_of(parts[0][1])
+        assert way is not None
+        quantized = way.quantize([(linears, cast) for _, linears, cast in parts])
+        for (cache, linears, _), q in zip(parts, quantized, strict=True):
+            cache.store(q, [linear.weight for linear in linears])
+
+
+def _caches(model: nn.Module) -> list[CachedStack]:
+    """The caches to fill, with layers and casts: stacks first, then other layers; none that FSDP manages."""
+    caches: list[CachedStack] = []
+    taken = {id(layer) for module in model.modules() if is_fsdp_module(module) for layer in module.modules()}
+    owners: list[Any] = [module for module in model.modules() if hasattr(module, "cached_weights")]
+    for module in sorted(owners, key=lambda owner: isinstance(owner, nn.Linear)):
+        cached = module.cached_weights()
+        if cached is not None and not taken.intersection(map(id, cached[0])):
+            caches.append((module.weight_cache, *cached))
+            taken.update(map(id, cached[0]))
+    return caches

@@ -18,11 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo import models
-from octavo.distributed import GatherReport, GatherRow, fp8_all_gather
+from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.distributed.fsdp import ShardCache
-from octavo.distributed.fsdp_units import reducing_units, sharded_weights
+from octavo.distributed.fsdp_units import sharded_weights
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.nn.selection import promote
-from octavo.nn.weight_cache import GatheredWeight
 from octavo.ops import quantize
 
 RECIPES = [name for name in octavo.recipe.PRESETS if name != "bf16"]
@@ -222,7 +222,7 @@ def neighbours(rank: int) -> dict[str, Any]:
     report = fp8_all_gather(pair)
     units = {unit.unit for unit in sharded_weights(pair).values()}
     groups = {unit.group for unit in sharded_weights(pair).values()}
-    reducing = len(reducing_units(pair))
+    reducing = send_bf16_gradients(pair)
     same = equal(train(made()), train(pair))
     return {"report": report, "units": units, "groups": len(groups), "reducing": reducing, "same": same}
 
@@ -273,16 +273,6 @@ def test_a_model_that_is_not_ready_is_refused() -> None:
         assert "model.layers.0.qkv reads the weight of model.layers.0.self_attn.q_proj" in messages["apart"]
     with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
         fp8_all_gather(Tensor())  # type: ignore[arg-type]
-
-
-def test_the_report_has_a_line_for_each_reason() -> None:
-    rows = (GatherRow("a", "fp8"), *(GatherRow(name, "wide", "too far") for name in "bcdef"))
-    report = GatherReport(rows, {"x": "norm", "y": "norm"})
-    assert str(report).splitlines() == [
-        "FP8 all-gather: 1 weight in eight bits, 5 wide",
-        "  5 wide: too far (b, c, d and 2 more)",
-        "  not fused: norm, since x, y are units of FSDP's: shard the block that holds it instead",
-    ]
 
 
 # ---- A promoted layer whose weight FSDP2 gathers in eight bits computes with the numbers that these stand for

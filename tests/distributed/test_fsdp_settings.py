@@ -21,9 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
-from octavo.distributed.shards import ShardQuantizer
+from octavo.distributed.fsdp import ShardCache
 from octavo.models import LlamaConfig, build
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 
 Step = Callable[[nn.Module, int], Tensor]
 
@@ -354,9 +354,9 @@ class NotedAllGather(DefaultAllGather):
 
 def two_steps(rank: int) -> Events:
     events: Events = []
-    quantizer: Any = ShardQuantizer
-    for name in ("measure", "finish"):
-        setattr(quantizer, name, noted(events, name, getattr(quantizer, name)))
+    cache: Any = ShardCache
+    for name, method in (("measure", "measure"), ("finish", "write")):
+        setattr(cache, method, noted(events, name, getattr(cache, method)))
     torch.manual_seed(0)
     model: Any = nn.Sequential(*blocks(), nn.RMSNorm(32))
     octavo.convert(model)

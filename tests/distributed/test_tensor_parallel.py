@@ -22,7 +22,7 @@ from tensor_parallel_examples import (
     two_layers,
     whole,
 )
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -31,7 +31,7 @@ import octavo
 from octavo.distributed import ColumnParallel, NormParallel, RowParallel, fp8_all_gather, tensor_parallel
 from octavo.distributed.ranks import Ranks, Shards, quantize_shards
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
-from octavo.nn.weight_cache import ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear
 from octavo.ops import quantize
 from octavo.recipe import GEMMS, rowwise
 
@@ -185,30 +185,6 @@ def rotated(rank):
 def test_rotated_layers_of_two_ranks():
     for one, two in run_ranks(2, rotated):
         assert all(b > min(a, 100) - 1 for a, b in zip(one, two, strict=True)), (one, two)
-
-
-# ---- The processes that other tests run in
-
-
-def total(rank, first):
-    value = torch.tensor([first + rank])
-    distributed.all_reduce(value)
-    return int(value)
-
-
-def fail(rank):
-    if rank == 1:
-        raise ValueError("of rank 1")
-    distributed.barrier()
-
-
-def test_ranks_form_a_group():
-    assert run_ranks(2, total, 3) == [7, 7]
-
-
-def test_a_failure_names_its_rank():
-    with pytest.raises(AssertionError, match=r"rank 1: (?s:.*)ValueError: of rank 1"):
-        run_ranks(2, fail)
 
 
 # ---- A model that two ranks share computes what one rank computes, before and after conversion, and trains alike

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -71,12 +72,6 @@ def test_a_write_through_shared_memory_is_seen_when_the_block_is_entered_again()
         assert torch.equal(model(batch()), before)
     with octavo.scales.cast_once(model), torch.no_grad():
         assert not torch.equal(model(batch()), before)
-
-
-def test_an_unconverted_model_has_nothing_to_cache() -> None:
-    model = Net()
-    with octavo.scales.cast_once(model):
-        assert not cached_modules(model)
 
 
 @pytest.mark.parametrize("skip", ["*down_proj", "*gate_proj", "right"])
@@ -164,24 +159,14 @@ def test_the_block_leaves_nothing_behind() -> None:
         train(model)
     assert registered(model) == before
     assert not cached_modules(model)
+    with suppress(ValueError), octavo.scales.cast_once(model):
+        model(torch.randn(7, 41))  # of another width
+    assert registered(model) == before
+    assert not cached_modules(model)
     sgd(model)
     loaded(model)
     assert not cached_modules(model)
     assert is_fresh(model)
-
-
-def test_a_block_that_ends_in_an_error_leaves_nothing_behind() -> None:
-    model = net()
-    before = registered(model)
-
-    def fail() -> None:
-        with octavo.scales.cast_once(model):
-            model(torch.randn(7, 41))
-
-    with pytest.raises(ValueError, match="takes an input"):
-        fail()
-    assert registered(model) == before
-    assert not cached_modules(model)
 
 
 def test_nested_blocks() -> None:
@@ -205,25 +190,6 @@ def through_data_after_training(model: Net) -> None:
     model.zero_grad()
     train(model)
     through_data(model)
-
-
-def test_a_copy_made_inside_the_block_caches_nothing() -> None:
-    """An exponential mean of the weights is such a copy: it outlives the block, which does not know it."""
-    model = net()
-    with octavo.scales.cast_once(model):
-        fresh = copy.deepcopy(model)
-    assert not cached_modules(fresh)
-    assert is_fresh(fresh)
-    for p in fresh.parameters():
-        p.data.mul_(1.5)
-    assert is_fresh(fresh)
-
-
-def test_the_state_has_no_trace_of_the_bytes() -> None:
-    model = net()
-    with octavo.scales.cast_once(model):
-        assert model.state_dict().keys() == Net().state_dict().keys()
-        assert not list(model.buffers())
 
 
 # ---- Inside the block of `octavo.scales.cast_once` no weight is stale, whichever way it was written

@@ -1,12 +1,15 @@
-"""Convolutions that are matrix products are converted; the others stay, and are named."""
+"""Convolutions that are matrix products, and `Conv1D` of transformers, run as the linear layers that they are."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import octavo
+from octavo.nn.linear import Conv1D
 
 PRODUCTS = {
     "patches": (nn.Conv2d(24, 16, 4, 4), (2, 24, 8, 12)),
@@ -87,9 +90,79 @@ def test_a_convolution_that_a_second_conversion_skips_is_restored() -> None:
     assert type(model["layer"]) is nn.Conv2d
 
 
-@pytest.mark.parametrize("shape", [(2, 24, 3, 8), (2, 4, 8, 8), (8, 8)])
-def test_an_input_that_does_not_fit_is_refused(shape: tuple[int, ...]) -> None:
-    layer = nn.Conv2d(24, 16, 4, 4)
-    octavo.convert(layer)
-    with pytest.raises(ValueError, match=r"takes \[B, 24, \*sizes\] with sizes of at least \[4, 4\], got"):
-        layer(torch.randn(shape))
+# ---- `Conv1D` of transformers
+
+
+CONV1D_RECIPES = ["bf16", "rowwise", "tensorwise", "blockwise", "delayed", "rowwise_dw_bf16"]
+
+
+def pair():
+    """A `Conv1D`, and the `nn.Linear` that computes the same."""
+    conv = transformers.pytorch_utils.Conv1D(96, 64)
+    linear = nn.Linear(64, 96)
+    with torch.no_grad():
+        conv.bias.normal_()
+        linear.weight.copy_(conv.weight.t())
+        linear.bias.copy_(conv.bias)
+    return conv, linear
+
+
+def run(layer, x, dy):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+
+@pytest.mark.parametrize("recipe", CONV1D_RECIPES)
+def test_it_computes_what_a_linear_layer_of_the_transposed_weight_computes(recipe):
+    conv, linear = pair()
+    octavo.convert(nn.Sequential(conv), recipe)
+    octavo.convert(nn.Sequential(linear), recipe)
+    x, dy = torch.randn(2, 32, 64), torch.randn(2, 32, 96)
+    (y, dx, dw, db), from_linear = run(conv, x, dy), run(linear, x, dy)
+    for actual, expected in zip((y, dx, dw.t(), db), from_linear, strict=True):
+        assert torch.equal(actual, expected)
+    assert dw.is_contiguous()
+
+
+def test_its_state_and_class_are_those_of_the_unconverted_layer():
+    conv, _ = pair()
+    before = {name: t.clone() for name, t in conv.state_dict().items()}
+    model = nn.Sequential(conv)
+    for recipe in ("rowwise", "delayed"):  # converted twice
+        octavo.convert(model, recipe)
+    assert isinstance(conv, transformers.pytorch_utils.Conv1D)
+    assert type(conv).__name__ == "Conv1D"
+    assert {name: t.shape for name, t in conv.state_dict().items()} == {n: t.shape for n, t in before.items()}
+    x = torch.randn(4, 64)
+    y = conv(x)
+    for other in (copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+        assert torch.equal(other(x), y)
+    assert octavo.restore(model) == ["0"]
+    assert type(conv) is transformers.pytorch_utils.Conv1D
+    assert torch.equal(conv(x), torch.addmm(before["bias"], x, before["weight"]))
+    assert conv(x[:0]).shape == (0, 96)
+
+
+def test_every_layer_of_a_gpt2_is_converted_and_trains():
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    plain = copy.deepcopy(model).eval()
+    report = octavo.convert(model, "rowwise")
+    names = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    assert report.converted == [f"transformer.h.{layer}.{name}" for layer in (0, 1) for name in names]
+    assert {row.name: row.shape for row in report.rows}["transformer.h.0.attn.c_attn"] == (96, 32)
+    assert report.skipped == {"lm_head": "it shares its weight with the embedding"}
+    layers = [m for m in model.modules() if isinstance(m, Conv1D)]
+    assert len(layers) == 8
+    assert report.coverage.computed == pytest.approx(
+        sum(m.weight.numel() for m in layers) / sum(p.numel() for p in model.parameters())
+    )
+    tokens = torch.arange(32).view(2, 16)
+    with torch.no_grad():
+        difference = (model.eval()(tokens).logits - plain(tokens).logits).norm() / plain(tokens).logits.norm()
+    assert 1e-4 < difference < 0.1
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,17 +1,25 @@
-"""Uses of PyTorch that the layers do not support raise an error that says what to do."""
+"""Uses of PyTorch, and inputs, that the layers do not take raise an error that says what to do."""
 
+import copy
 import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import octavo
-from octavo.nn import NormLinear
+from octavo.nn import GEGLU, Experts, GroupedLinear, NormLinear, SwiGLU, use_fp8_attention
+from octavo.nn.attention_layers import GradientScales, attend_fp8
+from octavo.nn.module_tools import PrecomputedProjections
+from octavo.nn.selection import promote
+from octavo.recipe import rowwise, rowwise_dw_bf16, tensorwise
 
 
 class Normed(nn.Module):
@@ -26,52 +34,122 @@ class Normed(nn.Module):
         return torch.cat(self.both(x)[0], -1)
 
 
+def converted(module: Any, recipe: str = "rowwise") -> Any:
+    octavo.convert(module, recipe)
+    return module
+
+
 def layer(recipe: str = "rowwise") -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(16, 16))
-    octavo.convert(model, recipe)
-    return model
+    return converted(nn.Sequential(nn.Linear(16, 16)), recipe)
 
 
 def fused() -> Normed:
-    model = Normed()
-    octavo.convert(model)
-    return model
+    return converted(Normed())
 
 
 each = pytest.mark.parametrize("make", [layer, fused])
-REFUSED = "octavo's layers do not support .*octavo.restore"
+UNSUPPORTED = "octavo's layers do not support .*octavo.restore"
+ROWS, TEXT, IMAGE = torch.randn(3, 16), torch.randn(2, 5, 32), nn.Conv2d(24, 16, 4, 4)
+INDEX, OFFSETS = torch.zeros(3, 2, dtype=torch.int64), torch.tensor([1, 3], dtype=torch.int32)
+WIDTH = r"takes an input .* got \[3, 8\]"
+
+
+def attend(**options: Any) -> object:
+    return converted(nn.MultiheadAttention(32, 4, batch_first=True))(TEXT, TEXT, TEXT, **options)
+
+
+def grouped(recipe: Any, offsets: Tensor = OFFSETS) -> object:
+    module = GroupedLinear(2, 16, 8)
+    module.recipe = recipe
+    return module(ROWS, offsets)
+
+
+def linears(*shapes: tuple[int, int], bias: bool = False) -> object:
+    return GroupedLinear.from_linears([nn.Linear(k, n, bias=bias) for k, n in shapes])
+
+
+def geglu() -> object:
+    block = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(8, 16)})
+    block["a"].parallel = "a way"
+    return GEGLU(block, "a", "b")(ROWS)
+
+
+def attend_twice() -> None:
+    q, k, v = (torch.randn(1, 2, 8, 8).bfloat16().requires_grad_() for _ in range(3))
+    (dq,) = torch.autograd.grad(attend_fp8(q, k, v, GradientScales()).float().sum(), q, create_graph=True)
+    dq.sum().backward()
+
+
+def freeze(*batches: Tensor, recipe: str = "delayed") -> object:
+    return octavo.scales.freeze_scales(converted(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)), recipe), batches)
+
+
+def seed(model: nn.Module) -> object:
+    return octavo.scales.seed_scales(model, SimpleNamespace(input_histories={}))
+
+
+# Each call, and words of its error.
+REFUSED = [
+    (lambda: converted(nn.Sequential(nn.Linear(32, 16), nn.Linear(24, 8)))(torch.randn(3, 32)),
+     re.escape("the layer '1', a Linear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give")),
+    (lambda: fused()(torch.randn(3, 8)), f"the layer 'first', a Linear .*, {WIDTH}"),
+    (lambda: converted(nn.Sequential(GroupedLinear(2, 16, 8)))[0](torch.randn(3, 8), OFFSETS),
+     f"the layer '0', a GroupedLinear .*, {WIDTH}"),
+    *((lambda shape=shape: converted(nn.Linear(32, 16))(torch.randn(shape)),
+       r"^a Linear with a weight \[16, 32\] takes an input") for shape in ((3, 8), (0, 8), ())),
+    (lambda: converted(nn.Linear(32, 16))(torch.randn(32, dtype=torch.float64)),
+     r"^a Linear takes float32, bfloat16 or float16, its input is torch.float64 \[32\]"),
+    (lambda: layer().double()(ROWS), r"the layer '0' .* its weight is torch\.float64"),
+    *((lambda make=make, dtype=dtype: converted(nn.ModuleDict({"block": make()}))["block"](ROWS.to(dtype)),
+       r"the layer 'block\.(0|first)' takes float32.* its input is torch\.")
+      for make in (layer, fused) for dtype in (torch.float64, torch.int32, torch.complex64)),
+    (lambda: layer()(ROWS.to_sparse()), r"nested and sparse inputs: .*octavo\.restore"),
+    (lambda: torch.jit.script(layer()), r"torch\.jit\.script"),
+    (lambda: attend(attn_mask=torch.zeros(4, 5)), r"must be \[5, 5\], got \[4, 5\]"),
+    (lambda: attend(key_padding_mask=torch.zeros(2, 4)), r"must be \[2, 5\], got \[2, 4\]"),
+    (lambda: attend(is_causal=True), "pass the causal mask as attn_mask too"),
+    (attend_twice, "double backward"),
+    (lambda: use_fp8_attention(layer()), "Sequential has no causal attention"),
+    *((lambda shape=shape: converted(copy.deepcopy(IMAGE))(torch.randn(shape)),
+       r"takes \[B, 24, \*sizes\] with sizes of at least \[4, 4\], got")
+      for shape in ((2, 24, 3, 8), (2, 4, 8, 8), (8, 8))),
+    (lambda: Experts(4, 16, 8)(ROWS, INDEX, torch.rand(3, 1)), r"got \[3, 2\] and \[3, 1\]"),
+    (lambda: Experts(4, 16, 8)(ROWS, INDEX[1:], torch.rand(2, 2)), r"got \[2, 2\] and \[2, 2\]"),
+    *((lambda recipe=recipe, offsets=offsets: grouped(recipe, offsets), r"offsets must be torch.int32 \[2\], got")
+      for recipe in (None, rowwise()) for offsets in (OFFSETS[:1], OFFSETS.long())),
+    *((lambda recipe=recipe: grouped(recipe), f"grouped layers run recipes with row scales.*got {recipe}:")
+      for recipe in (tensorwise(), rowwise_dw_bf16())),
+    (lambda: linears((4, 8), (4, 6)), r"got \[\[6, 4\], \[8, 4\]\]: leave"),
+    (lambda: linears((4, 8), bias=True), r"got \[\[8, 4\]\] with biases: leave"),
+    (linears, r"got \[\]: leave"),
+    (lambda: SwiGLU(16, 16)(ROWS, residual=ROWS), "a residual needs a norm: pass both, or add it to x"),
+    (lambda: converted(SwiGLU(16, 16))(ROWS, residual=ROWS), "a residual needs a norm: pass both"),
+    (geglu, "cuts the first layer of a GEGLU between up and gate"),
+    (lambda: layer()(PrecomputedProjections(ROWS, [], [])), "another one was given its output"),
+    (lambda: promote(layer()[0], "fp32"), "a layer can move to bf16 or e5m2; got 'fp32'"),
+    (lambda: promote(nn.Linear(4, 4), "bf16"), "takes a layer of a model .* has converted; got Linear"),
+    (lambda: promote(Experts(4, 16, 8), "bf16"), "octavo.convert has converted; got Experts"),
+    (lambda: freeze(ROWS, recipe="rowwise"), r"scales can be frozen: octavo.convert\(model, 'delayed'\)"),
+    (freeze, r"0 \(2 such layers\) saw no input"),
+    (lambda: freeze(torch.zeros(2, 16)), "the input of 0 holds inf or NaN, or zeros alone"),
+    (lambda: freeze(torch.full((2, 16), torch.inf)), "the input of 0 holds inf or NaN, or zeros alone"),
+    (lambda: octavo.scales.saturation(layer("delayed"), [ROWS]), "no layer of Sequential holds a scale of its input"),
+    (lambda: seed(layer("delayed")), "the calibration has no amax of the input of 0"),
+    (lambda: seed(nn.Linear(4, 4)), "has no scale histories"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_what_the_layers_do_not_take(call: Callable[[], object], words: str) -> None:
+    with pytest.raises((ValueError, TypeError, NotImplementedError, RuntimeError), match=words):
+        call()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_and_sparse_inputs() -> None:
-    rows = [torch.randn(3, 16), torch.randn(5, 16)]
-    nested = [torch.nested.nested_tensor(rows, layout=layout) for layout in (torch.strided, torch.jagged)]
-    for x in (*nested, torch.randn(4, 16).to_sparse()):
-        with pytest.raises(NotImplementedError, match=r"nested and sparse inputs: .*octavo\.restore"):
-            layer()(x)
-
-
-def test_an_input_of_another_width_names_the_layer() -> None:
-    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(24, 8))
-    octavo.convert(model)
-    what = "the layer '1', a Linear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give"
-    with pytest.raises(ValueError, match=re.escape(what)):
-        model(torch.randn(3, 32))
-    with pytest.raises(ValueError, match=r"the layer 'first', a Linear .*, takes an input .* got \[3, 8\]"):
-        fused()(torch.randn(3, 8))
-    mixture = nn.Sequential(octavo.nn.GroupedLinear(2, 16, 8))
-    octavo.convert(mixture)
-    with pytest.raises(ValueError, match=r"the layer '0', a GroupedLinear .*, takes an input .* got \[3, 8\]"):
-        mixture[0](torch.randn(3, 8), torch.tensor([1, 3], dtype=torch.int32))
-    alone = nn.Linear(32, 16)
-    octavo.convert(alone)
-    for shape in ((3, 8), (0, 8), ()):
-        with pytest.raises(ValueError, match=r"^a Linear with a weight \[16, 32\] takes an input"):
-            alone(torch.randn(shape))
-    with pytest.raises(
-        TypeError, match=r"^a Linear takes float32, bfloat16 or float16, its input is torch.float64 \[32\]"
-    ):
-        alone(torch.randn(32, dtype=torch.float64))
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_inputs(layout: torch.layout) -> None:
+    with pytest.raises(NotImplementedError, match=r"nested and sparse inputs: .*octavo\.restore"):
+        layer()(torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=layout))
 
 
 @each
@@ -83,7 +161,7 @@ def test_transforms_of_torch_func(make) -> None:
         lambda: torch.func.jvp(model, (x,), (x,)),
         lambda: torch.func.jacrev(model)(x),
     ):
-        with pytest.raises(NotImplementedError, match=REFUSED):
+        with pytest.raises(NotImplementedError, match=UNSUPPORTED):
             transform()
     assert torch.func.functional_call(model, dict(model.named_parameters()), (x,)).shape == model(x).shape
 
@@ -105,31 +183,11 @@ def test_double_backward(make) -> None:
         again.square().sum().backward()
 
 
-def test_scripting() -> None:
-    with pytest.raises(NotImplementedError, match=r"torch\.jit\.script"):
-        torch.jit.script(layer())
-
-
 @each
 def test_export_to_onnx(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     with pytest.raises(NotImplementedError, match="export to ONNX"):
         make()(torch.randn(3, 16))
-
-
-@each
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.complex64])
-def test_a_dtype_that_no_layer_takes_names_the_layer(make, dtype: torch.dtype) -> None:
-    model = nn.ModuleDict({"block": make()})
-    octavo.convert(model)
-    with pytest.raises(TypeError, match=r"the layer 'block\.(0|first)' takes float32.* its input is torch\."):
-        model["block"](torch.ones(3, 16).to(dtype))
-
-
-def test_a_weight_of_another_dtype_names_the_layer() -> None:
-    model = layer().double()
-    with pytest.raises(TypeError, match=r"the layer '0' .* its weight is torch\.float64"):
-        model(torch.randn(3, 16))
 
 
 def test_a_layer_that_quantizes_nothing_takes_float64() -> None:

@@ -69,17 +69,6 @@ def test_histories_stay_and_that_of_dy_keeps_its_amax() -> None:
     assert all(torch.equal(octavo.scales.scale_state(layer)[name], state[name]) for name in state)
 
 
-def test_another_precision_is_refused() -> None:
-    with pytest.raises(ValueError, match="a layer can move to bf16 or e5m2; got 'fp32'"):
-        promote(converted("rowwise"), "fp32")
-
-
-def test_a_layer_that_is_not_converted_is_refused() -> None:
-    layer: Any = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"takes a layer of a model that octavo.convert has converted; got Linear"):
-        promote(layer, "bf16")
-
-
 @pytest.mark.parametrize("to", ["bf16", "e5m2"])
 def test_a_fused_module_runs_its_layers_one_by_one(to: str) -> None:
     mlp = SwiGLU(K, 64)
@@ -138,8 +127,3 @@ def test_experts_in_bf16_are_those_before_the_conversion() -> None:
     assert torch.equal(experts(x, index, weight), expected)
     octavo.restore(experts)
     assert experts.recipe is None
-
-
-def test_experts_that_are_not_converted_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"octavo.convert has converted; got Experts"):
-        promote(Experts(4, 32, 48), "bf16")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
-from octavo.nn.weight_cache import WeightCache
+from octavo.nn.linear import WeightCache
 
 CASTS = {"octavo::quantize", "octavo::quantize_stack", "octavo::quantize_scaled"}
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.ops import quantize_matrices
 
 

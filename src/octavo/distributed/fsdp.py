@@ -28,7 +28,15 @@ from octavo.distributed.fsdp_units import (
     sharded_weights,
     unfusing_units,
 )
-from octavo.distributed.shards import ShardedWeight, ShardQuantizer, WeightStack
+from octavo.distributed.shards import (
+    ShardedWeight,
+    ShardGroup,
+    WeightStack,
+    grouped,
+    hold_quantized,
+    quantize_rows,
+    reduce_largest,
+)
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import check_module
@@ -68,46 +76,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
         ValueError: no layer of `model` is converted, `fully_shard` was not called, the model has run already, or a unit
             of FSDP2 gathers weights that a module outside of the unit reads.
     """
-    layers, stacks = _converted_layers(model), _expert_stacks(model)
-    _check_ready(model, converted=bool(layers or stacks))
-    sharded = sharded_weights(model)
-    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
-    modules = fused_modules(model)
-    unfused = unfusing_units(model, modules, units)
-    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
-    for module in modules:
-        _agree(module.stacked, reasons, layers)
-    why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
-    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
-    gathered = {of_names[name] for name, reason in why.items() if not reason}
-    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
-    for module in modules:
-        parts = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
-        if parts and len({part.unit.group for part in parts}) == 1:
-            stack = WeightStack(parts, [module.cache])
-            for part in parts:
-                part.stack = stack
-    if weights:
-        ShardCache(model, list(weights.values()))
-    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
-    return GatherReport(tuple(rows), unfused)
-
-
-def _converted_layers(model: nn.Module) -> dict[RecipeLayer, str]:
-    """The converted layers of a model, and their names."""
     check_module(model, "fp8_all_gather")
-    return {m: name for name, m in model.named_modules() if isinstance(m, RecipeLayer) and m.recipe.quantized}
-
-
-def _expert_stacks(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """The stacks of experts' matrices that run in FP8, each its module and its name there, by their names."""
-    names = computed_stacks(model)
-    return {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names}
-
-
-def _check_ready(model: nn.Module, *, converted: bool) -> None:
-    if not converted:
+    modules = model.named_modules()
+    layers = {m: name for name, m in modules if isinstance(m, RecipeLayer) and m.recipe.quantized}
+    # of experts' matrices, each its module and its name there
+    parts = ((name, *name.rpartition(".")) for name in computed_stacks(model))
+    stacks = {name: (model.get_submodule(owner), leaf) for name, owner, _, leaf in parts}
+    if not layers and not stacks:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
     check_sharded(model)
     if has_run(model):
@@ -115,6 +90,28 @@ def _check_ready(model: nn.Module, *, converted: bool) -> None:
             "FSDP2 has gathered the weights of this model already: call fp8_all_gather after the last fully_shard and "
             "before the first forward pass"
         )
+    sharded = sharded_weights(model)
+    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
+    fused = fused_modules(model)
+    unfused = unfusing_units(model, fused, units)
+    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
+    for module in fused:
+        _agree(module.stacked, reasons, layers)
+    why = {name: reasons[layer] for layer, name in layers.items()}
+    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
+    gathered = {of_names[name] for name, reason in why.items() if not reason}
+    weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
+    for module in fused:
+        stacked = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
+        if stacked and len({weight.unit.group for weight in stacked}) == 1:
+            stack = WeightStack(stacked, [module.cache])
+            for weight in stacked:
+                weight.stack = stack
+    if weights:
+        ShardCache(model, list(weights.values()))
+    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
+    return GatherReport(tuple(rows), unfused)
 
 
 def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
@@ -172,7 +169,9 @@ class ShardCache:
 
     def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
         """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
-        self.weights, self.quantizer = weights, ShardQuantizer(weights)
+        self.weights = weights
+        self.alone = [weight for weight in weights if weight.is_alone]
+        self.groups: list[ShardGroup] = []
         self.stale = True
         self.measured = False  # whether the ranks have yet to agree on the scales
         self.exposed = False  # whether `state_dict` was called since the weights were compared
@@ -223,13 +222,20 @@ class ShardCache:
         for weight in self.weights:
             weight.attach()
         changed = self.stale or any(weight.current_key() != weight.key for weight in self.weights)
-        if changed or (self.exposed and self.has_changed()):
+        if self.exposed and not changed:
+            self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
+            changed = self.has_changed()
+        if changed:
             self.begin()
         self.exposed = False
 
+    @torch.no_grad()
     def has_changed(self) -> bool:
-        self.streams.current_stream().wait_stream(self.stream)  # which found the amaxes to compare with
-        return self.quantizer.has_changed()
+        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
+        alone = ((weight.data, quantize_rows(weight).data) for weight in self.alone)
+        return any(group.has_changed() for group in self.groups) or any(
+            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
+        )
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""
@@ -246,6 +252,7 @@ class ShardCache:
             if weight.data is None and weight.cast_again is not None:
                 weight.cast_again()
 
+    @torch.no_grad()
     def begin(self) -> None:
         """Measure the rows of all weights, in a stream beside that of the caller.
 
@@ -258,14 +265,25 @@ class ShardCache:
             # A model may be deleted after its last step: its memory is used again by the stream that computes.
             weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
         with self.streams.stream(self.stream):
-            self.quantizer.group()
+            self.groups = self.groups or grouped([weight for weight in self.weights if not weight.is_alone])
         caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
-        self.quantizer.allocate()
+        for group in self.groups:
+            group.allocate()
+        for weight in self.alone:  # they need nothing of other weights
+            hold_quantized(weight)
         self.stream.wait_stream(caller)
         with self.streams.stream(self.stream):
-            self.quantizer.measure()
+            self.measure()
         self.stale, self.measured = False, True
 
+    def measure(self) -> None:
+        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
+        for group in self.groups:
+            group.measure()
+        for weight in self.weights:
+            weight.key = weight.current_key()
+
+    @torch.no_grad()
     def finish(self) -> None:
         """Find the scales with the other ranks, and make the bytes by them.
 
@@ -273,9 +291,17 @@ class ShardCache:
         order of their calls: before the gather of the root, the all-reduce would make that wait for the amaxes.
         """
         with self.streams.stream(self.stream):
-            self.quantizer.finish()
+            self.write()
             self.written, self.waited = self.stream.record_event(), set()
         self.measured = False
+
+    def write(self) -> None:
+        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
+        reduce_largest([(group.amax, group.columns) for group in self.groups])
+        largest = [(group, group.largest()) for group in self.groups]
+        reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
+        for group, value in largest:
+            group.finish(value)
 
 
 def _wait_for(stream: Any, streams: Any) -> None:

@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from octavo.nn.fused_modules import DecoderLayer, FusedMLP, NormLinear
-from octavo.nn.linear import Linear
+from octavo.nn.linear import Linear, WeightCache
 from octavo.nn.module_tools import check_module
-from octavo.nn.weight_cache import WeightCache
 from octavo.ops.rows import add_rows
 from octavo.util import plural, some_of
 
@@ -72,20 +71,6 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
                 _reason(group, parameter),
             )
     return found
-
-
-def reducing_units(model: nn.Module) -> list[Any]:
-    """The units that sum gradients in FP32 over several ranks, each with one group of parameters.
-
-    Modules that `fully_shard` took as a list are one unit, which their first stands for.
-    """
-    units = {group.modules[0]: group for group in _groups(model)}
-    return [unit for unit, group in units.items() if len(_groups_of(unit)) == 1 and _reduces_in_fp32(group)]
-
-
-def _reduces_in_fp32(group: Any) -> bool:
-    ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
-    return ranks > 1 and group.mp_policy.reduce_dtype is torch.float32
 
 
 def _groups(model: nn.Module) -> list[Any]:
@@ -145,7 +130,13 @@ def fused_modules(model: nn.Module) -> list[FusedModule]:
         elif isinstance(module, FusedMLP):
             layers = (*module.inner, module.outer)
             found.append(FusedModule(name, module.inner, layers, layers, module.weight_cache, True))
-    return [module for module in found if _has_one_recipe(module.layers)]
+
+    def has_one_recipe(module: FusedModule) -> bool:
+        recipes = {layer.recipe if isinstance(layer, Linear) else None for layer in module.layers}
+        recipe, *others = recipes
+        return not others and recipe is not None and recipe.fusable is not None
+
+    return [module for module in found if has_one_recipe(module)]
 
 
 def unfusing_units(
@@ -160,27 +151,19 @@ def unfusing_units(
     for module in modules:
         found |= {names[part]: module.name for part in module.unwatched if is_unit(part)}
         for layer in module.layers:
-            if layer not in units or is_unit(layer) or _holds(units[layer].unit, module.name):
+            if layer not in units or is_unit(layer):
+                continue
+            unit = units[layer].unit
+            if not unit or f"{module.name}.".startswith(f"{unit}."):  # it is the module, or holds it
                 continue
             if not module.falls_back:
                 raise ValueError(
                     f"{module.name} reads the weight of {names[layer]}, which fully_shard gathers in the unit "
-                    f"{units[layer].unit}, when that is called: call fully_shard on a module that holds both, such as "
-                    "the decoder block"
+                    f"{unit}, when that is called: call fully_shard on a module that holds both, such as the decoder "
+                    "block"
                 )
-            found[units[layer].unit] = module.name
+            found[unit] = module.name
     return found
-
-
-def _has_one_recipe(layers: Sequence[nn.Module]) -> bool:
-    converted = [layer for layer in layers if isinstance(layer, Linear)]
-    recipes = {layer.recipe for layer in converted}
-    return len(converted) == len(layers) and len(recipes) == 1 and recipes.pop().fusable is not None
-
-
-def _holds(unit: str, name: str) -> bool:
-    """True if the unit called `unit` is the module called `name`, or holds it."""
-    return not unit or name == unit or name.startswith(f"{unit}.")
 
 
 # ---- The report of `fp8_all_gather`: which weights FSDP2 gathers in eight bits, and why the others stay wide.
@@ -188,17 +171,11 @@ def _holds(unit: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class GatherRow:
-    """One converted linear layer.
+    """One converted linear layer."""
 
-    Args:
-        name: of the layer in the model.
-        gathered: "fp8", or "wide": in the parameter's dtype, and quantized after the all-gather on every rank.
-        reason: why it is gathered wide; "" otherwise.
-    """
-
-    name: str
-    gathered: str
-    reason: str = ""
+    name: str  # in the model
+    gathered: str  # "fp8", or "wide": in the parameter's dtype, and quantized after the all-gather on every rank
+    reason: str = ""  # why it is gathered wide
 
 
 @dataclass(frozen=True)
@@ -233,11 +210,11 @@ class GatherReport:
         fused = defaultdict(list)
         for unit, module in self.unfused.items():
             fused[module].append(unit)
-        lines += [
-            f"  not fused: {module}, since {some_of(units)} {'is a unit' if len(units) == 1 else 'are units'} of "
-            "FSDP's: shard the block that holds it instead"
-            for module, units in fused.items()
-        ]
+        for module, units in fused.items():
+            are = "is a unit" if len(units) == 1 else "are units"
+            lines.append(
+                f"  not fused: {module}, since {some_of(units)} {are} of FSDP's: shard the block that holds it instead"
+            )
         return "\n".join(lines)
 
 
@@ -280,7 +257,10 @@ def send_bf16_gradients(model: nn.Module) -> int:
     """
     check_module(model, "send_bf16_gradients")
     check_sharded(model)
-    units = reducing_units(model)
+    # Modules that `fully_shard` took as a list are one unit, which their first stands for.
+    groups = {group.modules[0]: group for group in _groups(model) if group.mp_policy.reduce_dtype is torch.float32}
+    units = [unit for unit, group in groups.items() if getattr(group.mesh_info, "shard_mesh_size", 1) > 1]
+    units = [unit for unit in units if len(_groups_of(unit)) == 1]
     for unit in units:
         unit.set_custom_reduce_scatter(BF16Exchange())
     return len(units)

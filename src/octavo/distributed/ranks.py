@@ -25,7 +25,7 @@ from octavo.recipe import Gemm
 
 collectives = torch.ops._c10d_functional
 
-Sent = tuple[QTensor, tuple[Tensor, Tensor] | None]  # this rank's rows, and those of all ranks, on their way
+Sent = tuple[QTensor, tuple[Tensor, ...] | None]  # this rank's rows, and those of all ranks, on their way
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,6 @@ class Ranks:
             return (collectives.all_gather_into_tensor(sent[0], self.size, self.name),)
         return tuple(collectives.all_gather_into_tensor_coalesced(sent, self.size, self.name))
 
-    def gather_data(self, data: Tensor, after: Tensor) -> tuple[Tensor, ...]:
-        """`gather` of the data of a quantized tensor, in the backward pass; see `data`.
-
-        A number of `after`, a tensor of that pass, travels too. Compiled code would otherwise gather in the forward
-        pass, and save the rows of all ranks.
-        """
-        return self.gather(data.view(torch.uint8), after[:1].view(torch.uint8))
-
-    def data(self, gathered: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-        """The data that `gather_data` gathers, in `dtype`, once it has arrived."""
-        # PyTorch keeps the memory of an exchange until its result is waited for: also that of the number.
-        data, _ = [self.done(t) for t in gathered]
-        return data.view(dtype)
-
-    def gather_quantized(self, q: QTensor) -> tuple[Tensor, Tensor]:
-        """`gather` of the data and the row scales of a quantized tensor."""
-        data, scale = self.gather(q.data.view(torch.uint8), q.scale.view(torch.uint8))  # gloo takes one dtype
-        return data, scale
-
     def scatter(self, y: Tensor) -> Tensor:
         """This rank's rows [T / size, N] of the sum of the ranks' y [T, N]; see `done`."""
         y = y.contiguous()
@@ -96,11 +77,6 @@ class Ranks:
         """The result of an exchange, once it has arrived."""
         arrived: Tensor = collectives.wait_tensor(t)
         return arrived
-
-    def quantized(self, gathered: tuple[Tensor, Tensor], like: QTensor) -> QTensor:
-        """The tensor that `gather_quantized` gathers, once it has arrived; `like` is this rank's part."""
-        data, scale = map(self.done, gathered)
-        return QTensor(data.view(like.data.dtype), scale.view(torch.float32), like.format, ROW)
 
     def largest(self, scales: Tensor) -> Tensor:
         """The largest of the ranks' scales, positive float32 or NaN, element by element; NaN is the largest."""
@@ -140,7 +116,8 @@ class Ranks:
 
     def send(self, a: QTensor) -> Sent:
         """This rank's rows `a` [M / R, K], which travel while the operand `b` of `gathered_mm` is made."""
-        return a, None if self._runs(a) else self.gather_quantized(a)
+        # gloo takes one dtype
+        return a, None if self._runs(a) else self.gather(a.data.view(torch.uint8), a.scale.view(torch.uint8))
 
     def gathered_mm(
         self,
@@ -166,7 +143,8 @@ class Ranks:
             )  # fmt: skip
             rows = QTensor(data, self.done(self.gather(a.scale)[0]), a.format, ROW)
             return rows, y if bias is None else y + bias.to(y.dtype)
-        rows = self.quantized(arriving, a)
+        data, scale = map(self.done, arriving)
+        rows = QTensor(data.view(a.data.dtype), scale.view(torch.float32), a.format, ROW)
         return rows, call.mm(gemm, dx_operand(rows, m), b, call.dtype, bias)
 
     def scattered_mm(self, a: QTensor, b: QTensor, gemm: Gemm, call: FusedCall) -> Tensor:

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from octavo.distributed.fsdp_units import UnitWeight
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.linear import Linear, RecipeLayer
-from octavo.nn.weight_cache import GatheredWeight, WeightCache
+from octavo.nn.linear import Linear, RecipeLayer, WeightCache
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import scale_from_amax
 from octavo.ops import quantize, quantize_matrices
@@ -95,28 +95,6 @@ class ShardedWeight:
         # An operation on the DTensor counts as a write to that alone, one on its local tensor as a write to both.
         return self.parameter._version, self.local._version, self.local.data_ptr(), scale
 
-    def hold(self, data: Tensor, scale: Tensor) -> None:
-        """Take the memory from which the all-gather sends, and hold it."""
-        self.data, self.scale = data, scale
-
-    def take_scale(self, scale: Tensor, amax: Tensor) -> None:
-        """Take the memory of the scale, by which the bytes are made."""
-        self.scale = scale
-        if self.history is not None:
-            self.layer.weight_cache.amax = amax
-
-    def bytes_to_send(self) -> Tensor:
-        """The bytes of this rank's rows.
-
-        Those that were made after a step lie in one memory with the bytes of other weights. It is freed when all have
-        arrived, so that it is not beside the activations. Later gathers cast the rows again.
-        """
-        data = self.data
-        assert data is not None
-        if self.cast_again is not None:
-            self.data = None
-        return data
-
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
         sends_scale = self.cast.granularity != TENSOR and self.unit.world > 1
@@ -125,8 +103,13 @@ class ShardedWeight:
             """The inputs of the all-gather, and what the other hook needs besides."""
             if self.prepare is not None:
                 self.prepare()
-            data = self.bytes_to_send()
+            data = self.data
+            assert data is not None
             assert self.scale is not None
+            # Bytes that were made after a step lie in one memory with those of other weights. It is freed when all have
+            # arrived, so that it is not beside the activations. Later gathers cast the rows again.
+            if self.cast_again is not None:
+                self.data = None
             return ((data, self.scale), None) if sends_scale else ((data,), self.scale)
 
         def post_all_gather(
@@ -230,15 +213,18 @@ def _as_words(t: Tensor) -> Tensor:
 # before.
 
 
+ProcessGroups = tuple[Any, ...]
+
+
 class ShardGroup:
     """Weights with one cast (by row or by tensor), number of columns, dtype and device.
 
-    All have a `history`, or none; the weights of a unit come one after the other. With `split`, tensor parallelism has
-    split their columns.
+    All have a `history`, or none; the weights of a unit come one after the other. `columns` are the process groups over
+    which tensor parallelism has split their columns, and `ranks` all that shard them.
     """
 
-    def __init__(self, weights: Sequence[ShardedWeight], *, split: bool) -> None:
-        self.weights, self.cast = weights, weights[0].cast
+    def __init__(self, weights: Sequence[ShardedWeight], columns: ProcessGroups, ranks: ProcessGroups) -> None:
+        self.weights, self.cast, self.columns, self.ranks = weights, weights[0].cast, columns, ranks
         self.by_row = self.cast.granularity == ROW
         local, sizes = weights[0].local, [weight.unit.shard_rows for weight in weights]
         self.starts = [0, *accumulate(sizes)][:-1]
@@ -253,10 +239,12 @@ class ShardGroup:
         # Of each row, infinite where a number is not finite; and of its part on this rank.
         self.amax, self.amax_here = torch.zeros(2, rows, device=device)
         self.weight_of_row = torch.repeat_interleave(torch.tensor(sizes, device=device), output_size=rows)
-        self.cast_at_once = self.by_row and not split
+        self.cast_at_once = self.by_row and not columns
         scales = torch.split(self.scale, sizes if self.by_row else 1)
         for weight, scale, amax in zip(weights, scales, torch.split(self.largest_here, 1), strict=True):
-            weight.take_scale(scale, amax)
+            weight.scale = scale
+            if weight.history is not None:
+                weight.layer.weight_cache.amax = amax
 
     @property
     def given(self) -> bool:
@@ -320,39 +308,24 @@ class ShardGroup:
     def finish(self, largest: Tensor) -> None:
         """Write the scales, and the bytes by them; `largest` [weights] is that of all ranks where it is needed."""
         assert self.data is not None
+        scale_of = partial(scale_from_amax, fmt=self.cast.fmt, power_of_two=self.cast.power_of_two)
         if self.by_row:
-            self._finish_rows(largest, self.data)
+            floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
+            scale = scale_of(self.amax, relative_floor=self.cast.relative_floor, largest_scale=floor_of)
+            self.scale_of_row.copy_(scale)
+            if not self.cast_at_once or self.cast.relative_floor:
+                written = scale_of(self.amax) if self.cast_at_once else None
+                cast_rows(self.batch, scale, written, self.data, self.cast)
         else:
-            self._finish_tensors(largest, self.data)
+            if self.given:
+                scales = torch.cat([each.history.scale.view(1) for each in self.weights if each.history is not None])
+                scale = torch.where(largest.isfinite(), scales, torch.nan)
+            else:
+                scale = scale_of(largest)
+            self.scale.copy_(scale.view(-1, 1))
+            torch.index_select(scale, 0, self.weight_of_row, out=self.scale_of_row)
+            cast_rows(self.batch, self.scale_of_row, None, self.data, self.cast)
         self.data = None
-
-    def _finish_rows(self, largest: Tensor, data: Tensor) -> None:
-        floor_of = scale_from_amax(largest, self.cast.fmt)[self.weight_of_row]
-        scale = self._scale(self.amax, floor_of)
-        self.scale_of_row.copy_(scale)
-        if not self.cast_at_once or self.cast.relative_floor:
-            written = self._scale(self.amax, None) if self.cast_at_once else None
-            cast_rows(self.batch, scale, written, data, self.cast)
-
-    def _finish_tensors(self, largest: Tensor, data: Tensor) -> None:
-        if self.given:
-            scales = torch.cat([weight.history.scale.view(1) for weight in self.weights if weight.history is not None])
-            scale = torch.where(largest.isfinite(), scales, torch.nan)
-        else:
-            scale = scale_from_amax(largest, self.cast.fmt, power_of_two=self.cast.power_of_two)
-        self.scale.copy_(scale.view(-1, 1))
-        torch.index_select(scale, 0, self.weight_of_row, out=self.scale_of_row)
-        cast_rows(self.batch, self.scale_of_row, None, data, self.cast)
-
-    def _scale(self, amax: Tensor, largest_scale: Tensor | None) -> Tensor:
-        floor = 0.0 if largest_scale is None else self.cast.relative_floor
-        return scale_from_amax(
-            amax,
-            self.cast.fmt,
-            power_of_two=self.cast.power_of_two,
-            relative_floor=floor,
-            largest_scale=largest_scale,
-        )
 
 
 def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
@@ -368,75 +341,15 @@ def _hand_out(data: Tensor, weights: Sequence[ShardedWeight]) -> None:
 # Square blocks and stacks of matrices, which are sharded between matrices, need nothing of other ranks.
 
 
-ProcessGroups = tuple[Any, ...]
-
-
-class ShardQuantizer:
-    """Quantizes the rows of this rank of many weights."""
-
-    def __init__(self, weights: Sequence[ShardedWeight]) -> None:
-        self.alone = [weight for weight in weights if weight.is_alone]
-        self.together = [weight for weight in weights if not weight.is_alone]
-        self.groups: list[tuple[ShardGroup, ProcessGroups, ProcessGroups]] = []
-
-    @torch.no_grad()
-    def has_changed(self) -> bool:
-        """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        alone = ((weight.data, _quantize(weight).data) for weight in self.alone)
-        return any(group.has_changed() for group, _, _ in self.groups) or any(
-            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
-        )
-
-    def group(self) -> None:
-        """Find the weights that are quantized together, and take the memory of their scales, once."""
-        if not self.groups:
-            self.groups = _grouped(self.together)
-
-    @torch.no_grad()
-    def allocate(self) -> None:
-        """Take memory for all bytes. Those that need nothing of other weights are written at once."""
-        for group, _, _ in self.groups:
-            group.allocate()
-        for weight in self.alone:
-            _hold_quantized(weight)
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        """Find the amaxes of the rows of this rank, and write the bytes that need no more."""
-        for group, _, _ in self.groups:
-            group.measure()
-        for weight in (*self.together, *self.alone):
-            weight.key = weight.current_key()
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Reduce the amaxes over the ranks; write the scales, and the bytes by them. Every rank must call this."""
-        _reduce([(group.amax, column_groups) for group, column_groups, _ in self.groups])
-        largest = [group.largest() for group, _, _ in self.groups]
-        needed = [
-            (value, shards)
-            for value, (group, _, shards) in zip(largest, self.groups, strict=True)
-            if group.needs_largest
-        ]
-        _reduce(needed)
-        for value, (group, _, _) in zip(largest, self.groups, strict=True):
-            group.finish(value)
-
-
-def _grouped(weights: Sequence[ShardedWeight]) -> list[tuple[ShardGroup, ProcessGroups, ProcessGroups]]:
-    """The weights in groups, each with the process groups that split its columns, and those that shard it at all."""
+def grouped(weights: Sequence[ShardedWeight]) -> list[ShardGroup]:
     together: defaultdict[Any, list[ShardedWeight]] = defaultdict(list)
     for weight in weights:
-        local, sharded = weight.local, _groups(weight, lambda placement: not placement.is_replicate())
-        history = weight.history is not None
-        key = weight.cast, history, local.shape[1], local.dtype, local.device, _split(weight), sharded
+        local, ranks = weight.local, _groups(weight, lambda placement: not placement.is_replicate())
+        by_row = weight.cast.granularity == ROW
+        columns = _groups(weight, lambda placement: placement.is_shard(1)) if by_row else ()
+        key = weight.cast, weight.history is not None, local.shape[1], local.dtype, local.device, columns, ranks
         together[key].append(weight)
-    return [(ShardGroup(found, split=bool(key[-2])), key[-2], key[-1]) for key, found in together.items()]
-
-
-def _split(weight: ShardedWeight) -> ProcessGroups:
-    """The process groups over which the columns of a weight that is scaled by row are sharded."""
-    return _groups(weight, lambda placement: placement.is_shard(1)) if weight.cast.granularity == ROW else ()
+    return [ShardGroup(found, *key[-2:]) for key, found in together.items()]
 
 
 def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroups:
@@ -444,27 +357,27 @@ def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroup
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if takes(placement))
 
 
-def _quantize(weight: ShardedWeight) -> QTensor:
+def quantize_rows(weight: ShardedWeight) -> QTensor:
     local = weight.local
     return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
 
 
-def _hold_quantized(weight: ShardedWeight) -> None:
-    local, q = weight.local, _quantize(weight)
+def hold_quantized(weight: ShardedWeight) -> None:
+    local, q = weight.local, quantize_rows(weight)
     if weight.data is None or weight.data.device != local.device:
         rows = weight.unit.shard_rows
         data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
         scale = torch.ones(
             weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device
         )
-        weight.hold(data, scale)
+        weight.data, weight.scale = data, scale
     assert weight.data is not None
     assert weight.scale is not None
     weight.data[: local.shape[0]] = q.data.view(torch.uint8)
     weight.scale[: q.scale.shape[0]] = q.scale
 
 
-def _reduce(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
+def reduce_largest(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:
     """Reduce each tensor in place by MAX over its groups, with one all-reduce for all tensors of a group."""
     together: defaultdict[ProcessGroups, list[Tensor]] = defaultdict(list)
     for value, groups in values:

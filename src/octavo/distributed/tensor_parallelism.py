@@ -21,7 +21,7 @@ from octavo.distributed.parallel_layers import Column, Row
 from octavo.distributed.ranks import Ranks, own_rows
 from octavo.nn import Linear
 from octavo.nn.fused_modules import DecoderLayer, fuse_decoder_layers, is_known
-from octavo.nn.weight_cache import Parallel, ParallelLinear
+from octavo.nn.parallel_weights import Parallel, ParallelLinear
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, asynchronous: bool = False) -> None:

@@ -86,7 +86,11 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
             raise ValueError(f"every linear layer of the model is skipped, nothing would change:{skipped}")
         for name, linear, parent, key in layers:
             if not reasons[name]:
-                _replace(parent, key, FP8Linear.Config(**_values(linear), recipe=self.config.recipe, name=name))
+                ours = FP8Linear.Config(**_values(linear), recipe=self.config.recipe, name=name)
+                if isinstance(parent, list):
+                    parent[key] = ours
+                else:
+                    setattr(parent, key, ours)
         converted = len(layers) - skipped.count("\n")
         logger.info(f"octavo: {converted} linear layers compute by {self.config.recipe}; not converted:{skipped}")
         return _prepared(model_config)
@@ -99,13 +103,6 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
 
 def _values(config: Any) -> dict[str, Any]:
     return {entry.name: getattr(config, entry.name) for entry in fields(config) if entry.init}
-
-
-def _replace(parent: Any, key: Any, config: Any) -> None:
-    if isinstance(parent, list):
-        parent[key] = config
-    else:
-        setattr(parent, key, config)
 
 
 def _prepared(config: Any) -> Any:

@@ -30,7 +30,7 @@ _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 def is_convertible(module: nn.MultiheadAttention) -> bool:
-    """Whether `module`, converted or not, can be converted: no subclass, and no keys of its own."""
+    """True if `module`, converted or not, can be converted: no subclass, and no keys of its own."""
     own_keys = module.bias_k is not None or module.add_zero_attn
     return parts_of(type(module))[-1] is nn.MultiheadAttention and not own_keys
 
@@ -86,10 +86,9 @@ class MultiheadAttention(RecipeLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """q, k and v [..., E]; those of one and the same tensor in one product."""
-        e, weights = self.embed_dim, list(input_weights(self).values())
+        e, weights, inputs = self.embed_dim, list(input_weights(self).values()), (query, key, value)
         if len(weights) == 3:
             biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            inputs = (query, key, value)
             return [self.compute(x, w, b, None) for x, w, b in zip(inputs, weights, biases, strict=True)]
         outputs: list[Tensor] = []
         for x, rows in _runs(query, key, value, e):
@@ -151,17 +150,10 @@ DECAY = 0.9  # of the largest magnitudes, in each backward pass
 
 
 class GradientScales(ScaleBuffers):
-    """The scales of the gradients of one attention.
+    """The scales of the gradients of one attention; `shortest` is the number of tokens from which it runs in E4M3."""
 
-    Args:
-        device: of the scales.
-        shortest: tokens of the shortest text whose attention runs in E4M3.
-
-    Attributes:
-        amax: float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the
-            first. It is not in the `state_dict`: a resumed run begins as the first pass does.
-    """
-
+    # float32 [3], the largest magnitudes of dq, dk and dv in earlier backward passes, decayed; zeros before the first.
+    # It is not in the `state_dict`: a resumed run begins as the first pass does.
     amax: Tensor
 
     def __init__(self, device: torch.device | str | None = None, shortest: int = SHORTEST) -> None:
@@ -170,7 +162,7 @@ class GradientScales(ScaleBuffers):
         self.register_buffer("amax", torch.zeros(3, device=device), persistent=False)
 
     def takes(self, q: Tensor, k: Tensor, dropout: float = 0.0) -> bool:
-        """Whether the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
+        """True if the attention of q [B, H, T, D] to k [B, G, S, D] runs in E4M3."""
         whole = q.device.type == "cpu" or q.shape[2] % GRADIENT_TILE == 0
         return not dropout and k.shape[2] == q.shape[2] >= self.shortest and whole
 
@@ -186,11 +178,9 @@ class GradientScales(ScaleBuffers):
 
 
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [B, H, T, D] of float32, bfloat16 or float16 to E4M3 with one scale.
+    """x [B, H, T, D] in E4M3, a view of contiguous [B, T, H, D], and its one scale, float32 [1, 1].
 
-    Returns:
-        [B, H, T, D], a view of contiguous [B, T, H, D], and the scale float32 [1, 1]. Where x is such a view too, it is
-        not copied.
+    Where x is such a view too, it is not copied.
     """
     by_token = x.transpose(1, 2)
     found = quantize(by_token.reshape(-1, by_token.shape[2] * by_token.shape[3]), CAST)
@@ -200,18 +190,8 @@ def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
 def attend_fp8(q: Tensor, k: Tensor, v: Tensor, gradients: GradientScales, *, scale: float | None = None) -> Tensor:
     """softmax(scale * q k^T) v in E4M3, where token t sees the tokens 0..t. Differentiable.
 
-    Args:
-        q: [B, H, T, D] of float32, bfloat16 or float16.
-        k, v: [B, G, T, D] of q's dtype, with H a multiple of G.
-        gradients: the scales of dq, dk and dv.
-        scale: 1 / sqrt(D) by default.
-
-    Returns:
-        [B, H, T, D] in q's dtype, a view of contiguous [B, T, H, D].
-
-    Raises:
-        ValueError: for another shape or dtype.
-        RuntimeError: the GPU, its libraries or the head size do not have FP8 attention.
+    q is [B, H, T, D] of float32, bfloat16 or float16; k and v are [B, G, T, D] of its dtype, with H a multiple of G.
+    The result is [B, H, T, D], a view of contiguous [B, T, H, D]. `scale` is 1 / sqrt(D) by default.
     """
     y: Tensor = _Attention.apply(q, k, v, gradients, scale)  # type: ignore[no-untyped-call]
     return y
@@ -308,7 +288,7 @@ def use_bf16_attention(model: nn.Module) -> None:
 
 
 def _is_causal_attention(module: nn.Module) -> bool:
-    """Whether `module` is an attention of ours, which reads `fp8_gradients`, or a causal one of transformers."""
+    """True if `module` is an attention of ours, which reads `fp8_gradients`, or a causal one of transformers."""
     if hasattr(module, "fp8_gradients"):
         return True
     named = type(module).__name__.endswith("Attention") and hasattr(module, "head_dim") and hasattr(module, "config")

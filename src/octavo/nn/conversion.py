@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,17 @@ from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_modules import (
     SILU,
     DecoderLayer,
-    DiffusionBlock,
     FusedMLP,
     NormLinear,
     SwiGLU,
-    VisionBlock,
     fusable_layers,
-    fuse_decoder_layers,
-    fuse_diffusion_blocks,
-    fuse_vision_blocks,
+    fuse_blocks,
     mark_saved_inputs,
     read_norm,
 )
 from octavo.nn.linear import (
     Conv1D,
+    Linear,
     PatchConvolution,
     RecipeLayer,
     convert_layer,
@@ -38,14 +35,13 @@ from octavo.nn.linear import (
     is_gemm,
     reads_image,
     restore_layer,
-    to_fp8_linear,
 )
 from octavo.nn.module_tools import (
     check_initialized,
     check_module,
     class_name,
     is_fsdp_module,
-    mix_classes,
+    mix_into,
     parts_of,
     shape_of,
 )
@@ -123,8 +119,10 @@ def convert(
     """
     check_module(model, "convert")
     check_initialized(model)
-    candidates = find_candidates(model, skip)
-    device = _execution_device(candidates.weight) if device is None else torch.device(device)
+    candidates = Candidates.of(model, skip)
+    if device is None and candidates.weight.is_meta:
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    device = candidates.weight.device if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -133,9 +131,7 @@ def convert(
         _check_backends(recipe, backends)
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
-        fuse_decoder_layers(model)
-        fuse_vision_blocks(model)
-        fuse_diffusion_blocks(model)
+        fuse_blocks(model)
     rows, speedup_source = candidates.rows(model, skip, forward), ""
     if only_if_faster:
         shapes = gemm_shapes(model, rows, recipe, _input_rows(model, rows, tokens, forward))
@@ -152,21 +148,13 @@ def convert(
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
-    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name.
-
-    They are 0 for a layer whose weight is computed from other parameters, and which is skipped for that.
-    """
+    """The rows of the input that each layer, or input weight of attention, multiplies in a forward pass, by name."""
     if forward is None:
         return {row.name: tokens for row in rows}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     weights = {row.name: row.name if row.name in parameters else f"{row.name}.weight".lstrip(".") for row in rows}
+    # 0 for a layer whose weight is computed from other parameters, and which is skipped for that
     return {name: forward.rows_of(parameters[w]) if w in parameters else 0 for name, w in weights.items()}
-
-
-def _execution_device(weight: Tensor) -> torch.device:
-    if not weight.is_meta:
-        return weight.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _check_backends(recipe: Recipe, backends: Mapping[str, Backend]) -> None:
@@ -194,35 +182,11 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
 
 
 # ---- The modules other than linear layers that `convert` changes: attention, and convolutions that are products.
-#
-# Each becomes a subclass of its class with a forward of ours: parameters, `state_dict`, hooks and `isinstance` stay as
-# they are.
-
-
-def find_products(model: nn.Module) -> dict[str, nn.Module]:
-    """The attention and the convolutions of `model` that can run in FP8, by name."""
-    return {name: module for name, module in model.named_modules() if _is_convertible(module)}
 
 
 def _is_convertible(module: nn.Module) -> bool:
     known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
     return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
-
-
-def product_rows(products: Mapping[str, nn.Module], skip: Sequence[str]) -> tuple[Row, ...]:
-    """A row of the report for each weight of attention, under the name of the parameter, and for each convolution."""
-    return tuple(
-        Row(weight, shape, skipped_by_name(name, *shape, skip) or _reason(module))
-        for name, module in products.items()
-        for weight, shape in _weights(name, module).items()
-    )
-
-
-def _reason(module: nn.Module) -> str:
-    """Why a module is left as it is, whatever its name, or ""."""
-    if not isinstance(module, nn.MultiheadAttention) and reads_image(module):
-        return "it reads the image, whose rounding raises the loss of diffusion"
-    return ""
 
 
 def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
@@ -232,42 +196,18 @@ def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
     return {f"{name}.{leaf}".lstrip("."): (w.shape[0], w.shape[1]) for leaf, w in input_weights(module).items()}
 
 
-def chosen_products(products: Mapping[str, nn.Module], rows: Sequence[Row]) -> set[str]:
-    """The names of the modules whose rows are all to be converted."""
-    skipped = {row.name for row in rows if row.reason}
-    return {name for name, module in products.items() if skipped.isdisjoint(_weights(name, module))}
-
-
-def follow_attention(rows: Sequence[Row], products: Mapping[str, nn.Module], chosen: set[str]) -> tuple[Row, ...]:
-    """The rows of linear layers, in which the output layer of attention is converted only where its attention is."""
-    outputs = {
-        f"{name}.out_proj".lstrip("."): name in chosen
-        for name, module in products.items()
-        if isinstance(module, nn.MultiheadAttention)
-    }
-    return tuple(_follow(row, called=outputs.get(row.name)) for row in rows)
-
-
-def _follow(row: Row, *, called: bool | None) -> Row:
-    if called and row.reason == ATTENTION_OUTPUT:
-        return replace(row, reason="")
-    return replace(row, reason=ATTENTION_OUTPUT) if called is False and not row.reason else row
-
-
-def convert_products(products: Mapping[str, nn.Module], recipe: Recipe, chosen: set[str]) -> None:
-    """Convert the modules `chosen`, and restore the others."""
-    for name, module in products.items():
-        restore_layer(module)
-        if name in chosen:
-            ours = MultiheadAttention if isinstance(module, nn.MultiheadAttention) else PatchConvolution
-            convert_layer(module, ours, recipe, name)
+def _product_rows(name: str, module: nn.Module, skip: Sequence[str]) -> list[Row]:
+    """A row of the report for each weight of attention, under the name of the parameter, or for a convolution."""
+    image = not isinstance(module, nn.MultiheadAttention) and reads_image(module)
+    reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
+    shapes = _weights(name, module)
+    return [Row(weight, shape, skipped_by_name(name, *shape, skip) or reason) for weight, shape in shapes.items()]
 
 
 # ---- The experts that `convert` changes: ours, and those of transformers that compute the same function.
 #
 # transformers keeps the experts of a layer in one module, with the parameters of `octavo.nn.Experts`. Such a module
-# becomes a subclass of its class whose forward is ours: parameters, `state_dict`, hooks and `isinstance` stay as they
-# are. Routers stay in high precision.
+# becomes a subclass of its class whose forward is ours. Routers stay in high precision.
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -284,12 +224,7 @@ def stacks_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
 def expert_rows(
     experts: Mapping[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
 ) -> tuple[Row, ...]:
-    """A row of the report for each stack of matrices; all of a module are converted, or none.
-
-    Args:
-        skip: globs of names of modules to leave as they are.
-        only_if_faster: leave those that FP8 does not speed up on the GPU, and all where it is emulated.
-    """
+    """A row of the report for each stack of matrices; all of a module are converted, or none."""
     rows = []
     for name, module in experts.items():
         weights = stacks_of(name, module)
@@ -317,21 +252,17 @@ def converted_experts(model: nn.Module) -> dict[str, Any]:
 def to_fp8_experts(module: Any, recipe: Recipe | None, name: str) -> None:
     """Change a module of `find_experts` in place so that our code computes it, by `recipe` if there is one."""
     if not _is_ours(module):
-        module.__class__ = mix_classes(Experts, type(module))
+        mix_into(module, Experts)
     module.recipe, module.name = recipe, name
 
 
 def restore_experts(module: Any) -> bool:
-    """Undo the conversion of a module of experts, and return whether `module` was one.
-
-    Experts that ranks share keep our class: their own code cannot compute a part of them.
-    """
+    """Undo the conversion of a module of experts, and return whether `module` was one."""
     if not _is_ours(module) or module.recipe is None:
         return False
     del module.recipe, module.name
-    if "parallel" in vars(module):
-        return True
-    if theirs := parts_of(type(module))[1:]:
+    theirs = parts_of(type(module))[1:]
+    if theirs and "parallel" not in vars(module):  # their own code cannot compute the part of a rank
         (module.__class__,) = theirs
     return True
 
@@ -341,7 +272,7 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _is_known(module: Any) -> bool:
-    """Whether this is a module of transformers' experts whose class, parameters and activation are known."""
+    """True if this is a module of transformers' experts whose class, parameters and activation are known."""
     if not any(class_name(module) in each.experts for each in ARCHITECTURES.values()):
         return False
     names = {name for name, _ in module.named_parameters(recurse=False)}
@@ -369,17 +300,18 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
 
 @dataclass(frozen=True)
 class Candidates:
-    """The modules that can run in FP8.
-
-    Attributes:
-        linears: linear layers, each with the reason why it is skipped.
-        products: attention, and convolutions that are matrix products, by name.
-        experts: modules of stacked experts, by name.
-    """
+    """The modules that can run in FP8: linear layers with the reason why each is skipped, and others by name."""
 
     linears: Sequence[SelectedLayer]
-    products: Mapping[str, nn.Module]
+    products: Mapping[str, nn.Module]  # attention, and convolutions that are matrix products
     experts: Mapping[str, nn.Module]
+
+    @classmethod
+    def of(cls, model: nn.Module, skip: Sequence[str]) -> Self:
+        """The candidates of `model`; raises the errors of `select_linears`."""
+        experts = find_experts(model)
+        products = {name: module for name, module in model.named_modules() if _is_convertible(module)}
+        return cls(select_linears(model, skip, [*experts, *products]), products, experts)
 
     @property
     def weight(self) -> Tensor:
@@ -392,90 +324,77 @@ class Candidates:
         rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in self.linears)
         if forward is not None:
             rows = skip_uncalled(model, rows, forward)
-        return self.with_outputs((*rows, *product_rows(self.products, skip)))
+        products = (row for name, module in self.products.items() for row in _product_rows(name, module, skip))
+        return self.with_outputs((*rows, *products))
+
+    def chosen_products(self, rows: Sequence[Row]) -> set[str]:
+        """The names of the products whose rows are all to be converted."""
+        skipped = {row.name for row in rows if row.reason}
+        return {name for name, module in self.products.items() if skipped.isdisjoint(_weights(name, module))}
 
     def with_outputs(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """`rows`, in which the output layer of attention is converted only where its attention is."""
-        return follow_attention(rows, self.products, chosen_products(self.products, rows))
+        chosen = self.chosen_products(rows)
+        attention = [name for name, module in self.products.items() if isinstance(module, nn.MultiheadAttention)]
+        called = {f"{name}.out_proj".lstrip("."): name in chosen for name in attention}
+
+        def follow(row: Row) -> Row:
+            if row.name not in called or row.reason not in ("", ATTENTION_OUTPUT):
+                return row
+            return replace(row, reason="" if called[row.name] else ATTENTION_OUTPUT)
+
+        return tuple(map(follow, rows))
 
     def convert(self, recipe: Recipe, rows: Sequence[Row]) -> None:
-        """Convert the modules whose rows give no reason to skip them, and restore the others.
-
-        Args:
-            rows: of linear layers, products and stacks of experts.
-        """
-        chosen = {row.name for row in rows if not row.reason}
-        convert_products(self.products, recipe, chosen_products(self.products, rows))
+        """Convert the modules whose `rows` give no reason to skip them, and restore the others."""
+        chosen, products = {row.name for row in rows if not row.reason}, self.chosen_products(rows)
+        for name, module in self.products.items():
+            restore_layer(module)
+            if name in products:
+                ours = MultiheadAttention if isinstance(module, nn.MultiheadAttention) else PatchConvolution
+                convert_layer(module, ours, recipe, name)
         for name, module, _ in self.linears:
-            if name not in chosen:
-                restore_layer(module)
-            elif isinstance(module, nn.Linear):
-                to_fp8_linear(module, recipe, name)
+            if name in chosen:
+                convert_layer(module, Linear if isinstance(module, nn.Linear) else Conv1D, recipe, name)
             else:
-                convert_layer(module, Conv1D, recipe, name)
+                restore_layer(module)
         for name, module in self.experts.items():
             restore_experts(module)
             if not chosen.isdisjoint(stacks_of(name, module)):
                 to_fp8_experts(module, recipe, name)
 
 
-def find_candidates(model: nn.Module, skip: Sequence[str]) -> Candidates:
-    """The candidates of `model`; raises the errors of `select_linears`."""
-    experts, products = find_experts(model), find_products(model)
-    return Candidates(select_linears(model, skip, [*experts, *products]), products, experts)
-
-
 # ---- Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.
 #
 # PyTorch takes the fast path in evaluation mode without gradients. A converted linear layer would then not run in FP8.
-# So an encoder layer that has one becomes a subclass of its class, with the same name, in which the conditions of the
-# fast path are false. So does the `nn.TransformerEncoder` around it. The attributes of the modules stay as they are. A
-# converted `nn.MultiheadAttention` has a forward of its own, without a fast path.
+# So an encoder layer that has one becomes a subclass of its class in which the conditions of the fast path are false.
+# So does the `nn.TransformerEncoder` around it. A converted `nn.MultiheadAttention` has no fast path.
 
 
 class CallingEncoderLayer:
     """An encoder layer that calls its linear layers: the fast path requires a ReLU or GELU, and none is reported."""
 
+    added: ClassVar[tuple[str, ...]] = ()
     activation_relu_or_gelu = property(lambda self: 0)
 
 
 class CallingEncoder:
     """An encoder that passes padded tensors to its layers: only the fast path takes nested tensors."""
 
+    added: ClassVar[tuple[str, ...]] = ()
     use_nested_tensor = property(lambda self: False)
 
 
 def leave_fast_paths(model: nn.Module) -> None:
     """Make every encoder layer of `model` that has a converted layer call it; idempotent."""
-    for module in list(model.modules()):
-        if isinstance(module, nn.TransformerEncoderLayer) and _is_converted(module):
-            _mix(CallingEncoderLayer, module)
-    for module in list(model.modules()):
+    for module in reversed(list(model.modules())):  # layers before their encoder
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, RecipeLayer) for m in module.modules()):
+            mix_into(module, CallingEncoderLayer)
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, CallingEncoderLayer) for m in module.layers):
-            _mix(CallingEncoder, module)
-
-
-def _is_converted(layer: nn.TransformerEncoderLayer) -> bool:
-    return any(isinstance(module, RecipeLayer) for module in layer.modules())
-
-
-def _mix(ours: type, module: nn.Module) -> None:
-    if not isinstance(module, ours):
-        module.__class__ = mix_classes(ours, type(module))
+            mix_into(module, CallingEncoder)
 
 
 # ---- Undo `octavo.convert`: give every module its own class back, and remove the attributes that were added.
-
-
-# Our part of a mixed class -> the attributes that `convert` added with it.
-_ADDED: dict[type, tuple[str, ...]] = {
-    DecoderLayer: ("qkv",),
-    SwiGLU: ("weight_cache",),
-    VisionBlock: ("fused_qkv", "fused_mlp"),
-    DiffusionBlock: ("fused_qkv", "fused_q", "fused_mlp"),
-    CallingEncoderLayer: (),
-    CallingEncoder: (),
-}
 
 
 def restore(model: nn.Module) -> list[str]:
@@ -500,33 +419,29 @@ def restore(model: nn.Module) -> list[str]:
     """
     check_module(model, "restore")
     for name, module in model.named_modules():
-        if isinstance(module, RecipeLayer) and is_fsdp_module(module):
+        if not isinstance(module, RecipeLayer):
+            continue
+        if is_fsdp_module(module):
             raise ValueError(
                 f"{name} was converted and then made a unit of its own by fully_shard, which changed its class again: "
                 "restore works on a model before fully_shard, or on one sharded by larger units"
             )
-        if isinstance(module, RecipeLayer) and is_parametrized(module):
+        if is_parametrized(module):
             raise ValueError(
                 f"{name} was converted and then parametrized, which changed its class again: call "
                 "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
-    return [name for name, module in list(model.named_modules()) if _restore(module)]
+    modules = list(model.named_modules())
+    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m)]
 
 
-def _restore(module: nn.Module) -> bool:
-    return any(undo(module) for undo in (restore_layer, restore_experts, _unmix))
-
-
-def _unmix(module: nn.Module) -> bool:
+def _restore_block(module: nn.Module) -> bool:
     ours, *theirs = parts_of(type(module))
-    if not theirs or ours not in _ADDED or _is_parallel(module):
+    if not theirs or "added" not in vars(ours):
         return False
-    for name in _ADDED[ours]:
+    if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
+        return False  # its own class cannot run layers that are parallel
+    for name in ours.added:
         delattr(module, name)
     (module.__class__,) = theirs
     return True
-
-
-def _is_parallel(module: nn.Module) -> bool:
-    """Whether the layers of `module` are parallel, which its own class cannot run."""
-    return isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules())

@@ -60,10 +60,6 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
 
     Gradients are on, so that a module in evaluation mode takes none of PyTorch's fast paths, which compute a whole
     layer in one operation. `batch` is a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
-
-    Raises:
-        ValueError: the model is sharded, or its code depends on the values of tensors.
-        RuntimeError: the pass fails, as it would with real tensors of these shapes.
     """
     fakes, gpu = Fakes(), GpuAutocast(torch.bfloat16)
     tensors, named = fakes.tensors_of(model), dict(model.named_parameters())
@@ -85,8 +81,8 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
 # convolution reads, listed by name; embeddings; norms, biases and other vectors. A parameter that two modules share
 # counts once. Only shapes are read, so the model may be on the meta device.
 #
-# FLOPs are those of a traced forward pass. Without one, each parameter of the first two
-# groups counts by its size, as if all were multiplied by the same rows, and products of activations do not count.
+# FLOPs are those of a traced forward pass. Without one, each parameter of the first two groups counts by its size, as
+# if all were multiplied by the same rows, and products of activations do not count.
 
 
 _COMPUTED, _EMBEDDING, _OTHER = "computed", "embedding", "other"
@@ -105,25 +101,15 @@ _KINDS: tuple[tuple[type[nn.Module], str], ...] = (
 
 @dataclass(frozen=True)
 class Leftover:
-    """A parameter that a GEMM reads in high precision; repeated layers are one entry.
+    """A parameter that a GEMM reads in high precision; repeated layers are one entry."""
 
-    Args:
-        name: of the parameter, with * for the indices of repeated layers.
-        kind: what it is, such as "expert stack" or "convolution".
-        shape: of one parameter.
-        count: how many there are.
-        share: their share of the model's parameters, 0 to 1.
-        flops: their share of the FLOPs, 0 to 1.
-        tied: whether an embedding shares the parameter.
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
+    name: str  # with * for the indices of repeated layers
+    kind: str  # such as "expert stack" or "convolution"
+    shape: tuple[int, ...]  # of one parameter
     count: int
-    share: float
-    flops: float
-    tied: bool = False
+    share: float  # of the model's parameters, 0 to 1
+    flops: float  # the share of the FLOPs, 0 to 1
+    tied: bool = False  # an embedding shares the parameter
 
     def __str__(self) -> str:
         many = f"{self.count} of " if self.count > 1 else ""
@@ -133,25 +119,15 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The shares of a model's parameters by group, and of its FLOPs; each is 0 to 1.
+    """The shares of a model's parameters by group, and of its FLOPs; each is 0 to 1."""
 
-    Args:
-        parameters: the number of parameters of the model.
-        computed: the share of the parameters that FP8 GEMMs read.
-        left: the other parameters that a GEMM or a convolution reads, those of the most FLOPs first.
-        embeddings: the share of embeddings and learned positions.
-        other: the share of norms, biases and other vectors.
-        flops: the share of the FLOPs of a forward pass that FP8 computes.
-        activations: the share of products of activations, such as attention; None where no pass was traced.
-    """
-
-    parameters: int
-    computed: float
-    left: tuple[Leftover, ...]
-    embeddings: float
-    other: float
-    flops: float
-    activations: float | None = None
+    parameters: int  # their number
+    computed: float  # the share that FP8 GEMMs read
+    left: tuple[Leftover, ...]  # the others that a GEMM or a convolution reads, those of the most FLOPs first
+    embeddings: float  # and learned positions
+    other: float  # norms, biases and other vectors
+    flops: float  # the share of a forward pass that FP8 computes
+    activations: float | None = None  # the share of their products, as attention has; None where no pass was traced
 
     def __str__(self) -> str:
         totals = (("embeddings", self.embeddings), ("norms, biases and other vectors", self.other))
@@ -166,13 +142,7 @@ class Coverage:
 
 
 def find_coverage(model: nn.Module, computed: Collection[str], forward: ForwardPass | None = None) -> Coverage:
-    """The coverage of `model` if FP8 computes the layers `computed`.
-
-    Args:
-        model: on any device, meta included.
-        computed: names of the layers whose `weight`, and of the parameters that, FP8 GEMMs read.
-        forward: a pass of `model`, for the FLOPs.
-    """
+    """The coverage of `model` if FP8 GEMMs read `computed`: layers, by their `weight`, and parameters, by name."""
     modules, names = dict(model.named_modules(remove_duplicate=False)), set(computed)
     uses: dict[int, tuple[str, str, Tensor]] = {}
     embedded = set()
@@ -201,7 +171,8 @@ def _sum_up(
     for name, kind, parameter in uses:
         sizes[kind] += parameter.numel()
         if _rank(kind) == 1:
-            groups[_pattern(name), kind, tuple(parameter.shape), id(parameter) in embedded].append((name, parameter))
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            groups[pattern, kind, tuple(parameter.shape), id(parameter) in embedded].append((name, parameter))
     total = max(sum(sizes.values()), 1)
     left = [
         Leftover(
@@ -244,32 +215,21 @@ def _rank(kind: str) -> int:
     return {_COMPUTED: 0, _EMBEDDING: 2, _OTHER: 3}.get(kind, 1)
 
 
-def _pattern(name: str) -> str:
-    """The name with * for each index."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-# ---- The report of a conversion: the layers converted, the layers skipped and why, and the matrices in high precision.
+# ---- The report.
 
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer, convolution, weight of attention, or stack of the matrices of experts, in a conversion.
-
-    Args:
-        shape: [N, K], or [E, N, K].
-        reason: why it was skipped; "" if it was converted.
-        speedup: how many times faster FP8 was predicted to be; None without `only_if_faster`.
-    """
+    """One linear layer, convolution, weight of attention, or stack of the matrices of experts, in a conversion."""
 
     name: str
-    shape: tuple[int, ...]
-    reason: str
-    speedup: float | None = None
+    shape: tuple[int, ...]  # [N, K], or [E, N, K]
+    reason: str  # why it was skipped; "" if it was converted
+    speedup: float | None = None  # how many times faster FP8 was predicted to be, with `only_if_faster`
 
 
 def _by_backend(backends: Mapping[str, Backend], of: str) -> list[str]:

@@ -123,13 +123,10 @@ def update_scales(model: nn.Module) -> None:
 
 
 def _push(group: list[ScaleHistory], amax: Tensor) -> None:
-    """Push amax [n, 1, 1] into n histories with one cast, and compute the scales that are due.
-
-    An amax of 0 leaves its history as it is: the layer was not used.
-    """
+    """Push amax [n, 1, 1] into n histories with one cast, and compute the scales that are due."""
     buffers = {name: [getattr(each, name) for each in group] for name in ("recent", "scale", "steps")}
     recent, scale, steps = (torch.stack(each) for each in buffers.values())
-    recorded = amax.view(-1) > 0  # [n]
+    recorded = amax.view(-1) > 0  # [n]; a layer that was not used has none
     recent = torch.where(recorded[:, None], torch.cat([amax[:, 0], recent[:, :-1]], 1), recent)
     steps = steps + recorded
     due = recorded & ((steps - 1) % group[0].rule.interval == 0)

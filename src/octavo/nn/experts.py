@@ -5,46 +5,25 @@
 Every token is computed, however many of them choose one expert: nothing is dropped, and no expert is padded.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand, mantissa
+from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_exponent
-from octavo.ops import (
-    Rows,
-    activation_backward,
-    activation_quantize,
-    aligned_groups,
-    combine,
-    combine_weight_gradient,
-    gather_quantize,
-    group_of_rows,
-    group_shifts,
-    grouped_mm,
-    grouped_mm_dw,
-    quantize,
-    quantize_matrices,
-    requantize_transposed,
-    sort_by_expert,
-    transpose,
-)
+from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
 from octavo.ops.registration import check_tensor, eager_check
 from octavo.recipe import Gemm, Recipe
-
-
-class ParallelExperts(Protocol):
-    """The computation of a layer of experts of which each rank has some: `octavo.distributed.expert_parallel`."""
-
-    def __call__(self, module: Any, x: Tensor, index: Tensor, weight: Tensor) -> Tensor: ...
 
 
 class Experts(nn.Module):
@@ -63,7 +42,8 @@ class Experts(nn.Module):
     recipe: Recipe | None = None  # set by `octavo.convert`
     name: str = ""
     observers: dict[str, ExpertObserver] | None = None  # of its stacks, set by `octavo.watch`
-    parallel: ParallelExperts | None = None  # set where each rank has some of the experts
+    # Computes the layer where each rank has some of the experts (`octavo.distributed.expert_parallel`).
+    parallel: Callable[[Experts, Tensor, Tensor, Tensor], Tensor] | None = None
     matrices: ClassVar[tuple[str, str]] = ("gate_up_proj", "down_proj")
     gate_up_proj: Tensor
     down_proj: Tensor
@@ -98,12 +78,14 @@ class Experts(nn.Module):
         if x.numel() == 0:
             w_in, w_out = wide(w_in), wide(w_out)
             return x.to(dtype) @ w_in[0, : w_out.shape[2]].to(dtype).t() @ w_out[0].to(dtype).t()
-        rows = sort_by_expert(index, w_in.shape[0])
+        rows = ops.sort_by_expert(index, w_in.shape[0])
         if self.recipe is None or not self.recipe.quantized:
             return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
-        return experts_mlp(x, weight, rows, w_in, w_out, call)
+        arguments = call, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
+        out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
+        return out
 
     def extra_repr(self) -> str:
         e, k, f = self.down_proj.shape
@@ -120,7 +102,7 @@ def check_routing(x: Tensor, index: Tensor, weight: Tensor) -> None:
         )
 
 
-def plain_experts(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
+def plain_experts(x: Tensor, weight: Tensor, rows: ops.Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
     """The experts in the dtype of x, by PyTorch's grouped GEMMs."""
     slot, row, offsets = rows
     gate, up = plain_grouped_linear(gather_rows(x, slot, row), w_in, offsets).chunk(2, 1)
@@ -184,41 +166,18 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 # of n; the bytes of h and w are computed again.
 
 
-def experts_mlp(x: Tensor, weight: Tensor, rows: Rows, w_in: Tensor, w_out: Tensor, call: FusedCall) -> Tensor:
-    """out [T, K] of x [T, K], differentiable.
-
-    Args:
-        weight: [T, top_k], of each expert's output.
-        rows: of `octavo.ops.sort_by_expert`.
-        w_in, w_out: [E, 2F, K], the rows of gate before those of up, and [E, K, F].
-    """
-    arguments = x, weight, w_in, w_out, *rows, call, *gathered(w_in), *gathered(w_out)
-    out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
-    return out
-
-
 class _Experts(torch.autograd.Function):
+    """out [T, K] of x [T, K], the weights [T, top_k] of its experts, their matrices, rows, and gathered bytes."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        w_in: Tensor,
-        w_out: Tensor,
-        slot: Tensor,
-        row: Tensor,
-        offsets: Tensor,
-        call: FusedCall,
-        in_data: Tensor | None,
-        in_scale: Tensor | None,
-        out_data: Tensor | None,
-        out_scale: Tensor | None,
+        ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, *others: Any
     ) -> Tensor:
-        recipe = call.recipe
-        n_q = gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
+        recipe, (slot, row, offsets, in_data, in_scale, out_data, out_scale) = call.recipe, others
+        n_q = ops.gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
-        h_q = activation_quantize(u, "swiglu", recipe.x)
+        h_q = ops.activation_quantize(u, "swiglu", recipe.x)
         y = multiply(call, recipe.y, h_q, out_q, offsets)  # [M,F] @ [K,F]^T
         observe_group(call.observer, "x", "x", [x], n_q, recipe.x, offsets, slot=slot)
         observe_matrices(call.observer, w_in, in_q, recipe.w, offsets)
@@ -227,7 +186,7 @@ class _Experts(torch.autograd.Function):
         ctx.call, ctx.x_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
         ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
-        return combine(y, row, weight.float())
+        return ops.combine(y, row, weight.float())
 
     @staticmethod
     @differentiable_once
@@ -236,11 +195,11 @@ class _Experts(torch.autograd.Function):
         recipe = call.recipe
         n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
-        dout, groups = dout.contiguous(), groups_of(offsets, len(slot))
-        dweight = combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
-        m_n, m_h, expert = mantissa(s_n), mantissa(s_h), groups.expert
+        dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
+        dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
+        m_n, m_h, expert = scale_mantissa(s_n), scale_mantissa(s_h), groups.expert
         factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
-        g = gather_quantize(
+        g = ops.gather_quantize(
             dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
         )  # fmt: skip
         observe_group(
@@ -249,7 +208,7 @@ class _Experts(torch.autograd.Function):
         )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
         dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
-        du, h_q, _ = activation_backward(
+        du, h_q, _ = ops.activation_backward(
             dh, u, "swiglu", recipe.dy,
             column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False, group=expert,
         )  # fmt: skip
@@ -261,8 +220,8 @@ class _Experts(torch.autograd.Function):
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
         dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
         dw_in = weight_gradient(call, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
-        dx = combine(dn, row).to(ctx.x_dtype)
-        return dx, dweight, dw_in, dw_out, *([None] * 8)
+        dx = ops.combine(dn, row).to(ctx.x_dtype)
+        return None, dx, dweight, dw_in, dw_out, *([None] * 7)
 
 
 # ---- A linear layer with a weight for each group of rows, as the experts of a mixture have.
@@ -325,14 +284,15 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: `offsets` is not int32 [E].
         """
-        check_offsets(offsets, self.weight.shape[0])
+        _check_offsets(offsets, self.weight.shape[0])
         dtype = compute_dtype(x)
         if x.numel() == 0:
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
         if self.recipe is None or not self.recipe.quantized:
             return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
         call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
-        return grouped_linear(x, self.weight, offsets, call)
+        y: Tensor = _GroupedLinear.apply(x, self.weight, offsets, call, *gathered(self.weight))  # type: ignore[no-untyped-call]
+        return y
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
@@ -341,7 +301,7 @@ class GroupedLinear(nn.Module):
 
 
 @eager_check
-def check_offsets(offsets: Tensor, groups: int) -> None:
+def _check_offsets(offsets: Tensor, groups: int) -> None:
     check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
@@ -387,33 +347,21 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 class Groups(NamedTuple):
-    """The groups of rows in a backward pass.
+    """The groups of rows in a backward pass."""
 
-    Attributes:
-        offsets: int32 [E], where each group ends.
-        group: int32 [M], the group of each row, E for rows beyond the last group.
-        aligned_offsets, place: those of `octavo.ops.aligned_groups`.
-    """
-
-    offsets: Tensor
-    group: Tensor
-    aligned_offsets: Tensor
+    offsets: Tensor  # int32 [E], where each group ends
+    group: Tensor  # int32 [M], the group of each row, E for rows beyond the last group
+    aligned_offsets: Tensor  # as `place`, of `octavo.ops.aligned_groups`
     place: Tensor
+
+    @classmethod
+    def of(cls, offsets: Tensor, rows: int) -> Self:
+        return cls(offsets, ops.group_of_rows(offsets, rows), *ops.aligned_groups(offsets, rows))
 
     @property
     def expert(self) -> Tensor:
         """int32 [M]: the expert of each row, the last one for rows beyond the last group."""
         return self.group.clamp(max=len(self.offsets) - 1)
-
-
-def groups_of(offsets: Tensor, rows: int) -> Groups:
-    return Groups(offsets, group_of_rows(offsets, rows), *aligned_groups(offsets, rows))
-
-
-def grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall) -> Tensor:
-    """y [M, N] of x [M, K] and w [E, N, K], differentiable. `offsets` int32 [E]: where each group of rows ends."""
-    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
-    return y
 
 
 def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -423,21 +371,17 @@ def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) -> QTensor:
     """The matrices [E, N, K], cast by row, unless they are `gathered`."""
-    return quantize_matrices(w, cast) if data is None or scale is None else QTensor(data, scale, cast.fmt, ROW)
+    return ops.quantize_matrices(w, cast) if data is None or scale is None else QTensor(data, scale, cast.fmt, ROW)
 
 
 class _GroupedLinear(torch.autograd.Function):
+    """y [M, N] of x [M, K] and w [E, N, K]. `offsets` int32 [E]: where each group of rows ends."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        w: Tensor,
-        offsets: Tensor,
-        call: FusedCall,
-        w_data: Tensor | None,
-        w_scale: Tensor | None,
+        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall, w_data: Tensor | None, w_scale: Tensor | None
     ) -> Tensor:
-        x_q, w_q = quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
+        x_q, w_q = ops.quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
         observe_group(call.observer, "x", "x", [x], x_q, call.recipe.x, offsets)
         observe_matrices(call.observer, w, w_q, call.recipe.w, offsets)
         ctx.call, ctx.x_dtype = call, x.dtype
@@ -450,9 +394,9 @@ class _GroupedLinear(torch.autograd.Function):
         call: FusedCall = ctx.call
         recipe = call.recipe
         x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
-        groups, m = groups_of(offsets, len(x_data)), mantissa(s_x)
+        groups, m = Groups.of(offsets, len(x_data)), scale_mantissa(s_x)
         dy, folded = dy.contiguous(), s_w.squeeze(2)
-        g = gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
+        g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
         factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
         observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
         dx = dw = None
@@ -473,19 +417,16 @@ def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: C
 def multiply(call: FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
     """a [M, R] @ b [e, N, R]^T, as `gemm` accumulates it."""
     fast, emulate = gemm.fast_accumulation, call.recipe.emulate
-    return grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
+    return ops.grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
 
 
 def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
-    """The bytes of the weights [E, N, K], transposed to [E, K, N], with scales of 1; `after` as in `transpose`.
-
-    `w_data` is their bytes where they are `gathered`; else the weights are cast again by the scale `s_w`.
-    """
+    """The weights' bytes, transposed to [E, K, N], with scales of 1; cast again by `s_w` unless they are `gathered`."""
     e, n, k = w.shape
     if w_data is None:
-        data = requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
+        data = ops.requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
     else:
-        data = transpose(w_data.view(e * n, k), None, after)
+        data = ops.transpose(w_data.view(e * n, k), None, after)
     ones = torch.ones((e, k, 1), dtype=torch.float32, device=w.device)
     return QTensor(data.view(k, e, n).transpose(0, 1), ones, cast.fmt, ROW)
 
@@ -495,11 +436,11 @@ def weight_gradient(
 ) -> Tensor:
     """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
     exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
-    largest, shift = group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
+    largest, shift = ops.group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
     scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
-    h, x_t = transpose(g.data, shift, place=groups.place), transpose(x_data, place=groups.place)
+    h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
     gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
-    return grouped_mm_dw(
+    return ops.grouped_mm_dw(
         h, scale, x_t, groups.aligned_offsets, formats=formats, out_dtype=dtype,
         fast_accumulation=gemm.fast_accumulation, emulate=call.recipe.emulate,
     )  # fmt: skip

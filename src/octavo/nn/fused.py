@@ -16,6 +16,8 @@ are x + residual and u; the bytes of n, h and w are computed again.
 Where several ranks each have a part of a layer, an `Exchange` sends operands and sums results between them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -23,12 +25,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from octavo import ops
 from octavo.nn.linear_function import (
     FusedCall,
     LinearCall,
     composite,
     dw_operand,
-    mantissa,
     quantize_folded,
     read_recipe,
     rescaled,
@@ -40,24 +42,13 @@ from octavo.nn.linear_function import (
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.ops import (
-    FoldedScales,
-    activation_backward,
-    activation_quantize,
-    fold_scales,
-    norm_backward,
-    norm_quantize,
-    quantize,
-    quantize_stack,
-    requantize_norm,
-    transpose,
-)
+from octavo.numerics.scaling import scale_mantissa
 from octavo.recipe import FusableRecipe
 
 # ---- What the ranks exchange that each have a part of a layer (`octavo.distributed.parallel_layers`).
 
 
-Gradient = tuple[QTensor, FoldedScales, Tensor]  # all rows of g, the scales for dw, and dx for `Exchange.arrived`
+Gradient = tuple[QTensor, ops.FoldedScales, Tensor]  # all rows of g, the scales for dw, and dx for `Exchange.arrived`
 
 
 class Exchange:
@@ -69,15 +60,43 @@ class Exchange:
 
     resends_x = False  # the bytes of x travel once more for dw, so they are saved
 
+    # How a fused module reads its norm and its layers, and runs them where it cannot fuse them.
+
+    def check(self, module: Any) -> None:
+        """Raise a ValueError where the layers that read the input of `module` cannot be parallel in this way."""
+
+    def read_norm(self, norm: Norm) -> Norm:
+        """The norm with this rank's parameters."""
+        return norm
+
+    def stack(self, linears: Sequence[Any], cast: Cast, cache: Any) -> Stack:
+        """This rank's parts of the layers, with the bytes that `cache` has for them."""
+        weights = [linear.weight for linear in linears]
+        return Stack(weights, [linear.bias for linear in linears], cache.get(weights, cast))
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """A part of the stacked outputs y for the input x [..., K], as [..., N]."""
+        return y
+
+    def input(self, norm: Any, x: Tensor) -> Tensor:
+        """All rows of the norm of this rank's rows x; without a norm, of x."""
+        return x if norm is None else norm(x)
+
+    def run(self, linear: Any, x: Tensor) -> Tensor:
+        """This rank's part of the output of a layer, for all rows x."""
+        return linear(x)  # type: ignore[no-any-return]
+
+    # The exchanges.
+
     def quantize_x(self, x: Tensor, cast: Cast) -> QTensor:
-        return quantize(x, cast)
+        return ops.quantize(x, cast)
 
     def quantize_activation(self, u: Tensor, kind: str, cast: Cast) -> QTensor:
-        return activation_quantize(u, kind, cast)
+        return ops.activation_quantize(u, kind, cast)
 
     def quantize_w(self, weights: Sequence[Tensor], cast: Cast) -> QTensor:
         """This rank's part of the weights, stacked along N, by the scales of the whole weights."""
-        return quantize_stack(weights, cast)
+        return ops.quantize_stack(weights, cast)
 
     def send_x(self, x_q: QTensor) -> Any:
         """x_q for `y`."""
@@ -97,7 +116,7 @@ class Exchange:
 
     def dx(self, g: Any, w_t: QTensor, s_x: Tensor, s_w: Tensor, call: FusedCall) -> Gradient:
         """The `Gradient` with dx = g @ w_t^T; g is what `send_g` gave."""
-        scales = fold_scales(s_x, g.scale, s_w)
+        scales = ops.fold_scales(s_x, g.scale, s_w)
         return g, scales, call.mm(call.recipe.dx, rescaled(g, scales.dx), w_t, call.dtype)
 
     def arrived(self, dx: Tensor) -> Tensor:
@@ -109,7 +128,7 @@ class Exchange:
 
     def x_transposed(self, x_data: Any, g: QTensor) -> QTensor:
         """The bytes of all rows of x, transposed, for dw; x_data is what `send_bytes` gave."""
-        return scale_folded(transpose(x_data))
+        return scale_folded(ops.transpose(x_data))
 
 
 ALONE = Exchange()
@@ -124,11 +143,6 @@ class NormSpec:
 
     eps: float
     center: bool
-
-    @property
-    def kind(self) -> str:
-        """As `octavo.observation.operands.observe` names its output."""
-        return "center" if self.center else "norm"
 
 
 Norm = tuple[NormSpec, Tensor, Tensor | None]  # with weight [K] and bias [K]
@@ -151,7 +165,9 @@ class InputInfo:
             return exchange.x_transposed(sent, g)
         assert self.norm is not None
         total, mean, rstd, gamma, beta = saved
-        return scale_folded(requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast))
+        return scale_folded(
+            ops.requantize_norm(total, mean if self.norm.center else None, rstd, gamma, beta, scale, cast)
+        )
 
     def gradients(self, dn: Tensor, dtotal: Tensor | None, saved: Sequence[Any]) -> tuple[Tensor | None, ...]:
         """The gradients of x, residual, gamma and beta, from dn [T, K] of the norm's output (of x if there is no norm),
@@ -159,7 +175,7 @@ class InputInfo:
         if self.norm is None:
             return dn.to(self.dtype).view(self.shape), None, None, None
         total, mean, rstd, gamma, beta = saved
-        dx, dgamma, dbeta = norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
+        dx, dgamma, dbeta = ops.norm_backward(dn, total, gamma, mean, rstd, rows(dtotal), center=self.norm.center)
         dx = dx.view(self.shape)
         return dx, dx if self.has_residual else None, dgamma, None if beta is None else dbeta.to(beta.dtype)
 
@@ -181,7 +197,7 @@ class FusedInput:
         x, residual = rows(x), rows(residual)
         if norm is None or gamma is None:
             return cls(x, exchange.quantize_x(x, cast), (None,) * 5, info)
-        total, q, mean, rstd = norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
+        total, q, mean, rstd = ops.norm_quantize(x, residual, gamma, beta, norm.eps, cast, center=norm.center)
         return cls(total, q, (total, mean, rstd, gamma, beta), info)
 
     def outputs(self, y: Tensor) -> tuple[Tensor, ...]:
@@ -193,8 +209,8 @@ class FusedInput:
     @property
     def source(self) -> tuple[str, list[Tensor]]:
         """The kind and the tensors of `octavo.nn.observer.observe_x`."""
-        norm = self.info.norm
-        return ("x", [self.total]) if norm is None else (norm.kind, [t for t in self.saved if t is not None])
+        norm, saved = self.info.norm, [t for t in self.saved if t is not None]
+        return ("x", [self.total]) if norm is None else ("center" if norm.center else "norm", saved)
 
 
 def wider_first(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -231,13 +247,12 @@ class Stack:
         return data, scale, *self.weights, *self.biases
 
     @classmethod
-    def from_arguments(cls, tensors: Sequence[Tensor | None], cast: Cast) -> Self:
+    def from_arguments(cls, tensors: Sequence[Any], cast: Cast) -> Self:
         """The stack that gave these `arguments`; `cast` is that of the weights."""
         data, scale, *parameters = tensors
         half = len(parameters) // 2
-        weights = [w for w in parameters[:half] if w is not None]
         cached = None if data is None or scale is None else QTensor(data, scale, cast.fmt, cast.granularity)
-        return cls(weights, parameters[half:], cached)
+        return cls(parameters[:half], parameters[half:], cached)
 
     def quantize(self, cast: Cast, exchange: Exchange) -> QTensor:
         """The quantized weights [sum of N_i, K]: those cached, or cast now."""
@@ -245,11 +260,9 @@ class Stack:
 
     def bias(self) -> Tensor | None:
         """The biases [sum of N_i] as one, zeros where a layer has none; None where no layer has one."""
-        if len(self.biases) == 1:
-            return self.biases[0]
         given = next((bias for bias in self.biases if bias is not None), None)
-        if given is None:
-            return None
+        if given is None or len(self.biases) == 1:
+            return given
         pairs = zip(self.weights, self.biases, strict=True)
         return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
 
@@ -284,7 +297,7 @@ class StackInfo:
         return None, None, *torch.split(dw, list(self.sizes)), *biases
 
 
-# ---- A norm and the linear layers that it feeds, and a whole MLP, each as one function, for `FusableRecipe`s.
+# ---- The two functions.
 
 
 def norm_linear(
@@ -439,9 +452,9 @@ class _MLP(torch.autograd.Function):
         observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=own_s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
-        du, h_q, dbias = activation_backward(
+        du, h_q, dbias = ops.activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)

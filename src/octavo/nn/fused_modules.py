@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.fused import Norm, NormSpec, Stack, mlp, norm_linear
-from octavo.nn.linear import Linear, compute_dtype
+from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
+from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
     PrecomputedProjections,
@@ -17,10 +17,10 @@ from octavo.nn.module_tools import (
     class_name,
     is_of_library,
     library_of,
-    mix_classes,
+    mix_into,
 )
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.weight_cache import WeightCache, parallel_of
+from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
 from octavo.recipe import FusableRecipe
 
@@ -60,9 +60,8 @@ class NormLinear(nn.Module):
         self.weight_cache = WeightCache()
 
     @property
-    def norm(self) -> nn.Module:
-        norm: nn.Module = find(self.owner, self.names[0])
-        return norm
+    def norm(self) -> Any:
+        return find(self.owner, self.names[0])
 
     @property
     def linears(self) -> list[nn.Module]:
@@ -70,24 +69,23 @@ class NormLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
-        parallel = parallel_of(self.linears)
-        if parallel is not None:
-            return parallel.norm_linear(self, x, residual)
         outputs = self.fused(x, residual)
         if outputs is not None:
             return outputs
-        total = x if residual is None else x + residual
-        n = self.norm(total)
-        return tuple(linear(n) for linear in self.linears), total
+        exchange, total = exchange_of(self, self.linears), x if residual is None else x + residual
+        n = exchange.input(self.norm, total)
+        return tuple(exchange.run(linear, n) for linear in self.linears), total
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
-        layers, norm = fusable_layers(self.linears), read_norm(self.norm)
+        exchange, layers, norm = exchange_of(self, self.linears), fusable_layers(self.linears), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0:
             return None
-        call = fused_call(layers, x, observer_of(self))
-        y, total = norm_linear(x, residual, norm, stack_of(layers.linears, call, self.weight_cache), call)
-        return torch.split(y, [linear.out_features for linear in layers.linears], dim=-1), total
+        call = fused_call(layers, x, exchange, observer_of(self))
+        stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
+        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange)
+        parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
+        return tuple(exchange.output(part, x) for part in parts), total
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""
@@ -133,31 +131,34 @@ def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
 
 
 def is_fusable(cls: str, ending: str) -> bool:
-    """Whether a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
+    """True if a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
     known = ARCHITECTURES.get(cls.removesuffix(ending)) if cls.endswith(ending) else None
     return known is not None and known.fusable
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
+    """True if a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
     own = module.__dict__
     return "forward" in own or bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     )
 
 
+def exchange_of(module: nn.Module, linears: Sequence[nn.Module]) -> Exchange:
+    """The exchange of the layers that read the input of `module`."""
+    way: Any = parallel_of(linears)
+    exchange: Exchange = ALONE if way is None else way
+    exchange.check(module)
+    return exchange
+
+
 def fused_call(
-    layers: FusableLayers, x: Tensor, observer: Observer | None, outer_observer: Observer | None = None
+    layers: FusableLayers, x: Tensor, exchange: Exchange, observer: Observer | None, outer: Observer | None = None
 ) -> FusedCall:
     """The call of layers that run as one, for the input `x`; raises the errors of `check_call`."""
-    check_call(layers.linears[0], x, *(linear.weight for linear in layers.linears))
-    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
-
-
-def stack_of(linears: Sequence[Linear], call: FusedCall, cache: WeightCache) -> Stack:
-    """The parameters of the layers, with the bytes that `cache` has for them."""
-    weights = [linear.weight for linear in linears]
-    return Stack(weights, [linear.bias for linear in linears], cache.get(weights, call.recipe.w))
+    whole = [linear.weight for linear in layers.linears] if exchange is ALONE else []  # others are DTensors
+    check_call(layers.linears[0], x, *whole)
+    return LinearCall(layers.recipe, compute_dtype(x), observer=observer, outer_observer=outer)
 
 
 def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
@@ -185,8 +186,8 @@ def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
 # ---- MLPs whose activations stay in FP8 between the GEMMs; only the input of the activation is stored in high
 # precision.
 #
-# They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP,
-# and the residual stream around it, are computed in the same pass when they are given.
+# They are plain PyTorch until their layers are converted with a fusable recipe (`rowwise`). A norm in front of the MLP
+# and the residual stream around it are computed in the same pass where they are given.
 
 
 class FusedMLP(nn.Module):
@@ -226,25 +227,23 @@ class FusedMLP(nn.Module):
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """y and x + residual, in one pass where that is possible."""
-        parallel = parallel_of(self.inner)
-        if parallel is not None:
-            return parallel.mlp(self, x, norm, residual)
-        layers, known_norm = self._fusable(), None if norm is None else read_norm(norm)
+        exchange, layers = exchange_of(self, self.inner), fusable_layers((*self.inner, self.outer))
+        known_norm = None if norm is None else read_norm(norm)
         if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
             total = x if residual is None else x + residual
-            n = total if norm is None else norm(total)
-            return self.outer(self.activate(*(linear(n) for linear in self.inner))), total
+            n = exchange.input(norm, total)
+            return self.outer(self.activate(*(exchange.run(linear, n) for linear in self.inner))), total
         *inner, outer = layers.linears
-        call = fused_call(layers, x, observer_of(self), observer_of(outer))
-        inner_stack, outer_stack = stack_of(inner, call, self.weight_cache), stack_of([outer], call, outer.weight_cache)
-        return mlp(x, residual, known_norm, self.activation, inner_stack, outer_stack, call)
-
-    def _fusable(self) -> FusableLayers | None:
-        return fusable_layers((*self.inner, self.outer))
+        exchanges: Any = exchange, parallel_of([outer]) or ALONE
+        call = fused_call(layers, x, exchange, observer_of(self), observer_of(outer))
+        inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
+        outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
+        norm_here = None if known_norm is None else exchange.read_norm(known_norm)
+        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges)
 
     def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""
-        layers = self._fusable()
+        layers = fusable_layers((*self.inner, self.outer))
         return None if layers is None else (self.inner, layers.recipe.w)
 
 
@@ -258,6 +257,7 @@ class SwiGLU(FusedMLP):
     """
 
     activation = "swiglu"
+    added: ClassVar[tuple[str, ...]] = ("weight_cache",)
 
     def __init__(self, width: int, mlp_width: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -271,9 +271,8 @@ class SwiGLU(FusedMLP):
         return child(self, "gate_proj"), child(self, "up_proj")
 
     @property
-    def outer(self) -> nn.Linear:
-        outer: nn.Linear = child(self, "down_proj")
-        return outer
+    def outer(self) -> Any:
+        return child(self, "down_proj")
 
     def activate(self, *u: Tensor) -> Tensor:
         gate, up = u
@@ -285,8 +284,7 @@ class OwnedMLP(FusedMLP):
 
     Args:
         owner: the module under which the layers are found; it is not registered here.
-        inner: dotted name of the layer before the activation.
-        outer: dotted name of the layer after it.
+        inner, outer: dotted names of the layers before and after the activation.
     """
 
     owner: nn.Module
@@ -302,9 +300,8 @@ class OwnedMLP(FusedMLP):
         return (find(self.owner, self.names[0]),)
 
     @property
-    def outer(self) -> nn.Linear:
-        outer: nn.Linear = find(self.owner, self.names[1])
-        return outer
+    def outer(self) -> Any:
+        return find(self.owner, self.names[1])
 
 
 class GELU(OwnedMLP):
@@ -343,7 +340,7 @@ class GEGLU(OwnedMLP):
 # A decoder layer of a known class, and its MLP, become subclasses of their classes, with the same names: parameters,
 # `state_dict`, hooks and `isinstance` stay as they are, and the attention is still transformers' own code. Where the
 # passes cannot be fused (another recipe, a wrapped or watched layer, no tokens) the class's own forward runs, unless
-# the layer is parallel (`octavo.nn.weight_cache`).
+# the layer is parallel (`octavo.nn.parallel_weights`).
 
 
 SILU = ("SiLU", "SiLUActivation")
@@ -354,14 +351,14 @@ def fuse_decoder_layers(model: nn.Module) -> None:
     for module in list(model.modules()):
         if not isinstance(module, DecoderLayer) and is_known(module):
             module.qkv = NormLinear(module, LLAMA.norms[0], *LLAMA.qkv)
-            module.__class__ = mix_classes(DecoderLayer, type(module))
+            mix_into(module, DecoderLayer)
             mlp: Any = module.mlp
             mlp.weight_cache = WeightCache()
-            mlp.__class__ = mix_classes(SwiGLU, type(mlp))
+            mix_into(mlp, SwiGLU)
 
 
 def is_known(layer: Any) -> bool:
-    """Whether `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
+    """True if `layer` is a decoder layer of transformers whose class, norms and MLP are known."""
     if not is_fusable(class_name(layer), "DecoderLayer"):
         return False
     norms = all(is_fusable(type(layer.get_submodule(name)).__name__, "RMSNorm") for name in LLAMA.norms)
@@ -371,6 +368,7 @@ def is_known(layer: Any) -> bool:
 class DecoderLayer(nn.Module):
     """A decoder layer of transformers that runs norms and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("qkv",)
     qkv: NormLinear
     self_attn: nn.Module
     mlp: nn.Module
@@ -403,23 +401,12 @@ class DecoderLayer(nn.Module):
 #     z = x + drop_path1(ls1(attn.proj(attention(q, k, v))))
 #     y = z + drop_path2(ls2(mlp(norm2(z))))                 the MLP with its norm in one pass: `GELU`
 #
-# As above, a block becomes a subclass of its class with the same name, and the attention
-# is timm's own code. Saved for the backward pass are x, z, q, k, v, the output of the attention, and the input of the
-# GELU.
+# As above, a block becomes a subclass of its class with the same name, and the attention is timm's own code. Saved for
+# the backward pass are x, z, q, k, v, the output of the attention, and the input of the GELU.
 
 
-def fuse_vision_blocks(model: nn.Module) -> None:
-    """Fuse the norms and MLPs of timm's blocks; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, VisionBlock) and is_known_vision_block(module):
-            any_module: Any = module
-            any_module.fused_qkv = NormLinear(module, "norm1", "attn.qkv")
-            any_module.fused_mlp = GELU(any_module.mlp, "fc1", "fc2")
-            module.__class__ = mix_classes(VisionBlock, type(module))
-
-
-def is_known_vision_block(block: Any) -> bool:
-    """Whether `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
+def _is_vision_block(block: Any) -> bool:
+    """True if `block` is one of timm, with plain attention, and an MLP of two layers, the exact GELU and no dropout."""
     if not is_of_library(block, "timm", "Block"):
         return False
     attn, mlp = block.attn, block.mlp
@@ -434,6 +421,7 @@ def is_known_vision_block(block: Any) -> bool:
 class VisionBlock(nn.Module):
     """A block of timm that runs norm and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_mlp")
     fused_qkv: NormLinear
     fused_mlp: GELU
     ls1: nn.Module
@@ -459,24 +447,12 @@ class VisionBlock(nn.Module):
 #     x = x + attn2(norm2(x), text)          q in one pass with the norm; k and v are those of the text
 #     x = x + ff(norm3(x))                   the MLP with its norm in one pass: `GEGLU`
 #
-# They are the `BasicTransformerBlock`s of a U-Net such as SDXL's. As above, a block
-# becomes a subclass of its class with the same name, and the attention is diffusers' own code. Saved for the backward
-# pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
+# They are the `BasicTransformerBlock`s of a U-Net such as SDXL's. The attention is diffusers' own code. Saved for the
+# backward pass are the three x, q, k, v, the outputs of the attentions, and the input of the GEGLU.
 
 
-def fuse_diffusion_blocks(model: nn.Module) -> None:
-    """Fuse the norms and MLPs of diffusers' blocks; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, DiffusionBlock) and _is_known(module):
-            block: Any = module
-            block.fused_qkv = NormLinear(block, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
-            block.fused_q = None if block.attn2 is None else NormLinear(block, "norm2", "attn2.to_q")
-            block.fused_mlp = GEGLU(block.ff, "net.0.proj", "net.2")
-            block.__class__ = mix_classes(DiffusionBlock, type(block))
-
-
-def is_plain_attention(attention: Any) -> bool:
-    """Whether `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
+def _is_plain_attention(attention: Any) -> bool:
+    """True if `attention` is diffusers' `Attention` and calls PyTorch's attention, between its four layers alone."""
     if not is_of_library(attention, "diffusers", "Attention"):
         return False
     if type(attention.processor).__name__ != "AttnProcessor2_0":
@@ -486,8 +462,8 @@ def is_plain_attention(attention: Any) -> bool:
     return not changed and all(norm is None for norm in norms)
 
 
-def _is_known(block: Any) -> bool:
-    """Whether `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
+def _is_diffusion_block(block: Any) -> bool:
+    """True if `block` is a block of diffusers with layer norms, plain attentions, and a GEGLU without dropout."""
     if not is_of_library(block, "diffusers", "BasicTransformerBlock") or block.norm_type != "layer_norm":
         return False
     special = block.only_cross_attention or block.pos_embed is not None or hasattr(block, "fuser")
@@ -495,12 +471,13 @@ def _is_known(block: Any) -> bool:
     activation, _, outer, *_ = net = block.ff.net
     dropped = any(isinstance(module, nn.Dropout) and module.p for module in net)
     mlp = is_of_library(activation, "diffusers", "GEGLU") and isinstance(outer, nn.Linear) and not dropped
-    return mlp and not special and all(map(is_plain_attention, attentions))
+    return mlp and not special and all(map(_is_plain_attention, attentions))
 
 
 class DiffusionBlock(nn.Module):
     """A block of diffusers that runs norms and projections, and norm and MLP, in one pass each."""
 
+    added: ClassVar[tuple[str, ...]] = ("fused_qkv", "fused_q", "fused_mlp")
     fused_qkv: NormLinear
     fused_q: NormLinear | None
     fused_mlp: GEGLU
@@ -544,6 +521,22 @@ def _attend(
     return attention(PrecomputedProjections(total, projections.linears, outputs), **kwargs), total
 
 
+def fuse_blocks(model: nn.Module) -> None:
+    """Fuse the norms and MLPs of the blocks whose classes are known; idempotent."""
+    fuse_decoder_layers(model)
+    for module in list(model.modules()):
+        block: Any = module
+        if not isinstance(block, VisionBlock) and _is_vision_block(block):
+            block.fused_qkv = NormLinear(block, "norm1", "attn.qkv")
+            block.fused_mlp = GELU(block.mlp, "fc1", "fc2")
+            mix_into(block, VisionBlock)
+        elif not isinstance(block, DiffusionBlock) and _is_diffusion_block(block):
+            block.fused_qkv = NormLinear(block, "norm1", "attn1.to_q", "attn1.to_k", "attn1.to_v")
+            block.fused_q = None if block.attn2 is None else NormLinear(block, "norm2", "attn2.to_q")
+            block.fused_mlp = GEGLU(block.ff, "net.0.proj", "net.2")
+            mix_into(block, DiffusionBlock)
+
+
 # ---- The layers after attention, whose input PyTorch's attention saves for its own backward pass.
 #
 # Such a layer saves its input too, instead of the bytes that it makes of it. That takes no memory, since both save one
@@ -572,14 +565,14 @@ def _layer_after(attention: Any) -> str:
     if library == "transformers" and name.endswith("Attention"):
         known = ARCHITECTURES.get(name.removesuffix("Attention"))
         return known.block.o.rpartition(".")[2] if known and known.block and known.block.rms else ""
-    if is_plain_attention(attention):  # of diffusers
+    if _is_plain_attention(attention):  # of diffusers
         return "to_out.0"
     ours: str = getattr(attention, "layer_after", "")  # in `octavo.models`
     return ours
 
 
 def _saves_output(attention: Any) -> bool:
-    """Whether the attention saves its result in the dtype of the next layer's input."""
+    """True if the attention saves its result in the dtype of the next layer's input."""
     if getattr(attention, "fp8_gradients", None) is not None:
         return False
     if library_of(attention) == "transformers":

@@ -1,27 +1,86 @@
-"""Linear layers that compute their GEMMs by a recipe; convolutions and transformers' `Conv1D` that are products.
-
-The linear layer that computes its three GEMMs by a recipe.
-"""
+"""Linear layers that compute their GEMMs by a recipe; convolutions and transformers' `Conv1D` that are products."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.linear_function import LinearCall, linear
-from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_classes, parts_of, unsupported
+from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_into, parts_of, unsupported
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.weight_cache import GatheredWeight, Parallel, ParallelLinear, WeightCache
+from octavo.nn.parallel_weights import GatheredWeight, Parallel, ParallelLinear, local_part
 from octavo.numerics.qtensor import Cast, QTensor
+from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
 
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
+
+
+class WeightCache:
+    """A cache for the quantized weights of one layer, or of several that are stacked along their rows.
+
+    Attributes:
+        q: what `octavo.scales.cast_once` has cached.
+        gathered: what FSDP2 has gathered, where `octavo.distributed.fp8_all_gather` makes it gather quantized weights.
+            It is valid while the weights are `GatheredWeight`s; at other times its memory is freed.
+        amax: [1, 1], the amax of this rank's part of the gathered weight, where a history records it.
+    """
+
+    def __init__(self) -> None:
+        self.q: QTensor | None = None
+        self.gathered: QTensor | None = None
+        self.amax: Tensor | None = None
+        self.cast_weights: list[Tensor] = []
+        self.key: tuple[Any, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as an empty cache: no block of `cast_once` refreshes the copy of a model."""
+        return WeightCache, ()
+
+    def get(self, weights: Sequence[Tensor], cast: Cast) -> QTensor | None:
+        """The quantized `weights`, if they are gathered or cached; cast again if a weight has changed."""
+        if isinstance(weights[0], GatheredWeight):
+            return self.gathered
+        if self.q is not None and self.is_stale(weights):
+            self.fill(weights, cast)
+        return self.q
+
+    @torch.no_grad()
+    def fill(self, weights: Sequence[Tensor], cast: Cast) -> None:
+        """Cast `weights` and cache the bytes, in the same memory as before if they fit."""
+        if any(hasattr(w, "device_mesh") for w in weights):
+            self.clear()
+            return
+        # only row scales stack
+        self.store(quantize_stack(weights, cast) if cast.by_row else quantize(weights[0], cast), weights)
+
+    @torch.no_grad()
+    def store(self, q: QTensor, weights: Sequence[Tensor]) -> None:
+        """Cache the quantized `weights`, in the same memory as before if they fit."""
+        if self.q is None or (self.q.shape, self.q.data.device) != (q.shape, q.data.device):
+            self.q = q
+        else:
+            self.q.data.copy_(q.data)
+            self.q.scale.copy_(q.scale)
+        # These references keep the memory allocated until the next cast, so that no other weight gets its address.
+        self.cast_weights, self.key = [local_part(w).detach() for w in weights], _key(weights)
+
+    def is_stale(self, weights: Sequence[Tensor]) -> bool:
+        """True if a weight has changed since it was cached. Compiled code does not ask."""
+        return not torch.compiler.is_compiling() and _key(weights) != self.key
+
+    def clear(self) -> None:
+        self.q, self.cast_weights, self.key = None, [], ()
+
+
+def _key(weights: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((id(w), w._version, w.data_ptr(), w.dtype) for w in map(local_part, weights))
 
 
 class RecipeLayer(nn.Module):
@@ -35,13 +94,7 @@ class RecipeLayer(nn.Module):
     observer: Observer | None = None
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
-        """Set the attributes of a converted layer.
-
-        Args:
-            recipe: for each of its casts with a history the layer gets a `ScaleHistory`, as a child module.
-            name: of the layer in its model, for messages.
-            device: of the scale histories.
-        """
+        """Set the attributes of a converted layer; each cast with a history gets a `ScaleHistory`, a child module."""
         self.recipe, self.name, self.weight_cache = recipe, name, WeightCache()
         casts = {"x": recipe.x, "w": recipe.w, "dy": recipe.dy}
         histories = {
@@ -75,7 +128,7 @@ class RecipeLayer(nn.Module):
 
     @property
     def freezable(self) -> bool:
-        """Whether y scales its input, as it comes, by a history."""
+        """True if y scales its input, as it comes, by a history."""
         return self.recipe.y is not None and self.recipe.y.a.history is not None
 
     @property
@@ -163,32 +216,28 @@ class Linear(RecipeLayer, nn.Linear):
         return None if cast is None else ([self], cast)
 
 
-def to_fp8_linear(linear: nn.Linear, recipe: Recipe, name: str) -> Linear:
-    """Change `linear`, called `name` in its model, in place into a layer that computes by `recipe`."""
-    layer: Any = linear
-    if not isinstance(linear, Linear):
-        is_output = type(linear) is NonDynamicallyQuantizableLinear  # of multi-head attention
-        layer.__class__ = mix_classes(Linear, type(linear)) if is_output else Linear
-    layer.prepare(recipe, name, linear.weight.device)
-    converted: Linear = layer
-    return converted
+L = TypeVar("L", bound=RecipeLayer)
 
 
-def convert_layer(module: nn.Module, ours: type[RecipeLayer], recipe: Recipe, name: str) -> None:
+def convert_layer(module: nn.Module, ours: type[L], recipe: Recipe, name: str) -> L:
     """Change `module`, called `name` in its model, in place into a layer of the class `ours` that computes by `recipe`.
 
-    Its class becomes a subclass of `ours` and of its own, unless an earlier conversion made it so.
+    An `nn.Linear` becomes a `Linear`. The class of another becomes a subclass of `ours` and of its own.
     """
     layer: Any = module
-    if not isinstance(module, ours):
-        layer.__class__ = mix_classes(ours, type(module))
+    if type(module) in (nn.Linear, ParallelLinear):
+        layer.__class__ = ours
+    else:
+        mix_into(layer, ours)
     layer.prepare(recipe, name, next(module.parameters()).device)
+    converted: L = layer
+    return converted
 
 
 def restore_layer(module: Any) -> bool:
     """Give a converted layer its own class back, and return whether `module` was one. Others stay as they are."""
     ours, *theirs = parts_of(type(module))
-    if not theirs and ours is Linear:  # as `to_fp8_linear` makes it of an `nn.Linear`
+    if not theirs and ours is Linear:  # as `convert_layer` makes it of an `nn.Linear`
         theirs = [nn.Linear if module.parallel is None else ParallelLinear]
     if not theirs or not issubclass(ours, RecipeLayer):
         return False
@@ -208,8 +257,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 #
 #     Conv1D: y = x @ W[K,N] + b          nn.Linear: y = x @ W[N,K]^T + b
 #
-# It is a linear layer whose weight is stored transposed. The recipe casts W^T, so that row scales belong to outputs as
-# in `nn.Linear`, and the gradient is transposed back. The parameter and its `state_dict` stay as they are.
+# The recipe casts W^T, so that row scales belong to outputs as in `nn.Linear`, and the gradient is transposed back.
 
 
 class Conv1D(RecipeLayer):
@@ -235,7 +283,7 @@ IMAGE_CHANNELS = 16  # the most that an image has, or what an autoencoder makes 
 
 
 def is_gemm(module: nn.Module) -> bool:
-    """Whether `module` is a convolution of PyTorch, converted or not, that is a matrix product."""
+    """True if `module` is a convolution of PyTorch, converted or not, that is a matrix product."""
     if not isinstance(module, CONVOLUTIONS) or parts_of(type(module))[-1] not in CONVOLUTIONS:
         return False
     sizes = module.kernel_size
@@ -245,7 +293,7 @@ def is_gemm(module: nn.Module) -> bool:
 
 
 def reads_image(module: Any) -> bool:
-    """Whether a convolution that is a matrix product cuts an image into patches."""
+    """True if a convolution that is a matrix product cuts an image into patches."""
     return math.prod(module.kernel_size) > 1 and int(module.in_channels) <= IMAGE_CHANNELS
 
 

@@ -26,42 +26,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import ops
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_mantissa, scattered_signs
-from octavo.ops import (
-    FoldedScales,
-    fold_scales,
-    quantize,
-    quantize_scaled,
-    quantize_transposed,
-    requantize_transposed,
-    rotate,
-    scaled_mm,
-    transpose,
-)
+from octavo.numerics.scaling import quotient, scattered_signs
 from octavo.ops.registration import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
 
-# ---- Operands of the backward GEMMs whose row scales lie along the reduction (the mathematics: `linear_function`).
+# ---- Operands of the backward GEMMs whose row scales lie along the reduction.
 #
 # Such a scale cannot leave the sum. It is folded into the other operand, and its own tensor then has the scale 1.
 
 
-def mantissa(s_x: Tensor) -> Tensor:
-    """m [T, 1] of s_x = m * 2^e: the part of the scale of x that is folded into dy before dy is quantized."""
-    return scale_mantissa(s_x)
-
-
 def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
-    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1.
-
-    `after` is that of `octavo.ops.transpose`.
-    """
-    data = transpose(q.data, None, after)
+    """The bytes of `q` transposed, with its scales; row scales are folded into the other operand and become 1."""
+    data = ops.transpose(q.data, None, after)
     return scale_folded(data) if q.granularity == ROW else QTensor(data, q.scale.t(), q.format, q.granularity)
 
 
@@ -73,18 +55,16 @@ def scale_folded(data: Tensor) -> QTensor:
 def weight_transposed(
     weights: Sequence[Tensor], data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor
 ) -> QTensor:
-    """The bytes of the weights, stacked along N and transposed.
+    """The bytes of one weight, or of several with row scales, stacked along N and transposed.
 
-    Args:
-        weights: one, or several with row scales.
-        data: their bytes, where these were saved; None casts the weights again, by the scale `s_w`.
-        after: a tensor of the backward pass, before which compiled code cannot compute the result.
+    They are the saved bytes `data`, or the weights cast again by the scale `s_w`. `after` is a tensor of the backward
+    pass, before which compiled code cannot compute the result.
     """
     # Quantizing again would give the same bytes. But torch.compile merges equal calls: it would quantize once, in the
     # forward pass, and keep the bytes until the backward pass.
     if data is not None:
         return transposed(QTensor(data, s_w, cast.fmt, cast.granularity), after)
-    data = requantize_transposed(weights, s_w, cast, after)
+    data = ops.requantize_transposed(weights, s_w, cast, after)
     if cast.by_row:
         return scale_folded(data)
     return QTensor(data, s_w.t(), cast.fmt, cast.granularity)
@@ -92,7 +72,7 @@ def weight_transposed(
 
 def quantize_folded(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, cast: Cast) -> QTensor:
     """g = dy * s_w * m, quantized, where m is the mantissa of s_x; a factor that is None is 1."""
-    return quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), mantissa_of=s_x)
+    return ops.quantize(dy, cast, column_scale=None if s_w is None else s_w.t(), mantissa_of=s_x)
 
 
 def dx_operand(g: QTensor, m: Tensor | None) -> QTensor:
@@ -105,13 +85,10 @@ def rescaled(q: QTensor, scale: Tensor) -> QTensor:
     return QTensor(q.data, scale, q.format, q.granularity)
 
 
-def dw_operand(g: QTensor, scales: FoldedScales) -> QTensor:
-    """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale.
-
-    The scale of g and the exponent of s_x lie along the reduction. Both are powers of two: they move the exponents of
-    the bytes.
-    """
-    h = transpose(g.data, scales.shift)  # [N,T]
+def dw_operand(g: QTensor, scales: ops.FoldedScales) -> QTensor:
+    """h [N, T] for dw, from row-scaled g [T, N]: the bytes of g transposed, and s_w taken out of the scale."""
+    # The scale of g and the exponent of s_x lie along the reduction: powers of two that move the bytes' exponents.
+    h = ops.transpose(g.data, scales.shift)  # [N,T]
     scale = scales.dw if len(scales.dw) == len(h) else scales.dw.expand(len(h), 1).contiguous()
     return QTensor(h, scale, g.format, ROW)
 
@@ -124,36 +101,27 @@ R = TypeVar("R", Recipe, FusableRecipe)
 
 @dataclass(eq=False)  # not frozen: compiled code would look up the defaults of its fields in Python at each call
 class LinearCall(Generic[R]):
-    """The arguments of a call that are not tensors.
+    """The arguments of a call that are not tensors."""
 
-    Args:
-        recipe: a `Recipe`, or a `FusableRecipe` where the call is one of a fused module.
-        dtype: of y, and of the GEMMs without casts.
-        x_history, w_history, dy_history: the histories of delayed scaling.
-        observer: where statistics of the operands are recorded; None records none.
-        outer_observer: in an MLP, where those of the layer after the activation are recorded.
-        input_is_saved: whether another operation saves x for its backward pass, so that saving it here takes no memory.
-    """
-
-    recipe: R
-    dtype: torch.dtype
+    recipe: R  # a `FusableRecipe` where the call is one of a fused module
+    dtype: torch.dtype  # of y, and of the GEMMs without casts
     x_history: ScaleHistory | None = None
     w_history: ScaleHistory | None = None
     dy_history: ScaleHistory | None = None
-    observer: Observer | None = None
-    outer_observer: Observer | None = None
-    input_is_saved: bool = False
+    observer: Observer | None = None  # where statistics of the operands are recorded
+    outer_observer: Observer | None = None  # in an MLP, where those of the layer after the activation are recorded
+    input_is_saved: bool = False  # by another operation for its backward pass: to save x here too takes no memory
 
     @property
     def is_operation(self) -> bool:
-        """Whether Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
+        """True if Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
         written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
         return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
 
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
         fast, emulate = gemm.fast_accumulation, self.recipe.emulate
-        return scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=fast, emulate=emulate)
+        return ops.scaled_mm(a, b, bias=bias, out_dtype=out_dtype, fast_accumulation=fast, emulate=emulate)
 
 
 Call = LinearCall[Recipe]
@@ -170,11 +138,8 @@ def shaped(y: Tensor, shape: torch.Size) -> Tensor:
 #
 # Dynamo traces an autograd function as Python code, forward and backward, in each layer of a model. That takes it
 # several times as long as the rest of the model. It does not trace into operations, so compiled code calls an operation
-# in place of the function. The operation is composite: when AOTAutograd traces the graph, it runs the operation's code,
-# which applies the autograd function. So the graph that is compiled has the operations of the function, and not this
-# one.
-#
-# An operation takes tensors, numbers and strings. A string stands for the recipe (`Recipe.text`).
+# in place of the function. The operation is composite: AOTAutograd runs its code, which applies the autograd function,
+# so the graph that is compiled has the operations of the function. A string stands for the recipe (`Recipe.text`).
 #
 # A function that writes to a history of delayed scaling or to an observer is still traced. Both are written to in the
 # backward pass too, where PyTorch would take them for saved tensors that may not change.
@@ -203,10 +168,7 @@ read_recipe = cache(Recipe.from_json)
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, call: Call, cached: QTensor | None) -> Tensor:
-    """y [..., N] = x [..., K] @ w [N, K]^T + bias [N] by the recipe of `call`, differentiable.
-
-    `cached` is w, quantized, where `octavo.scales.cast_once` holds it.
-    """
+    """y [..., N] = x [..., K] @ w [N, K]^T + bias [N], differentiable; `cached` is w, quantized, where it is held."""
     data, scale = (None, None) if cached is None else (cached.data, cached.scale)
     y: Tensor
     if call.is_operation:
@@ -248,8 +210,8 @@ class _Linear(torch.autograd.Function):
                 w_q = _quantize_w(w, recipe.w, call.w_history)
         read_x, read_w, a, b = x, w, x_q, w_q
         if recipe.y is not None and not shared:
-            read_x, read_w = rotate(x), rotate(w)
-            a, b = quantize(read_x, recipe.y.a), quantize(read_w, recipe.y.b)
+            read_x, read_w = ops.rotate(x), ops.rotate(w)
+            a, b = ops.quantize(read_x, recipe.y.a), ops.quantize(read_w, recipe.y.b)
         if recipe.y is None or a is None or b is None:
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
@@ -273,11 +235,11 @@ class _Linear(torch.autograd.Function):
         folded_s_w = s_w if _by_row(recipe.dx) else None
         folded_s_x = s_x if needs_w and recipe.quantizes_x_once and _by_row(recipe.dw) else None
         g = _quantize_dy(dy, folded_s_w, folded_s_x, call) if needs_x or needs_w else None
-        scales = None if g is None or folded_s_x is None else fold_scales(s_x, g.scale, folded_s_w)
+        scales = None if g is None or folded_s_x is None else ops.fold_scales(s_x, g.scale, folded_s_w)
         dx = dw = None
         if needs_x and recipe.dx is not None and "dx" in recipe.rotate:
-            read_dy = rotate(dy)
-            a, w_t = quantize(read_dy, recipe.dx.a), quantize(rotate(w.t(), dy), recipe.dx.b)
+            read_dy = ops.rotate(dy)
+            a, w_t = ops.quantize(read_dy, recipe.dx.a), ops.quantize(ops.rotate(w.t(), dy), recipe.dx.b)
             dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
             observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
         else:
@@ -295,60 +257,52 @@ class _Linear(torch.autograd.Function):
 
 def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
     """The transpose of `t` [T, R], quantized as a rotated dw reads it: tokens times signs, and rotated along T."""
-    return quantize(rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
+    return ops.quantize(ops.rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
 
 
 def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
     """Quantize by the scale of the history, or by the tensor's own amax where there is no history."""
-    return quantize(t, cast) if history is None else _quantize_by(history, t, cast)[0]
+    return ops.quantize(t, cast) if history is None else _quantize_by(history, t, cast)[0]
 
 
 def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize a weight so that casting it again by the scale gives the same bytes.
-
-    The bytes of a tensor that is not finite are NaN. A scale from a history does not show that, so it becomes NaN too.
-    """
+    """Quantize a weight so that casting it again by the scale gives the same bytes."""
     if history is None:
-        return quantize(w, cast)
+        return ops.quantize(w, cast)
     q, amax = _quantize_by(history, w, cast)
+    # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
     return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
 
 
 def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
     """Quantize by the scale of the history, and record the amax [1, 1], which is also returned."""
-    q, amax = quantize_scaled(t, history.scale if history.ready else quantize(t, cast).scale, cast)
+    q, amax = ops.quantize_scaled(t, history.scale if history.ready else ops.quantize(t, cast).scale, cast)
     history.observe(amax)
     return q, amax
 
 
 def _by_row(gemm: Gemm | None) -> bool:
-    """Whether the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
+    """True if the second operand (w of dx, x of dw) has row scales, which lie along the reduction there."""
     return gemm is not None and gemm.b.by_row
 
 
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
-    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose.
-
-    x itself, with the scales of its bytes, also where another operation saves it: then it takes no memory here.
-    """
+    """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
     gemm = call.recipe.dw
     if gemm is None:
         return x.to(call.dtype), None
     if call.recipe.quantizes_x_once and x_q is not None:
         return x if call.input_is_saved and gemm.b.rounding == "nearest" else x_q.data, x_q.scale
-    x_t = _quantize_rotated(x, gemm.b) if "dw" in call.recipe.rotate else quantize_transposed(x, gemm.b)
+    x_t = _quantize_rotated(x, gemm.b) if "dw" in call.recipe.rotate else ops.quantize_transposed(x, gemm.b)
     return x_t.data, x_t.scale
 
 
 def _saved_w(
     w_q: QTensor | None, cached: Tensor | None, recipe: Recipe, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Bytes and scale of w for the backward pass, which has w itself too; None for those it can do without.
-
-    Bytes rounded to nearest are computed again from w and the scale, unless they are cached: then to save them takes no
-    memory. Where dx casts w along its other axis, neither bytes nor scale are read.
-    """
+    """Bytes and scale of w for the backward pass, which has w itself too; None for those it can do without."""
     if w_q is not None and recipe.w is not None and recipe.quantizes_w_once:
+        # Bytes rounded to nearest are, unless they are cached: then to save them takes no memory.
         computed_again = not needs_x or (cached is None and recipe.w.rounding == "nearest")
         return None if computed_again else w_q.data, w_q.scale
     return None, None
@@ -368,7 +322,7 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
 def _dx(
     dy: Tensor,
     g: QTensor | None,
-    scales: FoldedScales | None,
+    scales: ops.FoldedScales | None,
     w_data: Tensor | None,
     s_w: Tensor,
     w: Tensor,
@@ -380,7 +334,7 @@ def _dx(
     if call.recipe.quantizes_w_once:
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
-        w_t = quantize_transposed(w, gemm.b)
+        w_t = ops.quantize_transposed(w, gemm.b)
     return call.mm(gemm, g if scales is None else rescaled(g, scales.dx), w_t, call.dtype)  # [T,N] @ [K,N]^T
 
 
@@ -389,7 +343,7 @@ def _dw(
     g: QTensor | None,
     x: Tensor,
     s_x: Tensor,
-    scales: FoldedScales | None,
+    scales: ops.FoldedScales | None,
     s_w: Tensor | None,
     dtype: torch.dtype,
     call: Call,
@@ -410,5 +364,5 @@ def _dw(
     elif g is not None and gemm.a == recipe.dy and gemm.a.granularity.transposes and s_w is None:
         dy_t = transposed(g)
     else:
-        dy_t = quantize_transposed(dy, gemm.a)
+        dy_t = ops.quantize_transposed(dy, gemm.a)
     return call.mm(gemm, dy_t, x_t, dtype)  # [N,T] @ [K,T]^T

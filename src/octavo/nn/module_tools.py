@@ -42,18 +42,11 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
-    """Raise an error if this forward pass cannot run. `check_input` comes first.
+    """Raise an error if this forward pass of `layer` cannot run. `check_input` comes first.
 
-    Args:
-        layer: with a `recipe` (one without casts takes every dtype) and a `name`. Compiled code must not read the name:
-            torch.compile would guard on it and compile each block of a model again.
-        x, weights: the input [..., K], and the weights of the layers. The first, [N, K] or [E, N, K], multiplies x.
-
-    Raises:
-        TypeError: a dtype that cannot be quantized.
-        ValueError: the input has another width than the first weight.
-        NotImplementedError: a nested or sparse input, a DTensor, forward-mode differentiation, a transform of
-            torch.func, ONNX export.
+    The input x is [..., K]. The first of the weights, [N, K] or [E, N, K], multiplies x. A recipe without casts takes
+    every dtype. Compiled code must not read the name of the layer: torch.compile would guard on it and compile each
+    block of a model again.
     """
     if torch.compiler.is_dynamo_compiling():
         return
@@ -143,26 +136,23 @@ def own_class(module: nn.Module) -> Any:
 
 def class_name(module: nn.Module) -> str:
     """The name of the module's own class."""
-    name: str = own_class(module).__name__
-    return name
+    return str(own_class(module).__name__)
 
 
 def library_of(module: nn.Module) -> str:
     """The name of the library that has the module's own class."""
-    name: str = own_class(module).__module__
-    return name.partition(".")[0]
+    return str(own_class(module).__module__).partition(".")[0]
 
 
 def is_of_library(module: nn.Module, library: str, name: str) -> bool:
-    """Whether the module's own class is the class `name` of a library."""
+    """True if the module's own class is the class `name` of a library."""
     return library_of(module) == library and class_name(module) == name
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
-    return any(
-        cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils" for cls in type(module).__mro__
-    )
+    """True if `module` is a `Conv1D` of transformers, converted or not, by name: transformers need not be installed."""
+    theirs = ("transformers.pytorch_utils", "Conv1D")
+    return any((cls.__module__, cls.__name__) == theirs for cls in type(module).__mro__)
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
@@ -175,7 +165,7 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Whether FSDP manages this module."""
+    """True if FSDP manages this module."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
 
 
@@ -185,16 +175,20 @@ def is_fsdp_module(module: nn.Module) -> bool:
 # There is one for each pair of classes. Its instances can be pickled and copied: they are rebuilt from the two classes.
 
 
-def mix_classes(ours: Any, theirs: Any) -> Any:
-    """The subclass of `ours` and `theirs` with the name of `theirs`; the same class at every call."""
-    return _mix_classes(ours, theirs)  # mypy takes the class of a module for unhashable
-
-
-@cache
 def _mix_classes(ours: Any, theirs: Any) -> Any:
+    """The subclass of `ours` and `theirs` with the name of `theirs`; the same class at every call."""
     parts = (ours, *parts_of(theirs))
     members = {"__module__": theirs.__module__, "__reduce_ex__": _reduce, "_octavo_parts": parts}
     return type(theirs.__name__, (ours, theirs), members)
+
+
+mix_classes: Callable[[Any, Any], Any] = cache(_mix_classes)  # mypy takes the class of a module for unhashable
+
+
+def mix_into(module: nn.Module, ours: type) -> None:
+    """Make the class of `module` a subclass of `ours` too, unless it is one."""
+    if not isinstance(module, ours):
+        module.__class__ = mix_classes(ours, type(module))
 
 
 def parts_of(cls: Any) -> tuple[Any, ...]:
@@ -223,8 +217,8 @@ class PrecomputedProjections:
     """q, k and v, passed to the attention of another library in place of the input x that they were computed from.
 
     The attention calls its projections with this object, and each converted projection returns its own output. The
-    object has the dtype and device of x, and is not a tensor. Its shape is [..., K], that of x: of all tokens for which
-    there are outputs, where x has one rank's part of a sequence.
+    object has the dtype and device of x, and is not a tensor. Its shape is [..., K], with all tokens for which there
+    are outputs, also where x has one rank's part of a sequence.
     """
 
     def __init__(self, x: Tensor, layers: Sequence[nn.Module], outputs: Sequence[Tensor]) -> None:

@@ -7,13 +7,14 @@ nothing is recorded, and compiled code has no trace of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.nn.delayed import ScaleHistory
-from octavo.nn.weight_cache import GatheredWeight
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
 from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH, clear, clear_statistics
@@ -45,13 +46,9 @@ class ExpertObserver(Observer):
 
     def __init__(self, experts: int, device: torch.device) -> None:
         super().__init__(1, device)
-        widths = {"x": 3, "w": 2, "dy": 2}
-        self.sums = {
-            name: torch.zeros(experts, width, dtype=torch.float64, device=device) for name, width in widths.items()
-        }
-        self.brief = {
-            name: clear(torch.empty(experts, BRIEF_WIDTH, dtype=torch.float64, device=device)) for name in widths
-        }
+        widths, zeros = {"x": 3, "w": 2, "dy": 2}, partial(torch.zeros, dtype=torch.float64, device=device)
+        self.sums = {name: zeros(experts, width) for name, width in widths.items()}
+        self.brief = {name: clear(zeros(experts, BRIEF_WIDTH)) for name in widths}
 
 
 def expert_observer(module: Any, leaf: str) -> ExpertObserver | None:
@@ -70,10 +67,7 @@ def observe_group(
     offsets: Tensor,
     **factors: Tensor | None,
 ) -> None:
-    """Record the operand "x", "w" or "dy" of a grouped GEMM.
-
-    The other arguments are those of `octavo.observation.operands.observe_experts`.
-    """
+    """Record the operand "x", "w" or "dy" of a grouped GEMM, as `octavo.observation.operands.observe_experts` does."""
     if isinstance(observer, ExpertObserver):
         stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))

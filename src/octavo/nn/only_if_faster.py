@@ -23,7 +23,7 @@ from torch.func import functional_call
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
 from octavo.nn.fused_modules import FusedMLP, NormLinear
-from octavo.nn.linear import Linear, RecipeLayer, to_fp8_linear
+from octavo.nn.linear import Linear, RecipeLayer, convert_layer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
@@ -34,8 +34,7 @@ from octavo.version import __version__
 def gemm_shapes(model: nn.Module, rows: Sequence[Row], recipe: Recipe, tokens: Mapping[str, int]) -> dict[str, Shape]:
     """(M, K, N) of the GEMM that each converted layer runs in. Fused layers run as one GEMM: N is their sum.
 
-    Args:
-        tokens: M for each of `rows` by name; layers of which it is 0 are left out, unless it is 0 for all.
+    `tokens` has M for each of `rows` by name. Layers of which it is 0 are left out, unless it is 0 for all.
     """
     some = any(tokens.values())
     converted = {row.name: row for row in rows if not row.reason and (tokens[row.name] or not some)}
@@ -68,21 +67,23 @@ def skip_slower(rows: Sequence[Row], shapes: Mapping[str, Shape], speedups: Spee
 
     If the layers that remain are too little work to keep the GPU busy while FP8 is launched, all are skipped.
     """
-    judged = tuple(row if row.reason else _judge(row, shapes.get(row.name), speedups) for row in rows)
+
+    def judge(row: Row) -> Row:
+        if row.reason:
+            return row
+        if row.name not in shapes:
+            return replace(row, reason="the batch does not reach it: left in BF16")
+        speedup = speedups.by_shape.get(shapes[row.name])
+        if speedup is None:
+            return replace(row, reason=speedups.source)
+        return replace(row, speedup=speedup, reason="" if speedup >= LEAST_SPEEDUP else f"{speedup:.2f}x: left in BF16")
+
+    judged = tuple(map(judge, rows))
     remaining = [(shapes[row.name][0], row.shape[1], row.shape[0]) for row in judged if not row.reason]
     if hides_launching(remaining):
         return judged
     reason = "so little work that the GPU would wait for the host: left in BF16"
     return tuple(row if row.reason else replace(row, reason=reason) for row in judged)
-
-
-def _judge(row: Row, shape: Shape | None, speedups: Speedups) -> Row:
-    if shape is None:
-        return replace(row, reason="the batch does not reach it: left in BF16")
-    speedup = speedups.by_shape.get(shape)
-    if speedup is None:
-        return replace(row, reason=speedups.source)
-    return replace(row, speedup=speedup, reason="" if speedup >= LEAST_SPEEDUP else f"{speedup:.2f}x: left in BF16")
 
 
 # ---- The speedup of FP8 for a layer on this GPU: from a table measured here, from a shipped one, or by timing it now.
@@ -93,9 +94,8 @@ def _judge(row: Row, shape: Shape | None, speedups: Speedups) -> Row:
 # stores the result too.
 #
 # A layer is converted from LEAST_SPEEDUP on: layers predicted at 1.03x and 1.05x made a GPT 0.5 % slower. Sizes beyond
-# the grid get the speedup of its edge. The times compared are those of the GPU. The host
-# needs longer to launch FP8, which counts only where the GPU waits for the host: in a model of little work
-# (`hides_launching`).
+# the grid get the speedup of its edge. The times compared are those of the GPU. The host needs longer to launch FP8,
+# which counts only in a model of little work, where the GPU waits for the host (`hides_launching`).
 
 
 LAUNCH_FLOPS = 0.25e12  # BF16 operations of an H100 in the third of a millisecond in which a host launches an FP8 layer
@@ -119,10 +119,6 @@ def find_speedups(
 
     Shapes that no table has are timed now, and the times are stored. Under `torchrun` each rank decides for itself. For
     all ranks to decide alike, measure the table before (`octavo doctor --measure-layers`).
-
-    Raises:
-        ValueError: a size below one, or a cached table that cannot be read.
-        RuntimeError: not enough memory to time a layer.
     """
     if any(size < 1 for shape in shapes for size in shape):
         raise ValueError(f"tokens, and the sizes of a layer, must be at least 1, got (M, K, N) {min(shapes)}")
@@ -144,7 +140,7 @@ def find_speedups(
 
 
 def hides_launching(shapes: Sequence[Shape]) -> bool:
-    """Whether compiled layers of these (M, K, N) keep the GPU busy for as long as the host needs to launch them in FP8.
+    """True if compiled layers of these (M, K, N) keep the GPU busy for as long as the host needs to launch them in FP8.
 
     The host needs a third of a millisecond for each, and two thirds for the model (bench/gpu/layer.py, on an H200:
     steps of one small layer take 0.83 ms in BF16 and 1.01 ms in FP8).
@@ -203,15 +199,10 @@ def known_tables(machine: Machine) -> list[tuple[str, Table]]:
 
 def cache_path(machine: Machine) -> Path:
     """The file of the table of `machine`, in $OCTAVO_CACHE, $XDG_CACHE_HOME/octavo or ~/.cache/octavo."""
-    if own := os.environ.get("OCTAVO_CACHE"):
-        folder = Path(own)
-    else:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
-    return folder / f"speedups-{_slug(machine.gpu)}-{_slug(machine.torch)}-{_slug(machine.octavo)}.json"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+    shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
+    words = (machine.gpu, machine.torch, machine.octavo)
+    slugs = (re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-") for text in words)
+    return Path(os.environ.get("OCTAVO_CACHE") or shared) / f"speedups-{'-'.join(slugs)}.json"
 
 
 def read_table(path: Path) -> Table:
@@ -247,11 +238,8 @@ def measure_shapes(
             f"{device} has not enough memory to time linear layers of (M, K, N) up to {max(shapes)}: run "
             "`octavo doctor --measure-layers` once while nothing else uses it, or convert with fewer tokens"
         ) from error
-    key = table_key(recipe)
-    return [
-        Measurement(key, *shape, round(bf16_ms, 5), round(fp8_ms, 5))
-        for shape, (bf16_ms, fp8_ms) in zip(shapes, times, strict=True)
-    ]
+    key, pairs = table_key(recipe), zip(shapes, times, strict=True)
+    return [Measurement(key, *shape, round(bf16_ms, 5), round(fp8_ms, 5)) for shape, (bf16_ms, fp8_ms) in pairs]
 
 
 def store_shapes(machine: Machine, rows: Sequence[Measurement]) -> str:
@@ -315,9 +303,6 @@ def time_linears(
     """Milliseconds of a forward and backward pass in BF16 and by `recipe`, for each (M, K, N) of `shapes`.
 
     Torch's random state is restored. `done` is called after each shape.
-
-    Raises:
-        RuntimeError: not enough GPU memory for a layer, or the compiler cannot run.
     """
     times = []
     with (
@@ -329,7 +314,7 @@ def time_linears(
         torch._dynamo.config.patch(recompile_limit=COMPILATIONS),
     ):
         bf16 = nn.Linear(1, 1, bias=False, device=device)
-        fp8 = to_fp8_linear(nn.Linear(1, 1, bias=False, device=device), recipe, "measured")
+        fp8 = convert_layer(nn.Linear(1, 1, bias=False, device=device), Linear, recipe, "measured")
         forwards = [compiled(bf16), compiled(fp8)]
         for shape in shapes:
             times.append(_time(forwards, fp8, shape, device))

@@ -1,7 +1,4 @@
-"""The choice of the layers that run in FP8, and of the GEMMs that they run on.
-
-`promote` gives a layer of a converted model its high precision back.
-"""
+"""Which linear layers of a model run in FP8, and more precision for one of a converted model."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -14,17 +11,15 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.nn.conversion_report import find_coverage
-from octavo.nn.experts import Experts, GroupedLinear
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import is_conv1d, is_fsdp_module, is_of_library, shape_of
-from octavo.nn.weight_cache import ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear
 from octavo.numerics.formats import EIGHT_BIT_FORMATS
 from octavo.ops.dispatch import gemm_backends
 from octavo.ops.registration import FLOATS
 from octavo.recipe import Gemm, Recipe
 
-# ---- Which layers of a model are linear, and which of these are skipped: for conversion, packing and calibration
-# alike.
+# ---- Which layers of a model are linear, and which are skipped: for conversion, packing and calibration alike.
 
 
 # Output heads and routers: their logits feed a softmax, few FLOPs, and errors there go straight into the loss.
@@ -158,34 +153,19 @@ def skipped_by_name(name: str, outputs: int, inputs: int, skip: Sequence[str]) -
 #
 # Parameters, optimizer states and scale histories stay as they are, so a checkpoint from before the change fits the
 # model after it. A module that fuses layers of one recipe runs them one by one when their recipes differ. Compiled code
-# of the block that holds the layer is compiled again at its next call. The experts of a layer are one module, and move
-# together.
+# of the block that holds the layer is compiled again at its next call. The experts of a layer move together.
 
 
-PRECISIONS = ("bf16", "e5m2")
+def promote(layer: Any, to: str) -> None:
+    """Change the recipe of `layer`, linear or of experts, in place. Leave the block of `cast_once` first.
 
-
-def promote(layer: nn.Module, to: str) -> None:
-    """Change the recipe of `layer` in place. Leave the block of `octavo.scales.cast_once` first.
-
-    A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is still gathered so: in BF16 the
-    GEMMs then read the numbers that the eight bits stand for.
-
-    Args:
-        layer: a linear layer or the experts of a converted model.
-        to: "bf16", for all three GEMMs; or "e5m2", for dy in place of e4m3, which has 14 binades less.
-
-    Raises:
-        ValueError: another precision; a layer that is not converted; or "e5m2" for a layer whose dy is not in e4m3, for
-            experts, or on a device without the GEMMs.
-
-    Example:
-        >>> report = octavo.convert(model, "rowwise")
-        >>> promote(model[0], "e5m2")
+    `to` is "bf16", for all three GEMMs, or "e5m2", for dy in place of e4m3, which has 14 binades less. A weight that
+    FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is still gathered so: in BF16 the GEMMs then read
+    the numbers that the eight bits stand for.
     """
-    if to not in PRECISIONS:
-        raise ValueError(f"a layer can move to {' or '.join(PRECISIONS)}; got {to!r}")
-    if not isinstance(layer, RecipeLayer | Experts | GroupedLinear) or layer.recipe is None:
+    if to not in ("bf16", "e5m2"):
+        raise ValueError(f"a layer can move to bf16 or e5m2; got {to!r}")
+    if getattr(layer, "recipe", None) is None:
         raise ValueError(
             f"promote takes a layer of a model that octavo.convert has converted; got {type(layer).__name__}"
         )
@@ -196,11 +176,9 @@ def promote(layer: nn.Module, to: str) -> None:
     if recipe is None:
         raise ValueError(
             f"the gradients of {layer.name} cannot move to e5m2: {layer.recipe.name} has no dy in e4m3, or "
-            f"{_device(layer)} has no GEMM for e5m2. Move the layer to bf16"
+            f"{next(layer.parameters()).device} has no GEMM for e5m2. Move the layer to bf16"
         )
-    assert isinstance(layer, RecipeLayer)
-    layer.recipe = recipe
-    history = layer.history_of("dy")
+    layer.recipe, history = recipe, layer.history_of("dy")
     if history is not None and recipe.dy is not None:
         with torch.no_grad():
             history.scale.mul_(history.cast.fmt.max / recipe.dy.fmt.max)
@@ -208,22 +186,16 @@ def promote(layer: nn.Module, to: str) -> None:
 
 
 def e5m2_gradients(layer: Any) -> Recipe | None:
-    """The recipe of `layer` with dy in e5m2; None if its dy is not in e4m3, or its device lacks the GEMMs.
-
-    No device has the grouped GEMMs of experts in e5m2.
-    """
+    """The recipe of `layer` with dy in e5m2; None if its dy is not in e4m3, or its device lacks the GEMMs."""
     recipe: Recipe = layer.recipe
+    # No device has the grouped GEMMs of experts in e5m2.
     if not isinstance(layer, RecipeLayer) or recipe.dy is None or not recipe.dy.format.startswith("e4m3"):
         return None
     wider = replace(recipe, name=f"{recipe.name}_e5m2", dx=_in_e5m2(recipe.dx), dw=_in_e5m2(recipe.dw))
-    backends = gemm_backends(wider, _device(layer)).values()
+    backends = gemm_backends(wider, next(layer.parameters()).device).values()
     return wider if recipe.emulate or all(backend.name != "none" for backend in backends) else None
 
 
 def _in_e5m2(gemm: Gemm | None) -> Gemm | None:
     """A GEMM whose first operand is dy, with dy in e5m2."""
     return None if gemm is None else replace(gemm, a=replace(gemm.a, format=gemm.a.format.replace("e4m3", "e5m2")))
-
-
-def _device(layer: nn.Module) -> torch.device:
-    return next(layer.parameters()).device

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from octavo.nn.weight_cache import local_part
+from octavo.nn.parallel_weights import local_part
 from octavo.train.config import Config
 from octavo.train.processes import mean_of_ranks, whole
 from octavo.train.settings import MOMENT_BLOCK

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from octavo.recipe import Recipe, get_recipe
-from octavo.recipe.presets import RECIPE_FILES
+from octavo.recipe import RECIPE_FILES, Recipe, get_recipe
 from octavo.util import hub_hint, parse_object
 
 RECIPE = str | Recipe

@@ -45,7 +45,7 @@ from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.weight_cache import local_part
+from octavo.nn.parallel_weights import local_part
 from octavo.ops.dispatch import gemm_backends
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST

@@ -32,8 +32,8 @@ from octavo.nn.conversion import converted_experts, find_experts
 from octavo.nn.delayed import histories
 from octavo.nn.experts import Experts
 from octavo.nn.linear import RecipeLayer
+from octavo.nn.parallel_weights import local_part
 from octavo.nn.selection import e5m2_gradients, promote
-from octavo.nn.weight_cache import local_part
 from octavo.scales import cast_once
 from octavo.train.config import Config
 from octavo.train.loss import own_random

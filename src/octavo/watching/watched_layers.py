@@ -18,7 +18,7 @@ from octavo.nn.fused_modules import FusedMLP, NormLinear
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
-from octavo.nn.weight_cache import local_part
+from octavo.nn.parallel_weights import local_part
 from octavo.observation.operand_statistics import BRIEF_WIDTH, EXPONENTS, by_dtype, histogram_statistics, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe

@@ -1,4 +1,29 @@
-"""The GEMMs of a recipe: their casts, the checks of casts that go together, and JSON."""
+"""A recipe says which cast each operand has in the three GEMMs of a linear layer. Tokens T, inputs K, outputs N:
+
+    y [T,N] = x [T,K]   @ w[N,K]^T      reduces over K
+    dx[T,K] = dy[T,N]   @ w[N,K]        reduces over N
+    dw[N,K] = dy[T,N]^T @ x[T,K]        reduces over T
+
+A GEMM is two casts, in the order in which the formula names its operands, or None: it then runs in BF16. Each tensor
+is an operand of two GEMMs. With the same cast in both it is quantized *once*, and the granularity decides how its bytes
+are used along the other axis:
+
+    tensor, square blocks   the bytes are transposed, and the scales with them
+    row                     the bytes are transposed; the scale, now along the reduction, is folded into the other
+                            operand: s_w and the mantissa of s_x into dy before dy is quantized, the exponent of s_x
+                            into the bytes of dy
+    groups                  the bytes cannot be used: the tensor is quantized again along the other axis
+
+A Hadamard rotation belongs to a GEMM, not to a tensor: both operands are rotated along the reduction, where the two
+rotations cancel (`octavo.numerics.scaling`), and quantized for this GEMM alone. `Recipe.rotate` names the GEMMs:
+
+    y     x and w along K
+    dx    dy and w along N
+    dw    dy and x along T
+
+The other GEMMs read bytes without a rotation. From rotated bytes of x, dw would have to be rotated back along K, which
+spreads the error of the largest input over all others (docs/decisions.md).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +31,14 @@ import difflib
 import json
 import math
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from octavo.numerics.qtensor import Cast, parse_granularity
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group, parse_granularity
 from octavo.numerics.scaling import History
+from octavo.util import parse_object
 
 _OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("dy", "x")}
 GEMMS = tuple(_OPERANDS)
@@ -92,10 +119,7 @@ class Recipe:
                 "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
             )
         self._check_rotation()
-        if self.dx is not None and self.dx.b.by_row and "dx" not in self.rotate:
-            self._check_row_dx(self.dx)
-        if self.dw is not None and self.dw.b.by_row and "dw" not in self.rotate:
-            self._check_row_dw(self.dw)
+        self._check_row_scales()
         self._check_histories()
         object.__setattr__(self, "text", json.dumps(self.to_dict() | {"name": "compiled"}))  # the dataclass is frozen
         object.__setattr__(self, "fusable", self._find_fusable())
@@ -129,16 +153,18 @@ class Recipe:
                         + ("" if first is None else f", or take the cast of {where} in both")
                     )
 
-    def _check_row_dx(self, dx: Gemm) -> None:
-        if dx.b != self.w or dx.a.history is not None:
+    def _check_row_scales(self) -> None:
+        """A row scale of w in dx, or of x in dw, is folded into dy."""
+        dx, dw = (None if name in self.rotate else getattr(self, name) for name in ("dx", "dw"))
+        if dx is not None and dx.b.by_row and (dx.b != self.w or dx.a.history is not None):
             raise ValueError(
                 f"recipe {self.name}: a row-scaled w in dx must be the cast of w in y (its bytes, transposed), and dy, "
                 "into which its scale is folded, cannot scale by a history"
             )
 
-    def _check_row_dw(self, dw: Gemm) -> None:
-        dy, x = dw.a, dw.b
-        if x != self.x or dy != self.dy or not dy.by_row or not dy.power_of_two:
+        if dw is None or not dw.b.by_row:
+            return
+        if (dw.b, dw.a) != (self.x, self.dy) or not dw.a.by_row or not dw.a.power_of_two:
             raise ValueError(
                 f"recipe {self.name}: a row-scaled dw takes the casts of x in y and of dy in dx, both by row and dy "
                 "with power-of-two scales, since these are folded into the exponents of dy's bytes"
@@ -162,14 +188,16 @@ class Recipe:
     @property
     def quantizes_w_once(self) -> bool:
         """True if dx reads the bytes of the cast `w`, transposed."""
-        rotated = "dx" in self.rotate
-        return self.dx is not None and not rotated and self.dx.b == self.w and self.dx.b.bytes_serve_both
+        if self.dx is None or "dx" in self.rotate:
+            return False
+        return self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
     def quantizes_x_once(self) -> bool:
         """True if dw reads the bytes of the cast `x`, transposed."""
-        rotated = "dw" in self.rotate
-        return self.dw is not None and not rotated and self.dw.b == self.x and self.dw.b.bytes_serve_both
+        if self.dw is None or "dw" in self.rotate:
+            return False
+        return self.dw.b == self.x and self.dw.b.bytes_serve_both
 
     @property
     def repeatable_w(self) -> Cast | None:
@@ -183,19 +211,15 @@ class Recipe:
         return all(cast is not None and cast.history is not None for cast in (self.x, self.w))
 
     def in_bf16(self, *gemms: str) -> Recipe:
-        """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay.
-
-        Raises:
-            ValueError: a name other than "y", "dx" and "dw".
-        """
+        """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay."""
         if wrong := [name for name in gemms if name not in GEMMS]:
             raise ValueError(f"the GEMMs of a linear layer are {', '.join(GEMMS)}; got {wrong[0]!r}")
         chosen = [name for name in GEMMS if name in gemms and getattr(self, name) is not None]
         if not chosen:
             return self
-        changes: dict[str, Any] = dict.fromkeys(chosen)
         rotate = tuple(gemm for gemm in self.rotate if gemm not in chosen)
-        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", rotate=rotate, **changes)
+        changes: dict[str, Any] = {"rotate": rotate} | dict.fromkeys(chosen)
+        return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", **changes)
 
     @property
     def _casts(self) -> list[Cast]:
@@ -236,24 +260,19 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any], name: str = "custom") -> Recipe:
         """The recipe of the fields that `to_dict` gave, in this version or an earlier one, or that a person wrote.
 
-        A field that is left out has the default of its class: a GEMM runs in BF16.
-
-        Args:
-            values: the fields.
-            name: of a recipe that has no field `name`.
+        A field that is left out has the default of its class: a GEMM runs in BF16. The name is then `name`.
 
         Raises:
             ValueError: an unknown field, a value of the wrong type or outside its range, or casts that no GEMM takes
                 together; the message names the field, such as y.x.granularity.
         """
         kinds = {"name": str, "rotate": object, "emulate": bool} | dict.fromkeys(GEMMS, object)
-        fields = {"name": name} | read_fields(values, kinds, "")
+        fields = {"name": name} | _read_fields(values, kinds, "")
         if not fields["name"]:
             raise ValueError("name must not be empty")
         if isinstance(fields.get("rotate"), bool):  # of earlier versions
             fields["rotate"] = ("y",) if fields["rotate"] else ()
-        found = {gemm: _gemm_from_dict(fields.get(gemm), gemm) for gemm in GEMMS}
-        return cls(**fields | found)
+        return cls(**fields | {gemm: _read_gemm(fields.get(gemm), gemm) for gemm in GEMMS})
 
     def to_json(self) -> str:
         """The recipe as JSON, the fields of `to_dict`."""
@@ -285,12 +304,175 @@ def _gemm_to_dict(gemm: Gemm | None, a: str, b: str) -> dict[str, Any] | None:
     return {a: gemm.a.to_dict(), b: gemm.b.to_dict(), "fast_accumulation": gemm.fast_accumulation}
 
 
-def _gemm_from_dict(values: Any, name: str) -> Gemm | None:
-    if values is None or values == {"fast_accumulation": False}:  # earlier versions wrote the latter for BF16
+# ---- The presets.
+
+# The casts of the presets that packed formats use too. The floor of a weight row's scale is relative to the largest:
+# without it a row far below the others would vanish from dy * s_w, and an all-zero row could never learn
+# (docs/decisions.md).
+ROW_X = Cast(granularity=ROW)
+ROW_W = Cast(granularity=ROW, relative_floor=2.0**-8)
+BLOCK_X = Cast(granularity=group(128))
+BLOCK_W = Cast(granularity=block(128, 128))
+MX_GROUPS = Cast(granularity=group(32), scale="e8m0")
+
+
+def _one_cast_each(name: str, x: Cast, w: Cast, dy: Cast) -> Recipe:
+    """Three quantized GEMMs in which each tensor has one cast. Only y accumulates fast."""
+    return Recipe(name, Gemm(x, w, fast_accumulation=True), Gemm(dy, w), Gemm(dy, x))
+
+
+def bf16() -> Recipe:
+    """The three GEMMs in BF16: the baseline."""
+    return Recipe("bf16")
+
+
+def tensorwise(gradients: str = "e5m2") -> Recipe:
+    """One scale a tensor, from its own amax."""
+    x = Cast(granularity=TENSOR)
+    return _one_cast_each("tensorwise", x, x, replace(x, format=gradients))
+
+
+def tensorwise_rotated(gradients: str = "e5m2") -> Recipe:
+    """`tensorwise` with x and w rotated along K by a Hadamard matrix for y; dx and dw are those of `tensorwise`.
+
+    Source: QuaRot (arXiv:2404.00456).
+    """
+    return replace(tensorwise(gradients), name="tensorwise_rotated", rotate=("y",))
+
+
+def rowwise(gradients: str = "e4m3") -> Recipe:
+    """The default: one scale a row; each tensor is quantized once, and its bytes are transposed for the other GEMM.
+
+    y and dx accumulate fast: one operand is a weight, whose signs are mixed. dw never does: its sum over the tokens may
+    be of one sign, and fast accumulation then lost up to a third of it (docs/decisions.md).
+    """
+    dy = Cast(gradients, ROW, "pow2")
+    y, dx = Gemm(ROW_X, ROW_W, fast_accumulation=True), Gemm(dy, ROW_W, fast_accumulation=True)
+    return Recipe("rowwise", y, dx, Gemm(dy, ROW_X))
+
+
+def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:
+    """`rowwise` with dw in BF16, for runs in which dw is the sensitive GEMM; x is saved in BF16.
+
+    Only dw needs power-of-two scales of dy. Here they are float32, which also makes dx more accurate.
+    """
+    dx = Gemm(Cast(gradients, ROW), ROW_W, fast_accumulation=True)
+    return Recipe("rowwise_dw_bf16", Gemm(ROW_X, ROW_W, fast_accumulation=True), dx)
+
+
+def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
+    """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
+    x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
+    return _one_cast_each("delayed", x, x, replace(x, format=gradients))
+
+
+def blockwise(gradients: str = "e4m3") -> Recipe:
+    """x and dy in 1 x 128 blocks along each reduction, w in 128 x 128 (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
+    return _one_cast_each("blockwise", BLOCK_X, BLOCK_W, replace(BLOCK_X, format=gradients))
+
+
+def mxfp8(gradients: str = "e4m3") -> Recipe:
+    """OCP microscaling: 32 elements along each reduction share an E8M0 scale."""
+    return _one_cast_each("mxfp8", MX_GROUPS, MX_GROUPS, replace(MX_GROUPS, format=gradients))
+
+
+def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
+    """`size` elements (32 to 128) along each reduction share a float32 scale."""
+    x = Cast(granularity=group(size))
+    return _one_cast_each("groupwise", x, x, replace(x, format=gradients))
+
+
+def fnuz(recipe: Recipe) -> Recipe:
+    """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
+
+    def turned(cast: Cast) -> Cast:
+        return replace(cast, format=f"{cast.format}fnuz")
+
+    gemms: dict[str, Any] = {name: getattr(recipe, name) for name in GEMMS}
+    changes = {name: gemm and replace(gemm, a=turned(gemm.a), b=turned(gemm.b)) for name, gemm in gemms.items()}
+    return replace(recipe, name=f"{recipe.name}_fnuz", **changes)
+
+
+RecipeName = Literal[
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
+    "groupwise",
+]  # fmt: skip
+FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
+RECIPE_FILES = (".json", ".toml")  # the endings of their names
+PRESETS: dict[str, Callable[..., Recipe]] = {
+    f.__name__: f
+    for f in (
+        bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, delayed, blockwise, mxfp8, groupwise,
+    )
+}  # fmt: skip
+
+
+def get_recipe(recipe: str | Path | Recipe) -> Recipe:
+    """The preset of that name, or the recipe in a file; a `Recipe` is returned as it is.
+
+    A .json file has the fields of a recipe. A .toml file is one of settings, and has them in its table `[recipe]`.
+
+    Raises:
+        ValueError: no preset has this name, and the message lists them; or the file has no recipe or cannot be read,
+            and the message names the file and the field.
+        TypeError: neither a name nor a path nor a `Recipe`.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str | Path):
+        call = f": call it, {recipe.__name__}()" if recipe in PRESETS.values() else ""
+        raise TypeError(f"recipe must be a preset's name, a file or a Recipe, got {recipe!r}{call}")
+    if str(recipe).endswith(RECIPE_FILES):
+        return _read(Path(recipe))
+    if recipe not in PRESETS:
+        of_format = f" ({recipe} is a format; 'rowwise' is the default recipe)"
+        meant = of_format if recipe in FORMAT_NAMES else _nearest(str(recipe), PRESETS)
+        raise ValueError(
+            f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
+            "give the .json or .toml file of a recipe"
+        )
+    return PRESETS[str(recipe)]()
+
+
+def similar_preset(recipe: Recipe) -> str:
+    """The name of the first preset that casts x and w in y as `recipe` does; "custom" if none does.
+
+    Rounding, the floor of scales and the settings of a history may differ.
+    """
+    return next((name for name, preset in PRESETS.items() if _forward(preset()) == _forward(recipe)), "custom")
+
+
+def _forward(recipe: Recipe) -> object:
+    if recipe.y is None:
         return None
-    fields = read_casts(values, _OPERANDS[name], {"fast_accumulation": bool}, name)
-    a, b = (fields.pop(operand) for operand in _OPERANDS[name])
-    return Gemm(a, b, **fields)
+    casts = (recipe.y.a, recipe.y.b)
+    return "y" in recipe.rotate, [(c.format, c.granularity, c.scale, c.history is None) for c in casts]
+
+
+def _read(path: Path) -> Recipe:
+    """The recipe in the file `path`; without a field `name` it is called by the file's."""
+    is_toml = path.suffix == ".toml"
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"recipe file {path} cannot be read: {error.strerror}") from error
+    found = parse_object(text, f"recipe file {path}", toml=is_toml)
+    values = found.get("recipe", {}) if is_toml else found
+    if is_toml and (not values or not isinstance(values, dict)):
+        raise ValueError(
+            f"recipe file {path}: a TOML file must have the fields of a recipe in its table [recipe], got "
+            f"{f'recipe = {values!r}' if values else 'none'}"
+        )
+    try:
+        recipe = Recipe.from_dict(values, path.stem)
+    except ValueError as error:
+        raise ValueError(f"recipe file {path}: {error}") from error
+    if recipe.name in PRESETS and recipe != PRESETS[recipe.name]():
+        raise ValueError(
+            f"recipe file {path}: {recipe.name} is the name of a preset, which has other fields: give the recipe a "
+            'name of its own, such as "name": "mine"'
+        )
+    return recipe
 
 
 # ---- Reading casts from JSON values that a person may have written. An error names the field and says what is allowed.
@@ -299,21 +481,16 @@ def _gemm_from_dict(values: Any, name: str) -> Gemm | None:
 _TYPE_NAMES = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def _nearest(name: str, known: Iterable[str]) -> str:
     """A question for the end of "unknown ...": whether one of `known`, with a name much like `name`, was meant."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
+def _read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
     """`values`, after a check that they are an object with fields of these names and types.
 
-    Args:
-        kinds: the type of each field by name; `object` for one that the caller checks.
-        where: the path of the fields, such as y.x; "" for the whole.
-
-    Raises:
-        ValueError: they are not.
+    `where` is the path of the fields, such as y.x; "" for the whole. The caller checks a field of the type `object`.
     """
     if not isinstance(values, Mapping):
         raise ValueError(
@@ -335,35 +512,34 @@ def read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[s
 
 def _advice(name: str, kinds: Iterable[str]) -> str:
     """Where a field with this name belongs, or the field here with a name much like it."""
-    others = {owner: names for owner, names in _owners().items() if not set(names) & set(kinds)}
-    owner = next((owner for owner, names in others.items() if name in names), None)
-    return nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
-
-
-def _owners() -> dict[str, Iterable[str]]:
-    return {
+    owners: dict[str, Iterable[str]] = {
         "the recipe": ("rotate", "emulate", "y", "dx", "dw"),
         "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
         "an operand": _kinds(Cast),
         "a history": _kinds(History),
     }
+    others = (owner for owner, names in owners.items() if name in names and not set(names) & set(kinds))
+    owner = next(others, None)
+    return _nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
 
 
-def read_casts(values: object, operands: tuple[str, ...], others: Mapping[str, type], where: str) -> dict[str, Any]:
-    """The fields of a GEMM: the cast of each of its `operands`, which are required, and `others`."""
-    found = read_fields(values, dict.fromkeys(operands, object) | dict(others), where)
+def _read_gemm(values: Any, name: str) -> Gemm | None:
+    if values is None or values == {"fast_accumulation": False}:  # earlier versions wrote the latter for BF16
+        return None
+    operands = _OPERANDS[name]
+    found = _read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)
     if missing := [operand for operand in operands if operand not in found]:
         raise ValueError(
-            f"{where}.{missing[0]} is missing: {where} needs the casts of {' and '.join(operands)}, or is null for BF16"
+            f"{name}.{missing[0]} is missing: {name} needs the casts of {' and '.join(operands)}, or is null for BF16"
         )
-    return found | {operand: _cast(found[operand], f"{where}.{operand}") for operand in operands}
+    a, b = (_read_cast(found.pop(operand), f"{name}.{operand}") for operand in operands)
+    return Gemm(a, b, **found)
 
 
-def _cast(values: object, where: str) -> Cast:
-    kinds = _kinds(Cast) | {"granularity": str, "history": object}
-    found = read_fields(values, kinds, where)
+def _read_cast(values: object, where: str) -> Cast:
+    found = _read_fields(values, _kinds(Cast) | {"granularity": str, "history": object}, where)
     if found.get("history") is not None:
-        history = read_fields(found["history"], _kinds(History), f"{where}.history")
+        history = _read_fields(found["history"], _kinds(History), f"{where}.history")
         found["history"] = _made(History, history, f"{where}.history")
     if "granularity" in found:
         found["granularity"] = _made(parse_granularity, {"name": found["granularity"]}, f"{where}.granularity")

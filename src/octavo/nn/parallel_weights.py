@@ -1,0 +1,133 @@
+"""Weights of which each rank has a part: gathered in eight bits by FSDP2, or divided by tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from octavo.nn.module_tools import PrecomputedProjections
+from octavo.numerics.formats import format_of
+from octavo.numerics.qtensor import Cast, QTensor, parse_granularity
+
+
+def local_part(t: Any) -> Tensor:
+    """The part of a DTensor that this rank holds, in the same memory; any other tensor as it is."""
+    part: Tensor = getattr(t, "_local_tensor", t)
+    return part
+
+
+# ---- The unsharded weight of a layer, as `octavo.distributed.fp8_all_gather` makes FSDP2 gather it: quantized.
+#
+# FSDP2 registers it as the layer's parameter while the layer runs. To autograd it is a tensor [N, K] of the parameter's
+# dtype, so the gradient of the weight has that dtype. It has no numbers of that dtype: only the bytes and scales exist,
+# in memory that FSDP2 frees and fills again.
+
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+_RESHAPES = {torch.ops.aten.as_strided.default, torch.ops.aten.view.default}
+_FACTORIES = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.new_zeros.default,
+}
+
+
+class GatheredWeight(Tensor):
+    """A quantized weight [N, K] that looks to autograd like a tensor of the parameter's `dtype`."""
+
+    data_bytes: Tensor  # contiguous
+    scale: Tensor
+    granularity: str  # of the scale, by its name
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> GatheredWeight:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        w: GatheredWeight = make(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
+        return w
+
+    def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> None:
+        self.data_bytes, self.scale, self.granularity = data, scale, granularity
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] as numbers of its dtype, differentiable: the gradient of the result is the weight's."""
+        wide: Tensor = _Dequantize.apply(self)  # type: ignore[no-untyped-call]
+        return wide
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        # AOTAutograd prints weights that have no bytes now.
+        return f"GatheredWeight({list(self.shape)}, {self.dtype}, by {self.granularity})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
+        return ["data_bytes", "scale"], (self.dtype, self.granularity)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[torch.dtype, str], size: Any, stride: Any
+    ) -> GatheredWeight:
+        return GatheredWeight(inner["data_bytes"], inner["scale"], *context)
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        w = args[0]
+        if func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(w.shape)):
+            return GatheredWeight(w.data_bytes, w.scale, w.dtype, w.granularity)
+        if func in _FACTORIES:
+            like = torch.empty(w.shape, dtype=w.dtype, device=w.device)
+            return func(like, *args[1:], **(kwargs or {}))
+        raise NotImplementedError(
+            f"{func} of a weight that was gathered in eight bits: it has no numbers of {w.dtype}. Take "
+            "weight.dequantize(), or the sharded parameter outside of the forward and backward pass"
+        )
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: GatheredWeight) -> Tensor:
+        q = QTensor(w.data_bytes, w.scale, format_of(w.data_bytes.dtype), parse_granularity(w.granularity))
+        return q.dequantize(w.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+# ---- Linear layers of which each rank of a mesh has a part: tensor parallelism.
+#
+# `octavo.distributed.ColumnParallel` and `RowParallel` give such a layer the attribute `parallel`, which computes it
+# together with the other ranks, before and after `octavo.convert`. This module is all that layers know of other ranks.
+
+
+class Parallel(Protocol):
+    """The computation of a layer of which each rank has a part: an `octavo.nn.fused.Exchange`, with these two."""
+
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """The output of `layer`, an `nn.Linear`, converted or not."""
+
+    def quantize(self, stacks: Sequence[tuple[Sequence[nn.Linear], Cast]]) -> list[QTensor]:
+        """This rank's parts of the weights of each stack of parallel layers, by a cast of row scales."""
+
+
+class ParallelLinear(nn.Linear):
+    """An `nn.Linear` of which each rank has a part, not converted."""
+
+    parallel: Parallel
+
+    def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
+        return x.output_of(self) if isinstance(x, PrecomputedProjections) else self.parallel.linear(self, x)
+
+
+def parallel_of(layers: Sequence[nn.Module]) -> Parallel | None:
+    """The computation of layers that share an input; None for layers that each rank has whole."""
+    ways = {layer.__dict__.get("parallel") for layer in layers}
+    if len(ways) > 1:
+        raise ValueError(
+            "layers that share an input must be parallelized together: give the style "
+            f"octavo.distributed.ColumnParallel to each of {', '.join(map(str, layers))}"
+        )
+    return ways.pop()
