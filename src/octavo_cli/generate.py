@@ -52,11 +52,9 @@ SOURCE_HELP = f"A {_SOURCES}."
 
 
 class Opened(NamedTuple):
-    """A language model in evaluation mode, with its tokenizer, context, device and precision.
-
-    `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
-    `kv_scales` are the scales of keys and values, a pair for each layer, if a packed folder has them.
-    """
+    """A language model in evaluation mode, with its tokenizer, context, device and precision. `precision` is that of
+    autocast, as training has it. `description` is the folder of its config.json and tokenizer. `kv_scales` are the
+    scales of keys and values, a pair for each layer, if a packed folder has them."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -263,10 +261,8 @@ def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_jso
 
 
 def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt".
-
-    "-", or no file where standard input is no terminal, stands for standard input.
-    """
+    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt". "-", or
+    no file where standard input is no terminal, stands for standard input."""
     if given and file:
         raise ValueError("--prompt and --file both give prompts: give one of them")
     prompts = given or _read(file)

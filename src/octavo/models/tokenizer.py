@@ -90,11 +90,8 @@ class LibraryTokenizer(Tokenizer):
 
 
 class BpeTokenizer(LibraryTokenizer):
-    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`).
-
-    It opens any `tokenizer.json`. The names of special tokens and the chat template are in other files, which
-    `HuggingFaceTokenizer` reads too.
-    """
+    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`). It opens any `tokenizer.json`. The names of special
+    tokens and the chat template are in other files, which `HuggingFaceTokenizer` reads too."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
@@ -142,10 +139,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
-        """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder.
-
-        Raises a ValueError, which says why, if it cannot be opened.
-        """
+        """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder. Raises a
+        ValueError, which says why, if it cannot be opened."""
         if Path(name).is_dir():
             return cls(name)
         try:

@@ -24,10 +24,8 @@ from octavo.train.settings import unit_size
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by part, at the moment of the peak; `offloaded` is in the CPU's memory.
-
-    `moment` names it: "start of backward" or "end of backward".
-    """
+    """Bytes on one GPU by part, at the moment of the peak; `offloaded` is in the CPU's memory. `moment` names it:
+    "start of backward" or "end of backward"."""
 
     weights: float
     fp8_copies: float
@@ -121,11 +119,8 @@ def _again_bytes(setup: Setup, block: Block) -> float:
 
 
 def passing_bytes(setup: Setup, block: Block) -> float:
-    """Temporary tensors of a block's backward pass: in the MLP, where they are largest.
-
-    A fused MLP is one function. In eager mode its tensors are freed when it returns: dh, du and h, transposed copies.
-    Elsewhere du takes the place of saved tensors that are freed.
-    """
+    """Temporary tensors of a block's backward pass, in the MLP. A fused MLP is one function, which in eager mode frees
+    its dh, du, h and transposed copies as it returns. Elsewhere du takes the place of saved tensors that are freed."""
     hidden, width, fused = block.hidden, setup.model.width, is_fused(setup.model, setup.recipe)
     u = block.activated
     if fused and setup.config.compile.blocks:
@@ -266,11 +261,8 @@ def scale_bytes(granularity: Granularity, elements: int) -> float:
 
 
 def checkpointed_bytes(setup: Setup, block: Block, mode: str) -> float:
-    """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
-
-    A block of Octavo's models has two inputs: the residual stream, and the output of the last MLP, which is not added
-    yet.
-    """
+    """Bytes a token that a block saves with full or selective checkpointing. A block of Octavo's models has two inputs:
+    the residual stream, and the output of the last MLP, which is not added yet."""
     inputs = (setup.residual + 2.0) * setup.model.width
     if mode == "full":
         return inputs
