@@ -43,9 +43,7 @@ def plan_command(
     gpus: Annotated[int, option("NUMBER", "GPUs, eight in a node.")] = 1,
     network: Annotated[float, option("GBIT", "Gb/s of the network card of each GPU.")] = 400.0,
     tokens: Annotated[str, option("COUNT", "Tokens to train on, such as 1T or 1e12: days and cost.")] = "",
-    days: Annotated[
-        float | None, option("NUMBER", "With --tokens: the cheapest GPUs and recipes that train in so many days.")
-    ] = None,
+    days: Annotated[float | None, option("NUMBER", "The cheapest runs of --tokens that end in so many days.")] = None,
     price: Annotated[float | None, option("MONEY", "Price of an hour of one GPU.")] = None,
     serve: Annotated[bool, option("--serve", "Plan serving instead of training.")] = False,
     scheme: Annotated[
@@ -58,10 +56,7 @@ def plan_command(
     ] = "",
     kv_cache: Annotated[str, option("DTYPE", f"Keys and values in serving: {', '.join(CACHES)}.")] = "bf16",
     attention: Annotated[str, option("DTYPE", f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")] = "bf16",
-    compare: Annotated[
-        list[str] | None,
-        option("NAME=VALUES", "Cases side by side, such as recipe=bf16,rowwise; several give all combinations."),
-    ] = None,
+    compare: Annotated[list[str] | None, option("NAME=VALUES", "Cases side by side, as recipe=bf16,rowwise.")] = None,
     csv: Annotated[Path | None, option("FILE", "Write the figures as a table, with a row for each case.")] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -31,12 +31,8 @@ def train_command(
             "CONFIG", f"A TOML file of settings, the config.json of a run, or a preset: {', '.join(MODEL_PRESETS)}."
         ),
     ] = None,
-    resume_from: Annotated[
-        Path | None, option("--resume RUN", "The folder of a run to continue, at its newest checkpoint.")
-    ] = None,
-    or_resume: Annotated[
-        bool, option("--or-resume", "Continue the run in --out if it has a checkpoint and the same settings.")
-    ] = False,
+    resume_from: Annotated[Path | None, option("--resume RUN", "Continue a run at its newest checkpoint.")] = None,
+    or_resume: Annotated[bool, option("--or-resume", "Continue the run in --out, if its settings are these.")] = False,
     settings: Annotated[bool, option("--settings", "List every setting and its default, and exit.")] = False,
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
@@ -114,9 +110,7 @@ def bisect_command(
         Path | None,
         argument("CONFIG", "The settings of the FP8 run: a TOML file, the config.json of a run, or a preset."),
     ] = None,
-    checkpoint: Annotated[
-        Path | None, option("--from CHECKPOINT", "Start from a checkpoint, or from the newest of a run.")
-    ] = None,
+    checkpoint: Annotated[Path | None, option("--from CHECKPOINT", "A checkpoint to start from, or a run.")] = None,
     seeds: Annotated[int, option("NUMBER", "Runs of each part, with seeds that follow --seed.")] = 3,
     run_steps: Annotated[int | None, option("NUMBER", "Steps of a short run. Default: --steps, 200 at most.")] = None,
     least: Annotated[float, option("PERCENT", "The smallest gap that is searched.")] = 0.05,
@@ -258,9 +252,7 @@ def _layers(part: Part, every: tuple[str, ...]) -> str:
 
 def compare_command(
     runs: Annotated[list[Path], argument("RUN...", "Two or more runs of octavo train.")],
-    margin: Annotated[
-        str | None, option("--decide PERCENT", "Decide if the losses are the same within this, as 0.25%.")
-    ] = None,
+    margin: Annotated[str | None, option("--decide PERCENT", "Decide if losses are the same within 0.25%.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: losses by step, gaps, speed and memory.
@@ -414,9 +406,7 @@ _LINES = (("loss", "loss"), ("evaluation_loss", "evaluation loss"), ("tokens_per
 
 def report_command(
     runs: Annotated[list[Path], argument("RUN...", "Runs of octavo train, or folders of octavo.watch.")],
-    to_html: Annotated[
-        Path | None, option("--html FILE", "The page; without it, report.html in the first run.")
-    ] = None,
+    to_html: Annotated[Path | None, option("--html FILE", "The page. Default: report.html in the first run.")] = None,
     as_json: Annotated[bool, option("--json", "Print JSON, and write no page unless --html is given.")] = False,
 ) -> None:
     """Show loss, speed, memory, and what FP8 did in each layer.
