@@ -17,21 +17,13 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block.
+    """A code block."""
 
-    Args:
-        page: the path of its page from the root of the repository.
-        line: of its opening fence, from 1.
-        language: the first word of the info string.
-        tested: False if `no-test` follows the language.
-        text: what stands between the fences.
-    """
-
-    page: str
-    line: int
-    language: str
-    tested: bool
-    text: str
+    page: str  # its path from the root of the repository
+    line: int  # of its opening fence, from 1
+    language: str  # the first word of the info string
+    tested: bool  # no `no-test` follows the language
+    text: str  # what stands between the fences
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -58,11 +50,8 @@ class Block:
 
 
 def read_blocks(page: str) -> list[Block]:
-    """The code blocks of a page, in order.
-
-    Raises:
-        ValueError: a fence without a language, or a command in an indented block, which no test would run.
-    """
+    """The code blocks of a page, in order. A ValueError for a fence without a language, or a command in an indented
+    block, which no test would run."""
     blocks, opened, lines = [], None, []
     for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1):
         if opened is None and line.startswith("```"):
