@@ -85,7 +85,7 @@ _ADVICE = {
 
 
 def _is_fault(error: Exception) -> bool:
-    """Whether an error has no message for the user. A plain RuntimeError is a message where Octavo raises it, and else
+    """True if an error has no message for the user. A plain RuntimeError is a message where Octavo raises it, and else
     a fault, such as a product of shapes that do not fit."""
     if isinstance(error, ModuleNotFoundError | RecursionError | NotImplementedError):
         return True

@@ -192,5 +192,5 @@ def write_output(path: Path, text: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether the path is that of a terminal or a pipe, such as /dev/stdout."""
+    """True if the path is that of a terminal or a pipe, such as /dev/stdout."""
     return path.is_char_device() or path.is_fifo()

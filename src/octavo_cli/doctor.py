@@ -185,8 +185,8 @@ def formats_command(
 
     A number is shown with the bits that store it, the value that they mean, its neighbours and its error.
 
-    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. Of a
-    TOML file of settings the table "recipe" is read.
+    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. In a
+    TOML file of settings the recipe is the table "recipe".
 
     Examples:
 

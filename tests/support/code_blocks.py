@@ -29,7 +29,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def shows_output_of(self, other: "Block") -> bool:
-        """Whether this block is the output of `other`: a `text` block right after a `python` block."""
+        """True if this block is the output of `other`: a `text` block right after a `python` block."""
         end = other.line + other.text.count("\n") + 1
         return other.language == "python" and self.language == "text" and self.line == end + 2
 
@@ -89,7 +89,7 @@ def _same_line(shown: str, printed: str) -> bool:
 
 
 def _close(shown: str, printed: str) -> bool:
-    """Whether two numbers that are printed alike differ by at most one in the last digit."""
+    """True if two numbers that are printed alike differ by at most one in the last digit."""
     a, b = (Decimal(text.rstrip(".,:").replace(",", "")) for text in (shown, printed))
     return "." in shown and abs(a - b) <= Decimal(1).scaleb(min(a.as_tuple().exponent, b.as_tuple().exponent))
 

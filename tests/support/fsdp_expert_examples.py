@@ -47,7 +47,7 @@ def stacks_of(model: nn.Sequential) -> list[str]:
 
 
 def gathered_equal(block: Any, whole: nn.Module) -> list[bool]:
-    """Whether the bytes, the scales and the numbers of each stack of `block`, between its all-gather and its reshard,
+    """True if the bytes, the scales and the numbers of each stack of `block`, between its all-gather and its reshard,
     are those of the `whole` block's matrices on the CPU."""
     same: list[bool] = []
     for name, leaf in Block.stacks:

@@ -176,7 +176,7 @@ def check_equal(expected: Tensors, actual: Tensors) -> None:
 
 
 def is_fused(block: Block, x: Tensor) -> bool:
-    """Whether `block` calls the operations that only fused modules call."""
+    """True if `block` calls the operations that only fused modules call."""
     return bool({"octavo::norm_quantize", "octavo::activation_quantize"} & operations(lambda: block(x)).keys())
 
 

@@ -233,7 +233,7 @@ _TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the e
 
 @torch.no_grad()
 def is_causal(model: nn.Module, vocabulary: int) -> bool:
-    """Whether the logits of a token stay the same when the last token of the sequence changes. Runs `model` twice, in
+    """True if the logits of a token stay the same when the last token of the sequence changes. Runs `model` twice, in
     evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before `octavo.convert`: the model must
     compute in float32, and quantization with one scale for a tensor makes every logit depend on every token."""
     device = next(model.parameters()).device

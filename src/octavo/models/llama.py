@@ -127,7 +127,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def has_kernel(q: Tensor) -> bool:
-    """Whether one kernel applies rotary embedding and stores keys and values. It has no gradient."""
+    """True if one kernel applies rotary embedding and stores keys and values. It has no gradient."""
     return q.is_cuda and not q.requires_grad
 
 

@@ -252,7 +252,7 @@ def byte_json() -> dict[str, Any]:
 
 
 def is_bytes(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the same ids as `byte_json`."""
+    """True if a tokenizer.json gives the same ids as `byte_json`."""
     model, ours = content["model"], byte_json()["model"]
     plain = not content.get("added_tokens") and content.get("normalizer") is None
     return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")

@@ -80,7 +80,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
 
 
 def _holds_copies(setup: Setup) -> bool:
-    """Whether the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
+    """True if the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
     w = setup.recipe.w
     gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
     return not setup.states.offloaded and not gathered
@@ -197,7 +197,7 @@ def block_bytes(setup: Setup, block: Block) -> float:
 
 
 def is_fused(model: Architecture, recipe: Recipe) -> bool:
-    """Whether the model's norms and activations quantize in the pass that computes them."""
+    """True if the model's norms and activations quantize in the pass that computes them."""
     return model.fused and recipe.fusable is not None
 
 
@@ -235,12 +235,12 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
 
 
 def _casts_again(recipe: Recipe) -> bool:
-    """Whether dw can read bytes that are made of a saved input again."""
+    """True if dw can read bytes that are made of a saved input again."""
     return recipe.quantizes_x_once and recipe.dw is not None and recipe.dw.b.rounding == "nearest"
 
 
 def _has_history(recipe: Recipe) -> bool:
-    """Whether each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
+    """True if each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
     return recipe.dw is not None and recipe.dw.b.history is not None
 
 

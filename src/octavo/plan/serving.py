@@ -93,7 +93,7 @@ def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -
 
 
 def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
-    """Whether the GEMM of `scheme` takes eight-bit inputs, and its backend."""
+    """True if the GEMM of `scheme` takes eight-bit inputs, and its backend."""
     place = ARCHITECTURES[architecture]
     cast, backend = find_gemm(scheme_on(scheme, place), place)
     return cast is not None, backend.name
@@ -186,7 +186,7 @@ class Server:
 
     @property
     def is_cast_fused(self) -> bool:
-        """Whether norms and activations write the inputs of GEMMs in eight bits."""
+        """True if norms and activations write the inputs of GEMMs in eight bits."""
         return self.scheme in (CHANNEL, INT8) and self.speeds.gemm not in ("weight-only", "dequantized")
 
     @property
@@ -357,8 +357,8 @@ def _step_seconds(server: Server) -> float:
 
 
 def _layer_step_seconds(server: Server, layer: Layer) -> float:
-    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed. Of experts, those
-    are read that a token is sent to, drawn evenly."""
+    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed. A batch
+    reads the experts that its tokens are sent to, drawn evenly."""
     rows = max(server.batch * layer.active // layer.copies, 1)
     read = 1.0 if layer.copies == 1 else 1 - (1 - layer.active / layer.copies) ** server.batch
     reading = 2.0 * (layer.weights * read) / server.gpu.copy_rate / READ_SHARE

@@ -157,7 +157,7 @@ class Setup:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the weights: on several GPUs, or in the memory of the CPU."""
+        """True if FSDP2 holds the weights: on several GPUs, or in the memory of the CPU."""
         return self.degrees.data > 1 or self.config.optimizer.offload
 
     @property
