@@ -8,7 +8,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -47,17 +46,11 @@ for _group, _commands in _GROUPS.items():
         app.command(_name, cls=_class, context_settings=_context, rich_help_panel=_group)(_command)
 
 
-def version() -> str:
-    """The version of octavo, read from its file: importing the package imports PyTorch."""
-    spec = find_spec("octavo")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
-
-
 def _show_version(asked: bool) -> None:
+    """Print the version from the file of octavo, which stands beside this package: its import takes PyTorch's time."""
     if asked:
-        print(f"octavo {version()}")
+        file = Path(__file__).parents[1] / "octavo" / "version.py"
+        print(f"octavo {runpy.run_path(str(file))['__version__']}")
         raise typer.Exit
 
 

@@ -76,7 +76,7 @@ class ByteTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library tokenizers or transformers, from the file or folder `where`."""
 
-    def __init__(self, tokenizer: Any, where: str | Path) -> None:
+    def __init__(self, tokenizer: Any, where: str | Path = "the trained tokenizer") -> None:
         self._tokenizer, self._where = tokenizer, where
 
     @abstractmethod
@@ -106,7 +106,7 @@ class BpeTokenizer(LibraryTokenizer):
             vocab_size=vocabulary, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(tokenizer, "the trained tokenizer")
+        return cls(tokenizer)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
