@@ -18,22 +18,12 @@ import torch
 
 
 def plural(count: int, noun: str) -> str:
-    """`count` with its noun in the right number.
-
-    Example:
-        >>> plural(1, "linear layer"), plural(2, "linear layer")
-        ('1 linear layer', '2 linear layers')
-    """
+    """`count` with its noun in the right number: "1 linear layer", "2 linear layers"."""
     return f"{count} {noun if count == 1 else noun + 's'}"
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and the number of the others.
-
-    Example:
-        >>> some_of(["q", "k", "v", "o"])
-        'q, k, v and 1 more'
-    """
+    """The first names, and the number of the others: "q, k, v and 1 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -97,10 +87,8 @@ def build(cls: type[T], fields: Mapping[str, Any]) -> T:
 def check_kinds(
     found: Mapping[str, Any], kinds: Mapping[str, Any], where: str = "", error: type[ValueError] = ValueError
 ) -> None:
-    """Raise an `error`, which begins with `where`, unless each of `kinds` has a value of its kind in `found`.
-
-    A kind is a type, `dict[str, KIND]` or `KIND | None`. An int is a float too, and a bool is neither.
-    """
+    """Raise an `error`, which begins with `where`, unless each of `kinds` has a value of its kind in `found`. A kind is
+    a type, `dict[str, KIND]` or `KIND | None`. An int is a float too, and a bool is neither."""
     for key, kind in kinds.items():
         if not _fits(found.get(key), kind):
             any_of = get_args(kind) if isinstance(kind, UnionType) else (get_origin(kind) or kind,)
@@ -136,10 +124,8 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 def open_local(auto: Any, folder: str | Path, **settings: Any) -> Any:
     """`auto.from_pretrained(folder, **settings)`, where `auto` is a class of transformers such as `AutoTokenizer`.
-
     Nothing is downloaded, and no code of the folder is run; a model takes `config=open_config(folder)`. Raises a
-    ValueError if the class cannot read the folder, or needs the Python code that its `auto_map` names.
-    """
+    ValueError if the class cannot read the folder, or needs the Python code that its `auto_map` names."""
     try:
         with reading(folder, f"a folder that transformers' {auto.__name__} opens"):
             return auto.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False, **settings)
@@ -181,10 +167,8 @@ def installed(package: str) -> str:
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device of a name that PyTorch knows, or of "auto": the GPU where there is one, else the CPU.
-
-    Raises a ValueError if no device has this name, or if it is a GPU that PyTorch does not see here.
-    """
+    """The device of a name that PyTorch knows, or of "auto": the GPU where there is one, else the CPU. Raises a
+    ValueError if no device has this name, or if it is a GPU that PyTorch does not see here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

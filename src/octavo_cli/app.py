@@ -8,7 +8,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -47,17 +46,11 @@ for _group, _commands in _GROUPS.items():
         app.command(_name, cls=_class, context_settings=_context, rich_help_panel=_group)(_command)
 
 
-def version() -> str:
-    """The version of octavo, read from its file: importing the package imports PyTorch."""
-    spec = find_spec("octavo")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"])
-
-
 def _show_version(asked: bool) -> None:
+    """Print the version from the file of octavo, which stands beside this package: its import takes PyTorch's time."""
     if asked:
-        print(f"octavo {version()}")
+        file = Path(__file__).parents[1] / "octavo" / "version.py"
+        print(f"octavo {runpy.run_path(str(file))['__version__']}")
         raise typer.Exit
 
 
@@ -85,11 +78,8 @@ _ADVICE = {
 
 
 def _is_fault(error: Exception) -> bool:
-    """Whether an error has no message for the user: it is of no kind that the input or the machine causes.
-
-    torch has classes of their own for a lack of memory and a lost network. A plain RuntimeError is a message where
-    Octavo raises it, and else a fault, such as a product of shapes that do not fit.
-    """
+    """True if an error has no message for the user. A plain RuntimeError is a message where Octavo raises it, and else
+    a fault, such as a product of shapes that do not fit."""
     if isinstance(error, ModuleNotFoundError | RecursionError | NotImplementedError):
         return True
     if type(error) is RuntimeError:
@@ -107,12 +97,9 @@ def _message(error: Exception) -> str:
 
 
 def run() -> None:
-    """Run the command line, and end the program with its exit code.
-
-    An error that the user can mend is one message and exit code 1, not a traceback. Any other error is a fault: its
-    traceback is shown, and where to report it. If the reader of standard output ends first, as `head` does, the program
-    ends quietly with the exit code of other Unix tools.
-    """
+    """Run the command line, and end the program with its exit code. An error that the user can mend is one message, any
+    other is a fault with its traceback. If the reader of standard output ends first, as `head` does, the program ends
+    quietly."""
     if not os.environ.get("COLUMNS", "0").strip("0"):
         os.environ.pop("COLUMNS", None)  # a terminal of unknown width: rich would print nothing
     code: int | str | None = 1

@@ -22,10 +22,8 @@ DATA = "--data"
 
 
 class Command(TyperCommand):
-    """A command. It refuses a number that is inf or NaN.
-
-    --data takes several words, as a shell makes of `--data books/*.txt`, where the arguments stand before it.
-    """
+    """A command. It refuses a number that is inf or NaN. --data takes several words, as a shell makes of `--data
+    books/*.txt`, where the arguments stand before it."""
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
         # "\b" keeps the lines of the examples, so that they can be copied.

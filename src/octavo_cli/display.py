@@ -69,11 +69,9 @@ def print_table(
     title: str = "",
     header: bool = True,
 ) -> None:
-    """Print a table without borders.
-
-    Columns in `right` are aligned as numbers are. Those in `prose` may be wrapped between words on a terminal; the
-    others are not wrapped, and cut in their middle if they are longer than any name. `title` is a line above the table.
-    """
+    """Print a table without borders. Columns in `right` are aligned as numbers are. Those in `prose` may be wrapped
+    between words on a terminal; the others are not wrapped, and cut in their middle if they are longer than any name.
+    `title` is a line above the table."""
     if title:
         say(title, "bold")
     cells = [[_cell(text, name in prose) for name, text in zip(columns, row, strict=True)] for row in rows]
@@ -103,10 +101,8 @@ def print_table(
 
 
 def print_rows(rows: Sequence[Mapping[str, str]], *, prose: Sequence[str] = (), title: str = "") -> None:
-    """Print a table of rows, each the text by column. A column of numbers is aligned on its right.
-
-    The columns are those of the rows in their order, without those that are empty in all of them.
-    """
+    """Print a table of rows, each the text by column. A column of numbers is aligned on its right. The columns are
+    those of the rows in their order, without those that are empty in all of them."""
     named = [name for name in dict.fromkeys(name for row in rows for name in row) if any(row.get(name) for row in rows)]
     cells = [[row.get(name, "") for name in named] for row in rows]
     right = [name for name in named if all(_NUMBER.fullmatch(row.get(name, "")) for row in rows)]
@@ -135,13 +131,8 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
 
 @contextmanager
 def progress(doing: str) -> Iterator[Progress]:
-    """A progress bar on standard error while the block runs; none where that is no terminal.
-
-    Example:
-
-        with progress("packing") as advance:
-            advance(1, 10, "packing")
-    """
+    """A progress bar on standard error, where that is a terminal, while the block runs; advance(done, total, doing)
+    moves it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     first = os.environ.get("RANK", "0") == "0"  # of the processes of torchrun, which share a terminal
@@ -168,10 +159,8 @@ _KINDS = {
 
 
 def check_output(path: Path | None, option: str, kind: str) -> None:
-    """Raise a ValueError that names `option` unless a file of `kind` can be written at `path`, if one is given.
-
-    A file that is there must be empty, or of the same kind and of Octavo: "a page" of HTML or "a report" in JSON.
-    """
+    """Raise a ValueError that names `option` unless a file of `kind` can be written at `path`, if one is given. A file
+    that is there must be empty, or of the same kind and of Octavo."""
     if path is None or _is_stream(path):
         return
     target = Path(os.path.realpath(path))
@@ -203,5 +192,5 @@ def write_output(path: Path, text: str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether the path is that of a terminal or a pipe, such as /dev/stdout."""
+    """True if the path is that of a terminal or a pipe, such as /dev/stdout."""
     return path.is_char_device() or path.is_fifo()

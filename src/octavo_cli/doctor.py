@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 
 
 def doctor_command(
-    recipe: Annotated[
-        list[str] | None, option("RECIPE", "A preset, or a .json or .toml file. Repeatable. Default: every preset.")
-    ] = None,
+    recipe: Annotated[list[str] | None, option("RECIPE", "A preset or a file, repeatable. Default: presets.")] = None,
     gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,
     measure: Annotated[bool, option("--measure", "Time the GEMM of each recipe for a few sizes, in a minute.")] = False,
-    measure_layers: Annotated[
-        bool, option("--measure-layers", "Time layers on this GPU, for convert(only_if_faster=True): minutes.")
-    ] = False,
+    measure_layers: Annotated[bool, option("--measure-layers", "Time layers for convert(only_if_faster=True)")] = False,
 ) -> None:
     """Show this machine, its problems and its GEMMs.
 
@@ -38,7 +34,7 @@ def doctor_command(
     "emulated" computes FP8 exactly in float32: right for studying and testing, never faster. "none" cannot run here.
     "weight-only" computes in BF16 with weights in FP8.
 
-    A problem is shown with its fix. The exit code is 0 also where there are problems.
+    A problem is shown with its fix. The exit code is 0 also where there are problems. --measure-layers takes minutes.
 
     Examples:
 
@@ -189,8 +185,8 @@ def formats_command(
 
     A number is shown with the bits that store it, the value that they mean, its neighbours and its error.
 
-    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. Of a
-    TOML file of settings the table "recipe" is read.
+    A recipe has the cast of each operand of the three GEMMs. A preset is the start of a file for --recipe FILE. In a
+    TOML file of settings the recipe is the table "recipe".
 
     Examples:
 

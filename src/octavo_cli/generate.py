@@ -52,11 +52,9 @@ SOURCE_HELP = f"A {_SOURCES}."
 
 
 class Opened(NamedTuple):
-    """A language model in evaluation mode, with its tokenizer, context, device and precision.
-
-    `precision` is that of autocast, as training has it. `description` is the folder of its config.json and tokenizer.
-    `kv_scales` are the scales of keys and values, a pair for each layer, if a packed folder has them.
-    """
+    """A language model in evaluation mode, with its tokenizer, context, device and precision. `precision` is that of
+    autocast, as training has it. `description` is the folder of its config.json and tokenizer. `kv_scales` are the
+    scales of keys and values, a pair for each layer, if a packed folder has them."""
 
     model: nn.Module
     tokenizer: Tokenizer
@@ -104,18 +102,8 @@ def generate_command(
     top_p: Annotated[float, option("NUMBER", "Draw from the most likely tokens of this total probability.")] = 1.0,
     repetition_penalty: Annotated[float, option("NUMBER", "Above 1, tokens of the text become less likely.")] = 1.0,
     seed: Annotated[int | None, option("NUMBER", "The seed of the draws: the same seed, the same text.")] = None,
-    kv_cache: Annotated[
-        str,
-        option(
-            "NAME", f"Dtype of keys and values: {', '.join(KV_CACHES)}. auto is fp8 for a folder with scales for it."
-        ),
-    ] = "auto",
-    attention: Annotated[
-        str,
-        option(
-            "NAME", f"Attention of long prompts: {', '.join(ATTENTIONS)}. fp8 needs the extra cudnn and a Hopper GPU."
-        ),
-    ] = "bf16",
+    kv_cache: Annotated[str, option("NAME", f"Dtype of keys and values: {', '.join(KV_CACHES)}.")] = "auto",
+    attention: Annotated[str, option("NAME", "bf16, or fp8 for long prompts: needs cudnn and Hopper.")] = "bf16",
     time: Annotated[bool, option("--time", "Time random prompts instead of writing text.")] = False,
     length: Annotated[str, option("NUMBERS", "With --time: lengths of the prompts in tokens.")] = "128,2048",
     rounds: Annotated[int, option("NUMBER", "With --time: times that each size is measured.")] = 5,
@@ -130,7 +118,7 @@ def generate_command(
     the order of the prompts.
 
     Without --prompt and --file, prompts are read from standard input. A text that outgrows the model's context goes on
-    from its last half.
+    from its last half. The KV cache auto is fp8 for a packed folder with scales for it.
 
     With --time, each batch of each length is a row: the time to the first token, and the tokens a second after it. They
     are medians of the rounds. The first call of a size, which compiles kernels, has a column of its own.
@@ -263,10 +251,8 @@ def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_jso
 
 
 def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt".
-
-    "-", or no file where standard input is no terminal, stands for standard input.
-    """
+    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt". "-", or
+    no file where standard input is no terminal, stands for standard input."""
     if given and file:
         raise ValueError("--prompt and --file both give prompts: give one of them")
     prompts = given or _read(file)
@@ -420,9 +406,7 @@ def evaluate_command(
     source: Annotated[Path, argument("SOURCE", SOURCE_HELP)],
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}.")] = None,
     held_out: Annotated[Path | None, option("RUN", "Evaluate on the text that this run holds out.")] = None,
-    batches: Annotated[
-        int | None, option("NUMBER", "Batches. Default: those that the run takes, all of --data.")
-    ] = None,
+    batches: Annotated[int | None, option("NUMBER", "Batches. Default: what the run takes, all of --data.")] = None,
     batch: Annotated[int, option("NUMBER", "With --data: sequences in a batch.")] = 4,
     context: Annotated[int | None, option("NUMBER", "With --data: tokens in a sequence, up to the model's.")] = None,
     step: Step = None,

@@ -58,33 +58,21 @@ def pack_command(
         str, option("NAME", f"{', '.join(LAYOUTS)}, or gguf. {FOR_VLLM} gguf is a file for llama.cpp.")
     ] = LAYOUTS[0],
     skip: Annotated[list[str] | None, option("GLOB", "Layers that stay in BF16. Repeatable.")] = None,
-    calibration: Annotated[
-        Path | None, option("FOLDER", "That octavo calibrate wrote for the model: for static and --kv-cache.")
-    ] = None,
-    rule: Annotated[
-        str | None, option("NAME", "Rule of the calibration's scales: amax (default), percentile (99.99) or mse.")
-    ] = None,
+    calibration: Annotated[Path | None, option("FOLDER", "By octavo calibrate: for static and --kv-cache.")] = None,
+    rule: Annotated[str | None, option("NAME", "Rule of its scales: amax, the default, percentile or mse.")] = None,
     weights: Annotated[str, option("NAME", "Rule of the weights' scales: amax, or mse (mean squared error).")] = "amax",
     pow2: Annotated[bool, option("--pow2", "Round the scales of weights up to powers of two.")] = False,
     share_scales: Annotated[
         bool | None,
         option("", "One scale for layers that vLLM fuses. Default: yes, unless the run trained its own scales."),
     ] = None,
-    kv_cache: Annotated[
-        str | None, option("NAME", "fp8: store the calibration's scales for a cache of keys and values.")
-    ] = None,
+    kv_cache: Annotated[str | None, option("NAME", "fp8: store the scales of a cache of keys and values.")] = None,
     experts: Annotated[bool, option("--experts", "Pack the experts of a mixture too, each with own scales.")] = False,
-    tensor_parallel: Annotated[
-        str, option("NUMBERS", "Numbers of devices, such as 1,2,4,8, that the packed layers must divide over.")
-    ] = "1",
+    tensor_parallel: Annotated[str, option("NUMBERS", "GPUs, as 1,2,4, that the layers must divide over.")] = "1",
     step: Step = None,
-    smooth: Annotated[
-        Path | None, option("FOLDER", "Do not pack, but move outliers of activations into weights, by a calibration.")
-    ] = None,
+    smooth: Annotated[Path | None, option("FOLDER", "Move outliers into weights by a calibration, unpacked.")] = None,
     alpha: Annotated[float, option("NUMBER", "For --smooth: how much of the outliers moves, from 0 to 1.")] = 0.5,
-    rotate: Annotated[
-        bool, option("--rotate", "Do not pack, but rotate the residual stream and the values. For models with RMSNorm.")
-    ] = False,
+    rotate: Annotated[bool, option("--rotate", "Rotate residual stream and values, unpacked. For RMSNorm.")] = False,
     seed: Annotated[int, option("NUMBER", "For --rotate: seed of the signs of the rotation.")] = 0,
     no_tokenizer: Annotated[bool, option("--no-tokenizer", "For gguf: leave out the tokenizer, else a BPE.")] = False,
     budget: Annotated[

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
-from octavo_cli.display import check_output, print_table, say, write_output
+from octavo_cli.display import check_output, print_rows, print_table, say, write_output
 
 if TYPE_CHECKING:
     from octavo.plan.cases import TrainingPlan
@@ -43,9 +43,7 @@ def plan_command(
     gpus: Annotated[int, option("NUMBER", "GPUs, eight in a node.")] = 1,
     network: Annotated[float, option("GBIT", "Gb/s of the network card of each GPU.")] = 400.0,
     tokens: Annotated[str, option("COUNT", "Tokens to train on, such as 1T or 1e12: days and cost.")] = "",
-    days: Annotated[
-        float | None, option("NUMBER", "With --tokens: the cheapest GPUs and recipes that train in so many days.")
-    ] = None,
+    days: Annotated[float | None, option("NUMBER", "The cheapest runs of --tokens that end in so many days.")] = None,
     price: Annotated[float | None, option("MONEY", "Price of an hour of one GPU.")] = None,
     serve: Annotated[bool, option("--serve", "Plan serving instead of training.")] = False,
     scheme: Annotated[
@@ -58,10 +56,7 @@ def plan_command(
     ] = "",
     kv_cache: Annotated[str, option("DTYPE", f"Keys and values in serving: {', '.join(CACHES)}.")] = "bf16",
     attention: Annotated[str, option("DTYPE", f"Attention of prompts in serving: {', '.join(ATTENTIONS)}.")] = "bf16",
-    compare: Annotated[
-        list[str] | None,
-        option("NAME=VALUES", "Cases side by side, such as recipe=bf16,rowwise; several give all combinations."),
-    ] = None,
+    compare: Annotated[list[str] | None, option("NAME=VALUES", "Cases side by side, as recipe=bf16,rowwise.")] = None,
     csv: Annotated[Path | None, option("FILE", "Write the figures as a table, with a row for each case.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +144,7 @@ def _check_days(context: typer.Context, days: float, budget: float | None) -> No
 
 
 def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
-    """Print the figures as JSON, and write them to `csv`, if these are asked for."""
+    """Print the figures as JSON if `as_json`, and write them to the file `csv` if there is one."""
     from octavo.train.settings import flatten
     from octavo.version import __version__
 
@@ -187,20 +182,19 @@ def _show(labels: list[str], columns: list[dict[str, str]]) -> None:
 
 def _show_runs(plans: Sequence[TrainingPlan], budget: float, price: float | None) -> None:
     """The cheapest runs that end in time."""
-    columns = ["GPUs", "recipe", "checkpointing", "batch", "tokens/s a GPU", "MFU", "days", "GPU hours"]
     rows = [
-        (
-            str(plan.gpus), plan.setup.recipe.name, plan.setup.config.activation_checkpointing.mode,
-            str(plan.setup.config.batch), f"{plan.tokens_per_second:,.0f}", f"{plan.utilization:.2f}",
-            f"{plan.days(budget):,.1f}", f"{plan.cost(budget, 1):,.0f}",
-            *(() if price is None else (f"{plan.cost(budget, price):,.0f}",)),
-        )
+        {
+            "GPUs": str(plan.gpus), "recipe": plan.setup.recipe.name,
+            "checkpointing": plan.setup.config.activation_checkpointing.mode, "batch": str(plan.setup.config.batch),
+            "tokens/s a GPU": f"{plan.tokens_per_second:,.0f}", "MFU": f"{plan.utilization:.2f}",
+            "days": f"{plan.days(budget):,.1f}", "GPU hours": f"{plan.cost(budget, 1):,.0f}",
+            "cost": "" if price is None else f"{plan.cost(budget, price):,.0f}",
+        }
         for plan in plans[:_ROWS]
     ]  # fmt: skip
-    columns += [] if price is None else ["cost"]
     model, gpu = plans[0].setup.model, plans[0].setup.gpu
     title = f"{model.name} on {gpu.name}, {budget:.3g} tokens: the cheapest of {len(plans)} runs that end in time"
-    print_table(columns, rows, right=("GPUs", *columns[3:]), title=title)
+    print_rows(rows, title=title)
     for remark in _remarks(plans[:1]):
         say(remark)
 
@@ -209,15 +203,16 @@ def _show_fitting(label: str, plan: TrainingPlan, budget: float | None, price: f
     """With which options a plan fits that does not; nothing where it fits."""
     if plan.fits:
         return
-    columns = ["with", "GB at the peak", "tokens/s a GPU", *_bill(plan, budget, price)]
     rows = [
-        (options, _digits(other.memory.peak / 1e9, 2), f"{other.tokens_per_second:,.0f}",
-         *_bill(other, budget, price).values())
+        {
+            "with": options, "GB at the peak": _digits(other.memory.peak / 1e9, 2),
+            "tokens/s a GPU": f"{other.tokens_per_second:,.0f}", **_bill(other, budget, price),
+        }
         for options, other in plan.fitting.items()
     ]  # fmt: skip
     say()
     if rows:
-        print_table(columns, rows, right=columns[1:], title=f"{label or 'This'} does not fit. What fits:")
+        print_rows(rows, title=f"{label or 'This'} does not fit. What fits:")
     else:
         say(
             f"{label or 'This'} does not fit, nor with three of these: a smaller --batch, another --recipe, more "
@@ -227,7 +222,7 @@ def _show_fitting(label: str, plan: TrainingPlan, budget: float | None, price: f
 
 
 def _bill(plan: TrainingPlan, budget: float | None, price: float | None) -> dict[str, str]:
-    """The days of a run and its cost, as far as they are asked for."""
+    """The days of a run and its cost, each if it can be computed."""
     found = {} if budget is None else {"days": f"{plan.days(budget):,.1f}"}
     return found if budget is None or price is None else found | {"cost": f"{plan.cost(budget, price):,.0f}"}
 
@@ -286,19 +281,17 @@ def _show_schemes(plans: Sequence[ServingPlan]) -> None:
     """The same model by each packing scheme."""
     wide = plans[0]
     rows = [
-        (
-            plan.scheme, plan.gemm, _digits(plan.weights / 1e9, 2), str(plan.largest_batch),
-            _digits(plan.prefill_seconds * 1e3, 1), f"{wide.prefill_seconds / plan.prefill_seconds:.2f}x",
-            _digits(plan.step_seconds * 1e3, 2), f"{wide.step_seconds / plan.step_seconds:.2f}x",
-            "yes" if plan.measured else "no",
-        )
+        {
+            "scheme": plan.scheme, "GEMMs": plan.gemm, "GB weights": _digits(plan.weights / 1e9, 2),
+            "largest batch": str(plan.largest_batch), "ms of the prompts": _digits(plan.prefill_seconds * 1e3, 1),
+            "speed": f"{wide.prefill_seconds / plan.prefill_seconds:.2f}x",
+            "ms of a decoding step": _digits(plan.step_seconds * 1e3, 2),
+            "its speed": f"{wide.step_seconds / plan.step_seconds:.2f}x",
+            "layers measured": "yes" if plan.measured else "no",
+        }
         for plan in plans
     ]  # fmt: skip
-    columns = (
-        "scheme", "GEMMs", "GB weights", "largest batch", "ms of the prompts", "speed", "ms of a decoding step",
-        "its speed", "layers measured",
-    )  # fmt: skip
-    print_table(columns, rows, right=columns[2:-1], title="By packing scheme")
+    print_rows(rows, title="By packing scheme")
 
 
 def _serving_remarks(plans: Sequence[ServingPlan]) -> list[str]:
@@ -348,21 +341,15 @@ def _show_states(parameters: float, as_json: bool) -> None:
     """The table of weights, gradients and optimizer states of so many parameters."""
     from octavo.plan.setup import KNOWN_STATES, own_states
 
-    states = {**KNOWN_STATES, **own_states()}
+    sizes, rows = {}, []
+    for name, each in {**KNOWN_STATES, **own_states()}.items():
+        gpu, cpu = each.on_gpu * parameters, (each.total - each.on_gpu) * parameters
+        sizes[name] = {"gpu": gpu, "cpu": cpu}
+        row = {"bytes of a parameter": name, "weight": f"{each.weight:g}", "gradient": f"{each.gradient:g}"}
+        row |= {"moments": f"{each.moments:.4g}", "copies": f"{each.copies:g}"}
+        rows.append(row | {"GPU GB": f"{gpu / 1e9:.1f}", "CPU GB": f"{cpu / 1e9:.1f}"})
     if as_json:
-        sizes = {
-            name: {"gpu": each.on_gpu * parameters, "cpu": (each.total - each.on_gpu) * parameters}
-            for name, each in states.items()
-        }
         print(json.dumps(sizes))
         return
-    columns = ("weight", "gradient", "moments", "copies", "GPU GB", "CPU GB")
-    rows = [
-        (
-            name, f"{each.weight:g}", f"{each.gradient:g}", f"{each.moments:.4g}", f"{each.copies:g}",
-            f"{each.on_gpu * parameters / 1e9:.1f}", f"{(each.total - each.on_gpu) * parameters / 1e9:.1f}",
-        )
-        for name, each in states.items()
-    ]  # fmt: skip
-    print_table(("bytes of a parameter", *columns), rows, right=columns)
+    print_rows(rows)
     say("Without activations. The copies are two of the weight in FP8 and a gradient in BF16: they come on top.")

@@ -31,12 +31,8 @@ def train_command(
             "CONFIG", f"A TOML file of settings, the config.json of a run, or a preset: {', '.join(MODEL_PRESETS)}."
         ),
     ] = None,
-    resume_from: Annotated[
-        Path | None, option("--resume RUN", "The folder of a run to continue, at its newest checkpoint.")
-    ] = None,
-    or_resume: Annotated[
-        bool, option("--or-resume", "Continue the run in --out if it has a checkpoint and the same settings.")
-    ] = False,
+    resume_from: Annotated[Path | None, option("--resume RUN", "Continue a run at its newest checkpoint.")] = None,
+    or_resume: Annotated[bool, option("--or-resume", "Continue the run in --out, if its settings are these.")] = False,
     settings: Annotated[bool, option("--settings", "List every setting and its default, and exit.")] = False,
 ) -> None:
     """Train or fine-tune a language model in BF16 or FP8.
@@ -114,9 +110,7 @@ def bisect_command(
         Path | None,
         argument("CONFIG", "The settings of the FP8 run: a TOML file, the config.json of a run, or a preset."),
     ] = None,
-    checkpoint: Annotated[
-        Path | None, option("--from CHECKPOINT", "Start from a checkpoint, or from the newest of a run.")
-    ] = None,
+    checkpoint: Annotated[Path | None, option("--from CHECKPOINT", "A checkpoint to start from, or a run.")] = None,
     seeds: Annotated[int, option("NUMBER", "Runs of each part, with seeds that follow --seed.")] = 3,
     run_steps: Annotated[int | None, option("NUMBER", "Steps of a short run. Default: --steps, 200 at most.")] = None,
     least: Annotated[float, option("PERCENT", "The smallest gap that is searched.")] = 0.05,
@@ -258,9 +252,7 @@ def _layers(part: Part, every: tuple[str, ...]) -> str:
 
 def compare_command(
     runs: Annotated[list[Path], argument("RUN...", "Two or more runs of octavo train.")],
-    margin: Annotated[
-        str | None, option("--decide PERCENT", "Decide if the losses are the same within this, as 0.25%.")
-    ] = None,
+    margin: Annotated[str | None, option("--decide PERCENT", "Decide if losses are the same within 0.25%.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: losses by step, gaps, speed and memory.
@@ -291,10 +283,7 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    names = _names(runs)
-    _print_losses(records, names)
-    say()
-    _print_summary(records, names)
+    _print_runs(summaries, _names(runs))
     if remark:
         say(remark)
     for name, values in different.items():
@@ -349,51 +338,38 @@ def _decided(decision: Decision, margin: str) -> str:
     return f"cannot decide: {more}a longer run"
 
 
-def _print_losses(records: list[RunRecord], names: list[str]) -> None:
-    first, *others = records
-    gaps = ["gap"] if len(others) == 1 else [f"gap of {name}" for name in names[1:]]
+def _print_runs(summaries: list[dict[str, Any]], names: list[str]) -> None:
+    gaps = ["gap"] if len(names) == 2 else [f"gap of {name}" for name in names[1:]]
     rows = []
-    for step in sorted({step for run in records for step in run.evaluations}):
-        losses = {name: number(run.evaluations.get(step), ".4f") for name, run in zip(names, records, strict=True)}
-        relative = {gap: number(_gap(run, first, step), "+.2%") for gap, run in zip(gaps, others, strict=True)}
-        rows.append({"step": str(step), **losses, **relative})
+    for step in sorted({step for each in summaries for step in each["evaluations"]}, key=int):
+        losses = {name: number(s["evaluations"].get(step), ".4f") for name, s in zip(names, summaries, strict=True)}
+        relative = {gap: number(s["gaps"].get(step), "+.2%") for gap, s in zip(gaps, summaries[1:], strict=True)}
+        rows.append({"step": step, **losses, **relative})
     print_rows(rows, title="evaluation loss")
-
-
-def _print_summary(records: list[RunRecord], names: list[str]) -> None:
+    say()
     rows = [
         {
-            "run": name, "steps": str(run.step), "final loss": number(run.evaluations.get(_last(run)), ".4f"),
-            "gap": number(_gap(run, records[0], _last(run)), "+.2%"), "tokens/s": number(run.tokens_per_second, ",.0f"),
-            "peak memory, GB": number(run.peak_memory, ".2f", 1e9),
+            "run": name, "steps": str(s["steps"]), "final loss": number(s["final_loss"], ".4f"),
+            "gap": number(s["gaps"].get(max(s["evaluations"], key=int, default="")), "+.2%"),
+            "tokens/s": number(s["tokens_per_second"], ",.0f"), "peak memory, GB": number(s["peak_memory"], ".2f", 1e9),
         }
-        for name, run in zip(names, records, strict=True)
+        for name, s in zip(names, summaries, strict=True)
     ]  # fmt: skip
     print_rows(rows)
 
 
 def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
+    """Losses by step, and gaps: the loss relative to that of `first`, minus 1, where both have one."""
+    before = {} if run is first else first.evaluations
     return {
         "run": str(run.path),
         "steps": run.step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
-        "gaps": {str(step): gap for step in run.evaluations if (gap := _gap(run, first, step)) is not None},
-        "final_loss": run.evaluations.get(_last(run)),
+        "gaps": {str(s): loss / before[s] - 1 for s, loss in run.evaluations.items() if loss and before.get(s)},
+        "final_loss": run.evaluations.get(max(run.evaluations, default=-1)),
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }
-
-
-def _last(run: RunRecord) -> int:
-    """The step of the last evaluation; -1 without any."""
-    return max(run.evaluations, default=-1)
-
-
-def _gap(run: RunRecord, first: RunRecord, step: int) -> float | None:
-    """The loss of `run` relative to that of `first` at a step, minus 1; None if one of the two has no loss there."""
-    if run is first or not (run.evaluations.get(step) and first.evaluations.get(step)):
-        return None
-    return run.evaluations[step] / first.evaluations[step] - 1
 
 
 def _names(runs: list[Path]) -> list[str]:
@@ -414,9 +390,7 @@ _LINES = (("loss", "loss"), ("evaluation_loss", "evaluation loss"), ("tokens_per
 
 def report_command(
     runs: Annotated[list[Path], argument("RUN...", "Runs of octavo train, or folders of octavo.watch.")],
-    to_html: Annotated[
-        Path | None, option("--html FILE", "The page; without it, report.html in the first run.")
-    ] = None,
+    to_html: Annotated[Path | None, option("--html FILE", "The page. Default: report.html in the first run.")] = None,
     as_json: Annotated[bool, option("--json", "Print JSON, and write no page unless --html is given.")] = False,
 ) -> None:
     """Show loss, speed, memory, and what FP8 did in each layer.

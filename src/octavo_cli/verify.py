@@ -40,15 +40,9 @@ def verify_command(
     packed: Packed,
     against: Annotated[
         Path | None,
-        option(
-            "MODEL",
-            "The model that the folder was packed from, a folder or a run; without it the folder is judged by itself.",
-        ),
+        option("MODEL", "The folder or run that it was packed from; without it fewer checks are made."),
     ] = None,
-    calibration: Annotated[
-        Path | None,
-        option("FOLDER", "The calibration of MODEL that gave the stored scales of inputs, keys and values."),
-    ] = None,
+    calibration: Annotated[Path | None, option("FOLDER", "The calibration that gave the stored scales.")] = None,
     data: Annotated[list[str] | None, option("TEXT", f"{DATA_HELP}; without it the quality is not measured.")] = None,
     budget: Annotated[
         list[str] | None, option("BUDGET", f"The most that packing may cost on --data: {BUDGET_HELP}.")
@@ -58,9 +52,7 @@ def verify_command(
     batch: PromptBatch = 8,
     device: Device = "cpu",
     seed: PromptSeed = 0,
-    folded: Annotated[
-        bool, option("--folded", "Smoothing or a rotation was folded into the weights: do not compare them.")
-    ] = False,
+    folded: Annotated[bool, option("--folded", "Weights were smoothed or rotated: do not compare them.")] = False,
     to_json: Annotated[Path | None, option("--json FILE", "Write all results to FILE, as JSON.")] = None,
     to_html: Annotated[Path | None, option("--html FILE", "Write all results to FILE, as one HTML page.")] = None,
 ) -> None:
@@ -121,18 +113,11 @@ def _print(report: Report) -> None:
 
 def inspect_command(
     command: typer.Context,
-    source: Annotated[Path, argument("SOURCE", "A packed folder; with --dtypes the model of a training.")],
+    source: Annotated[Path, argument("SOURCE", "A packed folder; with --dtypes a model.")],
     dtypes: Annotated[
-        bool,
-        option(
-            "--dtypes",
-            "Show in which dtype each operation of a step of training runs, and why. SOURCE is a preset, a TOML "
-            "file of settings, a run of octavo train, or the folder or config.json of a Hugging Face model.",
-        ),
+        bool, option("--dtypes", "Show in which dtype each operation of a step of training runs, and why.")
     ] = False,
-    module: Annotated[
-        str | None, option("GLOB", "With --dtypes: the operations of these modules, one by one; * for all.")
-    ] = None,
+    module: Annotated[str | None, option("GLOB", "With --dtypes: the operations of modules, one by one.")] = None,
     recipe: Annotated[str | None, option("RECIPE", "With --dtypes: another recipe than that of the settings.")] = None,
     batch: Annotated[int | None, option("NUMBER", "With --dtypes: sequences.")] = None,
     context: Annotated[int | None, option("NUMBER", "With --dtypes: tokens of a sequence.")] = None,
@@ -144,8 +129,9 @@ def inspect_command(
     Each row of a packed folder's table has a tensor's dtype, shape, scheme, the number and range of its scales, and its
     size.
 
-    With --dtypes, a forward and backward pass runs on tensors without numbers, under the autocast of a GPU, so that a
-    model of any size can be shown on any machine.
+    With --dtypes SOURCE is a preset, a TOML file of settings, a run of octavo train, or the folder or config.json of a
+    Hugging Face model. A forward and backward pass runs on tensors without numbers, under the autocast of a GPU, so
+    that a model of any size can be shown on any machine.
 
     Examples:
 

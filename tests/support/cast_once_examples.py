@@ -41,7 +41,7 @@ def batch(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def is_fresh(model: Net) -> bool:
-    """Whether the model's output is that of a new model with the same weights, outside any block."""
+    """True if the model's output is that of a new model with the same weights, outside any block."""
     dtype = model.first.weight.dtype
     fresh = Net().to(dtype)
     fresh.load_state_dict({name: t.clone() for name, t in model.state_dict().items()})

@@ -17,27 +17,19 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,:]*(e[-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Block:
-    """A code block.
+    """A code block."""
 
-    Args:
-        page: the path of its page from the root of the repository.
-        line: of its opening fence, from 1.
-        language: the first word of the info string.
-        tested: False if `no-test` follows the language.
-        text: what stands between the fences.
-    """
-
-    page: str
-    line: int
-    language: str
-    tested: bool
-    text: str
+    page: str  # its path from the root of the repository
+    line: int  # of its opening fence, from 1
+    language: str  # the first word of the info string
+    tested: bool  # no `no-test` follows the language
+    text: str  # what stands between the fences
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
     def shows_output_of(self, other: "Block") -> bool:
-        """Whether this block is the output of `other`: a `text` block right after a `python` block."""
+        """True if this block is the output of `other`: a `text` block right after a `python` block."""
         end = other.line + other.text.count("\n") + 1
         return other.language == "python" and self.language == "text" and self.line == end + 2
 
@@ -58,11 +50,8 @@ class Block:
 
 
 def read_blocks(page: str) -> list[Block]:
-    """The code blocks of a page, in order.
-
-    Raises:
-        ValueError: a fence without a language, or a command in an indented block, which no test would run.
-    """
+    """The code blocks of a page, in order. A ValueError for a fence without a language, or a command in an indented
+    block, which no test would run."""
     blocks, opened, lines = [], None, []
     for number, line in enumerate((ROOT / page).read_text().splitlines(), start=1):
         if opened is None and line.startswith("```"):
@@ -100,7 +89,7 @@ def _same_line(shown: str, printed: str) -> bool:
 
 
 def _close(shown: str, printed: str) -> bool:
-    """Whether two numbers that are printed alike differ by at most one in the last digit."""
+    """True if two numbers that are printed alike differ by at most one in the last digit."""
     a, b = (Decimal(text.rstrip(".,:").replace(",", "")) for text in (shown, printed))
     return "." in shown and abs(a - b) <= Decimal(1).scaleb(min(a.as_tuple().exponent, b.as_tuple().exponent))
 

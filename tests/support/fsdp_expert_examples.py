@@ -12,10 +12,8 @@ from octavo.ops import quantize_matrices
 
 
 class Block(nn.Module):
-    """A router, experts, and two grouped linear layers: on halves of the rows, and on all rows.
-
-    Nobody chooses expert 1. Of the one matrix of the last layer, the second of two ranks has nothing.
-    """
+    """A router, experts, and two grouped linear layers: on halves of the rows, and on all rows. Nobody chooses expert
+    1. Of the one matrix of the last layer, the second of two ranks has nothing."""
 
     stacks = (("experts", "gate_up_proj"), ("experts", "down_proj"), ("halves", "weight"), ("all", "weight"))
 
@@ -49,12 +47,8 @@ def stacks_of(model: nn.Sequential) -> list[str]:
 
 
 def gathered_equal(block: Any, whole: nn.Module) -> list[bool]:
-    """Whether the bytes, the scales and the numbers of each gathered stack are those of the whole matrices on the CPU.
-
-    Args:
-        block: between its all-gather and its reshard, as in a pre-hook.
-        whole: the same block on one rank.
-    """
+    """True if the bytes, the scales and the numbers of each stack of `block`, between its all-gather and its reshard,
+    are those of the `whole` block's matrices on the CPU."""
     same: list[bool] = []
     for name, leaf in Block.stacks:
         module = block.get_submodule(name)

@@ -70,20 +70,16 @@ class NormThenMLP(nn.Module):
         return (y,) if self.norm is None else (y, total)
 
 
-class OwnGELU(GELU):
-    """A `GELU` that owns its layers."""
+def owning(kind: type[GELU] | type[GEGLU], width: int, mlp_width: int, bias: bool) -> FusedMLP:
+    """A module of this kind that owns its layers."""
 
-    def __init__(self, width: int, mlp_width: int, bias: bool) -> None:
-        super().__init__(self, "fc1", "fc2")
-        self.fc1, self.fc2 = nn.Linear(width, mlp_width, bias=bias), nn.Linear(mlp_width, width, bias=bias)
+    class Own(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(self, "fc1", "fc2")
+            inner = 2 * mlp_width if kind is GEGLU else mlp_width
+            self.fc1, self.fc2 = nn.Linear(width, inner, bias=bias), nn.Linear(mlp_width, width, bias=bias)
 
-
-class OwnGEGLU(GEGLU):
-    """A `GEGLU` that owns its layers."""
-
-    def __init__(self, width: int, mlp_width: int, bias: bool) -> None:
-        super().__init__(self, "fc1", "fc2")
-        self.fc1, self.fc2 = nn.Linear(width, 2 * mlp_width, bias=bias), nn.Linear(mlp_width, width, bias=bias)
+    return Own()
 
 
 Block = NormThenLinears | NormThenMLP
@@ -130,11 +126,11 @@ def swiglu(kind: str = "rms", k: int = 64, f: int = 96, bias: bool = False) -> N
 
 
 def gelu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
-    return NormThenMLP(make_norm(kind, k), OwnGELU(k, f, bias))
+    return NormThenMLP(make_norm(kind, k), owning(GELU, k, f, bias))
 
 
 def geglu(kind: str = "layer", k: int = 64, f: int = 96, bias: bool = True) -> NormThenMLP:
-    return NormThenMLP(make_norm(kind, k), OwnGEGLU(k, f, bias))
+    return NormThenMLP(make_norm(kind, k), owning(GEGLU, k, f, bias))
 
 
 def tokens(t: int, k: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -180,7 +176,7 @@ def check_equal(expected: Tensors, actual: Tensors) -> None:
 
 
 def is_fused(block: Block, x: Tensor) -> bool:
-    """Whether `block` calls the operations that only fused modules call."""
+    """True if `block` calls the operations that only fused modules call."""
     return bool({"octavo::norm_quantize", "octavo::activation_quantize"} & operations(lambda: block(x)).keys())
 
 

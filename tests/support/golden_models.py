@@ -118,11 +118,9 @@ def write_run(folder: Path, name: str, recipe: str) -> Path:
 
 
 def weights(name: str) -> dict[str, Tensor]:
-    """The float32 tensors of one of MODELS.
-
-    Llama has no element that is subnormal in e4m3. Such elements alone distinguish the errors of two scales that differ
-    by a power of two, so that the order of a floating-point sum would decide between them.
-    """
+    """The float32 tensors of one of MODELS. Llama has no element that is subnormal in e4m3. Such elements alone
+    distinguish the errors of two scales that differ by a power of two, so that the order of a floating-point sum would
+    decide between them."""
     kind, sizes, _ = MODELS[name]
     made = getattr(transformers, kind)
     with torch.device("meta"):
@@ -194,10 +192,8 @@ def statistics(site: str) -> dict[str, Tensor]:
 
 
 def digest_folder(folder: Path) -> str:
-    """The first 16 hexadecimal digits of SHA-256 over the names and the contents of all files but the model card.
-
-    JSON, the headers of safetensors files included, is without the keys that `stable` leaves out.
-    """
+    """The first 16 hexadecimal digits of SHA-256 over the names and the contents of all files but the model card. JSON,
+    the headers of safetensors files included, is without the keys that `stable` leaves out."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.name != "README.md"):
         digest.update(path.name.encode())
@@ -211,11 +207,8 @@ def digest_folder(folder: Path) -> str:
 
 
 def stable(content: Any) -> Any:
-    """A JSON value without the keys that depend on the version or the machine.
-
-    It also lacks the keys that `pack` did not write yet when the digests were made: not_linear, checksums, and of an
-    OPT num_key_value_heads.
-    """
+    """A JSON value without the keys that depend on the version or the machine. It also lacks the keys that `pack` did
+    not write yet when the digests were made: not_linear, checksums, and of an OPT num_key_value_heads."""
     if isinstance(content, list):
         return [stable(value) for value in content]
     if not isinstance(content, dict):

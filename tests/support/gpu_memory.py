@@ -8,10 +8,8 @@ import torch
 
 
 def poison() -> None:
-    """Fill what the caching allocator will hand out next with 0xFF: NaN in FP32, BF16 and E4M3, -1 in integers.
-
-    A few blocks of every power of two from 512 B to 64 MiB are taken, filled and freed; the allocator keeps them.
-    """
+    """Fill what the caching allocator will hand out next with 0xFF: NaN in FP32, BF16 and E4M3, -1 in integers. A few
+    blocks of every power of two from 512 B to 64 MiB are taken, filled and freed; the allocator keeps them."""
     blocks = [
         torch.empty(1 << size, dtype=torch.uint8, device="cuda").fill_(0xFF) for size in range(9, 27) for _ in range(3)
     ]

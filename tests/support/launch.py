@@ -27,25 +27,15 @@ def torchrun(folder: Path, *words: str, processes: int = 2) -> "subprocess.Compl
 def run_elastic(folder: Path, function: Callable[..., Any], *args: Any, processes: int = 2, restarts: int = 0) -> None:
     """What `torchrun --standalone` does with a script, with a function of a module: its ranks start in some 50 ms.
 
-    Args:
-        folder: for the output of each rank, in RUN/attempt_ATTEMPT/RANK/stdout.log and stderr.log.
-        restarts: of all ranks after one has failed.
-
-    Raises:
-        ChildFailedError: a rank failed, and no restart was left. Its message is the one that torchrun prints.
+    The output of a rank is in `folder`/RUN/attempt_ATTEMPT/RANK/stdout.log and stderr.log. A ChildFailedError, as
+    torchrun prints it, if a rank fails and none of the `restarts` of all ranks is left.
     """
     use_server()
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=restarts,
-        start_method="forkserver",
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=restarts, start_method="forkserver",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=Std.ALL),
-    )
+    )  # fmt: skip
     # The agent sets handlers of its own, for good.
     before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
     try:

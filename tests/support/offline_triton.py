@@ -45,11 +45,8 @@ class Compiled(list[Any]):
 
 
 def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -> Compiled:
-    """From here on the launches of a module of kernels compile for a GPU of this capability, with ptxas.
-
-    Returns:
-        The list that the compiled kernels are added to.
-    """
+    """From here on the launches of a module of kernels compile for a GPU of this capability, with ptxas. The kernels
+    are added to the list that this returns."""
     from triton.runtime.driver import driver
 
     from octavo.ops.kernels import device_math as column_sums_kernel

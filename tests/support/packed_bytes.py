@@ -10,12 +10,8 @@ from tiny_models import open_theirs
 
 @torch.no_grad()
 def dequantized(model: Path, packed: Path) -> Any:
-    """transformers' model in float32, with weight * scale of the folder in place of each packed weight.
-
-    Args:
-        model: the folder that was packed.
-        packed: in the layout compressed-tensors, by a scheme with one scale for each output channel or tensor.
-    """
+    """transformers' `model` in float32, with weight * scale of the folder `packed` in place of each packed weight; in
+    the layout compressed-tensors, by a scheme with one scale for each output channel or tensor."""
     theirs, stored = open_theirs(model, torch.float32), load_file(packed / "model.safetensors")
     for name, scale in stored.items():
         if name.endswith(".weight_scale"):

@@ -25,10 +25,8 @@ PRELOADED = [
 
 
 def use_server() -> Any:
-    """The context of `multiprocessing` whose processes the server forks; with GPUs, processes that begin anew.
-
-    A forked process cannot use CUDA once an import has initialized it in the server.
-    """
+    """The context of `multiprocessing` whose processes the server forks; with GPUs, processes that begin anew. A forked
+    process cannot use CUDA once an import has initialized it in the server."""
     if torch.cuda.device_count():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -8,11 +8,7 @@ from octavo.train.saving import CheckpointWriter, TrainState
 
 
 def save_checkpoint(run: RunFolder, state: TrainState, keep: int) -> Path:
-    """Write the checkpoint of `state.step`, wait for it, and remove all but the newest `keep`. Every rank calls it.
-
-    Raises:
-        WriteError: the files could not be written; all older checkpoints are still there.
-    """
+    """Write the checkpoint of `state.step`, wait for it, and remove all but the newest `keep`. Every rank calls it."""
     with CheckpointWriter(run, keep) as writer:
         writer.save(state)
     return run.checkpoint(state.step)

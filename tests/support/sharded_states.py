@@ -26,10 +26,8 @@ class Net(nn.Module):
 
 def make_state(layout="plain", *, recipe="bf16", width=13, steps=0):
     """The `TrainState` of a `Net` after some steps of AdamW; `layout` says how it is sharded over all ranks: "plain",
-    "fsdp", "hsdp" (2 replicas), or "2d" (FSDP2 and tensor parallel over 2 ranks).
-
-    Each gradient follows from the weights element by element, so that every layout has the same state.
-    """
+    "fsdp", "hsdp" (2 replicas), or "2d" (FSDP2 and tensor parallel over 2 ranks). Each gradient follows from the
+    weights element by element, so that every layout has the same state."""
     torch.manual_seed(0)
     model = Net(width)
     octavo.convert(model, recipe, skip=["down"])

@@ -41,7 +41,7 @@ def run(work: str) -> None:
 
 
 def has_run(work: str) -> bool:
-    """Whether work that runs now in the current stream runs after `work`."""
+    """True if work that runs now in the current stream runs after `work`."""
     return work in torch.cpu.current_stream().before
 
 

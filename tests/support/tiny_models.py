@@ -157,7 +157,7 @@ def outputs(model: Any, ids: Tensor = IDS) -> Tensor:
 
 
 def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two files or models hold the same tensors."""
+    """True if two files or models hold the same tensors."""
     return a.keys() == b.keys() and all(
         t.dtype == b[name].dtype and t.shape == b[name].shape and torch.equal(bits(t), bits(b[name]))
         for name, t in a.items()
@@ -165,5 +165,5 @@ def same_bits(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def same_bytes(a: Path, b: Path) -> bool:
-    """Whether two folders hold the same tensors."""
+    """True if two folders hold the same tensors."""
     return same_bits(*(load_file(folder / "model.safetensors") for folder in (a, b)))

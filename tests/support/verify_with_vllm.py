@@ -28,11 +28,7 @@ def scaled_fp8_quant(
 
 
 class Experts:
-    """The kernel of experts: y = w2 (silu(w1 x) * w3 x), for each token summed over its experts.
-
-    Args:
-        moe_quant_config: of `quant_config`.
-    """
+    """The kernel of experts: y = w2 (silu(w1 x) * w3 x), for each token summed over its experts."""
 
     is_monolithic = False  # the router is outside
     can_overlap_shared_experts = consumes_expert_mask = False

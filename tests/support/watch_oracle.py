@@ -23,11 +23,7 @@ def expanded(scale: Array, cast: Cast, shape: tuple[int, ...]) -> Array:
 
 
 def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> dict[str, float]:
-    """The fields of a record of a finite matrix x, float32, which `cast` quantizes.
-
-    Args:
-        scale: float32, known before; None for that of x itself.
-    """
+    """The fields of a record of a finite matrix x, float32, which `cast` quantizes, by its own scale or a known one."""
     wide = x.astype(np.float64)
     amax, rms = np.abs(wide).max(), math.sqrt((wide**2).mean())
     central = wide - wide.mean()

@@ -48,9 +48,7 @@ def assert_close_in_groups(y: Tensor, x: Tensor, w: QTensor, sizes: list[int], *
 
 def assert_close(y: Tensor, x: Tensor, w: QTensor, bias: Tensor | None = None, *, rounded_weight: bool = False) -> None:
     """Each element of y is x @ w^T + bias in float64, rounded once to y's dtype, within the error of a float32 sum.
-
-    rounded_weight: each element of the weight is rounded to y's dtype as well.
-    """
+    rounded_weight: each element of the weight is rounded to y's dtype as well."""
     exact = x.double().numpy() @ wide(w).T
     total = np.abs(x.double().numpy()) @ np.abs(wide(w)).T
     if bias is not None:

@@ -40,10 +40,8 @@ class StoredKeys(Protocol):
 
 
 class KVCache(Protocol):
-    """The keys and values of all layers, for inference.
-
-    `first`, int32 [B], is the first token of each sequence that is not padding; None without padding.
-    """
+    """The keys and values of all layers, for inference. `first`, int32 [B], is the first token of each sequence that is
+    not padding; None without padding."""
 
     first: Tensor | None
 
@@ -142,11 +140,8 @@ class Dropout(nn.Dropout):
 
 
 class Decoder(nn.Module, ABC):
-    """Base of the language models: tying, initialization and activation checkpointing.
-
-    With `checkpoint_activations = True`, training saves only the input of each block and computes its activations again
-    in the backward pass.
-    """
+    """Base of the language models: tying, initialization and activation checkpointing. With `checkpoint_activations =
+    True`, training saves only the input of each block and computes its activations again in the backward pass."""
 
     residual_projections: ClassVar[tuple[str, ...]]  # the last names of the layers that write to the residual stream
     lm_head: nn.Linear
@@ -164,10 +159,8 @@ class Decoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits [B, T, V] of int64 tokens [B, T].
-
-        With a cache, the T tokens follow those that it holds, and only the logits [B, 1, V] of the last are computed.
-        """
+        """Logits [B, T, V] of int64 tokens [B, T]. With a cache, the T tokens follow those that it holds, and only the
+        logits [B, 1, V] of the last are computed."""
 
     def tie_weights(self) -> None:
         """Make the head's weight the embedding's Parameter, if the configuration ties them."""
@@ -201,10 +194,8 @@ class Decoder(nn.Module, ABC):
         return block(*args)  # type: ignore[no-any-return]
 
     def positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        """The positions of the tokens [B, T] in their texts: int64 [1, T], or [B, T] if the cache has padding.
-
-        Raises a ValueError unless the tokens are int64 [B, T] that fit in the context.
-        """
+        """The positions of the tokens [B, T] in their texts: int64 [1, T], or [B, T] if the cache has padding. Raises a
+        ValueError unless the tokens are int64 [B, T] that fit in the context."""
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(f"tokens must be int64 [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
         start = 0 if cache is None else cache.tokens
@@ -242,12 +233,9 @@ _TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the e
 
 @torch.no_grad()
 def is_causal(model: nn.Module, vocabulary: int) -> bool:
-    """Whether the logits of a token stay the same when the last token of the sequence changes.
-
-    Runs `model` twice, in evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before
-    `octavo.convert`: the model must compute in float32, and quantization with one scale for a tensor makes every logit
-    depend on every token.
-    """
+    """True if the logits of a token stay the same when the last token of the sequence changes. Runs `model` twice, in
+    evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before `octavo.convert`: the model must
+    compute in float32, and quantization with one scale for a tensor makes every logit depend on every token."""
     device = next(model.parameters()).device
     tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
     other = tokens.clone()
@@ -272,10 +260,8 @@ def logits_of(output: object) -> Tensor:
 
 @torch.no_grad()
 def head_name(model: nn.Module) -> str | None:
-    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does.
-
-    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
-    """
+    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does. Runs
+    `model` once, in evaluation mode, on two tokens; it may be on the meta device."""
     outputs: dict[nn.Module, Tensor] = {}
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:

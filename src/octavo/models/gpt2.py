@@ -77,11 +77,9 @@ class GPT2Config:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
-        """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read.
-
-        Raises a ValueError for a missing size, and for a feature that this implementation lacks: an activation other
-        than gelu (OPT's own models use relu), post-norm, projected embeddings, an MLP width other than 4 * width.
-        """
+        """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read. Raises
+        a ValueError for a missing size, and for a feature that this implementation lacks: an activation other than gelu
+        (OPT's own models use relu), post-norm, projected embeddings, an MLP width other than 4 * width."""
         sizes = read_sizes(hf, "an OPT", "vocabulary", "layers", "width", "heads", "context")
         config = cls(**sizes, tied=hf.get("tie_word_embeddings", True), bias=hf.get("enable_bias", True))
         supported = {
@@ -129,11 +127,8 @@ class Block(nn.Module):
         self.mlp = GELU(self, "fc1", "fc2")
 
     def forward(self, x: Tensor, delta: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """One block of the residual stream [B, T, width].
-
-        Takes and returns the stream, and the output of the last MLP, which is not yet added: the next norm adds it in
-        the pass in which it reads the stream. None stands for 0.
-        """
+        """One block of the residual stream [B, T, width]. Takes and returns the stream, and the output of the last MLP,
+        which is not yet added: the next norm adds it in the pass in which it reads the stream. None stands for 0."""
         (q, k, v), x = self.qkv(x, delta)
         delta, x = self.mlp(x, self.final_layer_norm, self.self_attn(q, k, v, cache))
         return x, self.dropout(delta)

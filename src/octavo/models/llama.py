@@ -83,10 +83,8 @@ class LlamaConfig:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """Read the fields of a Llama config.json. An absent field has transformers' default; dropout is not read.
-
         Raises a ValueError for a missing size, and for a feature that this implementation lacks: RoPE scaling, biases,
-        an activation other than silu, a head_dim other than width / heads.
-        """
+        an activation other than silu, a head_dim other than width / heads."""
         sizes = read_sizes(hf, "a Llama", "vocabulary", "layers", "width", "heads", "mlp_width", "context")
         config = cls(
             **sizes,
@@ -110,11 +108,8 @@ def _rope_theta(hf: Mapping[str, Any]) -> float:
 
 
 def rope_tables(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """FP32 cosines and sines [..., head_dim] of positions [...], the halves repeated.
-
-    They are computed in each forward pass, which costs little. As buffers they would be lost when a model on the meta
-    device is given its memory.
-    """
+    """FP32 cosines and sines [..., head_dim] of positions [...], the halves repeated. (As buffers they would be lost
+    when a model on the meta device is given its memory.)"""
     pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device)
     frequency = 1.0 / config.rope_theta ** (pair / config.head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
@@ -123,10 +118,8 @@ def rope_tables(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + d/2) of x[B, T, heads, d] by its position's angle, in FP32; returns x's dtype.
-
-    The tables are [T, d], or [B or 1, T, d].
-    """
+    """Turn each pair (i, i + d/2) of x[B, T, heads, d] by its position's angle, in FP32; returns x's dtype. The tables
+    are [T, d], or [B or 1, T, d]."""
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # the same for all heads
     low, high = x.float().chunk(2, dim=-1)
     turned = torch.cat((low, high), dim=-1) * cos + torch.cat((-high, low), dim=-1) * sin
@@ -134,7 +127,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def has_kernel(q: Tensor) -> bool:
-    """Whether one kernel applies rotary embedding and stores keys and values. It has no gradient."""
+    """True if one kernel applies rotary embedding and stores keys and values. It has no gradient."""
     return q.is_cuda and not q.requires_grad
 
 
@@ -191,11 +184,8 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, cache: KVCache | None
     ) -> tuple[Tensor, Tensor]:
-        """One block of the residual stream [B, T, width].
-
-        Takes and returns the stream, and the output of the last MLP, which is not yet added: the next norm adds it in
-        the pass in which it reads the stream. None stands for 0.
-        """
+        """One block of the residual stream [B, T, width]. Takes and returns the stream, and the output of the last MLP,
+        which is not yet added: the next norm adds it in the pass in which it reads the stream. None stands for 0."""
         (q, k, v), x = self.qkv(x, delta)
         if v.requires_grad:
             v = v.contiguous()  # attention saves v for backward: a view would hold all of q, k and v

@@ -76,7 +76,7 @@ class ByteTokenizer(Tokenizer):
 class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library tokenizers or transformers, from the file or folder `where`."""
 
-    def __init__(self, tokenizer: Any, where: str | Path) -> None:
+    def __init__(self, tokenizer: Any, where: str | Path = "the trained tokenizer") -> None:
         self._tokenizer, self._where = tokenizer, where
 
     @abstractmethod
@@ -90,11 +90,8 @@ class LibraryTokenizer(Tokenizer):
 
 
 class BpeTokenizer(LibraryTokenizer):
-    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`).
-
-    It opens any `tokenizer.json`. The names of special tokens and the chat template are in other files, which
-    `HuggingFaceTokenizer` reads too.
-    """
+    """Byte-level BPE: a `tokenizers.Tokenizer` (extra `bpe`). It opens any `tokenizer.json`. The names of special
+    tokens and the chat template are in other files, which `HuggingFaceTokenizer` reads too."""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocabulary: int) -> Self:
@@ -109,7 +106,7 @@ class BpeTokenizer(LibraryTokenizer):
             vocab_size=vocabulary, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
-        return cls(tokenizer, "the trained tokenizer")
+        return cls(tokenizer)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -142,10 +139,8 @@ class HuggingFaceTokenizer(LibraryTokenizer):
 
     @classmethod
     def from_hub(cls, name: str) -> Self:
-        """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder.
-
-        Raises a ValueError, which says why, if it cannot be opened.
-        """
+        """The tokenizer of a model on the Hugging Face hub, which is downloaded once, or of a local folder. Raises a
+        ValueError, which says why, if it cannot be opened."""
         if Path(name).is_dir():
             return cls(name)
         try:
@@ -257,7 +252,7 @@ def byte_json() -> dict[str, Any]:
 
 
 def is_bytes(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the same ids as `byte_json`."""
+    """True if a tokenizer.json gives the same ids as `byte_json`."""
     model, ours = content["model"], byte_json()["model"]
     plain = not content.get("added_tokens") and content.get("normalizer") is None
     return plain and model.get("vocab") == ours["vocab"] and not model.get("merges")

@@ -99,10 +99,8 @@ class TrainingPlan:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization against the BF16 peak of the data sheet (`octavo.train.trainer`).
-
-        Every query counts with every key, although a causal attention computes half of these pairs.
-        """
+        """Model FLOPs utilization against the BF16 peak of the data sheet. Every query counts with every key, although
+        a causal attention computes half of these pairs."""
         model = self.setup.model
         heads = sum(block.count * (block.attention.queries + block.attention.output) for block in model.blocks)
         flops = 6.0 * (model.active_parameters + heads * self.setup.config.context)
@@ -145,10 +143,8 @@ class TrainingPlan:
         return bisect_left(range(1, LARGEST), True, key=exceeds) * step
 
     def changed(self, gpus: int = 0, sequences: int = 0, **settings: Any) -> "TrainingPlan | None":
-        """The same run on other GPUs, with so many sequences of a micro-batch on each, and with other settings.
-
-        None where that is not possible. The tokens of a step stay the same where the micro-batches allow it.
-        """
+        """The same run on other GPUs, with so many sequences of a micro-batch on each, and with other settings; None
+        where that is not possible. The tokens of a step stay the same where the micro-batches allow it."""
         setup, gpus = self.setup, gpus or self.gpus
         try:
             data = find_degrees(setup.config.parallel, gpus).data
@@ -159,11 +155,8 @@ class TrainingPlan:
 
     @property
     def faster_settings(self) -> dict[str, float]:
-        """Where the GPU waits for the host: options of `octavo train`, and how many times the tokens/s each gives.
-
-        A larger micro-batch gives the GPU more work for the same launches. More micro-batches in a step share the
-        update of the weights. The others launch less. Empty where the GPU does not wait.
-        """
+        """Where the GPU waits for the host: options of `octavo train` that give it more work for the same launches,
+        share the update, or launch less, and how many times the tokens/s each gives."""
         config, found = self.setup.config, {}
         changes: dict[str, dict[str, Any]] = {
             f"--batch {2 * config.batch}": {"batch": 2 * config.batch},
@@ -181,10 +174,8 @@ class TrainingPlan:
 
     @cached_property
     def fitting(self) -> dict[str, "TrainingPlan"]:
-        """Where the plan does not fit: the options with which it does, and their plans; as few changes as possible.
-
-        Of each kind of change the fewest GPUs count, then the most tokens a second. Empty where the plan fits.
-        """
+        """Where the plan does not fit: the options with which it does, and their plans; as few changes as possible. Of
+        each kind of change the fewest GPUs count, then the most tokens a second."""
         sequences, mode = self.setup.config.batch // self.setup.degrees.data, attrgetter(MODE)(self.setup.config)
         kinds: dict[str, list[Any]] = {
             "sequences": [sequences >> n for n in range(1, sequences.bit_length())],
@@ -341,11 +332,9 @@ _SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  
 @dataclass(frozen=True)
 class Case:
     """A question to `octavo plan`: a model (`find_architecture`; or a file of settings, a preset or a run of octavo
-    train, with their own model), settings as on a command line, GPUs, and Gb/s of a GPU's network card.
-
-    In serving: the `scheme` of the packed layers, "" for that of the recipe as `octavo pack` chooses it; and the dtypes
-    of the `cache` of keys and values, and of the `attention` of prompts.
-    """
+    train), settings as on a command line, GPUs, and Gb/s of a GPU's network card. In serving: the `scheme` of the
+    packed layers ("" for that of the recipe), and the dtypes of the `cache` of keys and values and of the `attention`
+    of prompts."""
 
     model: str
     settings: tuple[str, ...] = ()
@@ -399,10 +388,8 @@ class Case:
         return model, config.change(**values)
 
     def _own_settings(self) -> Config | None:
-        """The settings of a run, a file or a preset of octavo train; None for another model.
-
-        On more GPUs than a preset has sequences in a micro-batch, it gets more of them, and fewer micro-batches.
-        """
+        """The settings of a run, a file or a preset of octavo train; None for another model. A preset gets more
+        sequences and fewer micro-batches where it has fewer sequences than GPUs."""
         if self.model not in PRESETS:
             return self._saved_settings()
         config = Config.load(self.model, self.settings)
@@ -419,11 +406,9 @@ class Case:
 
 
 def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:
-    """The cases of a comparison: each a label, and a case that differs from `case` in the settings that are compared.
-
-    Each of `compare` is NAME=VALUE,VALUE; several give every combination, and none the case alone. NAME is a setting of
-    training, or model, gpu, gpus, network, scheme, kv-cache or attention.
-    """
+    """The cases of a comparison with their labels. Each of `compare` is NAME=VALUE,VALUE; several give every
+    combination, and none the case alone. NAME is a setting of training, or model, gpu, gpus, network, scheme, kv-cache
+    or attention."""
     cases = [("", case)]
     for each in compare:
         name, _, values = each.partition("=")
@@ -439,10 +424,7 @@ def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:
 
 def find_runs(case: Case, tokens: float, days: float) -> list[TrainingPlan]:
     """The runs that train on so many tokens in so many days, the cheapest first: of each recipe with the fewest GPUs.
-
-    What the settings leave open is searched: the recipe, activation checkpointing and the sequences of each GPU. If no
-    number of GPUs is enough, a ValueError names the fastest run.
-    """
+    The recipe, checkpointing and the sequences of each GPU are searched unless the settings give them."""
 
     def choices(setting: str, values: Sequence[str]) -> list[dict[str, Any]]:
         """The values of a setting that the search tries; none but its own if it is given."""

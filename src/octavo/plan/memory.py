@@ -24,10 +24,8 @@ from octavo.train.settings import unit_size
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by part, at the moment of the peak; `offloaded` is in the CPU's memory.
-
-    `moment` names it: "start of backward" or "end of backward".
-    """
+    """Bytes on one GPU by part, at the moment of the peak; `offloaded` is in the CPU's memory. `moment` names it:
+    "start of backward" or "end of backward"."""
 
     weights: float
     fp8_copies: float
@@ -82,7 +80,7 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
 
 
 def _holds_copies(setup: Setup) -> bool:
-    """Whether the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
+    """True if the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
     w = setup.recipe.w
     gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
     return not setup.states.offloaded and not gathered
@@ -121,11 +119,8 @@ def _again_bytes(setup: Setup, block: Block) -> float:
 
 
 def passing_bytes(setup: Setup, block: Block) -> float:
-    """Temporary tensors of a block's backward pass: in the MLP, where they are largest.
-
-    A fused MLP is one function. In eager mode its tensors are freed when it returns: dh, du and h, transposed copies.
-    Elsewhere du takes the place of saved tensors that are freed.
-    """
+    """Temporary tensors of a block's backward pass, in the MLP. A fused MLP is one function, which in eager mode frees
+    its dh, du, h and transposed copies as it returns. Elsewhere du takes the place of saved tensors that are freed."""
     hidden, width, fused = block.hidden, setup.model.width, is_fused(setup.model, setup.recipe)
     u = block.activated
     if fused and setup.config.compile.blocks:
@@ -202,7 +197,7 @@ def block_bytes(setup: Setup, block: Block) -> float:
 
 
 def is_fused(model: Architecture, recipe: Recipe) -> bool:
-    """Whether the model's norms and activations quantize in the pass that computes them."""
+    """True if the model's norms and activations quantize in the pass that computes them."""
     return model.fused and recipe.fusable is not None
 
 
@@ -240,12 +235,12 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
 
 
 def _casts_again(recipe: Recipe) -> bool:
-    """Whether dw can read bytes that are made of a saved input again."""
+    """True if dw can read bytes that are made of a saved input again."""
     return recipe.quantizes_x_once and recipe.dw is not None and recipe.dw.b.rounding == "nearest"
 
 
 def _has_history(recipe: Recipe) -> bool:
-    """Whether each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
+    """True if each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
     return recipe.dw is not None and recipe.dw.b.history is not None
 
 
@@ -266,11 +261,8 @@ def scale_bytes(granularity: Granularity, elements: int) -> float:
 
 
 def checkpointed_bytes(setup: Setup, block: Block, mode: str) -> float:
-    """Bytes a token that a block saves with activation checkpointing: `mode` is full or selective.
-
-    A block of Octavo's models has two inputs: the residual stream, and the output of the last MLP, which is not added
-    yet.
-    """
+    """Bytes a token that a block saves with full or selective checkpointing. A block of Octavo's models has two inputs:
+    the residual stream, and the output of the last MLP, which is not added yet."""
     inputs = (setup.residual + 2.0) * setup.model.width
     if mode == "full":
         return inputs

@@ -122,7 +122,7 @@ class Architecture:
 
     @property
     def rotary(self) -> bool:
-        """Whether positions turn the queries and keys; models with LayerNorm add them to the embedding."""
+        """True if positions turn the queries and keys; models with LayerNorm add them to the embedding."""
         return not self.layer_norm
 
     @property

@@ -55,12 +55,9 @@ WIDENED = 2 / 5
 
 @dataclass(frozen=True)
 class SchemeSpeeds:
-    """The speed of a scheme on a GPU, as a multiple of that of BF16.
-
-    `gemm` is the backend of the linear layers, "weight-only" if it takes inputs in BF16. `points` are speeds by the
-    number of tokens, of which `least` are the fewest that were measured for the scheme (None: it was not measured); for
-    fewer it has the speed of the scheme `instead`.
-    """
+    """The speed of a scheme as a multiple of that of BF16, by the number of tokens (`points`); `gemm` is the backend of
+    the linear layers. For fewer than the `least` tokens that were measured for the scheme (None: it was not measured)
+    it is that of the scheme `instead`."""
 
     gemm: str
     points: Mapping[int, float]
@@ -96,7 +93,7 @@ def find_speeds(scheme: Scheme | None, gpu: Gpu, experts: Layer | None = None) -
 
 
 def _gemm_on(scheme: Scheme, architecture: str) -> tuple[bool, str]:
-    """Whether the GEMM of `scheme` takes eight-bit inputs, and its backend."""
+    """True if the GEMM of `scheme` takes eight-bit inputs, and its backend."""
     place = ARCHITECTURES[architecture]
     cast, backend = find_gemm(scheme_on(scheme, place), place)
     return cast is not None, backend.name
@@ -189,7 +186,7 @@ class Server:
 
     @property
     def is_cast_fused(self) -> bool:
-        """Whether norms and activations write the inputs of GEMMs in eight bits."""
+        """True if norms and activations write the inputs of GEMMs in eight bits."""
         return self.scheme in (CHANNEL, INT8) and self.speeds.gemm not in ("weight-only", "dequantized")
 
     @property
@@ -338,11 +335,8 @@ def _attention_seconds(server: Server, block: Block) -> float:
 
 
 def _traffic(server: Server, block: Block) -> float:
-    """Bytes a token of norms, rotary positions and the activation in BF16.
-
-    If they write eight bits, they write a byte an element less, and the speed of the linear layers has a pass too many
-    that reads two bytes an element and writes one.
-    """
+    """Bytes a token of norms, rotary positions and the activation in BF16. If they write eight bits, they write a byte
+    an element less, and the speed of the linear layers has a pass too many, of three bytes an element."""
     u = block.activated
     wide = 16.0 * server.model.width + 4.0 * (block.attention.queries + block.attention.keys) + 2.0 * (u + block.hidden)
     cast = [
@@ -363,10 +357,8 @@ def _step_seconds(server: Server) -> float:
 
 
 def _layer_step_seconds(server: Server, layer: Layer) -> float:
-    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed.
-
-    Of experts, those are read that a token is sent to, drawn evenly.
-    """
+    """Reading the weights in BF16, or multiplying them if that takes longer, over the scheme's speed. A batch
+    reads the experts that its tokens are sent to, drawn evenly."""
     rows = max(server.batch * layer.active // layer.copies, 1)
     read = 1.0 if layer.copies == 1 else 1 - (1 - layer.active / layer.copies) ** server.batch
     reading = 2.0 * (layer.weights * read) / server.gpu.copy_rate / READ_SHARE

@@ -157,7 +157,7 @@ class Setup:
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 holds the weights: on several GPUs, or in the memory of the CPU."""
+        """True if FSDP2 holds the weights: on several GPUs, or in the memory of the CPU."""
         return self.degrees.data > 1 or self.config.optimizer.offload
 
     @property
@@ -247,10 +247,8 @@ def _padded(head: int) -> int:
 def find_origins(
     model: Architecture, gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int]]
 ) -> dict[str, str]:
-    """For each rate, whether it was measured for the shapes of such a model or follows from the data sheet.
-
-    `products` are (M, K, N) and the copies of each GEMM.
-    """
+    """For each rate, whether it was measured for the shapes of such a model or follows from the data sheet. `products`
+    are (M, K, N) and the copies of each GEMM."""
     found, a = {"matrix products": product_origin(gpu, recipe, products), **gpu.origins}, model.blocks[0].attention
     sizes = {a.queries // a.heads, a.output // a.heads}
     if gpu.attention and not (a.causal and sizes == {MEASURED_HEAD}):
@@ -280,10 +278,8 @@ def training_limit(setup: Setup) -> str:
 
 
 def speed_if_fp8(setup: Setup) -> float | None:
-    """The speed of attention in FP8, forward and backward, as a multiple of that in BF16.
-
-    None where attention does not run in FP8, or texts are shorter than those that it is meant for.
-    """
+    """The speed of attention in FP8, forward and backward, as a multiple of that in BF16. None where attention does not
+    run in FP8, or texts are shorter than those that it is meant for."""
     context = setup.config.context
     long = context >= AttentionSettings().shortest and context % GRADIENT_TILE == 0
     return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None

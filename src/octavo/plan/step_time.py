@@ -141,10 +141,8 @@ def _cast_seconds(setup: Setup, block: Block) -> float:
 
 
 def _products_again(setup: Setup, block: Block) -> float:
-    """The GEMMs that activation checkpointing computes again, and the casts to BF16 that they need.
-
-    In eager mode the function of a converted layer computes its output too.
-    """
+    """The GEMMs that activation checkpointing computes again, and the casts to BF16 that they need. In eager mode the
+    function of a converted layer computes its output too."""
     products = block_products(setup, block)
     if setup.config.activation_checkpointing.mode == "selective":
         products = products[1::2]
@@ -164,10 +162,8 @@ def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
 
 
 def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
-    """Bytes that FSDP2 copies out of the buffer of each gather, and into the FP32 buffer of the reduction.
-
-    `weights` of the parameters belong to linear layers of a block.
-    """
+    """Bytes that FSDP2 copies out of the buffer of each gather, and into the FP32 buffer of the reduction. `weights` of
+    the parameters belong to linear layers of a block."""
     if not setup.sharded:
         return 0.0
     narrow, wide = setup.gathered_bytes
@@ -261,10 +257,8 @@ def passes_seconds(setup: Setup, block: Block) -> tuple[float, float]:
 
 
 def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:
-    """The passes of a block, forward and backward.
-
-    The casts of a converted layer are in its measured time, although a fused module makes them in these passes.
-    """
+    """The passes of a block, forward and backward. The casts of a converted layer are in its measured time, although a
+    fused module makes them in these passes."""
     r, width = setup.residual, setup.model.width
     norm, activation, (forward, backward) = _norm(setup), _activation(setup, block), _moved(setup, block)
     return (
@@ -305,11 +299,9 @@ def _moved(setup: Setup, block: Block) -> tuple[float, float]:
 
 
 def bias_bytes(setup: Setup, block: Block) -> float:
-    """Bytes a token of the gradients of biases, which the measured layers do not have: sums that read dy.
-
-    In a fused MLP the dy of the layers before the activation is in eight bits: the sum reads dh and u, and computes dy
-    from them again.
-    """
+    """Bytes a token of the gradients of biases, which the measured layers do not have: sums that read dy. In a fused
+    MLP the dy of the layers before the activation is in eight bits: the sum reads dh and u, and computes dy from them
+    again."""
     biased = [layer for layer in block.layers if layer.bias]
     moved = 0
     if is_fused(setup.model, setup.recipe) and any(layer.group == "up" for layer in biased):
@@ -414,10 +406,8 @@ NVLINK = 450e9  # bytes a second and direction of an H200 (NVIDIA's data sheet)
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes.
-
-    `shared`: whether a gather and a reduction that run at the same time divide the rate. Otherwise each has all of it.
-    """
+    """Bytes a second that a ring brings each GPU: inside a node, and where it crosses nodes. `shared`: whether a gather
+    and a reduction that run at the same time divide the rate. Otherwise each has all of it."""
 
     node: float
     network: float = math.inf
