@@ -74,8 +74,8 @@ class Layer(nn.Module):
 
 
 def find_torchao() -> Any:
-    """torchao's grouped product of experts, None where it is not installed."""
-    if not record.installed("torchao"):
+    """torchao's grouped product of experts, a Triton kernel; None where it is not installed."""
+    if not (record.installed("torchao") and record.installed("triton")):
         return None
     grouped = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
     return grouped._to_fp8_rowwise_then_scaled_grouped_mm
@@ -210,7 +210,8 @@ def build(mode: str, shape: Shape) -> Runner:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    built = {mode: made(mode, partial(build, mode, shape)) for mode in MODES}
+    known = [mode for mode in MODES if mode != "torchao" or torchao_mm is not None]
+    built = {mode: made(mode, partial(build, mode, shape)) for mode in known}
     modes = {mode: runner for mode, runner in built.items() if runner is not None}
     exact = modes["bf16"].step()
     names = ("y", "dx", *(f"d{name}" for name in Experts.matrices))

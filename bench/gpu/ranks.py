@@ -56,6 +56,8 @@ def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
     try:
         rows.append({"mode": name, **measure()})
     except Exception as error:
+        if record.QUICK:
+            raise
         rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
     say(rows[-1])
 

@@ -5,11 +5,9 @@
 
 import importlib
 import json
-import queue
 import runpy
 import shlex
 import sys
-import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +66,7 @@ def test_every_main_is_imported_and_says_how_it_is_called(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", [each for each in smoke.COMMANDS if not {"torch.distributed.run", "bench.gpu.layer"} & {*each.split()}]
+    "command", [each for each in smoke.COMMANDS if "torch.distributed.run" not in each]
 )
 def test_it_runs_at_its_smallest_and_writes_nothing(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -122,28 +120,9 @@ def test_wrong_results_end_a_benchmark(capsys: pytest.CaptureFixture[str], monke
 # --- The layer, the stack, and its watch -----------------------------------------------------------------------
 
 
-def test_batches_hold_each_cell_once_and_fit_the_memory() -> None:
-    cells, memory = layer.order(), 100 << 30
-    batches = list(layer.batches(cells, 12, memory, 2))
-    assert [cell for batch in batches for cell in batch] == cells
-    assert len(set(cells)) == 216
-    assert max(map(len, batches)) == 12
-    assert all(sum(map(layer.bytes_of, batch[gpu::2])) <= memory for batch in batches for gpu in range(2))
-
-
-def test_a_cell_is_measured_once_all_are_compiled_and_one_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    monkeypatch.setattr(layer, "time_candidates_alone", lambda lock: None)
-    found: queue.Queue[Any] = queue.Queue()
-    for cell in ((16, 16, 16), (16, 16, -1)):
-        layer.work(cell, 0, threading.RLock(), threading.Barrier(1), found)
-    (_, rounds), (_, failure) = found.get(), found.get()
-    assert rounds.keys() >= {"bf16", "ours", "ours, only if faster"}
-    assert isinstance(failure, str)
-
-
 def test_cells_of_another_commit_are_measured_again(results: Path) -> None:
     assert layer.measured_before() == []
+    assert len(set(layer.order())) == 216
     path = record.write("gpu_layer", {"cells": [{"m": 16}]})
     for change, expected in (({}, [{"m": 16}]), ({"measured": "2020-01-01"}, [{"m": 16}]), ({"commit": "other"}, [])):
         found = json.loads(path.read_text())
