@@ -33,6 +33,7 @@ from octavo.speed import release
 Step = Callable[[], Any]
 Made = TypeVar("Made")
 Weight = TypeVar("Weight")
+Runs = TypeVar("Runs", bound="Passes")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -251,6 +252,13 @@ def peak_of(step: Step, before: int, warmup: int = 1) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def with_peak(make: Callable[[], Runs]) -> tuple[Runs, int]:
+    """What `make` gives, and the peak bytes of its step, weights included."""
+    before = allocated()
+    runner = make()
+    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
 
 
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:

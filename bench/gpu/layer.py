@@ -28,7 +28,7 @@ from octavo.nn import NormLinear
 Cell = tuple[int, int, int]
 Rounds = dict[str, list[float]]
 
-SIZES = sized((1024, 2048, 4096, 8192, 16384, 32768), (64,))
+SIZES = sized((1024, 2048, 4096, 8192, 16384, 32768), (128,))
 
 
 class Layer(nn.Module):

@@ -52,10 +52,11 @@ def gains(results: dict[str, Result]) -> list[Gain]:
         **results,
     }
     names["results"] = results
-    found = []
+    found: list[Gain] = []
     for line in Path(__file__).with_name("gains.template.md").read_text().splitlines():
         what, speeds, accuracy, link = line.split(" | ")
-        found.append(Gain(fill(what, names), *eval(speeds, names), fill(accuracy, names), link))
+        to_bf16, to_torchao = eval(speeds, names)
+        found.append(Gain(fill(what, names), to_bf16, to_torchao, fill(accuracy, names), link))
     return found
 
 
