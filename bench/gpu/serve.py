@@ -60,6 +60,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     if options.only in ("", "serve"):
         serve(partial(note, "gpu_serve", {"layers": options.layers}), options.layers)
+    harness.allocated()  # frees the models of serve
     if options.only in ("", "kv-cache"):
         cache = partial(note, "gpu_kv_cache", {})
         cache("attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)])

@@ -63,8 +63,11 @@ def test_every_main_is_imported_and_says_how_it_is_called(name: str) -> None:
         assert any(name in command for command in (*smoke.COMMANDS, *smoke.COMMANDS_OF_A_GPU))
 
 
+STARTS_PROCESSES = ("torch.distributed.run", "bench.gpu.start", "bench.gpu.compile_time")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in smoke.COMMANDS if "torch.distributed.run" not in each])
+@pytest.mark.parametrize("command", [each for each in smoke.COMMANDS if not any(x in each for x in STARTS_PROCESSES)])
 def test_it_runs_at_its_smallest_and_writes_nothing(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
