@@ -40,7 +40,7 @@ COMMANDS = [
     "-m bench.gpu.recipes --recipes bf16,rowwise,delayed_e5m2_margin_1 --out {out}" + ("" if GPU else " --cpu"),
     f"{TORCHRUN} bench.gpu.fsdp",
     f"{TORCHRUN} bench.gpu.network",
-    f"{TORCHRUN} bench.gpu.tensor_parallel",
+    f"{TORCHRUN} bench.gpu.tensor_parallel --only octavo",
 ]
 COMMANDS_OF_A_GPU = [
     "-m bench.gpu.grouped_rows",

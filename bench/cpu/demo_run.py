@@ -6,10 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from examples import demo
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.run import RunFolder
+from octavo.evaluation.metrics import Outputs
 from octavo.train.config import Config
 from octavo.train.start import start_run
 
@@ -31,3 +33,13 @@ def write_model(run: Path, out: Path) -> Path:
     tensors = load_file(folder.newest() / "model.safetensors")
     save_file({name: t.bfloat16() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
     return out
+
+
+def outputs(model: nn.Module) -> Outputs:
+    """A function from ids [B, T] to the logits [B, T, V] of whole prompts."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits: Tensor = model(ids, use_cache=False).logits
+        return logits
+
+    return run

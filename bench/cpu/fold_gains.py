@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from bench import record
-from bench.cpu.demo_run import write_model
+from bench.cpu.demo_run import outputs, write_model
 from octavo.calibration import Calibration, calibrate
 from octavo.evaluation.metrics import LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompts
@@ -95,8 +95,8 @@ def measure(source: Path, root: Path) -> list[dict[str, Any]]:
         found = Calibration.load(calibration if folder == source else calibrated(folder, root))
         model = open_model(folder)
         scales = {name: found.sites[site].amax for name, site in found.layers.items()}
-        candidates = {"none": run(model), **{name: quantized(model, name, scales) for name in CASTS}}
-        quality = compare_many(run(open_model(source)), candidates, batches, LogitSums)
+        candidates = {"none": outputs(model), **{name: quantized(model, name, scales) for name in CASTS}}
+        quality = compare_many(outputs(open_model(source)), candidates, batches, LogitSums)
         assert quality["none"].kl.value < 1e-3, f"{source.name}, {kind}: not the same model"
         for name in candidates:
             kl, ppl = quality[name].kl, quality[name].perplexity_ratio
@@ -114,14 +114,6 @@ def calibrated(folder: Path, root: Path) -> Path:
 def open_model(folder: Path) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return model
-
-
-def run(model: nn.Module) -> Outputs:
-    def logits(ids: Tensor) -> Tensor:
-        found: Tensor = model(ids).logits
-        return found
-
-    return logits
 
 
 # --- Casts -----------------------------------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ def quantized(model: nn.Module, name: str, scales: Mapping[str, float]) -> Outpu
             return (rounded(args[0], largest),)
 
         linear.register_forward_pre_hook(cast_input)
-    return run(model)
+    return outputs(model)
 
 
 if __name__ == "__main__":

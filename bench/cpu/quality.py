@@ -25,7 +25,7 @@ from torch import Tensor
 
 import octavo
 from bench import record
-from bench.cpu.demo_run import train, write_model
+from bench.cpu.demo_run import outputs, train, write_model
 from examples import demo
 from octavo.calibration import Calibration, calibrate
 from octavo.data import read_text
@@ -164,20 +164,9 @@ def in_chunks(model: Any, make: Cache) -> Outputs:
 def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
     plain, ours = octavo.load(packed), octavo.load(packed)
     use_fp8_attention(ours, shortest=1)
-    quality = compare_many(whole(plain), {"fp8": whole(ours)}, batches, LogitSums)
+    quality = compare_many(outputs(plain), {"fp8": outputs(ours)}, batches, LogitSums)
     print(quality["fp8"].to_dict())
     return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": quality["fp8"].to_dict()}
-
-
-def whole(model: Any) -> Outputs:
-    """A function from ids [B, T] to the logits [B, T, V] of whole prompts."""
-
-    @torch.no_grad()
-    def run(ids: Tensor) -> Tensor:
-        logits: Tensor = model(ids, use_cache=False).logits
-        return logits
-
-    return run
 
 
 if __name__ == "__main__":

@@ -6,12 +6,10 @@ held-out images. The diffusion transformer makes images of all classes, which ar
 the Gaussians of the features of a small classifier, which was trained in FP32, on the images made and on all digits.
 The features are those of this classifier and no standard ones: distances compare the recipes here and nothing else.
 
-    python -m bench.cpu.vision [--quick]
+    python -m bench.cpu.vision
 """
 
 import importlib
-import json
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -25,10 +23,11 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
+from bench.gpu.harness import parser_of, sized
 from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransformer, flow_loss, sample
 from octavo.recipe import get_recipe
 
-SEEDS = {"classifier": range(24), "diffusion": range(6)}
+SEEDS = {"classifier": range(sized(24, 1)), "diffusion": range(sized(6, 1))}
 RECIPES = ("bf16", "rowwise")
 CONFIG = ImageConfig(image=8, patch=2, channels=1, classes=10, layers=2, width=64, heads=4)
 HELD_OUT, BATCH = 360, 64
@@ -138,10 +137,9 @@ def run(task: str, recipe: str, seed: int, steps: dict[str, int]) -> dict[str, A
 
 
 def main() -> None:
-    quick = "--quick" in sys.argv
-    steps = {name: 3 if quick else count for name, count in STEPS.items()}
-    seeds = {task: each[: 1 if quick else None] for task, each in SEEDS.items()}
-    jobs = [(task, recipe, seed) for task in STEPS for seed in seeds[task] for recipe in RECIPES]
+    parser_of(__doc__).parse_args()
+    steps = {name: sized(count, 3) for name, count in STEPS.items()}
+    jobs = [(task, recipe, seed) for task in STEPS for seed in SEEDS[task] for recipe in RECIPES]
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         runs = [(job[0], pool.submit(run, *job, steps)) for job in jobs]
         found = {task: [job.result() for name, job in runs if name == task] for task in STEPS}
@@ -150,7 +148,7 @@ def main() -> None:
         halves = [known.features(part) for part in (images[::2], images[1::2])]
     settings = {**vars(CONFIG), "batch": BATCH, "steps": steps, "made": MADE, "euler_steps": EULER_STEPS}
     result = {"settings": settings, "held_out": HELD_OUT, "frechet_of_halves": frechet(*halves), **found}
-    print(json.dumps(result) if quick else record.write("vision", result))
+    print(record.write("vision", result))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, St
     both: dict[str, Step] = {}
     for name, backend in BACKENDS.items():
         call = partial(in_bf16, backend)
-        forward[f"BF16, {name}"] = partial(without_gradient, call, q, k, v)
+        forward[f"BF16, {name}"] = partial(torch.no_grad()(call), q, k, v)
         both[f"BF16, {name}"] = partial(train, call, q, k, v, dy)
     call = partial(attend_fp8, gradients=GradientScales(DEVICE))
     for _ in range(2):  # the first pass has no scales of earlier ones
@@ -85,11 +85,6 @@ def modes(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> dict[str, dict[str, St
 def in_bf16(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-
-@torch.no_grad()
-def without_gradient(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return call(q, k, v)
 
 
 def train(call: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, ...]:

@@ -23,26 +23,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
 from bench import record
-from bench.gpu import llama
+from bench.gpu import llama, ranks
 from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, once, peak_of, summary
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
 from bench.gpu.peers import update_torchao, use_torchao
-from bench.gpu.ranks import (
-    Network,
-    Row,
-    agreed,
-    attempt,
-    bandwidth,
-    chosen,
-    read_options,
-    say,
-    setting_of,
-    slowest,
-    start,
-    write,
-)
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
 
@@ -69,7 +55,7 @@ class Mode:
 
 
 def _fp8_gather(model: nn.Module) -> None:
-    say(fp8_all_gather(model))
+    ranks.say(fp8_all_gather(model))
     send_bf16_gradients(model)
 
 
@@ -88,7 +74,7 @@ MODES = {
 class Runner:
     """The model of a mode, sharded over all processes, and its whole training step."""
 
-    def __init__(self, name: str, config: LlamaConfig, tokens: int, network: Network | None = None) -> None:
+    def __init__(self, name: str, config: LlamaConfig, tokens: int, network: ranks.Network | None = None) -> None:
         self.mode = mode = MODES[name]
         with torch.device(DEVICE):
             self.model = LanguageModel(config, mode.stack)
@@ -103,7 +89,7 @@ class Runner:
             fully_shard(module, mp_policy=POLICY)
         if mode.communicate is not None:
             mode.communicate(self.model)
-        self.network = network or Network()
+        self.network = network or ranks.Network()
         self.network.carry(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator(DEVICE).manual_seed(1 + distributed.get_rank())  # each rank has its own batch
@@ -133,7 +119,7 @@ class Runner:
         """Milliseconds of the optimizer's step alone."""
         self.model(*self.batch).backward()
         self.optimizer.step()
-        found = min(slowest([once(self.optimizer.step, REPEAT) for _ in range(2)]))
+        found = min(ranks.slowest([once(self.optimizer.step, REPEAT) for _ in range(2)]))
         self.optimizer.zero_grad()
         return found
 
@@ -161,27 +147,27 @@ class Bench:
     config: LlamaConfig
     tokens: int
     rounds: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ranks.Row] = field(default_factory=list)
     expected: list[Tensor] = field(default_factory=list)
     base: Runner | None = None
 
     def run(self, names: list[str]) -> None:
         """Measure the modes, and write the result after each."""
         file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
-        links = {"bytes_per_second": bandwidth()} if distributed.get_world_size() > 1 else {}
+        links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
         earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
 
         def add(name: str) -> None:
-            attempt(self.rows, name, partial(self.measure, name))
-            result = {"setting": setting_of(self.config, self.tokens), "modes": [*self.with_ratios(), *earlier]}
-            write(file, {**result, **links})
+            ranks.attempt(self.rows, name, partial(self.measure, name))
+            result = {"setting": ranks.setting_of(self.config, self.tokens), "modes": [*self.with_ratios(), *earlier]}
+            ranks.write(file, {**result, **links})
 
         for name in names:
             add(name)
         if self.base is None and len(names) > 1:
             add(BASE)
 
-    def measure(self, name: str) -> Row:
+    def measure(self, name: str) -> ranks.Row:
         """The row of a mode."""
         error = self.gradient_error(name)
         before = allocated()
@@ -190,7 +176,7 @@ class Bench:
             runner.step()
         network = runner.network
         network.gathered = network.reduced = 0
-        row: Row = {"gradient_error": error, "peak_bytes": peak_of(runner.step, before, warmup=0)}
+        row: ranks.Row = {"gradient_error": error, "peak_bytes": peak_of(runner.step, before, warmup=0)}
         row |= {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
         row |= self.times(name, runner)
         row |= {"kernels": profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
@@ -208,18 +194,18 @@ class Bench:
         self.expected = self.expected or grads
         return gradient_error(name, self.expected, grads)
 
-    def times(self, name: str, runner: Runner) -> Row:
+    def times(self, name: str, runner: Runner) -> ranks.Row:
         """The milliseconds of a step, and its speed as a multiple of that of BF16."""
         beside = {} if self.base is None else {BASE: self.base.step}
         found = interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
-        times = {mode: slowest(each) for mode, each in found.items()}
+        times = {mode: ranks.slowest(each) for mode, each in found.items()}
         speed = self.tokens * 1e3 / statistics.median(times[name])
         row = {**summary(times[name]), "tokens_per_second": speed, "rounds": times}
         if name != BASE and beside:
             row["ratio"] = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
         return row
 
-    def with_ratios(self) -> list[Row]:
+    def with_ratios(self) -> list[ranks.Row]:
         """The rows; the ratio of a mode that had no BF16 beside it is to the mean of its first and its last time."""
         base = [row["median"] for row in self.rows if row["mode"] == BASE and "median" in row]
         return [
@@ -232,14 +218,14 @@ def room_for_two(peak: int) -> bool:
     if DEVICE == "cpu":
         return True
     whole = torch.cuda.get_device_properties().total_memory
-    return bool(agreed(2 * peak < ROOM * whole))
+    return bool(ranks.agreed(2 * peak < ROOM * whole))
 
 
 def main() -> None:
-    options = read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6)
-    start()
+    options = ranks.read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6)
+    ranks.start()
     bench = Bench(replace(llama.CONFIG, layers=options.layers), llama.TOKENS, options.rounds)
-    bench.run(chosen(MODES, BASE, options.only))
+    bench.run(ranks.chosen(MODES, BASE, options.only))
     distributed.destroy_process_group()
 
 

@@ -141,23 +141,15 @@ def own_loop(model: Any) -> Generate:
 
 @dataclass
 class Way:
-    """A way to generate from an open model, and the most bytes that its calls hold, beside other ways' models.
-
-    Attributes:
-        weights: bytes of its model.
-        baseline: True in BF16, with which the others are compared.
-        forget: drops the caches that calls left, so that a size does not count the memory of the one before.
-        held: the weights, and what the calls of this size left allocated.
-        peak: the most bytes of this size: those held, and what a call takes while it runs; None on a CPU.
-    """
+    """A way to generate from an open model, and the most bytes that its calls hold, beside other ways' models."""
 
     name: str
     generate: Generate
-    weights: int = 0
-    baseline: bool = False
-    forget: Callable[[], None] = lambda: None
-    held: int = 0
-    peak: int | None = None
+    weights: int = 0  # bytes of its model
+    baseline: bool = False  # in BF16, with which the others are compared
+    forget: Callable[[], None] = lambda: None  # drops the caches of calls: a size does not count those of another
+    held: int = 0  # the weights, and what the calls of this size left allocated
+    peak: int | None = None  # the most of this size: what is held, and what a call takes while it runs; None on a CPU
 
     def begin(self) -> None:
         """Begin another size."""
@@ -221,11 +213,7 @@ def leading_tokens(model: Any, ids: Tensor, tokens: int) -> list[int]:
 
 
 class Bench:
-    """The model's folders, and its open models, each made when it is first needed.
-
-    Attributes:
-        checked: the check of the tokens of `octavo.load`.
-    """
+    """The model's folders, its open models, each made when it is first needed, and the check of Octavo's tokens."""
 
     def __init__(self, shape: LlamaConfig, folder: Path) -> None:
         self.shape, self.folder = shape, folder

@@ -31,16 +31,10 @@ ACCUMULATION = {"promoted": False, "fast": True}
 
 
 class Gemm(NamedTuple):
-    """A product of eight-bit operands.
-
-    Attributes:
-        wide: it in BF16.
-        cutlass: it by PyTorch's kernel, for a way to accumulate; None if the kernel does not take the formats.
-        ours: it by our kernel, for a way to accumulate and a tiling.
-    """
+    """A product of eight-bit operands: in BF16, and by the kernels, for a way to accumulate (and a tiling of ours)."""
 
     wide: Product
-    cutlass: Callable[..., Tensor] | None
+    cutlass: Callable[..., Tensor] | None  # None if the kernel does not take the formats
     ours: Callable[..., Tensor]
 
 

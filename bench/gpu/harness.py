@@ -33,6 +33,7 @@ from octavo.speed import release
 Step = Callable[[], Any]
 Made = TypeVar("Made")
 Weight = TypeVar("Weight")
+Runs = TypeVar("Runs", bound="Passes")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -220,10 +221,15 @@ def turns(
 
 
 def made(name: str, make: Callable[[], Made]) -> Made | None:
-    """What `make` gives; None, with a line about it, if it raises: a mode that does not run must not end the others."""
+    """What `make` gives; None, with a line about it, if it raises: a mode that does not run must not end the others.
+
+    With `--quick` it ends them, since that is what a quick run is for.
+    """
     try:
         return make()
     except Exception as error:
+        if QUICK:
+            raise
         print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
         return None
 
@@ -246,6 +252,13 @@ def peak_of(step: Step, before: int, warmup: int = 1) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def with_peak(make: Callable[[], Runs]) -> tuple[Runs, int]:
+    """What `make` gives, and the peak bytes of its step, weights included."""
+    before = allocated()
+    runner = make()
+    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
 
 
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:
@@ -284,7 +297,7 @@ def fastest(
 ) -> list[tuple[Tiling, float]]:
     """The microseconds of the chosen tiling, then those of the `best` of all. Prints those that do not run."""
     found: dict[Tiling, float] = {}
-    for tiling in list(dict.fromkeys((chosen, *others)))[: sized(None, 2)]:
+    for tiling in list(dict.fromkeys((chosen, *others)))[: sized(None, 1)]:
         took = made(f"  {tuple(tiling)}", partial(us, tiling))  # it may need too much shared memory
         found |= {tiling: took} if took is not None else {}
     return [(tiling, found[tiling]) for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:best])]

@@ -18,7 +18,7 @@ from octavo.ops import activation, norm, quantization, quantize, requantization,
 from octavo.ops.registration import Operation
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
-T = sized(8192, 64)  # tokens
+T = sized(8192, 128)  # tokens
 DY_CAST = Cast(scale="pow2")
 
 

@@ -26,17 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from bench import record
-from bench.gpu.harness import (
-    DEVICE,
-    beyond_cache,
-    each_decibels,
-    in_turn,
-    interleaved,
-    medians,
-    parser_of,
-    show,
-    sized,
-)
+from bench.gpu import harness
+from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.llama import CONFIG, GEMMS, TOKENS
 from bench.gpu.serve import weight_only_step
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, STATIC_INPUTS, Scheme
@@ -86,8 +77,8 @@ def measure_all(
 def microseconds(calls: Calls, *, few: bool) -> dict[str, float]:
     """The time of a call of each way: with `few` rows over all weights in turn, else of the first, the ways in turn."""
     if few:
-        return {name: in_turn(lambda call: call(), each) for name, each in calls.items()}
-    ms = medians(interleaved({name: each[0] for name, each in calls.items()}, rounds=8, repeat=3))
+        return {name: harness.in_turn(lambda call: call(), each) for name, each in calls.items()}
+    ms = harness.medians(harness.interleaved({name: each[0] for name, each in calls.items()}, rounds=8, repeat=3))
     return {name: 1e3 * took for name, took in ms.items()}
 
 
@@ -104,12 +95,12 @@ def inputs(m: int, k: int) -> Tensor:
 
 
 def layers_of(m: int, n: int, k: int) -> list[nn.Linear]:
-    return [linear(n, k) for _ in range(beyond_cache(n, k) if m <= FEW else 1)]
+    return [linear(n, k) for _ in range(harness.beyond_cache(n, k) if m <= FEW else 1)]
 
 
 def least_decibels(exact: Tensor, actual: Tensor, least: float) -> float:
     """The SQNR of the worst row, which must exceed `least`."""
-    return min(each_decibels(exact, actual.double(), least))
+    return min(harness.each_decibels(exact, actual.double(), least))
 
 
 # --- Schemes ---------------------------------------------------------------------------------------------------
@@ -172,7 +163,8 @@ def int8(m: int, n: int, k: int) -> list[Row]:
     calls["int8 GEMM"] = [partial(int8_mm, a, b) for a, b in operands]
     if m >= LEAST_INT_MM:
         calls["torch._int_mm"] = [partial(int_mm, a, b) for a, b in operands]
-        check_sums(*operands[0])
+        a, b = (QTensor(q.data, torch.ones_like(q.scale), q.format, q.granularity) for q in operands[0])
+        assert torch.equal(int8_mm(a, b, out_dtype=torch.float32), int_mm(a, b).float()), (m, n, k)
     return [{"us": microseconds(calls, few=m <= FEW), "worst_db": worst}]
 
 
@@ -181,25 +173,19 @@ def int_mm(a: QTensor, b: QTensor) -> Tensor:
     return torch._int_mm(a.data, b.data.t())  # [M,K] @ [K,N]
 
 
-def check_sums(a: QTensor, b: QTensor) -> None:
-    """Our kernel, with scales of 1, has the sums of torch._int_mm."""
-    ones = [QTensor(q.data, torch.ones_like(q.scale), q.format, q.granularity) for q in (a, b)]
-    assert torch.equal(int8_mm(*ones, out_dtype=torch.float32), int_mm(a, b).float()), list(a.shape)
-
-
 # --- Weights alone ---------------------------------------------------------------------------------------------
 
 
 def weight_only(m: int, n: int, k: int) -> list[Row]:
     """Microseconds of each way, over weights that exceed the L2 cache, and the worst SQNR of a row."""
     x = inputs(m, k)
-    wide = [inputs(n, k) for _ in range(beyond_cache(n, k))]
+    wide = [inputs(n, k) for _ in range(harness.beyond_cache(n, k))]
     packed = [quantize(w, ROW_W) for w in wide]
     exact = x.double() @ packed[0].dequantize().double().t()
-    worst, us = {}, {"bf16": in_turn(lambda w: x @ w.t(), wide)}
+    worst, us = {}, {"bf16": harness.in_turn(lambda w: x @ w.t(), wide)}
     for name, way in ways(x).items():
         worst[name] = least_decibels(exact, way(packed[0]), LEAST_OF.get(name, 45))
-        us[name] = in_turn(way, packed)
+        us[name] = harness.in_turn(way, packed)
     runs = find_weight_only_backend(x.device, x.dtype, ROW, m).name
     return [{"us": us, "worst_db": worst, "runs": runs}]
 

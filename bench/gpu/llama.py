@@ -16,7 +16,7 @@ LLAMA = LlamaConfig(
     vocabulary=128_256, layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, context=8192, tied=False,
     rope_theta=5e5,
 )  # fmt: skip
-SMALL = replace(LLAMA, vocabulary=512, layers=2, width=256, heads=2, kv_heads=1, mlp_width=384, context=64)
+SMALL = replace(LLAMA, vocabulary=512, layers=2, width=256, heads=2, kv_heads=1, mlp_width=512, context=256)
 CONFIG = sized(LLAMA, SMALL)
 TOKENS = CONFIG.context
 WIDTH, KV_WIDTH, MLP_WIDTH = CONFIG.width, CONFIG.kv_heads * CONFIG.head_dim, CONFIG.mlp_width

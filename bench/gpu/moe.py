@@ -18,18 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench import record
-from bench.gpu.harness import (
-    DEVICE,
-    decibels,
-    interleaved,
-    kernels_of,
-    made,
-    medians,
-    own_code,
-    parser_of,
-    show,
-    sized,
-)
+from bench.gpu import harness
+from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.modes import speedup
 from octavo.nn import Experts, GroupedLinear
 from octavo.numerics import QTensor
@@ -74,8 +64,8 @@ class Layer(nn.Module):
 
 
 def find_torchao() -> Any:
-    """torchao's grouped product of experts, None where it is not installed."""
-    if not record.installed("torchao"):
+    """torchao's grouped product of experts, a Triton kernel; None where it is not installed."""
+    if not (record.installed("torchao") and record.installed("triton")):
         return None
     grouped = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
     return grouped._to_fp8_rowwise_then_scaled_grouped_mm
@@ -90,18 +80,14 @@ class TorchaoExperts(Experts):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         slot, row, offsets = sort_by_expert(top_k_index, self.down_proj.shape[0])
         ends, place = aligned_groups(offsets, len(slot))
-        where = torch.zeros_like(slot).scatter_reduce(0, place.clamp(min=0).long(), _numbers(place), "amax")
+        numbers = torch.arange(len(place), device=place.device, dtype=torch.int32).where(place >= 0, 0)
+        where = torch.zeros_like(slot).scatter_reduce(0, place.clamp(min=0).long(), numbers, "amax")
         n = hidden_states[slot[place.clamp(min=0)] // top_k_index.shape[1]] * (place >= 0).unsqueeze(1)
         options = {"offs": ends, "pad_token_groups_for_grouped_mm": False}
         gate, up = torchao_mm(n, self.gate_up_proj.transpose(1, 2), **options).chunk(2, 1)
         y = torchao_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), **options)
         out: Tensor = (y[where[row]].float() * top_k_weights.float().unsqueeze(2)).sum(1).to(y.dtype)
         return out
-
-
-def _numbers(place: Tensor) -> Tensor:
-    """The number of each place that has a row, and 0 of the others."""
-    return torch.where(place >= 0, torch.arange(len(place), device=place.device, dtype=torch.int32), 0)
 
 
 def ours(layer: Layer) -> None:
@@ -126,7 +112,7 @@ class Runner:
             self.x = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16, requires_grad=True)
             self.dy = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16)
         convert(self.layer)
-        own: Any = own_code(Layer)
+        own: Any = harness.own_code(Layer)
         self.layer.__class__ = own
         self.call = torch.compile(self.layer)
 
@@ -155,7 +141,9 @@ def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:
         y = layer(x, offsets)
         y.backward(dy)
         found.append((y.detach(), x.grad, layer.weight.grad))
-    return {name: decibels(*pair) for name, pair in zip(("y", "dx", "dw"), zip(*found, strict=True), strict=True)}
+    return {
+        name: harness.decibels(*pair) for name, pair in zip(("y", "dx", "dw"), zip(*found, strict=True), strict=True)
+    }
 
 
 class Products:
@@ -182,7 +170,7 @@ class Products:
         }
 
     def tflops(self, ways: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-        ms = medians(interleaved(ways, rounds=5, repeat=3))
+        ms = harness.medians(harness.interleaved(ways, rounds=5, repeat=3))
         return {way: round(self.flops / took / 1e9, 1) for way, took in ms.items()}
 
 
@@ -210,22 +198,23 @@ def build(mode: str, shape: Shape) -> Runner:
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    built = {mode: made(mode, partial(build, mode, shape)) for mode in MODES}
+    known = [mode for mode in MODES if mode != "torchao" or torchao_mm is not None]
+    built = {mode: harness.made(mode, partial(build, mode, shape)) for mode in known}
     modes = {mode: runner for mode, runner in built.items() if runner is not None}
     exact = modes["bf16"].step()
     names = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
     db = {
-        mode: dict(zip(names, map(decibels, exact, runner.step()), strict=True))
+        mode: dict(zip(names, map(harness.decibels, exact, runner.step()), strict=True))
         for mode, runner in modes.items()
         if mode != "bf16"
     }
     del exact
     result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
-    times = interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
-    result |= {"rounds": times, "ms": medians(times)}
+    times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
+    result |= {"rounds": times, "ms": harness.medians(times)}
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in times}
     show(result)
-    result["kernels"] = {mode: kernels_of(runner.step, 1)[:24] for mode, runner in modes.items()}
+    result["kernels"] = {mode: harness.kernels_of(runner.step, 1)[:24] for mode, runner in modes.items()}
     return result
 
 

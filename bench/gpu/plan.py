@@ -69,7 +69,7 @@ def main() -> None:
     rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     measured = {configuration_of(row) for row in rows}
-    wanted = [each for each in chosen if each not in measured][: sized(None, 1)]
+    wanted = [each for each in chosen if each not in measured][sized(0, -1) :]
     for row in measure([(each[0], configured(options.model, *each)) for each in wanted], there, gpu_here()):
         rows.append({"model": options.model, **row})
         show(rows[-1])

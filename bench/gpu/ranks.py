@@ -56,6 +56,8 @@ def attempt(rows: list[Row], name: str, measure: Callable[[], Row]) -> None:
     try:
         rows.append({"mode": name, **measure()})
     except Exception as error:
+        if record.QUICK:
+            raise
         rows.append({"mode": name, "error": f"{type(error).__name__}: {str(error)[:500]}"})
     say(rows[-1])
 
@@ -108,12 +110,9 @@ class Network:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_AllGather(self))
-                module.set_custom_reduce_scatter(_ReduceScatter(self, _reduce_scatter_of(module)))
-
-
-def _reduce_scatter_of(unit: FSDPModule) -> ReduceScatter:
-    group = unit._get_fsdp_state()._fsdp_param_group
-    return DefaultReduceScatter() if group is None else group._reduce_scatter_comm
+                group = module._get_fsdp_state()._fsdp_param_group
+                inner = DefaultReduceScatter() if group is None else group._reduce_scatter_comm
+                module.set_custom_reduce_scatter(_ReduceScatter(self, inner))
 
 
 class _AllGather(DefaultAllGather):

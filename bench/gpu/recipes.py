@@ -34,26 +34,12 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu import llama, runs
-from bench.gpu.harness import (
-    DEVICE,
-    Passes,
-    allocated,
-    decibels,
-    draw_matrices,
-    each_decibels,
-    interleaved,
-    made,
-    medians,
-    parser_of,
-    peak_of,
-    show,
-    sized,
-    summary,
-)
-from bench.gpu.runs import Data, Study, restart, trainer_of
+from bench.gpu import harness, llama, runs
+from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.runs import Study, restart, trainer_of
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
+from octavo.train.corpus import Corpus
 from octavo.train.loss import next_token_loss
 from octavo.train.trainer import Trainer
 
@@ -109,7 +95,7 @@ def merge(folder: Path) -> Result:
     speeds replace those of bench/results/recipes.json.
     """
     files = {path: json.loads(path.read_text()) for path in sorted(folder.rglob("*.json"))}
-    parts = {name: part for name in ("errors", "speed") if (part := part_of(name, files))}
+    parts = {path.stem: content for path, content in files.items() if path.stem in ("errors", "speed")}
     trained = [content for content in files.values() if "seed" in content]
     if parts and not trained:
         return {**record.before("recipes"), **parts}
@@ -124,15 +110,6 @@ def merge(folder: Path) -> Result:
     }
 
 
-def part_of(name: str, files: dict[Path, Result]) -> Result | None:
-    """The rows of all files NAME.json: two GPUs can measure some recipes each, beside a BF16 of their own."""
-    found = [content for path, content in files.items() if path.stem == name]
-    if any(each | {"recipes": 0} != found[0] | {"recipes": 0} for each in found):
-        raise ValueError(f"all files {name}.json must be of one machine, day, commit and size")
-    rows = {recipe: row for each in found for recipe, row in each["recipes"].items()}
-    return found[0] | {"recipes": rows} if found else None
-
-
 def losses_of(name: str, trained: list[Result], found: Result) -> Result:
     """The final losses of a recipe by seed, and its gap to BF16."""
     own, losses = [run for run in trained if run["mode"] == name], found["losses"].get(name, {})
@@ -143,7 +120,7 @@ def losses_of(name: str, trained: list[Result], found: Result) -> Result:
 # --- Errors ----------------------------------------------------------------------------------------------------
 
 
-def errors(names: Sequence[str], study: Study, data: Data) -> Result:
+def errors(names: Sequence[str], study: Study, data: Corpus) -> Result:
     """For each recipe and each of y, dx and dw the SQNR in dB: of the median layer, of the worst, and of the worst row
     or column of any layer."""
     config = study.config
@@ -207,7 +184,9 @@ def sqnrs(linear: nn.Linear, passes: Sequence[tuple[Tensor, Tensor]], name: str)
         found = {"y": y.detach(), "dx": x_leaf.grad, "dw": layer.weight.grad}
     x64, dy64, w64 = (t.double() for t in (*passes[-1], layer.weight.detach()))
     exact = {"y": x64 @ w64.t(), "dx": dy64 @ w64, "dw": dy64.t() @ x64}
-    return {gemm: (decibels(exact[gemm], found[gemm]), worst_channel(exact[gemm], found[gemm])) for gemm in exact}
+    return {
+        gemm: (harness.decibels(exact[gemm], found[gemm]), worst_channel(exact[gemm], found[gemm])) for gemm in exact
+    }
 
 
 def worst_channel(exact: Tensor, actual: Tensor) -> float:
@@ -229,13 +208,13 @@ def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
 # --- Speed -----------------------------------------------------------------------------------------------------
 
 
-class Runner(Passes):
+class Runner(harness.Passes):
     """The blocks with a recipe, and their step."""
 
     def __init__(self, name: str, config: LlamaConfig, tokens: int) -> None:
         with torch.device(DEVICE):
             model = llama.Plain(config).to(torch.bfloat16)
-        draw_matrices(model)
+        harness.draw_matrices(model)
         octavo.convert(model, recipe_of(name))
         for block in model.layers:
             block.compile()
@@ -257,25 +236,19 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     for name in dict.fromkeys(same.values()):
         if DEVICE == "cuda" and "emulated" in implementations(name, device).values():
             continue
-        if (found := made(name, partial(build, name, config, tokens))) is not None:
+        make = partial(harness.with_peak, partial(Runner, name, config, tokens))
+        if (found := harness.made(name, make)) is not None:
             runners[name], rows[name] = found[0], {"peak_bytes": found[1]}
     exact = runners[BASE].step()
     for name, runner in runners.items():
-        rows[name] |= {"sqnr": each_decibels(exact, runner.step())} if name != BASE else {}
+        rows[name] |= {"sqnr": harness.each_decibels(exact, runner.step())} if name != BASE else {}
     steps: dict[str, Callable[[], Any]] = {name: runner.step for name, runner in runners.items()}
-    times = interleaved(steps, rounds=rounds, repeat=4, warmup=1)
+    times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
     for name, each in times.items():
-        rows[name] |= summary(each) | {"ratio": medians(times)[BASE] / medians(times)[name]}
+        rows[name] |= harness.summary(each) | {"ratio": harness.medians(times)[BASE] / harness.medians(times)[name]}
         show(name, rows[name])
     by_name = {name: rows[same[name]] | {"measured_as": same[name]} for name in names if same.get(name) in rows}
     return {"layers": config.layers, "width": config.width, "tokens": tokens, "recipes": by_name}
-
-
-def build(name: str, config: LlamaConfig, tokens: int) -> tuple[Runner, int]:
-    """The blocks with a recipe, and the peak bytes of their step."""
-    before = allocated()
-    runner = Runner(name, config, tokens)
-    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
 
 
 def equal_work(names: Sequence[str]) -> dict[str, str]:

@@ -19,20 +19,21 @@ Runs that did not end in time are compared at the last evaluation that all have 
     python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --out FOLDER                          MODE:SEED
     python -m bench.gpu.runs gpt --merge FOLDER                                 FOLDER to bench/results
 
-A worker is a process on one GPU. Several GPUs, or `--processes` on each, take modes from a queue with all their seeds.
+Several GPUs, or `--processes` on each, train modes with all their seeds, each mode in a process of its own.
 """
 
 import hashlib
 import json
 import math
-import multiprocessing
 import statistics
 import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ from bench.record import QUICK
 from octavo.checkpoint.run import RunFolder
 from octavo.data import ReadReport, read_text
 from octavo.evaluation.metrics import ratio
-from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer
+from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer
 from octavo.nn.attention_layers import GradientScales
 from octavo.recipe import Recipe
 from octavo.scales import cast_once, load_scale_state, scale_state
@@ -79,21 +80,14 @@ IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
 
 
 class Study(NamedTuple):
-    """What a study trains, on which text, and how often it evaluates.
-
-    Attributes:
-        characters: of the text, at the most.
-        evaluations: in a run.
-        eager: True to evaluate without compiled code, where compiling one more graph of each mode takes longer.
-        result: the file of bench/results.
-    """
+    """What a study trains, on which text, and how often it evaluates."""
 
     config: Config
     sources: Sequence[str]
-    characters: int
-    evaluations: int
-    eager: bool
-    result: str
+    characters: int  # of the text, at the most
+    evaluations: int  # in a run
+    eager: bool  # evaluates without compiled code, where compiling one more graph of each mode takes longer
+    result: str  # the file of bench/results
 
 
 GPT = Config(
@@ -163,7 +157,9 @@ def main(arguments: list[str] | None = None) -> None:
 def study_of(name: str, steps: int | None) -> Study:
     """The study with so many steps; a tiny one with `--quick`."""
     study = STUDIES[name]
-    return tiny(study) if QUICK else study._replace(config=study.config.change(steps=steps or study.config.steps))
+    if QUICK:
+        return tiny(study, width=256, context=128, mlp_width=256)
+    return study._replace(config=study.config.change(steps=steps or study.config.steps))
 
 
 def tiny(study: Study, **changes: Any) -> Study:
@@ -177,16 +173,7 @@ def tiny(study: Study, **changes: Any) -> Study:
 # --- Data ------------------------------------------------------------------------------------------------------
 
 
-class Data(NamedTuple):
-    corpus: Corpus
-    tokenizer: Tokenizer
-    report: ReadReport
-
-
-NOTHING_READ = ReadReport()
-
-
-def tokens_of(study: Study, out: Path) -> Data:
+def tokens_of(study: Study, out: Path) -> Corpus:
     """The tokens in `out`, which are made of the text on this machine if they are not there."""
     path, config = out / "tokens.npz", study.config
     if not path.exists():
@@ -195,10 +182,12 @@ def tokens_of(study: Study, out: Path) -> Data:
         texts = list(first(texts, study.characters))
         bpe = config.tokenizer == "bpe"
         tokenizer = BpeTokenizer.train(first(texts, SAMPLE), config.vocabulary) if bpe else ByteTokenizer()
-        save_tokens(build_corpus(texts, tokenizer, config.context, config.validation_fraction), path)
+        made = build_corpus(texts, tokenizer, config.context, config.validation_fraction)
+        part = path.with_suffix(".part.npz")
+        np.savez(part, train=made.train, validation=made.validation, fingerprint=np.array(made.fingerprint))
+        part.rename(path)  # whole, or not there
     with np.load(path) as arrays:
-        corpus = Corpus(arrays["train"], arrays["validation"], str(arrays["fingerprint"]))
-    return Data(corpus, ByteTokenizer(), NOTHING_READ)
+        return Corpus(arrays["train"], arrays["validation"], str(arrays["fingerprint"]))
 
 
 def first(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -210,22 +199,16 @@ def first(texts: Iterable[str], characters: int) -> Iterator[str]:
         yield text
 
 
-def save_tokens(corpus: Corpus, path: Path) -> None:
-    part = path.with_suffix(".part.npz")
-    np.savez(part, train=corpus.train, validation=corpus.validation, fingerprint=np.array(corpus.fingerprint))
-    part.rename(path)  # whole, or not there
-
-
-def random_data(config: Config) -> Data:
+def random_data(config: Config) -> Corpus:
     """Random tokens, for timing."""
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, 1 << 20, dtype=np.uint16)
-    return Data(Corpus(tokens, tokens, "random"), ByteTokenizer(), NOTHING_READ)
+    return Corpus(tokens, tokens, "random")
 
 
 # --- Trainers --------------------------------------------------------------------------------------------------
 
 
-def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
+def make_trainer(mode: str, config: Config, data: Corpus) -> tuple[Trainer, int]:
     """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
     if mode in TORCHAO:
         return trainer_of(BASE, config, data, lambda model: use_torchao(model, TORCHAO[mode]))
@@ -238,7 +221,7 @@ def make_trainer(mode: str, config: Config, data: Data) -> tuple[Trainer, int]:
 
 
 def trainer_of(
-    recipe: str | Recipe, config: Config, data: Data, replace: Callable[[nn.Module], int] | None = None
+    recipe: str | Recipe, config: Config, data: Corpus, replace: Callable[[nn.Module], int] | None = None
 ) -> tuple[Trainer, int]:
     """A trainer with `recipe`, and how many of its layers run in FP8.
 
@@ -250,10 +233,10 @@ def trainer_of(
     converted = len(convert_model(model, config).converted) if replace is None else replace(model)
     prepare_blocks(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    state = TrainState(model, make_optimizer(model, config), scaler, device, data.corpus.fingerprint)
-    parts = data.corpus.train, data.corpus.validation
+    state = TrainState(model, make_optimizer(model, config), scaler, device, data.fingerprint)
+    parts = data.train, data.validation
     training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
-    batches = TrainingData(training, held_out, data.tokenizer, data.report)
+    batches = TrainingData(training, held_out, ByteTokenizer(), ReadReport())
     folder = Path("unused")  # `step` and `evaluate` write nothing
     places = RunFolder(folder), nullcontext(), Console(quiet=True)
     return Trainer(config, state, batches, *places), converted
@@ -265,7 +248,7 @@ def padded(config: Config) -> int:
 
 
 @torch.no_grad()
-def restart(trainer: Trainer, data: Data, seed: int, mode: str = BASE) -> None:
+def restart(trainer: Trainer, data: Corpus, seed: int, mode: str = BASE) -> None:
     """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors.
 
     The histories of delayed scaling and of attention in FP8 become empty. The control begins with rounded weights.
@@ -280,7 +263,7 @@ def restart(trainer: Trainer, data: Data, seed: int, mode: str = BASE) -> None:
     for p in state.model.parameters() if mode == CONTROL else ():
         p.copy_(p.to(torch.bfloat16))
     state.optimizer, state.step = make_optimizer(state.model, config), 0
-    training = Batches(data.corpus.train, config.context, config.batch, seed)
+    training = Batches(data.train, config.context, config.batch, seed)
     trainer.data = trainer.data._replace(training=training)
 
 
@@ -291,40 +274,31 @@ def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = N
     """Train the runs to step `stop`, without those that have reached it in `out`. One worker alone is this process."""
     stop = stop or study.config.steps
     todo = [run for run in plan if last_step(path_of(out, *run)) < stop]
-    tokens_of(study, out)  # made once, before the workers read them
-    workers = max(torch.cuda.device_count(), 1) * processes
-    if workers == 1:
-        train_runs(study, todo, tokens_of(study, out), out, stop)
+    data = tokens_of(study, out)  # made once, before the workers read them
+    gpus = max(torch.cuda.device_count(), 1)
+    if gpus * processes == 1:
+        train_runs(study, todo, data, out, stop)
         return
-    context = multiprocessing.get_context("spawn")
-    jobs: Any = context.Queue()
-    for mode in dict.fromkeys(mode for mode, _ in todo):
-        jobs.put([run for run in todo if run[0] == mode])
-    for _ in range(workers):
-        jobs.put(None)
-    started = [context.Process(target=work, args=(i, jobs, study, out, stop)) for i in range(workers)]
-    for worker in started:
-        worker.start()
-    for worker in started:
-        worker.join()
+    modes = list(dict.fromkeys(mode for mode, _ in todo))
+    with ProcessPoolExecutor(gpus * processes, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for mode in modes:
+            runs = [run for run in todo if run[0] == mode]
+            pool.submit(work, modes.index(mode) % gpus, study, runs, out, stop)
 
 
-def work(index: int, jobs: Any, study: Study, out: Path, stop: int) -> None:
-    """Train the modes that come from `jobs`, until None comes. The workers have the GPUs in turn."""
+def work(gpu: int, study: Study, plan: Sequence[Run], out: Path, stop: int) -> None:
+    """Train the runs of one mode on a GPU, in a process of their own."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(index % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
-    data = tokens_of(study, out)
-    while (plan := jobs.get()) is not None:
-        try:
-            torch._dynamo.reset()  # the modes share the code of their blocks
-            train_runs(study, plan, data, out, stop)
-        except Exception:  # a mode that does not run must not end the others; it has no row in the table
-            print(f"{plan[0][0]} failed:\n{traceback.format_exc()}", flush=True)
+    try:
+        train_runs(study, plan, tokens_of(study, out), out, stop)
+    except Exception:  # a mode that does not run has no row in the table
+        print(f"{plan[0][0]} failed:\n{traceback.format_exc()}", flush=True)
 
 
-def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, stop: int) -> None:
+def train_runs(study: Study, plan: Sequence[Run], data: Corpus, out: Path, stop: int) -> None:
     """Train the runs in order in this process."""
     trainers: dict[str, tuple[Trainer, int]] = {}
     states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
@@ -334,7 +308,7 @@ def train_runs(study: Study, plan: Sequence[Run], data: Data, out: Path, stop: i
             trainers[mode] = make_trainer(mode, study.config, data)
         trainer, converted = trainers[mode]
         states.setdefault(mode, allocated() - before)
-        corpus = {"fingerprint": data.corpus.fingerprint, "train_tokens": len(data.corpus.train)}
+        corpus = {"fingerprint": data.fingerprint, "train_tokens": len(data.train)}
         facts = {
             "machine": record.facts(), "mode": mode, "seed": seed, "settings": settings(study.config), "corpus": corpus,
             "converted": converted, "parameters": sum(p.numel() for p in trainer.model.parameters()),
@@ -435,7 +409,7 @@ def time_steps(modes: Sequence[str], config: Config) -> Result:
     return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
 
 
-def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Data) -> dict[str, float]:
+def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Corpus) -> dict[str, float]:
     """The relative error of each mode's worst weight gradient, against the first mode's on the same weights and batch.
 
     An error outside GRADIENT_ERRORS, as of a wrong gradient or of a mode that does not run in FP8, is a RuntimeError.
@@ -454,7 +428,7 @@ def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Data) -> dic
     return errors
 
 
-def gradients(trainer: Trainer, data: Data) -> dict[str, Tensor]:
+def gradients(trainer: Trainer, data: Corpus) -> dict[str, Tensor]:
     """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
     restart(trainer, data, 0)
     model, config = trainer.model.train(), trainer.config

@@ -27,39 +27,11 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 from bench import record
-from bench.gpu import llama
+from bench.gpu import harness, llama, modes
 from bench.gpu import serve_models as models
-from bench.gpu.harness import (
-    DEVICE,
-    Captured,
-    beyond_cache,
-    each_decibels,
-    in_turn,
-    medians,
-    parser_of,
-    replayed,
-    show,
-    sized,
-    turns,
-)
+from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
-from bench.gpu.modes import (
-    BASE,
-    CACHE_BF16,
-    CACHE_FP8,
-    CACHE_TORCH,
-    ENGINE,
-    ENGINE_FP8_ATTENTION,
-    SERVE,
-    SERVE_FP8_ATTENTION,
-    SERVE_FP8_CACHE,
-    SERVE_GRAPH,
-    SERVE_TORCHAO,
-    W8A8,
-    WEIGHT_ONLY,
-    WEIGHT_ONLY_EAGER,
-)
 from octavo.checkpoint.scheme import WEIGHT
 from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import DTYPES, LayerKVCache, fp8_prompt_attention
@@ -89,6 +61,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     if options.only in ("", "serve"):
         serve(partial(note, "gpu_serve", {"layers": options.layers}), options.layers)
+    harness.allocated()  # frees the models of serve
     if options.only in ("", "kv-cache"):
         cache = partial(note, "gpu_kv_cache", {})
         cache("attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)])
@@ -127,11 +100,11 @@ def check(wide: Any, packed: Any) -> dict[str, float]:
     exact, apart = models.forward(wide, ids), models.forward(packed, ids)
     with torch.no_grad():
         theirs = wide(ids, use_cache=False, logits_to_keep=1).logits[:, 0]
-    each_decibels([theirs], [exact], 40)  # `forward` must compute what transformers computes
+    harness.each_decibels([theirs], [exact], 40)  # `forward` must compute what transformers computes
     fuse(packed)
     fused = models.forward(packed, ids)
     names = "fused against bf16", "fused against layer by layer", "layer by layer against bf16"
-    return dict(zip(names, each_decibels((exact, apart, exact), (fused, fused, apart), 10), strict=True))
+    return dict(zip(names, harness.each_decibels((exact, apart, exact), (fused, fused, apart), 10), strict=True))
 
 
 def memory(wide: Any, packed: Any) -> dict[str, dict[str, int]]:
@@ -149,15 +122,15 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     plain = [models.PlainCache(store) for store in stores["bf16"]]
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
-    for name, model in ((BASE, wide), (SERVE, packed)):
+    for name, model in ((modes.BASE, wide), (modes.SERVE, packed)):
         models.compile_layers(model)
-        steps[name] = Captured(partial(models.forward, model, ids, context - 1, plain))
+        steps[name] = harness.Captured(partial(models.forward, model, ids, context - 1, plain))
     attention = packed.config._attn_implementation
     caches = models.octavo_caches(packed, stores["fp8"])
-    steps[SERVE_FP8_CACHE] = Captured(partial(models.forward_again, packed, ids, context - 1, caches))
+    steps[modes.SERVE_FP8_CACHE] = harness.Captured(partial(models.forward_again, packed, ids, context - 1, caches))
     packed.set_attn_implementation(attention)  # for the measurements after this one
     backend = " and ".join(sorted({runs(batch, n) for n, _ in GEMMS.values()}))
-    found = turns(BASE, steps, rounds=8, repeat=8, warmup=2)
+    found = harness.turns(modes.BASE, steps, rounds=8, repeat=8, warmup=2)
     return {"batch": batch, "context": context, "gemm": backend, **found}
 
 
@@ -173,18 +146,21 @@ def weight_only_step(layers: int) -> Result:
     caches = [
         models.PlainCache(store) for store in models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"]
     ]
-    packed = {W8A8: models.build_fp8(wide, DEVICE), WEIGHT_ONLY: models.build_fp8(wide, DEVICE, WEIGHT)}
+    packed = {
+        modes.W8A8: models.build_fp8(wide, DEVICE),
+        modes.WEIGHT_ONLY: models.build_fp8(wide, DEVICE, WEIGHT),
+    }
     for model in packed.values():
         fuse(model)
 
-    def captured(model: Any) -> Captured:
-        return Captured(partial(models.forward, model, ids, CONTEXT - 1, caches))
+    def captured(model: Any) -> harness.Captured:
+        return harness.Captured(partial(models.forward, model, ids, CONTEXT - 1, caches))
 
-    steps: dict[str, Step] = {WEIGHT_ONLY_EAGER: captured(packed[WEIGHT_ONLY])}
-    for name, model in {BASE: wide, **packed}.items():
+    steps: dict[str, Step] = {modes.WEIGHT_ONLY_EAGER: captured(packed[modes.WEIGHT_ONLY])}
+    for name, model in {modes.BASE: wide, **packed}.items():
         models.compile_layers(model)
         steps[name] = captured(model)
-    return {"context": CONTEXT, **turns(BASE, steps, rounds=8, repeat=8, warmup=2)}
+    return {"context": CONTEXT, **harness.turns(modes.BASE, steps, rounds=8, repeat=8, warmup=2)}
 
 
 # --- Prompts ---------------------------------------------------------------------------------------------------
@@ -193,14 +169,14 @@ def weight_only_step(layers: int) -> Result:
 def prefill(wide: Any, packed: Any) -> Result:
     ids = tokens(wide, 1, TOKENS)
     torch._dynamo.reset()
-    compared = {BASE: wide, SERVE: packed}
+    compared = {modes.BASE: wide, modes.SERVE: packed}
     if record.installed("torchao"):
-        compared[SERVE_TORCHAO] = models.build_torchao(wide, DEVICE)
+        compared[modes.SERVE_TORCHAO] = models.build_torchao(wide, DEVICE)
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {name: partial(models.forward, model, ids) for name, model in compared.items()}
-    steps[SERVE_GRAPH] = Captured(steps[SERVE])
-    return {"tokens": TOKENS, **turns(BASE, steps, rounds=6, repeat=2, warmup=2)}
+    steps[modes.SERVE_GRAPH] = harness.Captured(steps[modes.SERVE])
+    return {"tokens": TOKENS, **harness.turns(modes.BASE, steps, rounds=6, repeat=2, warmup=2)}
 
 
 def prefill_fp8_attention(shape: LlamaConfig) -> Result:
@@ -212,19 +188,19 @@ def prefill_fp8_attention(shape: LlamaConfig) -> Result:
     torch._dynamo.config.recompile_limit = 64
     AttentionInterface.register(ATTENTION, _attention)
     wide = models.build_bf16(shape, DEVICE)
-    packed = {mode: models.build_fp8(wide, DEVICE) for mode in (SERVE, SERVE_FP8_ATTENTION, ENGINE)}
-    packed[SERVE_FP8_ATTENTION].set_attn_implementation(ATTENTION)
+    packed = {mode: models.build_fp8(wide, DEVICE) for mode in (modes.SERVE, modes.SERVE_FP8_ATTENTION, modes.ENGINE)}
+    packed[modes.SERVE_FP8_ATTENTION].set_attn_implementation(ATTENTION)
     for model in packed.values():
         fuse(model)
     ids = tokens(wide, 1, shape.context)
-    compared = {BASE: wide, **{mode: packed[mode] for mode in (SERVE, SERVE_FP8_ATTENTION)}}
+    compared = {modes.BASE: wide, **{mode: packed[mode] for mode in (modes.SERVE, modes.SERVE_FP8_ATTENTION)}}
     for model in compared.values():
         models.compile_layers(model)
     steps: dict[str, Step] = {mode: partial(models.forward, model, ids) for mode, model in compared.items()}
-    for mode, attention in ((ENGINE, "bf16"), (ENGINE_FP8_ATTENTION, "fp8")):
-        steps[mode] = engine_step(packed[ENGINE], ids, attention)
-    found = turns(BASE, steps, rounds=8, repeat=2, warmup=2)
-    ms = medians(found["rounds"])
+    for mode, attention in ((modes.ENGINE, "bf16"), (modes.ENGINE_FP8_ATTENTION, "fp8")):
+        steps[mode] = engine_step(packed[modes.ENGINE], ids, attention)
+    found = harness.turns(modes.BASE, steps, rounds=8, repeat=2, warmup=2)
+    ms = harness.medians(found["rounds"])
     return {"layers": shape.layers, "tokens": shape.context, "db": found["sqnr"], "ms": ms, "rounds": found["rounds"]}
 
 
@@ -251,7 +227,7 @@ def gemm(m: int, n: int, k: int) -> Result:
     from octavo.ops.kernels.gemm import scaled_mm as scaled_mm_triton  # Triton is not everywhere that this file is read
 
     x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16)
-    count = beyond_cache(n, k)
+    count = harness.beyond_cache(n, k)
     wide = [torch.randn(n, k, device=DEVICE, dtype=torch.bfloat16) for _ in range(count)]
     a, bs = quantize(x, Cast()), [quantize(w, Cast()) for w in wide]
 
@@ -262,9 +238,13 @@ def gemm(m: int, n: int, k: int) -> Result:
         return scaled_mm_cublaslt(Operands.of(a, b), None, torch.bfloat16, True)
 
     y, exact = ours(bs[0]), (a.data.double() * a.scale) @ (bs[0].data.double() * bs[0].scale).t()
-    each_decibels([exact], [y], 40)
+    harness.each_decibels([exact], [y], 40)
     moved = count * (n * k + 4 * n + m * (k + 4 + 2 * n))
-    times = {"us": in_turn(ours, bs), "cublaslt_us": in_turn(native, bs), "bf16_us": in_turn(lambda w: x @ w.t(), wide)}
+    times = {
+        "us": harness.in_turn(ours, bs),
+        "cublaslt_us": harness.in_turn(native, bs),
+        "bf16_us": harness.in_turn(lambda w: x @ w.t(), wide),
+    }
     copy = 1e3 * copy_ms(moved) / count
     return {"m": m, "n": n, "k": k, **times, "copy_us": copy, "share": copy / times["us"], "runs": runs(m, n)}
 
@@ -289,7 +269,7 @@ def attention(batch: int, context: int) -> Iterator[Result]:
 
 def row(name: str, batch: int, context: int, run: Step, moved: int) -> Result:
     """Microseconds of one way, beside a copy that moves the bytes of an unexpanded cache of its dtype."""
-    ms, copy = replayed(run), copy_ms(moved)
+    ms, copy = harness.replayed(run), copy_ms(moved)
     return {"way": name, "batch": batch, "context": context, "us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
 
 
@@ -302,7 +282,7 @@ def check_cache(q: Tensor, cache: LayerKVCache) -> None:
     found = cache.attend(q)[:1]
     held = Cache(cache.keys[:1], cache.values[:1], cache.k_scale, cache.v_scale, cache.length)
     exact = widened_attention(q[:1].float(), held, None, DIM**-0.5)
-    each_decibels([exact], [found], 40)
+    harness.each_decibels([exact], [found], 40)
 
 
 def decode_caches(layers: int) -> Result:
@@ -316,19 +296,19 @@ def decode_caches(layers: int) -> Result:
     ids, last = tokens(model, LONG_BATCH), LONG_CONTEXT - 1
     stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, DEVICE, "bf16", "fp8")
     plain = [models.PlainCache(store) for store in stores["bf16"]]
-    steps: dict[str, Step] = {CACHE_TORCH: Captured(partial(models.forward, model, ids, last, plain))}
-    for name, dtype in ((CACHE_BF16, "bf16"), (CACHE_FP8, "fp8")):
+    steps: dict[str, Step] = {modes.CACHE_TORCH: harness.Captured(partial(models.forward, model, ids, last, plain))}
+    for name, dtype in ((modes.CACHE_BF16, "bf16"), (modes.CACHE_FP8, "fp8")):
         caches = models.octavo_caches(model, stores[dtype])
-        steps[name] = Captured(partial(models.forward_again, model, ids, last, caches))
-    found = turns(CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
-    base = found["ms"][CACHE_BF16]["median"]
-    modes = [
+        steps[name] = harness.Captured(partial(models.forward_again, model, ids, last, caches))
+    found = harness.turns(modes.CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
+    base = found["ms"][modes.CACHE_BF16]["median"]
+    rows = [
         {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"], "ratio": base / ms["median"]}
         for name, ms in found["ms"].items()
     ]
     sizes = {dtype: sum(store.nbytes for store in each) for dtype, each in stores.items()}
     facts = {"batch": LONG_BATCH, "context": LONG_CONTEXT, "layers": layers}
-    return {**facts, "modes": modes, "sqnr": found["sqnr"], "bytes": sizes}
+    return {**facts, "modes": rows, "sqnr": found["sqnr"], "bytes": sizes}
 
 
 if __name__ == "__main__":

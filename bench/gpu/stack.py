@@ -19,26 +19,9 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu import llama
+from bench.gpu import harness, llama
 from bench.gpu.communication import kind_of
-from bench.gpu.harness import (
-    DEVICE,
-    Captured,
-    Passes,
-    allocated,
-    draw_matrices,
-    each_decibels,
-    interleaved,
-    kernels_of,
-    made,
-    medians,
-    own_code,
-    parser_of,
-    peak_of,
-    show,
-    sized,
-    summary,
-)
+from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
@@ -67,18 +50,18 @@ NEEDS = {"torchao": "torchao", "Transformer Engine": "transformer-engine"}  # pa
 PROFILED = (BASE, FUSED, PLAIN)
 
 
-class Runner(Passes):
+class Runner(harness.Passes):
     """A mode's model and its step."""
 
     def __init__(self, name: str, config: LlamaConfig = CONFIG, tokens: int = TOKENS) -> None:
         make, convert, recipe, compiled = MODES[name]
         with torch.device(DEVICE):
             model = make(config).to(torch.bfloat16)
-        draw_matrices(model)
+        harness.draw_matrices(model)
         if convert is not None:
             convert(model, recipe)
         self.delayed = convert is octavo.convert and recipe == "delayed"
-        model.__class__ = own_code(type(model))
+        model.__class__ = harness.own_code(type(model))
         super().__init__(model, config, tokens, DEVICE)
         self.call = torch.compile(model) if compiled else model
 
@@ -92,16 +75,16 @@ class Runner(Passes):
 def main() -> None:
     parser_of(__doc__).parse_args()
     modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
-    built = {name: made(name, partial(build, name)) for name in modes}
+    built = {name: harness.made(name, partial(harness.with_peak, partial(Runner, name))) for name in modes}
     runners = {name: found[0] for name, found in built.items() if found is not None}
     peaks = {name: found[1] / 1e9 for name, found in built.items() if found is not None}
     checks = check(runners)
     steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
-    steps[FUSED_GRAPH] = Captured(runners[FUSED].step)
-    times = interleaved(steps, rounds=6, repeat=4, warmup=1)
-    base = medians(times)[BASE]
+    steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
+    times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
+    base = harness.medians(times)[BASE]
     rows = [
-        {"mode": name, **summary(t), "ratio": base / medians(times)[name], "peak_gb": peaks.get(name)}
+        {"mode": name, **harness.summary(t), "ratio": base / harness.medians(times)[name], "peak_gb": peaks.get(name)}
         for name, t in times.items()
     ]
     profiles = {name: categories(runners[name].step) for name in PROFILED}
@@ -114,22 +97,15 @@ def main() -> None:
     print(record.write("gpu_stack", result))
 
 
-def build(name: str) -> tuple[Runner, int]:
-    """A mode, and the peak bytes of its step, weights included."""
-    before = allocated()
-    runner = Runner(name)
-    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
-
-
 def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
     """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
     exact = runners[BASE].step()
-    return {name: each_decibels(exact, runner.step()) for name, runner in runners.items() if name != BASE}
+    return {name: harness.each_decibels(exact, runner.step()) for name, runner in runners.items() if name != BASE}
 
 
 def categories(step: Callable[[], object]) -> dict[str, Any]:
     """Milliseconds a step of GEMMs, attention and the rest, by the names of the kernels; and the longest kernels."""
-    sums, found = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}, kernels_of(step)
+    sums, found = {"gemm": 0.0, "attention": 0.0, "rest": 0.0}, harness.kernels_of(step)
     for name, _, ms in found:
         sums[kind_of(name.lower())] += ms
     return {**sums, "kernels": [list(each) for each in found[:20]]}
@@ -159,7 +135,9 @@ def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
     """Times of BF16 and ours with cached weights, as in the later micro-batches of an accumulation."""
     with octavo.scales.cast_once(runners[FUSED].model):
-        ms = medians(interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4))
+        ms = harness.medians(
+            harness.interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
+        )
     return {"ms": ms, "ratio": ms[BASE] / ms[FUSED]}
 
 

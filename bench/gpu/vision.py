@@ -25,16 +25,8 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu.harness import (
-    DEVICE,
-    allocated,
-    each_decibels,
-    interleaved,
-    parser_of,
-    peak_of,
-    show,
-    sized,
-)
+from bench.gpu import harness
+from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.stack import categories
@@ -57,8 +49,8 @@ class Shape:
 
 
 SHAPES = {
-    "ViT-H/14": sized(Shape(6, 128, 257, 1280, 16), Shape(2, 2, 9, 64, 4)),
-    "SDXL-size": sized(Shape(10, 16, 1024, 1280, 20, 77), Shape(2, 2, 16, 64, 4, 5)),
+    "ViT-H/14": sized(Shape(6, 128, 257, 1280, 16), Shape(2, 4, 32, 128, 4)),
+    "SDXL-size": sized(Shape(10, 16, 1024, 1280, 20, 77), Shape(2, 2, 64, 128, 4, 8)),
 }
 
 
@@ -150,18 +142,18 @@ def measure(shape: Shape) -> dict[str, Any]:
     reference: list[Tensor] = []
     for mode in modes:  # alone on the GPU first, for its memory
         torch._dynamo.reset()  # a compiled block refers to itself, and would hold an earlier mode's model
-        before = allocated()
+        before = harness.allocated()
         model, result["conversion"][mode] = make(shape, mode)
         run = step(model, shape)
-        result["peak_bytes"][mode] = peak_of(run, before)
+        result["peak_bytes"][mode] = harness.peak_of(run, before)
         found = [t.clone() for t in run()]
         reference = reference or found
-        result["db"][mode] = each_decibels(reference, found) if mode != "bf16" else []
+        result["db"][mode] = harness.each_decibels(reference, found) if mode != "bf16" else []
         del model, run, found
     torch._dynamo.reset()
-    allocated()
+    harness.allocated()
     steps = {mode: step(make(shape, mode)[0], shape) for mode in modes}
-    result["rounds"] = interleaved(steps, rounds=15, repeat=3)
+    result["rounds"] = harness.interleaved(steps, rounds=15, repeat=3)
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
     best = max(1.0, result["speedup"]["ours"])
     result["only_if_faster_to_best"] = result["speedup"]["ours, only if faster"] / best

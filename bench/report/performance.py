@@ -209,11 +209,6 @@ def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
     return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]
 
 
-def packed_cells(shapes: dict[str, Result]) -> list[Result]:
-    """The cells of the experts of packed folders, with the names of their shapes."""
-    return [{**cell, "experts": found["experts"]} for found in expert_shapes(shapes) for cell in found["cells"]]
-
-
 def expert_rates(shapes: dict[str, Result], ways: Iterable[str]) -> Rows:
     """TFLOP/s of the grouped GEMMs y, dx and dw, a row for each way."""
     for found in expert_shapes(shapes):
@@ -237,11 +232,6 @@ def scheme_speeds(rows: Iterable[Row]) -> dict[int, dict[str, float]]:
         tokens: {scheme: us["bf16"] / each for scheme, each in us.items() if scheme != "bf16"}
         for tokens, us in times.items()
     }
-
-
-def schemes_by_tokens(rows: list[Result]) -> Rows:
-    for tokens, speeds in scheme_speeds(rows).items():
-        yield from ({"scheme": scheme, "tokens": tokens, "speed": speed} for scheme, speed in speeds.items())
 
 
 def count(tokens: int) -> str:

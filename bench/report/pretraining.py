@@ -38,17 +38,15 @@ def every_run(results: dict[str, Result]) -> Iterator[Row]:
 def speeds(results: dict[str, Result]) -> Iterator[Row]:
     """The mean over seeds of each mode's speed, memory and time to the target, and BF16's."""
     for result in models(results):
-        modes = dict.fromkeys(run["mode"] for run in result["runs"])
-        means = {mode: Fields(mean_of(result, mode)) for mode in modes}
-        yield from (
-            {"label": result["label"], "mode": mode, "ours": means[mode], "base": means[BASE]} for mode in modes
-        )
+        means = {key: mean_of(result, key) for key in ("tokens_per_second", "peak_bytes", "seconds_to_target")}
+        of = {mode: Fields({key: each[mode] for key, each in means.items()}) for mode in means["peak_bytes"]}
+        yield from ({"label": result["label"], "mode": mode, "ours": of[mode], "base": of[BASE]} for mode in of)
 
 
-def mean_of(result: Result, mode: str) -> dict[str, float]:
-    found = [run for run in result["runs"] if run["mode"] == mode]
-    keys = "tokens_per_second", "peak_bytes", "seconds_to_target"
-    return {key: statistics.mean(run[key] for run in found) for key in keys}
+def mean_of(result: Result, key: str) -> dict[str, float]:
+    """The mean of a figure over the seeds of each mode."""
+    modes = dict.fromkeys(run["mode"] for run in result["runs"])
+    return {mode: statistics.mean(run[key] for run in result["runs"] if run["mode"] == mode) for mode in modes}
 
 
 def resolved(interval: list[float] | None) -> str:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator
 
-from bench.report.filler import Result, Row, spread
+from bench.report.filler import Result, Row
 from octavo.evaluation.metrics import student_quantile
 
 BASE = "bf16"
@@ -37,11 +37,6 @@ def gaps(result: Result, task: str) -> Iterator[Row]:
             }
 
 
-def runs_of(result: Result, task: str) -> int:
-    """The seeds of a task."""
-    return sum(run["recipe"] == BASE for run in result[task])
-
-
 def lost(result: Result) -> str:
     """A sentence on each recipe that lowers the accuracy by more than chance."""
     rows = [row for row in gaps(result, "classifier") if row["figure"] == "accuracy" and row["interval"][1] < 0]
@@ -50,11 +45,6 @@ def lost(result: Result) -> str:
         "The layer behind it was not looked for."
         for row in rows
     )
-
-
-def block_rows(shapes: Result) -> Iterator[Row]:
-    """The modes of each shape."""
-    yield from spread(({**cell, "blocks": name} for name, cell in shapes.items()), "rounds")
 
 
 def converted_layers(shapes: Result) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from code_blocks import DOCS, ROOT
 
-from bench.figures import accumulation, formats, rotation, rounding, scales, style
+from bench.figures import accumulation, formats, rotation, rounding, scales
 from bench.figures.__main__ import FIGURES, FOLDER, main
 from bench.report.filler import load
 from octavo.numerics.formats import E4M3, E5M2
@@ -41,16 +41,6 @@ def test_every_picture_is_on_a_page_and_has_a_text_for_those_who_do_not_see_it()
     shown = re.findall(r"!\[(.+?)\]\((?:\.\./)?figures/(\w+)\.svg\)", pages)
     assert sorted(name for _, name in shown) == sorted(draw.__name__ for draw in FIGURES)
     assert all(len(text) > 20 for text, _ in shown)
-
-
-def test_every_colour_has_one_for_dark_pages(drawn: Path) -> None:
-    for path in drawn.iterdir():
-        text = path.read_text()
-        used = set(re.findall(r"(?:fill|stroke): (#\w{6})", text.partition("<style>@media")[0]))
-        greys = {color for color in used if color[1:3] == color[3:5] == color[5:7]}  # the ramp stays as it is
-        allowed = style.DARK.keys() | (greys if path.stem == "rounding" else {"#000000"})
-        assert used <= allowed, path.name
-        assert "prefers-color-scheme:dark" in text
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [(E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)])

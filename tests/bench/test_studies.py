@@ -13,9 +13,10 @@ import torch
 
 from bench.gpu import recipes, runs
 from bench.gpu.harness import decibels
-from bench.gpu.runs import STUDIES, Data, Study, tiny
+from bench.gpu.runs import STUDIES, Study, tiny
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.recipe import PRESETS, Recipe
+from octavo.train.corpus import Corpus
 from octavo.train.loss import next_token_loss
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, study: Study) -> Path:
 
 
 @pytest.fixture(scope="module")
-def data(trained: Path, study: Study) -> Data:
+def data(trained: Path, study: Study) -> Corpus:
     return runs.tokens_of(study, trained)
 
 
@@ -61,7 +62,7 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
     assert runs.early(result) == ""
 
 
-def test_every_mode_starts_from_the_same_weights_and_batches(data: Data, study: Study) -> None:
+def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study: Study) -> None:
     trainers = {mode: runs.make_trainer(mode, study.config, data)[0] for mode in ("bf16", "rowwise")}
     for seed in (0, 1):
         for trainer in trainers.values():
@@ -76,7 +77,9 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: Data, study: 
         assert not any(tensor.count_nonzero() for tensor in moments)
 
 
-def test_gradients_in_fp8_are_off_by_what_fp8_costs(data: Data, study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_fp8_are_off_by_what_fp8_costs(
+    data: Corpus, study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainers = {mode: runs.make_trainer(mode, study.config, data) for mode in ("bf16", "rowwise")}
     assert 0.02 < runs.gradient_errors(trainers, data)["rowwise"] < 0.3
     monkeypatch.setattr(runs, "GRADIENT_ERRORS", (0.9, 1.0))
@@ -110,7 +113,7 @@ def test_workers_share_the_modes(trained: Path, tmp_path: Path, study: Study) ->
         assert here == pytest.approx(there, rel=1e-6)
 
 
-def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, data: Data, tmp_path: Path, study: Study) -> None:
+def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, data: Corpus, tmp_path: Path, study: Study) -> None:
     name = "delayed_e5m2_margin_1"
     runs.train_runs(study, [(name, 1)], data, tmp_path, 4)  # alone, not after seed 0
     alone, after = (json.loads(runs.path_of(out, name, 1).read_text())["final"] for out in (tmp_path, trained))
@@ -176,7 +179,7 @@ def test_every_recipe_trains_and_has_a_gap(trained: Path) -> None:
             assert 0 < max(map(abs, expected)) < 0.01, name
 
 
-def test_the_errors_are_of_the_operands_of_a_trained_model(data: Data, study: Study) -> None:
+def test_the_errors_are_of_the_operands_of_a_trained_model(data: Corpus, study: Study) -> None:
     found = recipes.errors([*VARIANTS], study, data)["recipes"]
     assert found.keys() == VARIANTS.keys() - {CONTROL}
     for row in found.values():
@@ -202,7 +205,7 @@ def test_the_worst_channel_is_a_row_or_a_column_that_is_not_zero() -> None:
     assert recipes.worst_channel(exact.t(), actual.t()) == pytest.approx(min(by_channel))
 
 
-def test_the_operands_are_those_of_the_layer(data: Data, study: Study) -> None:
+def test_the_operands_are_those_of_the_layer(data: Corpus, study: Study) -> None:
     trainer, _ = runs.trainer_of(BASE, study.config, data)
     runs.restart(trainer, data, 0)
     layers = runs.linears(trainer.model)
