@@ -113,18 +113,18 @@ def test_an_interrupt_says_how_to_continue(
 
 KILLED = """
 import os, signal, sys
-from octavo.calibration import calibrator as workdir
+from octavo.hf.block_by_block import BlockModel
 from octavo_cli import main
-left, read = int(sys.argv[1]), workdir._Reader.read
+left, run = int(sys.argv[1]), BlockModel.run_block
 
-def read_or_die(*args):
+def run_or_die(*args):
     global left
     left -= 1
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(*args)
+    return run(*args)
 
-workdir._Reader.read = read_or_die
+BlockModel.run_block = run_or_die
 sys.argv = ["octavo", *sys.argv[2:]]
 main()
 """

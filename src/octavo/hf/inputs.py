@@ -73,8 +73,8 @@ def image_shape(model: Any) -> tuple[int, int, int]:
 
 
 def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
-    """The arguments of a model of transformers for its main input: token ids int64 [B, T]; images [B, channels, height,
-    width] or spectrograms [B, bands, frames], which get the dtype of the model.
+    """The arguments of a model of transformers for its main input. `inputs` are token ids int64 [B, T], or images [B,
+    channels, height, width] or spectrograms [B, bands, frames]. The last two get the dtype of the model.
 
     A decoder behind an encoder is given the same ids; behind an encoder of sounds, `DECODED` tokens that depend on
     nothing but the vocabulary.
@@ -90,8 +90,8 @@ def arguments_of(model: Any, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def random_inputs(model: Any, context: int, seed: int = 0) -> Tensor:
-    """Two random inputs: token ids int64 [2, T] of up to 32 tokens, and no more than `context`; or images [2, channels,
-    height, width] or spectrograms [2, bands, frames], which are normally distributed."""
+    """Two random inputs. Token ids int64 [2, T] have up to 32 tokens, and no more than `context`. Images [2, channels,
+    height, width] and spectrograms [2, bands, frames] are normally distributed."""
     generator = torch.Generator().manual_seed(seed)
     embedding = token_embedding(model)
     spectrogram = _spectrogram(model) if main_input(model) == SOUNDS else None

@@ -244,8 +244,8 @@ def choose_groups(
     data: Mapping[str, object],
     progress: Progress,
 ) -> BudgetReport:
-    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. A
-    ValueError, which says what is reached, if the budgets cannot be held."""
+    """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. If the
+    budgets cannot be held, a ValueError says what is reached."""
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
 

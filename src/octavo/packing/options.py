@@ -173,8 +173,8 @@ def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Ten
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The scales of inputs, float32 [1], and of weights, [1, 1], that the checkpoint holds for some of `layers`. An
-    ArtifactError if it has no scales at all, a damaged one, or one of a layer that no step has used."""
+    """The scales of inputs, float32 [1], and of weights, float32 [1, 1]. The checkpoint holds them for some of
+    `layers`. An ArtifactError if it has no scales at all, a damaged one, or one of a layer that no step has used."""
     path = source.origin / "state.safetensors"
     state = load_tensors(path)
     inputs, weights = {}, {}
@@ -279,7 +279,8 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
 
 
 def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
-    """The layers that stay in BF16 as in training, with those that readers fuse with them, unless `asked` has them."""
+    """The layers that training moved to BF16 and the layers that readers fuse with them, each with the reason. The
+    layers `asked` are packed all the same."""
     left = {}
     for group in groups(names):
         promoted = [name for name in group if name in source.promoted and name not in asked]
