@@ -281,7 +281,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
 
 
 def sharded_clipping(rank):
-    """Whether norm and gradients are those of one process, and the all-reduces, by the layout of the parameters."""
+    """By layout: True for a norm and gradients that are those of one process, and the number of all-reduces."""
     whole = Clipped()
     backward(whole)
     norm = exact_norm(whole)
