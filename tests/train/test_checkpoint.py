@@ -246,13 +246,6 @@ def test_checkpoint_without_histories_is_of_another_recipe(begin, tmp_path):
     refuses(begin(recipe="delayed", out=str(tmp_path / "delayed")), folder, "state.safetensors", "another recipe")
 
 
-def test_other_data(saved, begin, tmp_path):
-    _, folder = saved
-    (tmp_path / "other.txt").write_text("another text altogether, " * 40)
-    trainer = begin(recipe="delayed", data=(str(tmp_path / "other.txt"),), out=str(tmp_path / "other"))
-    refuses(trainer, folder, folder, "the data", "--data")
-
-
 # --- What is loaded
 
 

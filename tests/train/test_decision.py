@@ -1,4 +1,4 @@
-"""Whether groups of runs differ by more than a margin: intervals that hold however often one looks."""
+"""The verdict on two groups of runs, by intervals that hold however often one looks."""
 
 import math
 import random

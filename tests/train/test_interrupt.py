@@ -26,24 +26,17 @@ def test_a_signal_is_noted_within_the_block_only(number):
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_a_second_signal_acts_at_once():
+def signal_twice():
+    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGINT)
+    pytest.fail("the second signal was noted too")
+
+
+@pytest.mark.parametrize(("block", "error"), [(signal_twice, KeyboardInterrupt), (lambda: 1 / 0, ZeroDivisionError)])
+def test_a_second_signal_acts_at_once_and_handlers_come_back_after_an_error(block, error):
     before = [signal.getsignal(each) for each in SIGNALS]
-
-    def twice():
-        with delay_interrupts():
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-            pytest.fail("the second signal was noted too")
-
-    with pytest.raises(KeyboardInterrupt):
-        twice()
-    assert [signal.getsignal(each) for each in SIGNALS] == before
-
-
-def test_handlers_come_back_after_an_error():
-    before = [signal.getsignal(each) for each in SIGNALS]
-    with pytest.raises(RuntimeError, match="broken"), delay_interrupts():
-        raise RuntimeError("broken")
+    with pytest.raises(error), delay_interrupts():
+        block()
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 

@@ -42,18 +42,6 @@ def test_matrices_decay_and_nothing_else_does(begin):
     assert sorted(together) == sorted(names.values())
 
 
-def test_frozen_parameters_are_not_in_the_optimizer(settings):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    optimizer = make_optimizer(model, settings())
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
-        id(p) for p in model[1].parameters()
-    ]
-    assert sorted(optimizer_state(model, optimizer)) == sorted(
-        f"1.{p}.{e}" for p in ("weight", "bias") for e in ("step", "exp_avg", "exp_avg_sq")
-    )
-
-
 def test_steps_are_those_of_adamw(settings):
     """Loshchilov and Hutter, algorithm 2, in float64, on gradients given."""
     torch.manual_seed(0)
@@ -91,6 +79,8 @@ def test_state_by_name_is_what_is_required_and_goes_back(settings, steps):
     for _ in range(steps):
         step()
     saved = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
+    entries = [f"{p}.{entry}" for p in ("weight", "bias") for entry in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(saved) == sorted(f"{layer}.{entry}" for layer in ("used", "unused") for entry in entries)
     weights = {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
     step()
     expected = {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
@@ -291,7 +281,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
 
 
 def sharded_clipping(rank):
-    """Whether norm and gradients are those of one process, and the all-reduces, by the layout of the parameters."""
+    """By layout: True for a norm and gradients that are those of one process, and the number of all-reduces."""
     whole = Clipped()
     backward(whole)
     norm = exact_norm(whole)

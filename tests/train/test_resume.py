@@ -179,7 +179,6 @@ def test_broken_checkpoint_changes_nothing_and_the_one_before_it_serves(begin, g
 
 def test_settings_that_the_checkpoint_does_not_fit(stopped, go_on):
     for *essentials, words in (
-        ("model.safetensors", "another model", "--width 64"),
         ("state.safetensors", "another recipe", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),

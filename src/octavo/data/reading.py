@@ -283,7 +283,7 @@ STRUCTURED = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".ipynb")
 GENERATED = (".lock", ".map", ".svg", ".jinja", ".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".model")
 TOKENIZER_FILES = ("merges.txt", "vocab.txt")
 
-_HEAD = 1 << 16  # bytes that show whether a file is binary, so that no file of weights is read whole
+_HEAD = 1 << 16  # bytes in which a binary file has a NUL, so that no file of weights is read whole
 
 
 def _read_file(path: Path, named: bool, chat: Chat | None, report: ReadReport) -> list[Document]:

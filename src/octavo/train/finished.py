@@ -1,6 +1,5 @@
 """Finished runs of `octavo train`: opening the model and the validation text of one, and tracing its dtypes."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,6 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
         )
     if "model_type" in described:
         context = min(positions_of(folder), _LONGEST)
-        if context == sys.maxsize:
-            raise ArtifactError(f"{folder}/config.json states no number of positions: give --context")
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")

@@ -1,4 +1,4 @@
-"""The records of runs, and whether the loss of one group of runs is as good as another's, within a margin.
+"""The records of runs, and the verdict on the losses of two groups of runs, within a margin.
 
 Runs are paired where they have the same seed and the same branch: they see the same batches. The loss of a run is the
 mean of its last three evaluations, and the gap of a pair the relative difference of its losses. Of n pairs with the

@@ -45,13 +45,7 @@ from octavo.train.processes import (
     same_outcome,
     world_size,
 )
-from octavo.train.saving import (
-    TrainState,
-    disturb_weights,
-    load_checkpoint,
-    load_into_other_recipe,
-    open_checkpoint,
-)
+from octavo.train.saving import TrainState, disturb_weights, load_checkpoint, load_into_other_recipe, open_checkpoint
 from octavo.train.settings import find_degrees
 from octavo.train.step_metrics import event_writer, print_line, wandb
 from octavo.train.supervision import apply_promotions

@@ -411,7 +411,7 @@ class _Search:
 
     @contextmanager
     def hooks(self, model: nn.Module) -> Iterator[None]:
-        """Look at the tensors of all modules that compute themselves, while the block lasts."""
+        """Hook every module with parameters of its own within the block."""
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if next(module.parameters(recurse=False), None) is not None:
