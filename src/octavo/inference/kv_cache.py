@@ -256,7 +256,9 @@ class LayerKVCache:
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
-            data = _as_bytes(getattr(self, name))
+            data = getattr(self, name)
+            if self.dtype == "fp8":  # indexing takes integers on every device
+                data = data.view(torch.uint8)
             chosen = data.index_select(0, sequences.to(data.device))
             if chosen.shape == data.shape:
                 data.copy_(chosen)
@@ -282,17 +284,13 @@ class LayerKVCache:
 
     def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
         """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
-        if not _is_recorded(data):  # the host may wait, and knows the number of tokens
+        recorded = torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing())
+        if not recorded:  # the host may wait, and knows the number of tokens
             if bool((needed == scale).all()):
                 return
             data = data[:, :, : self.count.host - new]
         recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
         data.copy_(recast)
-
-
-def _is_recorded(t: Tensor) -> bool:
-    """Whether the work on `t` is compiled, or captured as a CUDA graph."""
-    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:
@@ -306,11 +304,6 @@ def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tens
             f"{given.tolist()}"
         )
     return scale.expand(heads).clone()
-
-
-def _as_bytes(data: Tensor) -> Tensor:
-    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
-    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
 # ---- The keys and values of all layers.
@@ -488,7 +481,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     (new, tokens), gqa = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
     if first is None and new in (1, tokens):
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
-    if first is None and _has_flash(q) and not torch.compiler.is_compiling():  # without a mask in memory
+    has_flash = q.is_cuda and q.element_size() == 2 and q.shape[3] <= 256
+    if first is None and has_flash and not torch.compiler.is_compiling():  # without a mask in memory
         from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo: about a second
 
         aligned = causal_lower_right(new, tokens)
@@ -505,11 +499,6 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     mask = mask & (j >= first.view(-1, 1, 1, 1)) | (j == position)  # [B, 1, T, S]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
     return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
-
-
-def _has_flash(q: Tensor) -> bool:
-    """Whether PyTorch's flash attention takes the queries."""
-    return q.is_cuda and q.element_size() == 2 and q.shape[3] <= 256
 
 
 # ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.

@@ -14,8 +14,6 @@ none. Importing this module imports transformers; `import octavo` does not impor
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -341,7 +339,8 @@ class TransformersForward:
     def __call__(self, tokens: Tensor) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
         first = None if self.cache.first is None else self.cache.first.view(-1, 1, 1, 1)
-        with _octavo_attention(self.config):
+        before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
+        try:
             output = self.model(
                 input_ids=tokens,
                 attention_mask=first,
@@ -350,19 +349,10 @@ class TransformersForward:
                 use_cache=True,
                 **self.keep,
             )
+        finally:
+            self.config._attn_implementation = before
         logits: Tensor = output.logits
         return logits[:, -1]
-
-
-@contextmanager
-def _octavo_attention(config: Any) -> Iterator[None]:
-    """The attention of the model is "octavo"."""
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.
