@@ -145,7 +145,7 @@ class LayerKVCache:
                 f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
             )
         self.warming = stored in LARGEST and scales is None
-        # Whether one scale of E4M3 serves all heads, as attention in FP8 needs.
+        # True if one scale of E4M3 serves all heads, as attention in FP8 needs.
         one = self.per == "tensor" if scales is None else all(s.numel() == 1 for s in scales)
         self.one_scale = one and dtype == "fp8"
         self.empty = True
@@ -211,7 +211,7 @@ class LayerKVCache:
         return cached_attention(q, *buffers, first=first, scale=scale)
 
     def _is_piece(self, q: Tensor) -> bool:
-        """Whether q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
+        """True if q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
         rows = q.shape[1] // self.keys.shape[1] * q.shape[2]
         eager = rows > MAX_ROWS and q.is_cuda and not torch.compiler.is_compiling()
         return eager and not torch.cuda.is_current_stream_capturing()
@@ -234,7 +234,7 @@ class LayerKVCache:
         return y.masked_fill_(self.length != end, torch.nan)
 
     def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
-        """Whether the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
+        """True if the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
         return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
 
     def freeze(self) -> None:
@@ -266,7 +266,7 @@ class LayerKVCache:
                 setattr(self, name, chosen.view(DTYPES[self.dtype]))
 
     def _plain(self, x: Tensor) -> bool:
-        """Whether x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
+        """True if x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
         return x.dtype == self.keys.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
@@ -334,8 +334,8 @@ class ModelKVCache:
     scales of a warm-up are frozen after the first tokens, unless `freezes` is False: then `freeze` does it.
 
     `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
-    is the first token of each sequence that is not padding, or None without padding. `fp8_attention` is to be set
-    before the first keys.
+    is the first token of each sequence that is not padding, or None without padding. The first keys read
+    `fp8_attention`.
     """
 
     def __init__(
@@ -508,7 +508,7 @@ FEWEST = 1024  # queries: with fewer, BF16 is faster than FP8 with its casts
 
 
 def is_faster_in_fp8(q: Tensor, tokens: int, first: Tensor | None) -> bool:
-    """Whether the attention of queries [B, H, T, D] to `tokens` tokens is faster in FP8. It takes no padding."""
+    """True if the attention of queries [B, H, T, D] to `tokens` tokens is faster in FP8. It takes no padding."""
     long = first is None and tokens >= SHORTEST_PROMPT and q.shape[2] >= FEWEST
     return long and not fp8_attention_limit(q.device, q.shape[3])
 

@@ -62,7 +62,7 @@ class PackedGroupedLinear(PackedModule):
 
     @property
     def by_row(self) -> bool:
-        """Whether the input is cast by row, as the fused operations cast it."""
+        """True if the input is cast by row, as the fused operations cast it."""
         return scales_by_row(self.scheme) and not self.scheme.static and self._input_cast is not None
 
     @property
@@ -100,7 +100,7 @@ class PackedGroupedLinear(PackedModule):
 
 
 def scales_by_row(scheme: Scheme) -> bool:
-    """Whether the matrices of `scheme` are stacked with a scale for each row, instead of scales that vary along K."""
+    """True if the matrices of `scheme` are stacked with a scale for each row, instead of scales that vary along K."""
     return scheme.weight.granularity in (ROW, TENSOR)
 
 

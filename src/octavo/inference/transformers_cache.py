@@ -314,7 +314,7 @@ def left_padding(
 
 
 def _host_may_read(mask: Tensor, q_length: int) -> bool:
-    """Whether the host may read the mask: on the CPU, or in a prompt, but not while a graph is captured or compiled."""
+    """True if the host may read the mask: on the CPU, or in a prompt, but not while a graph is captured or compiled."""
     if torch.compiler.is_compiling():
         return False
     return mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())
