@@ -250,12 +250,9 @@ def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
 
 # ---- The GEMM that a packed layer runs on a device, by its scheme.
 #
-#     eight bits     y = x_q[T,K] @ w_q[N,K]^T    the input is cast as the scheme says
-#     weight-only    y = x[T,K] @ w_q[N,K]^T      the input keeps its dtype, and the weight is widened in the kernel
-#
-# The scheme `weight` is weight-only on every device. So is every other FP8 scheme on a GPU without an FP8 GEMM for it,
-# such as an Ampere: the result is then closer to the BF16 model's than the scheme's own. `int8` casts inputs on every
-# device.
+# The scheme `weight` is weight-only on every device: the weight is widened in the kernel. So is every other FP8 scheme
+# on a GPU without an FP8 GEMM for it, such as an Ampere: the result is then closer to the BF16 model's than the
+# scheme's own. `int8` casts inputs on every device.
 
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
