@@ -302,7 +302,10 @@ def left_padding(
     pos = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     first = attention_mask.int().argmax(1)
     wrong = ((pos >= first.unsqueeze(1)) & (pos < q_offset + q_length) & ~attention_mask.bool()).any(1)
-    if _host_may_read(attention_mask, q_length):
+    # The host may read the mask on a CPU, or in a prompt, but not while a graph is captured or compiled.
+    if not torch.compiler.is_compiling() and (
+        attention_mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())
+    ):
         if bool(wrong.any()):
             raise ValueError(
                 "the attention 'octavo' takes padding on the left only: each row of attention_mask must be zeros, then "
@@ -311,13 +314,6 @@ def left_padding(
         if not bool(first.any()):
             return None
     return torch.where(wrong, -1, first).int().view(-1, 1, 1, 1)
-
-
-def _host_may_read(mask: Tensor, q_length: int) -> bool:
-    """True if the host may read the mask: on the CPU, or in a prompt, but not while a graph is captured or compiled."""
-    if torch.compiler.is_compiling():
-        return False
-    return mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())
 
 
 # ---- The forward pass of a model of transformers over a cache of fixed size. Importing this imports transformers.
