@@ -19,7 +19,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 import octavo
-from octavo.checkpoint.files import ArtifactError, check_match, load_tensors, save_tensors
+from octavo.checkpoint.files import ArtifactError, load_tensors, save_tensors
 from octavo.checkpoint.folder import (
     LockedError,
     WriteError,
@@ -153,18 +153,6 @@ def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr("octavo.checkpoint.files.safe_open", refuse)
         with pytest.raises(OSError, match=rf"t.safetensors cannot be opened: {re.escape(str(error))}"):
             load_tensors(tmp_path / "t.safetensors")
-
-
-def test_a_mismatch_names_the_tensor() -> None:
-    required = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
-    check_match(dict(required), required, "w")
-    for found, message in (
-        ({"a": required["a"]}, "w: tensor b is missing"),
-        (required | {"c": torch.zeros(1)}, "w: tensor c has no place"),
-        (required | {"a": torch.zeros(3, 2)}, r"w: a must have shape \[2, 3\], the file has \[3, 2\]"),
-    ):
-        with pytest.raises(ArtifactError, match=message):
-            check_match(found, required, "w")
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import model_of
-from transformers import AutoTokenizer, DynamicCache, OPTConfig, OPTForCausalLM, StoppingCriteriaList
+from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList
 
 from octavo.inference.transformers_generate import Accelerated, accelerate_generate
 from octavo.models.tokenizer import ByteTokenizer
@@ -31,9 +31,7 @@ def test_tokens_are_those_of_transformers(name, padding, settings):
 
 
 def test_a_model_with_learned_positions():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = OPTForCausalLM(OPTConfig(**sizes, max_position_embeddings=128, word_embed_proj_dim=64)).bfloat16().eval()
+    model = model_of("opt", ffn_dim=96, word_embed_proj_dim=64).bfloat16()
     fast = copy.deepcopy(model)
     accelerate_generate(fast, 128)
     inputs = batch(padding=(0, 4, 9))

@@ -196,18 +196,6 @@ def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme
     assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
 
 
-def test_a_model_that_transformers_generates_with(folders: dict[str, Path]) -> None:
-    model = octavo.load(folders["llama"]).float()  # so that rounding turns no choice
-    mask = torch.ones(2, 7, dtype=torch.int64)
-    text = model.generate(tokens(7), attention_mask=mask, max_new_tokens=9, do_sample=False, pad_token_id=0)
-    assert text.shape == (2, 16)
-    ids = tokens(7)
-    for _ in range(9):
-        ids = torch.cat((ids, logits(model, ids)[:, -1:].argmax(-1)), 1)
-    assert torch.equal(text, ids)
-    assert model.generation_config.eos_token_id == 2  # of Llama's configuration
-
-
 def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert_layout(folders["qwen2"], out)

@@ -34,16 +34,13 @@ def processors(
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
 ) -> LogitsProcessorList:
     """In the order of transformers' generate, and only those that it makes."""
-    each = LogitsProcessorList()
-    if repetition_penalty != 1:
-        each.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
-    if temperature != 1:
-        each.append(TemperatureLogitsWarper(temperature))
-    if top_k:
-        each.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        each.append(TopPLogitsWarper(top_p))
-    return each
+    made = (
+        repetition_penalty != 1 and RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        temperature != 1 and TemperatureLogitsWarper(temperature),
+        top_k > 0 and TopKLogitsWarper(top_k),
+        top_p < 1 and TopPLogitsWarper(top_p),
+    )
+    return LogitsProcessorList(filter(None, made))
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,26 +91,15 @@ def test_temperature_0_is_the_most_likely_token_after_the_penalty() -> None:
     assert torch.equal(found, processors(repetition_penalty=50.0)(ids, logits).argmax(-1))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("vocabulary", [7, 5000])
-def test_draws_are_those_of_multinomial(vocabulary: int) -> None:
-    scores = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+def test_draws_are_those_of_multinomial(vocabulary: int, device: str) -> None:
+    scores = (torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(1)) * 3).to(device)
     scores[:, ::3] = -torch.inf
     for seed in range(20):
-        random, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        random, theirs = (torch.Generator(device).manual_seed(seed) for _ in range(2))
         required = torch.multinomial(scores.softmax(-1), 1, generator=theirs)[:, 0]
         assert torch.equal(draw(scores, random), required)
-
-
-def test_a_seed_repeats_the_draws_and_leaves_the_global_generator_alone() -> None:
-    logits, before, device = torch.zeros(4, 1000), torch.get_rng_state(), torch.device("cpu")
-
-    def drawn(seed: int | None) -> list[int]:
-        sampling = Sampling(seed=seed)
-        return sampling.chooser(sampling.generator(device))(torch.zeros(4, 1, dtype=torch.int64), logits).tolist()
-
-    assert drawn(7) == drawn(7) != drawn(8)
-    assert drawn(None) != drawn(None)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---- Text from tokens, one at a time, against the decoding of the whole

@@ -121,11 +121,7 @@ def test_another_packing_is_refused(made, tmp_path, change, message):
 # ---- A layout and a scheme are objects in a registry: a test registers one of each, and every step works with them
 
 
-_GROUPS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 16}
-PAIRS = Scheme(
-    "group16", Cast(granularity=group(16)), Cast(granularity=group(16)), "float-quantized", _GROUPS,
-    {**_GROUPS, "dynamic": True},
-)  # fmt: skip
+PAIRS = Scheme("group16", Cast(granularity=group(16)), Cast(granularity=group(16)))
 
 
 class Toy(Layout):

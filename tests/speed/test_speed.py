@@ -25,17 +25,14 @@ def counting(ids: Tensor, tokens: int) -> Tensor:
 # --- Figures
 
 
-def test_tokens_per_second_are_of_decoding_alone() -> None:
-    row = Row("a", 4, 128, 11, prompt_seconds=[1.0, 9.0, 2.0], whole_seconds=[4.0, 3.0, 99.0])
-    assert row.first_token_seconds == 2.0
-    assert row.tokens_per_second == 4 * 10 / (4.0 - 2.0)
-
-
 @pytest.mark.parametrize(
-    ("tokens", "whole"), [(1, []), (11, [2.0])], ids=["the first token alone", "times that are noise"]
+    ("tokens", "whole", "rate"),
+    [(11, [4.0, 3.0, 99.0], 4 * 10 / (4.0 - 2.0)), (1, [], None), (11, [2.0], None)],
+    ids=["decoding alone", "the first token alone", "times that are noise"],
 )
-def test_what_has_no_rate(tokens: int, whole: list[float]) -> None:
-    assert Row("a", 4, 8, tokens, prompt_seconds=[2.0], whole_seconds=whole).tokens_per_second is None
+def test_tokens_per_second(tokens: int, whole: list[float], rate: float | None) -> None:
+    row = Row("a", 4, 128, tokens, prompt_seconds=[1.0, 9.0, 2.0], whole_seconds=whole)
+    assert (row.first_token_seconds, row.tokens_per_second) == (2.0, rate)
 
 
 def test_every_size_is_called_once_before_its_rounds() -> None:
@@ -54,12 +51,10 @@ def test_every_size_is_called_once_before_its_rounds() -> None:
     assert all((row.warm_up_seconds or 0) > 0 for row in rows)
 
 
-def test_with_one_new_token_only_the_first_is_timed() -> None:
+def test_one_new_token_and_memory_that_does_not_suffice() -> None:
     [row] = time_generation(counting, Grid([2], [8], 1, 2), 7, CPU)
     assert (len(row.prompt_seconds), row.whole_seconds) == (2, [])
 
-
-def test_memory_that_does_not_suffice_is_said_in_the_row() -> None:
     def generate(ids: Tensor, tokens: int) -> Tensor:
         if len(ids) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore lines")

@@ -78,8 +78,9 @@ def test_compressed_tensors(weights: Any, inputs: Any, spec: LayerSpec, shape: t
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=str)
 def test_a_scheme_is_called_by_its_name(scheme: Scheme) -> None:
-    settings = compressed(dict(scheme.weight_arguments), None, format=scheme.format)
-    settings["config_groups"]["group_0"]["input_activations"] = scheme.input_arguments
+    group = scheme.group([])
+    settings = compressed(group["weights"], None, format=scheme.format)
+    settings["config_groups"]["group_0"]["input_activations"] = group["input_activations"]
     assert str(one(settings)) == scheme.name
 
 

@@ -224,8 +224,8 @@ MODULES, CARD = "modules.json", "README.md"
 def check_links(folder: Path) -> None:
     """Raise an ArtifactError if a file that describes a model, or one of its tensors, is a link out of `folder`.
 
-    A stranger's folder could otherwise bring a private file of this machine into what is made of it, and is published.
-    A snapshot in the cache of the Hugging Face hub is made of links to the blobs of its repository.
+    A folder from elsewhere could otherwise bring a private file of this machine into what users publish. A snapshot in
+    the cache of the Hugging Face hub is made of links to the blobs of its repository.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix in (*_DESCRIBES, SUFFIX):

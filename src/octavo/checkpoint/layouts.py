@@ -579,8 +579,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 def read_packing(
     config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
 ) -> Packing:
-    """The packing of the layers `linears` (by their names in files) that a config.json of `read_config` states. If the
-    model is not packed, or in another way, an ArtifactError lists what was read and required.
+    """The packing of the layers `linears` (by their names in files) that a config.json of `read_config` states. An
+    ArtifactError if the model is not packed, or in another way: it lists what was read and required.
 
     The weights of the layers `plain` are not in eight bits. An output head among them is not packed, even if the
     configuration does not name it: readers leave heads unpacked, and some writers rely on that.

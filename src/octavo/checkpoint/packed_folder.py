@@ -59,12 +59,21 @@ class PackedTensors:
         settings = found if isinstance(found, dict) else {}
         layout = layout_of(settings)
         stated: Any = next((settings[key] for key in layout.ignore if settings.get(key)), [])
-        self.ignored: list[str] = self._resolved(stated, exact=layout.exact)
-        linears = list(dict.fromkeys([*self._eight_bits(), *self.ignored]))
-        packing = read_packing(self.config, linears, self.folder / "config.json", self._plain())
+        specs = self.reader.specs
+        weights = {
+            name.removesuffix(".weight"): spec.dtype in WEIGHT_DTYPES
+            for name, spec in specs.items()
+            if name.endswith(".weight") and len(spec.shape) == 2
+        }
+        plain = [name for name, packed in weights.items() if not packed]
+        self.ignored: list[str] = _unpacked(stated, plain, exact=layout.exact)
+        scaled = [name.rpartition(".")[0] for name in specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
+        in_eight_bits = [name for name, packed in weights.items() if packed]
+        linears = list(dict.fromkeys([*scaled, *in_eight_bits, *self.ignored]))
+        packing = read_packing(self.config, linears, self.folder / "config.json", plain)
         self.kv_scales, cache = self._kv_scales(packing, linears)
         self.packing = replace(packing, kv_cache=bool(self.kv_scales))
-        names = {ours: name for name in self.reader.specs for ours in packing.names_in_memory(name)}
+        names = {ours: name for name in specs for ours in packing.names_in_memory(name)}
         self._scales = {
             ours: names[ours]
             for layer in packing.schemes
@@ -72,41 +81,11 @@ class PackedTensors:
             if (ours := f"{layer}.{leaf}") in names
         }
         packed = {*self._scales.values(), *cache, *(f"{name}.weight" for name in packing.schemes)}
-        rest = [name for name in self.reader.specs if name not in packed]
+        rest = [name for name in specs if name not in packed]
         self.unused = unused_scales(rest, self.reader.get, self.folder)
         self.others = [name for name in rest if name not in self.unused]
         for name, scheme in self.packing.schemes.items():
             self._check(name, scheme)
-
-    def _eight_bits(self) -> list[str]:
-        """The modules with the scale of a weight, or with a weight that is a matrix in eight bits."""
-        scales = [name for name in self.reader.specs if name.endswith((f".{SCALE_NAME}", f".{SCALE_NAME}_inv"))]
-        weights = [
-            name
-            for name, spec in self.reader.specs.items()
-            if name.endswith(".weight") and spec.dtype in WEIGHT_DTYPES and len(spec.shape) == 2
-        ]
-        return [name.rpartition(".")[0] for name in (*scales, *weights)]
-
-    def _plain(self) -> list[str]:
-        """The modules with a weight that is a matrix and not in eight bits."""
-        weights = {name: spec for name, spec in self.reader.specs.items() if name.endswith(".weight")}
-        plain = [name for name, spec in weights.items() if spec.dtype not in WEIGHT_DTYPES and len(spec.shape) == 2]
-        return [name.removesuffix(".weight") for name in plain]
-
-    def _resolved(self, ignored: Any, *, exact: bool) -> list[str]:
-        """The unpacked linear layers that a list of modules names. It may hold patterns and modules of other kinds.
-
-        A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if
-        the list lacks it: some writers rely on readers to leave heads unpacked.
-        """
-        plain = self._plain()
-        names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
-        for entry in ignored if isinstance(ignored, list) else []:  # `read_packing` refuses another
-            head = str(entry).rstrip("*.")
-            names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
-            names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
-        return list(names)
 
     def _kv_scales(self, packing: Packing, linears: list[str]) -> tuple[KvScales, list[str]]:
         """The scales of a cache, checked, and their names in the files."""
@@ -192,3 +171,18 @@ class PackedTensors:
             config["quantization_config"] = quantization_config(packing, linears, self.folder)
         write_config(target, config)
         copy_description(self.folder, target)
+
+
+def _unpacked(stated: Any, plain: list[str], *, exact: bool) -> list[str]:
+    """The unpacked linear layers, of those whose weight is `plain`, that a list of modules names. The list may hold
+    patterns and modules of other kinds.
+
+    A head that is tied to an embedding is named, and has no weight of its own. An unpacked head is included even if the
+    list lacks it: some writers rely on readers to leave heads unpacked.
+    """
+    names = dict.fromkeys(name for name in plain if name.rpartition(".")[2] in HEADS)
+    for entry in stated if isinstance(stated, list) else []:  # `read_packing` refuses another
+        head = str(entry).rstrip("*.")
+        names |= dict.fromkeys([head] if head.endswith("lm_head") else [])
+        names |= dict.fromkeys(name for name in plain if is_named(str(entry), name, exact=exact))
+    return list(names)

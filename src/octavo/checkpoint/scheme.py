@@ -31,35 +31,35 @@ from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_bac
 from octavo.ops.launching import Place, takes_fnuz
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
-_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True}
-_TOKEN = {**_EIGHT_BITS, "strategy": "token", "dynamic": True}
-_INTEGERS = {**_EIGHT_BITS, "type": "int"}
-_MX = {**_EIGHT_BITS, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
-
 
 @dataclass(frozen=True, eq=False)
 class Scheme:
-    """One way to pack a layer; `name` is that on the command line. In the spelling of compressed-tensors
-    (github.com/vllm-project/compressed-tensors, quantization/quant_args.py) are the file format and the arguments."""
+    """One way to pack a layer."""
 
-    name: str
+    name: str  # on the command line
     weight: Cast
     inputs: Cast | None  # None for an input that stays in high precision
-    format: str
-    weight_arguments: Mapping[str, Any]
-    input_arguments: Mapping[str, Any] | None
     static: bool = False  # the scale of the input is stored, and not computed when the layer runs
 
     @property
     def integers(self) -> bool:
         return self.weight.fmt.dtype == torch.int8
 
+    @property
+    def format(self) -> str:
+        """The name of the file format in compressed-tensors."""
+        if self.inputs is None:
+            return "naive-quantized"
+        if self.integers:
+            return "int-quantized"
+        return "mxfp8-quantized" if self.weight.scale == "e8m0" else "float-quantized"
+
     def group(self, targets: Sequence[str]) -> dict[str, Any]:
         """The entry of `config_groups` for the layers `targets`."""
         return {
             "targets": list(targets),
-            "weights": {**self.weight_arguments, "dynamic": False},
-            "input_activations": None if self.input_arguments is None else dict(self.input_arguments),
+            "weights": _arguments(self.weight, "channel", dynamic=False),
+            "input_activations": self.inputs and _arguments(self.inputs, "token", dynamic=not self.static),
             "output_activations": None,
             "format": self.format,
         }
@@ -98,44 +98,38 @@ class Scheme:
         return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
 
 
-CHANNEL = Scheme("channel", ROW_W, ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "channel"}, _TOKEN)
-TENSORWISE = Scheme(
-    "tensor", Cast(granularity=TENSOR), ROW_X, "float-quantized", {**_EIGHT_BITS, "strategy": "tensor"}, _TOKEN
-)
-BLOCK = Scheme(
-    "block", BLOCK_W, BLOCK_X, "float-quantized",
-    {**_EIGHT_BITS, "strategy": "block", "block_structure": [128, 128]},
-    {**_EIGHT_BITS, "strategy": "group", "group_size": 128, "dynamic": True},
-)  # fmt: skip
+def _arguments(cast: Cast, by_row: str, *, dynamic: bool) -> dict[str, Any]:
+    """A cast in the spelling of compressed-tensors (github.com/vllm-project/compressed-tensors,
+    quantization/quant_args.py), which calls a scale for each row `by_row`."""
+    rows, cols = cast.granularity.rows, cast.granularity.cols
+    how: dict[str, Any] = {"strategy": by_row}
+    if cast.granularity == TENSOR:
+        how = {"strategy": "tensor"}
+    elif cols is not None and rows == 1:
+        how = {"strategy": "group", "group_size": cols}
+    elif cols is not None:
+        how = {"strategy": "block", "block_structure": [rows, cols]}
+    if cast.scale == "e8m0":
+        how |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    kind = "int" if cast.format == "int8" else "float"
+    return {"num_bits": 8, "type": kind, "symmetric": True, **how, "dynamic": dynamic}
+
+
+_TENSOR, _INT8 = Cast(granularity=TENSOR), Cast("int8", ROW)
+STATIC_INPUTS = _TENSOR
+CHANNEL = Scheme("channel", ROW_W, ROW_X)
+TENSORWISE = Scheme("tensor", _TENSOR, ROW_X)
+STATIC = Scheme("static", _TENSOR, STATIC_INPUTS, static=True)
+BLOCK = Scheme("block", BLOCK_W, BLOCK_X)
 # DeepSeek's scale_fmt "ue8m0": the scales of inputs are powers of two as well. It is read and not written.
 BLOCK_POW2 = replace(BLOCK, name="block, pow2 inputs", inputs=replace(BLOCK_X, scale="pow2"))
-# compressed-tensors calls the format of weights alone so.
-WEIGHT = Scheme("weight", ROW_W, None, "naive-quantized", {**_EIGHT_BITS, "strategy": "channel"}, None)
-_INT8 = Cast("int8", ROW)
-INT8 = Scheme(
-    "int8", _INT8, _INT8, "int-quantized",
-    {**_INTEGERS, "strategy": "channel"}, {**_INTEGERS, "strategy": "token", "dynamic": True},
-)  # fmt: skip
-STATIC_INPUTS = Cast(granularity=TENSOR)
-STATIC = Scheme(
-    "static", Cast(granularity=TENSOR), STATIC_INPUTS, "float-quantized",
-    {**_EIGHT_BITS, "strategy": "tensor"}, {**_EIGHT_BITS, "strategy": "tensor", "dynamic": False}, static=True,
-)  # fmt: skip
-MX = Scheme("mx", MX_GROUPS, MX_GROUPS, "mxfp8-quantized", _MX, {**_MX, "dynamic": True})
-
-
-def _groups(size: int) -> Scheme:
-    cast, arguments = Cast(granularity=group(size)), {**_EIGHT_BITS, "strategy": "group", "group_size": size}
-    return Scheme(f"group{size}", cast, cast, "float-quantized", arguments, {**arguments, "dynamic": True})
-
-
-GROUPS = tuple(_groups(size) for size in (32, 64, 128))
-
+MX = Scheme("mx", MX_GROUPS, MX_GROUPS)
+_GROUPS = tuple(Cast(granularity=group(size)) for size in (32, 64, 128))
+GROUPS = tuple(Scheme(f"group{cast.granularity.cols}", cast, cast) for cast in _GROUPS)
+WEIGHT = Scheme("weight", ROW_W, None)
 # Weights alone with the scales of `tensor` and `block`: read and not written by `pack`.
-WEIGHT_ONLY = tuple(
-    replace(WEIGHT, name=f"weight, {each.name}", weight=each.weight, weight_arguments=each.weight_arguments)
-    for each in (TENSORWISE, BLOCK)
-)
+WEIGHT_ONLY = tuple(Scheme(f"weight, {each.name}", each.weight, None) for each in (TENSORWISE, BLOCK))
+INT8 = Scheme("int8", _INT8, _INT8)
 
 SCHEMES = {scheme.name: scheme for scheme in (CHANNEL, TENSORWISE, STATIC, BLOCK, MX, *GROUPS, WEIGHT, INT8)}
 # Those that fused kernels take: inputs are cast by row or not at all, and no scale varies along the sum.

@@ -145,7 +145,7 @@ class LayerKVCache:
                 f"keys and values in {dtype} have no scales: leave scales out, or use dtype='fp8' or 'int8'"
             )
         self.warming = stored in LARGEST and scales is None
-        # Whether one scale of E4M3 serves all heads, as attention in FP8 needs.
+        # True if one scale of E4M3 serves all heads, as attention in FP8 needs.
         one = self.per == "tensor" if scales is None else all(s.numel() == 1 for s in scales)
         self.one_scale = one and dtype == "fp8"
         self.empty = True
@@ -211,7 +211,7 @@ class LayerKVCache:
         return cached_attention(q, *buffers, first=first, scale=scale)
 
     def _is_piece(self, q: Tensor) -> bool:
-        """Whether q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
+        """True if q is a piece of a prompt, on a GPU, in code that may use the host's count of tokens."""
         rows = q.shape[1] // self.keys.shape[1] * q.shape[2]
         eager = rows > MAX_ROWS and q.is_cuda and not torch.compiler.is_compiling()
         return eager and not torch.cuda.is_current_stream_capturing()
@@ -234,7 +234,7 @@ class LayerKVCache:
         return y.masked_fill_(self.length != end, torch.nan)
 
     def runs_fp8(self, q: Tensor, first: Tensor | None) -> bool:
-        """Whether the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
+        """True if the attention of the last T tokens [B, H, T, D] runs in FP8: T and the text are long enough."""
         return self.fp8_attention and self._is_piece(q) and is_faster_in_fp8(q, self.count.host, first)
 
     def freeze(self) -> None:
@@ -256,7 +256,9 @@ class LayerKVCache:
     def select(self, sequences: Tensor) -> None:
         """Keep the sequences with these indices, in this order. Another number of sequences needs new buffers."""
         for name in ("keys", "values"):
-            data = _as_bytes(getattr(self, name))
+            data = getattr(self, name)
+            if self.dtype == "fp8":  # indexing takes integers on every device
+                data = data.view(torch.uint8)
             chosen = data.index_select(0, sequences.to(data.device))
             if chosen.shape == data.shape:
                 data.copy_(chosen)
@@ -264,7 +266,7 @@ class LayerKVCache:
                 setattr(self, name, chosen.view(DTYPES[self.dtype]))
 
     def _plain(self, x: Tensor) -> bool:
-        """Whether x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
+        """True if x is stored as it is, on a CPU, where reading `length` costs nothing: PyTorch does all work."""
         return x.dtype == self.keys.dtype and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
     def _widen_scales(self, k: Tensor, v: Tensor) -> None:
@@ -282,17 +284,13 @@ class LayerKVCache:
 
     def _recast(self, data: Tensor, scale: Tensor, needed: Tensor, new: int) -> None:
         """Cast the stored tokens, all but the last `new`, from `scale` to `needed`."""
-        if not _is_recorded(data):  # the host may wait, and knows the number of tokens
+        recorded = torch.compiler.is_compiling() or (data.is_cuda and torch.cuda.is_current_stream_capturing())
+        if not recorded:  # the host may wait, and knows the number of tokens
             if bool((needed == scale).all()):
                 return
             data = data[:, :, : self.count.host - new]
         recast, _ = to_stored(from_stored(data) * scale.view(-1, 1, 1), needed, data.dtype)
         data.copy_(recast)
-
-
-def _is_recorded(t: Tensor) -> bool:
-    """Whether the work on `t` is compiled, or captured as a CUDA graph."""
-    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tensor:
@@ -306,11 +304,6 @@ def _scale(given: Tensor | None, heads: int, device: torch.device | str) -> Tens
             f"{given.tolist()}"
         )
     return scale.expand(heads).clone()
-
-
-def _as_bytes(data: Tensor) -> Tensor:
-    """Eight-bit floats as integers, which indexing takes on every device; other dtypes unchanged."""
-    return data.view(torch.uint8) if data.dtype == torch.float8_e4m3fn else data
 
 
 # ---- The keys and values of all layers.
@@ -341,8 +334,8 @@ class ModelKVCache:
     scales of a warm-up are frozen after the first tokens, unless `freezes` is False: then `freeze` does it.
 
     `stores` is empty, and `length` None, before the first keys; the first layer advances `length`. `first`, int32 [B],
-    is the first token of each sequence that is not padding, or None without padding. `fp8_attention` is to be set
-    before the first keys.
+    is the first token of each sequence that is not padding, or None without padding. The first keys read
+    `fp8_attention`.
     """
 
     def __init__(
@@ -488,7 +481,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     (new, tokens), gqa = (q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
     if first is None and new in (1, tokens):
         return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, scale=scale, enable_gqa=gqa)
-    if first is None and _has_flash(q) and not torch.compiler.is_compiling():  # without a mask in memory
+    has_flash = q.is_cuda and q.element_size() == 2 and q.shape[3] <= 256
+    if first is None and has_flash and not torch.compiler.is_compiling():  # without a mask in memory
         from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo: about a second
 
         aligned = causal_lower_right(new, tokens)
@@ -507,11 +501,6 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, *, first: Tensor | None = 
     return y.masked_fill((first < 0).view(-1, 1, 1, 1), torch.nan)
 
 
-def _has_flash(q: Tensor) -> bool:
-    """Whether PyTorch's flash attention takes the queries."""
-    return q.is_cuda and q.element_size() == 2 and q.shape[3] <= 256
-
-
 # ---- Attention of long prompts in E4M3 (`octavo.ops.fp8_attention`), where that is faster than PyTorch's in BF16.
 
 
@@ -519,7 +508,7 @@ FEWEST = 1024  # queries: with fewer, BF16 is faster than FP8 with its casts
 
 
 def is_faster_in_fp8(q: Tensor, tokens: int, first: Tensor | None) -> bool:
-    """Whether the attention of queries [B, H, T, D] to `tokens` tokens is faster in FP8. It takes no padding."""
+    """True if the attention of queries [B, H, T, D] to `tokens` tokens is faster in FP8. It takes no padding."""
     long = first is None and tokens >= SHORTEST_PROMPT and q.shape[2] >= FEWEST
     return long and not fp8_attention_limit(q.device, q.shape[3])
 

@@ -342,7 +342,7 @@ class ExpertLoading:
         return weight.shape[0] * weight.shape[1] // len(self._parts[stack])
 
     def is_packed(self, name: str) -> bool:
-        """Whether `name` is a tensor of the model that belongs to a `PackedExperts`."""
+        """True if `name` is a tensor of the model that belongs to a `PackedExperts`."""
         return name.rpartition(".")[0] in self._stacks
 
     def widen(self, tensors: dict[str, Tensor]) -> None:

@@ -22,7 +22,6 @@ from octavo.nn.linear import compute_dtype
 from octavo.nn.module_tools import differentiable_once
 from octavo.numerics import ROW, TENSOR, Cast, QTensor
 from octavo.ops import (
-    Rows,
     activation_quantize,
     combine,
     find_grouped_backend,
@@ -62,7 +61,7 @@ class PackedGroupedLinear(PackedModule):
 
     @property
     def by_row(self) -> bool:
-        """Whether the input is cast by row, as the fused operations cast it."""
+        """True if the input is cast by row, as the fused operations cast it."""
         return scales_by_row(self.scheme) and not self.scheme.static and self._input_cast is not None
 
     @property
@@ -100,7 +99,7 @@ class PackedGroupedLinear(PackedModule):
 
 
 def scales_by_row(scheme: Scheme) -> bool:
-    """Whether the matrices of `scheme` are stacked with a scale for each row, instead of scales that vary along K."""
+    """True if the matrices of `scheme` are stacked with a scale for each row, instead of scales that vary along K."""
     return scheme.weight.granularity in (ROW, TENSOR)
 
 
@@ -139,8 +138,13 @@ class PackedExperts(nn.Module):
         return out
 
     def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-        rows = sort_by_expert(index, len(self.down_proj.weight))
-        u = self._inner(x, rows)
+        rows, dtype = sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)
+        top_k = rows.row.shape[1]
+        if self.gate_up_proj.by_row:
+            n_q = gather_quantize(x, ROW_X, slot=rows.slot, top_k=top_k)
+            u = self.gate_up_proj.product(n_q, rows.offsets, dtype)  # [M,2F]
+        else:
+            u = self.gate_up_proj(x.to(dtype)[rows.slot // top_k], rows.offsets)
         if self.down_proj.by_row:
             h_q = activation_quantize(u, "swiglu", ROW_X)
             y = self.down_proj.product(h_q, rows.offsets, u.dtype)
@@ -148,14 +152,6 @@ class PackedExperts(nn.Module):
             gate, up = u.chunk(2, 1)
             y = self.down_proj(F.silu(gate) * up, rows.offsets)
         return combine(y, rows.row, weight.float())
-
-    def _inner(self, x: Tensor, rows: Rows) -> Tensor:
-        """u [M, 2F] of the tokens x [T, K]."""
-        dtype, top_k = compute_dtype(x), rows.row.shape[1]
-        if not self.gate_up_proj.by_row:
-            return self.gate_up_proj(x.to(dtype)[rows.slot // top_k], rows.offsets)  # type: ignore[no-any-return]
-        n_q = gather_quantize(x, ROW_X, slot=rows.slot, top_k=top_k)
-        return self.gate_up_proj.product(n_q, rows.offsets, dtype)
 
 
 class _FrozenExperts(torch.autograd.Function):

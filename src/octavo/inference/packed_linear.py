@@ -89,7 +89,7 @@ class PackedLinear(PackedModule):
 
     @property
     def is_fusable(self) -> bool:
-        """Whether the fused operations take the scheme."""
+        """True if the fused operations take the scheme."""
         return self.scheme.name in FUSED
 
     @property
@@ -145,7 +145,7 @@ class PackedLinear(PackedModule):
 
     @property
     def freezable(self) -> bool:
-        """Whether the scale of the input is computed in each call."""
+        """True if the scale of the input is computed in each call."""
         return not self.scheme.static
 
     @property
@@ -204,7 +204,7 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd records an operation on `tensors`."""
+    """True if autograd records an operation on `tensors`."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
@@ -250,12 +250,9 @@ def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
 
 # ---- The GEMM that a packed layer runs on a device, by its scheme.
 #
-#     eight bits     y = x_q[T,K] @ w_q[N,K]^T    the input is cast as the scheme says
-#     weight-only    y = x[T,K] @ w_q[N,K]^T      the input keeps its dtype, and the weight is widened in the kernel
-#
-# The scheme `weight` is weight-only on every device. So is every other FP8 scheme on a GPU without an FP8 GEMM for it,
-# such as an Ampere: the result is then closer to the BF16 model's than the scheme's own. `int8` casts inputs on every
-# device.
+# The scheme `weight` is weight-only on every device: the weight is widened in the kernel. So is every other FP8 scheme
+# on a GPU without an FP8 GEMM for it, such as an Ampere: the result is then closer to the BF16 model's than the
+# scheme's own. `int8` casts inputs on every device.
 
 
 def input_cast(scheme: Scheme, device: torch.device) -> Cast | None:
@@ -348,7 +345,7 @@ class Stacked:
         return Stacked, ()
 
     def update(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether `modules` run as one GEMM: packed layers of one scheme that is fused, without hooks. Compiled code
+        """True if `modules` run as one GEMM: packed layers of one scheme that is fused, without hooks. Compiled code
         does not stack: there, layers with other buffers run one by one."""
         if any(map(watched, modules)):
             return False

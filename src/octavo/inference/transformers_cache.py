@@ -14,8 +14,6 @@ none. Importing this module imports transformers; `import octavo` does not impor
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
@@ -304,7 +302,10 @@ def left_padding(
     pos = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     first = attention_mask.int().argmax(1)
     wrong = ((pos >= first.unsqueeze(1)) & (pos < q_offset + q_length) & ~attention_mask.bool()).any(1)
-    if _host_may_read(attention_mask, q_length):
+    # The host may read the mask on a CPU, or in a prompt, but not while a graph is captured or compiled.
+    if not torch.compiler.is_compiling() and (
+        attention_mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())
+    ):
         if bool(wrong.any()):
             raise ValueError(
                 "the attention 'octavo' takes padding on the left only: each row of attention_mask must be zeros, then "
@@ -313,13 +314,6 @@ def left_padding(
         if not bool(first.any()):
             return None
     return torch.where(wrong, -1, first).int().view(-1, 1, 1, 1)
-
-
-def _host_may_read(mask: Tensor, q_length: int) -> bool:
-    """Whether the host may read the mask: on the CPU, or in a prompt, but not while a graph is captured or compiled."""
-    if torch.compiler.is_compiling():
-        return False
-    return mask.device.type == "cpu" or (q_length > 1 and not torch.cuda.is_current_stream_capturing())
 
 
 # ---- The forward pass of a model of transformers over a cache of fixed size. Importing this imports transformers.
@@ -341,7 +335,8 @@ class TransformersForward:
     def __call__(self, tokens: Tensor) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
         first = None if self.cache.first is None else self.cache.first.view(-1, 1, 1, 1)
-        with _octavo_attention(self.config):
+        before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
+        try:
             output = self.model(
                 input_ids=tokens,
                 attention_mask=first,
@@ -350,19 +345,10 @@ class TransformersForward:
                 use_cache=True,
                 **self.keep,
             )
+        finally:
+            self.config._attn_implementation = before
         logits: Tensor = output.logits
         return logits[:, -1]
-
-
-@contextmanager
-def _octavo_attention(config: Any) -> Iterator[None]:
-    """The attention of the model is "octavo"."""
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.

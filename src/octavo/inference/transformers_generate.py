@@ -147,7 +147,7 @@ def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
-    """Whether `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
+    """True if `positions`, which transformers makes from the mask, count the tokens of each row from 0."""
     if positions is None:
         return True
     first = first_tokens(prompts)[:, None]
