@@ -67,7 +67,8 @@ def main() -> None:
 def run(command: str) -> bool:
     """Run a command; print its time, and the end of what it said if it failed."""
     began = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
+    paths = ["src", *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment |= {} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as log:
         words = [sys.executable, *shlex.split(command.replace("{out}", out)), "--quick"]

@@ -3,9 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from bench.gpu.runs import gaps
 from bench.report.filler import Fields, Result, Row, machine
-from octavo.util import plural
 
 BASE = "bf16"
 
@@ -66,25 +64,6 @@ def curves(results: dict[str, Result]) -> Iterator[Row]:
                 losses.setdefault(run["mode"], []).append(run["evaluations"][at]["loss"])
             for mode, each in losses.items():
                 yield {"label": result["label"], "tokens": tokens, "mode": mode, "loss": statistics.mean(each)}
-
-
-def pooled(results: dict[str, Result]) -> Iterator[Row]:
-    """The gaps of each mode by tokens, over the seeds of all results of a model. A pair of runs is of one result."""
-    models_and_tokens: dict[tuple[str, float], dict[tuple[str, int], float]] = {}
-    for at, result in enumerate(models(results)):
-        step_tokens = result["compared_tokens"] / result["compared_at_step"]
-        for run in result["runs"]:
-            for point in run["evaluations"]:
-                losses = models_and_tokens.setdefault((result["model"], point["step"] * step_tokens), {})
-                losses[run["mode"], 1000 * at + run["seed"]] = point["loss"]
-    for (model, tokens), losses in sorted(models_and_tokens.items()):
-        for mode in dict.fromkeys(mode for mode, seed in losses if mode != BASE and (BASE, seed) in losses):
-            yield {"model": model, "tokens": tokens, "mode": mode, "gap": gap_text(gaps(losses, mode))}
-
-
-def gap_text(gap: Result) -> str:
-    within = " ({:+.1%} to {:+.1%})".format(*gap["interval"]) if gap["interval"] else ""
-    return f"{gap['mean']:+.2%}{within}, {plural(len(gap['seeds']), 'seed')}"
 
 
 def texts(results: dict[str, Result]) -> str:
