@@ -151,21 +151,6 @@ def test_formats_without_kernels_run_the_reference(kind):
     check_backward(values, kind, Cast("e5m2fnuz"), True, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_strided_inputs(kind):
-    values = on_gpu(given(kind, (17, 130), torch.float32))
-    turned = [t.t().contiguous().t() for t in values]
-    h_scale = activation_quantize_reference(values[0], kind, Cast())[1]
-    for one, other in zip(
-        forward_kernel(turned[0], kind, Cast()), activation_quantize_reference(values[0], kind, Cast()), strict=True
-    ):
-        assert_same(one, other)
-    *actual, dbias = backward_kernel(*turned, kind, Cast(), h_scale, True)
-    for one, other in zip(actual, backward_reference(*values, kind, Cast(), h_scale), strict=True):
-        assert_same(one, other)
-    check_dbias(dbias, *sums(*values[:2], kind))
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("kind", "half"), [("gelu", 0), ("swiglu", 0), ("swiglu", 1), ("geglu", 0), ("geglu", 1)])
 @pytest.mark.parametrize("f", [130, 20000])

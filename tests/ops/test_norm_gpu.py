@@ -98,15 +98,6 @@ def test_formats_without_kernels_run_the_reference(fmt):
     check_forward(values, Cast(fmt), True, 1)
 
 
-def test_strided_inputs():
-    x, residual, weight, bias = on_gpu(given((130, 17), torch.float32, True, True))
-    values = x.t().contiguous().t(), residual.t().contiguous().t(), weight, bias
-    for one, other in zip(
-        kernel(*values, Cast(), True), reference(x, residual, weight, bias, Cast(), True), strict=True
-    ):
-        assert_same(one, other)
-
-
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_not_finite(value, center):
