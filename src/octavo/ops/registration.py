@@ -120,7 +120,7 @@ class Operation(Generic[Result]):
 
     def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
-        first = given[0][0] if isinstance(given[0], list | tuple) else given[0]
+        first = given[0] if isinstance(given[0], Tensor) else given[0][0]
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return self._compute(given)
