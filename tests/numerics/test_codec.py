@@ -25,11 +25,9 @@ def test_every_code_decodes_as_in_ml_dtypes(name):
 
 def test_fp32_decodes_to_itself():
     torch.manual_seed(0)
-    codes = torch.cat(
-        [torch.randint(1 << 32, (100_000,)), torch.tensor([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000])]
-    )
-    expected = codes.numpy().astype(np.uint32).view(np.float32)
-    assert same(decode(codes, FORMATS["fp32"]), expected)
+    ends = torch.tensor([0, 1, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000])
+    codes = torch.cat([torch.randint(1 << 32, (100_000,)), ends])
+    assert same(decode(codes, FORMATS["fp32"]), codes.numpy().astype(np.uint32).view(np.float32))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -99,13 +97,6 @@ def test_random_inputs_encode_to_the_nearest(name, dtype):
     assert torch.equal(codes >= 0x80, negative)
     subnormal = torch.tensor(expected) < (1 << fmt.mantissa_bits)
     assert subnormal.sum() > 100
-
-
-@pytest.mark.parametrize("name", FP8)
-def test_float32_and_float64_subnormals_vanish(name):
-    tiny = torch.tensor([2.0**-149, -(2.0**-149), 2.0**-130, 5e-324, -5e-324], dtype=torch.float64)
-    assert (decode(encode(tiny, FORMATS[name]), FORMATS[name]) == 0).all()
-    assert (decode(encode(tiny.float(), FORMATS[name]), FORMATS[name]) == 0).all()
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("bf16", -140, 127.9), ("fp16", -27, 15.99)])
@@ -201,9 +192,6 @@ def test_infinity_is_cast_alike_however_it_is_rounded(name):
     assert same(widen(nearest), np.array([fmt.max, -fmt.max]))
     for noise in (0.0, 1 - 2.0**-24):
         assert torch.equal(cast(x, fmt, torch.full((2,), noise)).view(torch.uint8), nearest.view(torch.uint8))
-
-
-# ---- stochastic rounding, given the noise (the noise itself: test_rounding.py)
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -1,4 +1,4 @@
-""""""
+"""Quantized tensors and granularities, against loops over their elements."""
 
 import itertools
 import math
@@ -18,41 +18,65 @@ def data(*shape: int) -> torch.Tensor:
     return torch.randn(shape).mul(50).to(torch.float8_e4m3fn)
 
 
-def test_dtype_must_be_the_formats():
-    with pytest.raises(TypeError, match=r"e5m2 data must be torch\.float8_e5m2, got torch\.float8_e4m3fn"):
-        QTensor(data(3, 5), torch.ones(3, 1), FORMATS["e5m2"], ROW)
+def quantized(granularity: Granularity, *shape: int, scale: torch.Tensor | None = None) -> QTensor:
+    given = torch.ones(granularity.scale_shape(shape)) if scale is None else scale
+    return QTensor(data(*shape), given, E4M3, granularity)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8])
-def test_scale_dtype_must_be_float32_or_e8m0(dtype):
-    with pytest.raises(TypeError, match=f"a scale must be float32 or float8_e8m0fnu, got {dtype}"):
-        QTensor(data(3, 5), torch.ones(3, 1, dtype=dtype), E4M3, ROW)
+def by_row(scale: torch.Tensor, granularity: Granularity = ROW) -> QTensor:
+    return quantized(granularity, 3, 5, scale=scale)
 
 
-@pytest.mark.parametrize(
-    ("granularity", "shape", "required"),
-    [
-        (ROW, (3,), r"\[3, 1\]"),
-        (ROW, (1, 3), r"\[3, 1\]"),
-        (TENSOR, (), r"\[1, 1\]"),
-        (group(2), (3, 2), r"\[3, 3\]"),
-        (block(2, 2), (3, 5), r"\[2, 3\]"),
-    ],
-)
-def test_scale_shape_must_be_the_granularitys(granularity, shape, required):
-    with pytest.raises(ValueError, match=rf"scales of data \[3, 5\] must have shape {required}, got"):
-        QTensor(data(3, 5), torch.ones(shape), E4M3, granularity)
+REFUSED = [  # a call, and the words of its error
+    (
+        lambda: QTensor(data(3, 5), torch.ones(3, 1), FORMATS["e5m2"], ROW),
+        r"e5m2 data must be torch\.float8_e5m2, got torch\.float8_e4m3fn",
+    ),
+    *(
+        (lambda d=dtype: by_row(torch.ones(3, 1, dtype=d)), f"a scale must be float32 or float8_e8m0fnu, got {dtype}")
+        for dtype in (torch.float64, torch.bfloat16, torch.uint8)
+    ),
+    *(
+        (lambda s=shape, g=granularity: by_row(torch.ones(s), g), rf"data \[3, 5\] must have shape {required}, got")
+        for granularity, shape, required in [
+            (ROW, (3,), r"\[3, 1\]"), (ROW, (1, 3), r"\[3, 1\]"), (TENSOR, (), r"\[1, 1\]"),
+            (group(2), (3, 2), r"\[3, 3\]"), (block(2, 2), (3, 5), r"\[2, 3\]"),
+        ]
+    ),
+    (lambda: by_row(torch.ones(3, 1, device="meta")), "data is on cpu and its scale on meta"),
+    *(
+        (lambda g=g: quantized(g, 6, 10).t(), rf"\[6, 10\] with {g.name} scales: quantize the transposed matrix")
+        for g in (ROW, group(4), block(2, 4))
+    ),
+    (lambda: quantized(TENSOR, 2, 3, 5).t(), "only a matrix"),
+    *(
+        (lambda name=name: parse_granularity(name), f"unknown granularity {name!r}: choose tensor, row, .*block:R")
+        for name in ("", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8")
+    ),
+    *(
+        (lambda name=name: parse_granularity(name), "at least one row and one column")
+        for name in ("group:0", "block:0x4", "block:4x0")
+    ),
+    *(
+        (lambda s=s: Granularity(*s), "only one row can span all columns, got a block of {} x {}".format(*s))
+        for s in ((None, 64), (None, 1), (64, None), (2, None))
+    ),
+    *(
+        (lambda s=s: Granularity(*s), "at least one row and one column, got {} x {}".format(*s))
+        for s in ((0, 4), (4, 0), (-1, 4), (0, None), (None, 0))
+    ),
+]  # fmt: skip
 
 
-def test_data_and_scale_must_share_a_device():
-    with pytest.raises(ValueError, match="data is on cpu and its scale on meta"):
-        QTensor(data(3, 5), torch.ones(3, 1, device="meta"), E4M3, ROW)
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+def test_refusals(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
 
 
 def test_fields_cannot_be_set():
-    q = QTensor(data(3, 5), torch.ones(3, 1), E4M3, ROW)
     with pytest.raises(AttributeError):
-        q.scale = torch.zeros(3, 1)
+        quantized(ROW, 3, 5).scale = torch.zeros(3, 1)
 
 
 @pytest.mark.parametrize("granularity", [TENSOR, ROW, group(4), block(2, 3)], ids=lambda g: g.name)
@@ -91,18 +115,6 @@ def test_t_transposes_what_it_stands_for_without_moving_bytes(granularity):
     q = QTensor(raw, torch.arange(1.0, 1 + np.prod(shape)).view(shape), E4M3, granularity)
     assert torch.equal(q.t().dequantize(), q.dequantize().t())
     assert q.t().data.data_ptr() == raw.data_ptr()
-
-
-@pytest.mark.parametrize("granularity", [ROW, group(4), block(2, 4)], ids=lambda g: g.name)
-def test_t_refuses_granularities_that_do_not_transpose(granularity):
-    q = QTensor(data(6, 10), torch.ones(granularity.scale_shape((6, 10))), E4M3, granularity)
-    with pytest.raises(ValueError, match=rf"\[6, 10\] with {granularity.name} scales: quantize the transposed matrix"):
-        q.t()
-
-
-def test_t_refuses_what_is_no_matrix():
-    with pytest.raises(ValueError, match="only a matrix"):
-        QTensor(data(2, 3, 5), torch.ones(1, 1, 1), E4M3, TENSOR).t()
 
 
 ALL = [TENSOR, ROW, group(4), group(64), block(2, 3), block(128, 128), block(16, 1), block(1, 1)]
@@ -193,34 +205,6 @@ def test_names_written_out():
     names = ["tensor", "row", "group:64", "block:128x128", "block:16x1"]
     assert [g.name for g in (TENSOR, ROW, group(64), block(128, 128), block(16, 1))] == names
     assert parse_granularity("block:1x128") == group(128)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "rows", "Row", "group", "group:", "group:-1", "group:4.5", "block:128", "block:2x", "fp8"]
-)
-def test_bad_names_are_answered_with_the_choices(name):
-    with pytest.raises(ValueError, match="unknown granularity") as error:
-        parse_granularity(name)
-    assert repr(name) in str(error.value)
-    assert all(word in str(error.value) for word in ("tensor", "row", "group:G", "block:RxC"))
-
-
-@pytest.mark.parametrize("name", ["group:0", "block:0x4", "block:4x0"])
-def test_empty_blocks_are_refused(name):
-    with pytest.raises(ValueError, match="at least one row and one column"):
-        parse_granularity(name)
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(None, 64), (None, 1), (64, None), (2, None)])
-def test_only_a_row_spans_all_columns_and_only_a_tensor_all_rows(rows, cols):
-    with pytest.raises(ValueError, match=f"only one row can span all columns, got a block of {rows} x {cols}"):
-        Granularity(rows, cols)
-
-
-@pytest.mark.parametrize(("rows", "cols"), [(0, 4), (4, 0), (-1, 4), (0, None), (None, 0)])
-def test_blocks_of_nothing_are_refused(rows, cols):
-    with pytest.raises(ValueError, match=f"at least one row and one column, got {rows} x {cols}"):
-        Granularity(rows, cols)
 
 
 def test_which_transpose_and_which_apply_outside_a_gemm():

@@ -5,8 +5,8 @@ import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
 
 from octavo.ops import append_kv, cached_attention
-from octavo.ops.attention import cached_attention_reference, widened_attention
-from octavo.ops.attention_tiles import splits_of
+from octavo.ops.attention import MAX_DIM, MAX_ROWS, cached_attention_reference, widened_attention
+from octavo.ops.attention_tiles import TILES, choose_tile, shared_bytes, splits_of
 from octavo.ops.launching import Cache
 
 SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
@@ -133,3 +133,36 @@ def test_splits_leave_little_of_the_device_idle(pairs):
     waves = -(-pairs * splits // 264)
     assert 1 <= splits <= 128
     assert pairs * splits >= 0.9 * waves * 264 or pairs * 128 < 0.9 * 264
+
+
+# ---- the tiles fit into the shared memory of each GPU
+
+
+ADA, HOPPER = 99 * 1024, 227 * 1024
+
+
+@pytest.mark.parametrize("size", TILES)
+def test_the_largest_heads_fit_on_ada_and_rtx_blackwell(size):
+    for block_d in (64, 128, MAX_DIM):
+        for block_m in (16, MAX_ROWS):
+            tile = choose_tile(size, block_m, block_d, ADA)
+            assert shared_bytes(tile, size, block_m, block_d) <= ADA
+
+
+@pytest.mark.parametrize("size", TILES)
+def test_a_hopper_takes_the_fastest(size):
+    for block_d in (64, 128, MAX_DIM):
+        assert choose_tile(size, MAX_ROWS, block_d, HOPPER) == TILES[size][0]
+
+
+def test_tiles_shrink_along_the_list():
+    for size, tiles in TILES.items():
+        needs = [shared_bytes(tile, size, 16, 128) for tile in tiles]
+        assert needs == sorted(needs, reverse=True)
+
+
+def test_what_triton_allocates():
+    """Counted by Triton 3.6 for 8.9 and 12.0; test_kernels_compile.py compiles the kernels themselves."""
+    assert shared_bytes(TILES[1][0], 1, 16, 128) == 106_496
+    assert shared_bytes(TILES[1][0], 1, 32, 256) == 221_184
+    assert shared_bytes(TILES[2][0], 2, 16, 256) == 141_312

@@ -1,4 +1,4 @@
-"""The GEMMs that each GPU runs, and the reasons for those that it does not run."""
+"""The implementations that each GPU runs GEMMs on, and the reasons for those that it does not run."""
 
 import json
 from importlib.resources import files
@@ -9,12 +9,26 @@ import torch
 from octavo.numerics import ROW, TENSOR, group
 from octavo.numerics.qtensor import parse_granularity
 from octavo.ops import dispatch as backend
-from octavo.ops import find_backend
-from octavo.ops.dispatch import LINES, MX, SQUARE, STRIP, Backend, backend_on, gemm_backends, returned_dtype
+from octavo.ops import find_backend, find_grouped_backend, find_weight_only_backend
+from octavo.ops.dispatch import (
+    LINES,
+    MAX_M,
+    MAX_SMALL_M,
+    MX,
+    SQUARE,
+    STRIP,
+    Backend,
+    backend_on,
+    gemm_backends,
+    max_small_m,
+    returned_dtype,
+    takes_cutlass,
+)
 from octavo.ops.launching import AMD, ARCHITECTURES, NVIDIA, architecture_of, find_architecture
 from octavo.recipe import groupwise, mxfp8
 
-E4M3 = ("e4m3", "e4m3")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+E4M3, GRADIENT = ("e4m3", "e4m3"), ("e5m2", "e4m3")
 ADA, HOPPER, BLACKWELL, RTX = (ARCHITECTURES[key] for key in ("ada", "hopper", "blackwell", "rtx_blackwell"))
 MI300, MI350, RDNA4 = (ARCHITECTURES[key] for key in ("mi300", "mi350", "rdna4"))
 OURS = {"ada": "triton", "hopper": "triton", "blackwell": "triton", "rtx_blackwell": "triton"}
@@ -31,6 +45,17 @@ LIBRARIES = {
     (SQUARE, SQUARE): {},
     (ROW, TENSOR): {},
 }
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Takes the compute capability of the GPU that is here, and whether Triton is."""
+
+    def set_capability(capability: tuple[int, int], *, triton: bool = True) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(backend, "HAS_TRITON", triton)
+
+    return set_capability
 
 
 @pytest.mark.parametrize("granularities", LIBRARIES, ids=lambda pair: f"{pair[0].name} {pair[1].name}")
@@ -66,11 +91,10 @@ def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0)
             assert "E8M0" in found.reason or "float32" in found.reason
 
 
-def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    cuda = torch.device("cuda")
-    assert {b.name for b in gemm_backends(groupwise(size=32), cuda).values()} <= {"none", "dequantized"}
-    assert {b.name for b in gemm_backends(mxfp8(), cuda).values()} == {"cublaslt"}
+def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(on):
+    on((10, 0))
+    assert {b.name for b in gemm_backends(groupwise(size=32), CUDA).values()} <= {"none", "dequantized"}
+    assert {b.name for b in gemm_backends(mxfp8(), CUDA).values()} == {"cublaslt"}
 
 
 def test_a_reason_has_pytorchs_message_and_the_gpu():
@@ -134,6 +158,144 @@ def test_without_a_gpu_it_is_emulated(device):
     assert (found.name, device in found.reason) == ("emulated", True)
 
 
+# ---- Our kernels: of a small M, of scales along K, of groups of rows, and of weights alone
+
+
+@pytest.mark.parametrize("granularity", [ROW, TENSOR], ids=["row", "tensor"])
+def test_a_small_m_runs_on_our_kernel_and_a_larger_one_on_cublaslt(on, granularity):
+    on((9, 0))
+    assert find_backend(CUDA, granularity, granularity, E4M3).name == "cublaslt"
+    for n, largest in ((1, MAX_SMALL_M), (4096, MAX_SMALL_M), (4097, 16), (8192, 16), (8193, 8), (128_256, 8)):
+        assert max_small_m(n) == largest
+        for m, name in ((0, "triton"), (1, "triton"), (largest, "triton"), (largest + 1, "cublaslt")):
+            chosen = find_backend(CUDA, granularity, granularity, E4M3, (m, n))
+            assert chosen.name == name
+            assert ("small M" in chosen.reason) == (name == "triton")
+
+
+def test_a_small_m_of_other_granularities_and_formats_does_not(on):
+    on((9, 0))
+    assert find_backend(CPU, ROW, ROW, E4M3, (1, 64)).name == "emulated"
+    assert find_backend(CUDA, SQUARE, STRIP, E4M3, (1, 64)).name == "cublaslt"
+    for pair, formats in (((ROW, TENSOR), E4M3), ((ROW, ROW), ("e5m2", "e5m2")), ((ROW, ROW), ("e4m3fnuz",) * 2)):
+        assert find_backend(CUDA, *pair, formats, (1, 64)).name == "none"
+    on((9, 0), triton=False)
+    assert find_backend(CUDA, ROW, ROW, E4M3, (1, 64)).name == "cublaslt"
+
+
+def test_the_choice_is_traced_without_a_break(on):
+    def names(x):
+        actual = find_backend(CUDA, ROW, ROW, E4M3, (x.shape[0], 64))
+        return x + (1 if actual.name == "triton" else 2)
+
+    on((9, 0))
+    compiled = torch.compile(names, fullgraph=True, backend="eager", dynamic=False)
+    assert [compiled(torch.zeros(m)).mean().item() for m in (1, MAX_SMALL_M, MAX_SMALL_M + 1)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_groups_in_float32_run_on_our_kernel_from_ada_on(on, capability, size):
+    on(capability)
+    pair = group(size), group(size)
+    found, large = (find_backend(CUDA, *pair, E4M3, (m, 8192)) for m in (256, 257))
+    assert found.name == ("cublaslt" if capability == (9, 0) and size == 128 else "triton")
+    assert large == find_backend(CUDA, *pair, E4M3)
+    assert large.name == ("dequantized" if size < 128 else found.name)
+    assert found.reason.startswith(f"group:{size} x group:{size} scales in float32")
+    assert ("not measured" in found.reason) == (capability != (9, 0))
+
+
+def test_blocks_run_on_our_kernel_for_a_small_m(on):
+    on((9, 0))
+    assert find_backend(CUDA, STRIP, SQUARE, E4M3, (17, 28672)).name == "cublaslt"
+    small = find_backend(CUDA, STRIP, SQUARE, E4M3, (16, 28672))
+    assert (small.name, small.reason.endswith(", small M")) == ("triton", True)
+
+
+def test_what_our_kernel_does_not_take_stays_refused(on):
+    on((8, 9))
+    for pair in ((group(64), SQUARE), (group(64), group(32))):
+        assert find_backend(CUDA, *pair, E4M3).name == "none"
+    on((9, 0))
+    for formats in (("e5m2", "e5m2"), ("e4m3fnuz", "e4m3fnuz")):
+        assert find_backend(CUDA, group(64), group(64), formats).name == "none"
+    on((9, 0), triton=False)
+    reason = "group:64 x group:64 scales in float32 need Triton, which is not installed"
+    assert find_backend(CUDA, group(64), group(64), E4M3) == Backend("none", reason)
+
+
+@pytest.mark.parametrize(
+    ("capability", "formats", "name"),
+    [
+        *(((9, 0), formats, "triton") for formats in (E4M3, GRADIENT, ("e4m3", "e5m2"))),
+        *(((9, 0), formats, "none") for formats in (("e5m2", "e5m2"), ("e4m3fnuz", "e4m3fnuz"))),
+        ((8, 9), E4M3, "triton"), ((10, 0), GRADIENT, "triton"), ((12, 0), E4M3, "triton"),
+        ((8, 0), E4M3, "none"), ((13, 0), E4M3, "none"),
+    ],
+)  # fmt: skip
+def test_groups_of_rows_have_a_kernel_from_ada_on(on, capability, formats, name):
+    on(capability)
+    found = find_grouped_backend(CUDA, formats)
+    assert found == find_grouped_backend(architecture_of(capability), formats)
+    assert found.name == name
+    assert ("not measured" in found.reason) == (name == "triton" and capability != (9, 0))
+    assert find_grouped_backend(CPU, formats).name == "emulated"
+    on(capability, triton=False)
+    without = find_grouped_backend(CUDA, formats)
+    assert without.name == ("none" if name == "triton" else name)
+    assert ("need Triton" in without.reason) == (name == "triton")
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "none"), ((8, 9), "triton"), ((9, 0), "triton")])
+@pytest.mark.parametrize("by_b", [STRIP, SQUARE], ids=lambda g: g.name)
+def test_groups_of_rows_with_scales_along_k_have_one_too(on, by_b, capability, name):
+    on(capability)
+    assert find_grouped_backend(CUDA, E4M3, STRIP, by_b).name == name
+    assert find_grouped_backend(architecture_of(capability), E4M3, STRIP, by_b).name == name
+    assert find_grouped_backend(CUDA, ("e5m2", "e5m2"), STRIP, by_b).name == "none"
+    assert find_grouped_backend(CUDA, E4M3, STRIP, group(64)).name == "none"
+    on(capability, triton=False)
+    assert find_grouped_backend(CUDA, E4M3, STRIP, by_b).name == "none"
+    assert find_grouped_backend(architecture_of(capability), E4M3, STRIP, by_b).name == name
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "n", "fast", "expected"),
+    [
+        (4096, 4096, 14336, False, True), (256, 4096, 4096, False, True), (128, 4096, 4096, False, False),
+        (1024, 2048, 1536, False, False), (2048, 2048, 1536, False, True), (4096, 4096, 14336, True, False),
+    ],
+)  # fmt: skip
+def test_promoted_sums_of_large_groups_run_on_cutlass_on_a_hopper(on, rows, k, n, fast, expected):
+    a, b = (torch.empty(shape, dtype=torch.float8_e4m3fn, device="meta") for shape in ((2 * rows, k), (2, n, k)))
+    on((9, 0))
+    assert takes_cutlass(a, b, 2, fast) is expected
+    assert not takes_cutlass(a, b.view(torch.float8_e5m2), 2, fast)
+    on((8, 9))
+    assert not takes_cutlass(a, b, 2, fast)
+
+
+@pytest.mark.parametrize(("columns", "expected"), [(1024, False), (2048, True)])
+def test_long_reductions_run_on_cutlass_on_a_hopper(on, columns, expected):
+    a, b = (torch.empty(n, 2 * columns, dtype=torch.float8_e4m3fn, device="meta") for n in (4096, 4096))
+    on((9, 0))
+    assert takes_cutlass(a, b, 2, fast=False) is expected
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (12, 0)])
+def test_every_gpu_has_a_path_for_weights_alone_and_a_small_m_the_kernel(capability, monkeypatch):
+    def name(dtype=torch.bfloat16, granularity=ROW, m=1) -> str:
+        return find_weight_only_backend(CUDA, dtype, granularity, m).name
+
+    monkeypatch.setattr(backend, "has_kernels", lambda device, lowest: capability >= lowest)
+    ours = "triton" if capability >= (8, 0) else "dequantized"
+    assert [name(m=m) for m in (1, MAX_M, MAX_M + 1)] == [ours, ours, "dequantized"]
+    assert [name(torch.float16), name(torch.float32)] == [ours, "dequantized"]
+    assert [name(granularity=by) for by in (group(32), group(128), group(48))] == [ours, ours, "dequantized"]
+    assert find_weight_only_backend(CPU, torch.bfloat16, ROW, 1).name == "emulated"
+
+
 # ---- The record of PyTorch's dispatch: each line is complete, and names where it comes from
 
 
@@ -171,47 +333,25 @@ def test_no_line_is_recorded_twice_and_each_gpu_has_all_scales():
 # ---- The architecture of a GPU by its compute capability
 
 
-@pytest.mark.parametrize(
-    ("capability", "key"),
-    [
-        ((7, 5), "older"),
-        ((8, 0), "ampere"),
-        ((8, 6), "ampere"),
-        ((8, 7), "ampere"),
-        ((8, 9), "ada"),
-        ((9, 0), "hopper"),
-        ((10, 0), "blackwell"),
-        ((10, 3), "blackwell"),
-        ((11, 0), "blackwell"),
-        ((12, 0), "rtx_blackwell"),
-        ((12, 1), "rtx_blackwell"),
-        ((13, 0), "unknown"),
-    ],
-)
-def test_nvidia(capability, key):
-    assert architecture_of(capability).key == key
+CAPABILITIES = {
+    "older": [(7, 5)], "ampere": [(8, 0), (8, 6), (8, 7)], "ada": [(8, 9)], "hopper": [(9, 0)],
+    "blackwell": [(10, 0), (10, 3), (11, 0)], "rtx_blackwell": [(12, 0), (12, 1)], "unknown": [(13, 0)],
+    "amd_older": [(9, 0)], "mi300": [(9, 4)], "mi350": [(9, 5)], "amd_other": [(11, 0)], "rdna4": [(12, 0)],
+    "amd_newer": [(12, 5)],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("capability", "key"),
-    [
-        ((9, 0), "amd_older"),
-        ((9, 4), "mi300"),
-        ((9, 5), "mi350"),
-        ((11, 0), "amd_other"),
-        ((12, 0), "rdna4"),
-        ((12, 5), "amd_newer"),
-    ],
-)
-def test_architecture_of_an_amd_gpu(capability, key):
-    assert architecture_of(capability, amd=True).key == key
+@pytest.mark.parametrize("key", CAPABILITIES)
+def test_the_architecture_of_a_compute_capability(key):
+    amd = ARCHITECTURES[key] in AMD
+    assert {architecture_of(capability, amd=amd).key for capability in CAPABILITIES[key]} == {key}
 
 
 def test_the_device_and_the_build_of_pytorch_decide(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 5))
-    assert find_architecture(torch.device("cuda")).key == "hopper"
+    assert find_architecture(CUDA).key == "hopper"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert find_architecture(torch.device("cuda")).key == "mi350"
+    assert find_architecture(CUDA).key == "mi350"
 
 
 def test_tables_are_in_order_and_only_hopper_is_measured():

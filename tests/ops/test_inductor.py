@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.immutable_collections import immutable_list
 
+import octavo
 from octavo.numerics import Cast
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, QTensor
@@ -90,6 +92,30 @@ def test_attention_draws_numbers_only_if_it_drops() -> None:
     assert inductor.draws_numbers(efficient.default, (*qkv, None, True, 0.1), {})
     assert inductor.draws_numbers(efficient.default, (*qkv, None, True), {"dropout_p": 0.1})
     assert inductor.draws_numbers(aten.bernoulli.p, (torch.ones(1), 0.0), state)
+
+
+# ---- The tag by which compiled code on disk is found again
+
+
+def test_the_version_changes_with_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ops" / "kernel.py"
+    file.parent.mkdir()
+    file.touch()
+    before = inductor.source_version(tmp_path)
+    assert inductor.source_version(tmp_path) == before
+    os.utime(file, ns=(0, 1))
+    assert inductor.source_version(tmp_path) != before
+
+
+def test_the_tag_of_compiled_graphs_has_the_version() -> None:
+    assert inductor.source_version(Path(octavo.__file__).parent) in torch.compiler.config.cache_key_tag
+
+
+def test_a_tag_of_the_user_is_preserved() -> None:
+    code = "import octavo.ops.registration, torch; print(torch.compiler.config.cache_key_tag)"
+    run = [sys.executable, "-c", code]
+    tag = subprocess.check_output(run, env=os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "mine"}, text=True)
+    assert tag.startswith("mine octavo ")
 
 
 # ---- A call runs the function itself in plain eager code, and the registered operation wherever PyTorch must see it

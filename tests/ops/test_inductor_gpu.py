@@ -56,7 +56,7 @@ def test_compiled_code_launches_the_kernels(recipe: str) -> None:
     compiled = torch.compile(model, fullgraph=True)
     actual, codes = run_and_get_code(gradients, model, compiled, x)
     assert len(codes) == 2
-    assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm.op._inlines` says why
+    assert calls(codes) == ({"scaled_mm"} if recipe == "blockwise" else set())  # `ops.gemm._inlines` says why
     assert all("_kernel" in code for code in codes)
     for exact, here in zip(expected, actual, strict=True):
         noise = (exact.double() - here.double()).square().sum()

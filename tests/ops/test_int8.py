@@ -1,12 +1,22 @@
-"""INT8: quantization by row and the GEMM, against NumPy's integers."""
+"""INT8: quantization by row, alone and fused, and the GEMM, against NumPy's integers; a layer as it is loaded."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from operation_counts import operations
+from packed_layers import packed_layer, worst_row
+from torch import Tensor, nn
 
 from octavo.numerics import ROW, Cast, QTensor
-from octavo.ops import quantize
+from octavo.ops import (
+    activation_quantize,
+    activation_quantize_scaled,
+    activation_scales,
+    norm_quantize_inference,
+    quantize,
+)
 from octavo.ops.int8_gemm import int8_mm
 from octavo.recipe import Gemm, Recipe
 
@@ -79,3 +89,65 @@ def test_int8_neither_trains_nor_rounds_stochastically() -> None:
         Recipe("mine", y=Gemm(INT8, INT8))
     with pytest.raises(ValueError, match="int8 is rounded to nearest"):
         Cast("int8", rounding="stochastic")
+
+
+# ---- norms and activations that an INT8 folder fuses with quantization
+
+
+def check_fused(q: QTensor, exact: Tensor) -> None:
+    expected, scale = integers(exact)
+    assert np.allclose(q.scale, scale, rtol=1e-6)
+    assert np.abs(q.data.numpy() - expected).max() <= 1  # of numbers on an edge
+    assert (q.data.numpy() == expected).mean() > 0.99
+
+
+@pytest.mark.parametrize("center", [False, True], ids=["RMS norm", "layer norm"])
+def test_a_norm_is_rounded_to_integers(center: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(6, 64), torch.rand(64) + 0.5
+    norm: Any = nn.LayerNorm(64, eps=1e-6) if center else nn.RMSNorm(64, eps=1e-6)
+    norm.weight.data.copy_(weight)
+    total, q = norm_quantize_inference(x, x, weight, None, 1e-6, INT8, center=center)
+    assert torch.equal(total, x + x)
+    check_fused(q, norm(x + x).detach())
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+def test_an_activation_is_rounded_to_integers(kind: str) -> None:
+    torch.manual_seed(0)
+    u = torch.randn(6, 64)
+    q = activation_quantize(u, kind, INT8)
+    check_fused(q, nn.functional.silu(u[:, :32]) * u[:, 32:] if kind == "swiglu" else nn.functional.gelu(u))
+    again = activation_quantize_scaled(u, kind, activation_scales(u, kind, INT8), INT8)
+    assert torch.equal(again.data, q.data)
+
+
+# ---- a layer
+
+
+def test_a_layer_compiled_gives_the_same() -> None:
+    layer, x = packed_layer("int8"), torch.randn(5, 256).bfloat16()
+    with torch.no_grad():
+        y = layer(x)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), y)
+    seen = operations(lambda: layer(x))
+    assert (seen["octavo::int8_mm"], seen["octavo::quantize"]) == (1, 1)
+
+
+def test_the_output_of_a_layer_is_that_of_its_operands() -> None:
+    layer, x = packed_layer("int8").float(), torch.randn(5, 256)
+    operand = layer.operand(x)
+    assert isinstance(operand, QTensor)
+    assert layer.bias is not None
+    exact = operand.dequantize().double() @ layer.packed_weight().dequantize().double().t() + layer.bias.double()
+    assert worst_row(layer(x), exact) > 120
+    assert layer.weight.dtype == torch.int8
+
+
+def test_a_frozen_layer_becomes_static() -> None:
+    layer, x = packed_layer("int8"), torch.randn(5, 256)
+    before = layer(x)
+    layer.freeze_input(x.abs().max())
+    assert layer.weight.dtype == torch.float8_e4m3fn
+    assert worst_row(layer(x), before.double()) > 18

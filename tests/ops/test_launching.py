@@ -1,12 +1,15 @@
 """A second launch with the same key calls the compiled kernel; any other property of an argument does not."""
 
+import threading
+from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from octavo.ops import launching as module
-from octavo.ops.launching import _read, allocate, launch
+from octavo.ops.launching import _read, allocate, compile_only, launch, running
 
 
 class CompiledKernel:
@@ -52,18 +55,16 @@ def test_the_second_launch_is_direct_with_the_constants_in_order():
     assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
 
 
+X = torch.zeros(8)
+
+
 @pytest.mark.parametrize(
     ("args", "constants", "grid"),
     [
-        ((torch.zeros(8).bfloat16(), None, 5), {}, (3,)),
-        ((torch.zeros(9)[1:], None, 5), {}, (3,)),
-        ((torch.zeros(8), torch.zeros(8), 5), {}, (3,)),
-        ((torch.zeros(8), None, 1), {}, (3,)),
-        ((torch.zeros(8), None, 32), {}, (3,)),
-        ((torch.zeros(8), None, 2**31 + 1), {}, (3,)),
-        ((torch.zeros(8), None, 5), {"BLOCK": 8}, (3,)),
-        ((torch.zeros(8), None, 5), {"num_warps": 4}, (3,)),
-        ((torch.zeros(8), None, 5), {}, (4,)),
+        *((args, {}, (3,)) for args in ((X.bfloat16(), None, 5), (torch.zeros(9)[1:], None, 5), (X, X, 5))),
+        *(((X, None, size), {}, (3,)) for size in (1, 32, 2**31 + 1)),
+        *(((X, None, 5), constants, (3,)) for constants in ({"BLOCK": 8}, {"num_warps": 4})),
+        ((X, None, 5), {}, (4,)),
     ],
 )
 def test_another_key_is_searched(args, constants, grid):
@@ -108,6 +109,65 @@ def test_memory_of_results(shape):
     made = allocate(torch.zeros(2), shape, torch.float8_e4m3fn)
     assert (made.shape, made.dtype, made.is_contiguous()) == (shape, torch.float8_e4m3fn, True)
     assert allocate(made, shape).dtype == made.dtype
+
+
+# ---- compiling without launching
+
+
+class Recorder:
+    """Records the calls that Triton's kernels get."""
+
+    def __init__(self) -> None:
+        self.device_caches: dict[int, list[Any]] = defaultdict(list)
+        self.compiled: list[tuple[Any, ...]] = []
+        self.threads: set[int] = set()
+
+    def warmup(self, *args: Any, grid: tuple[int, ...], **constants: Any) -> "Recorder":
+        self.threads.add(threading.get_ident())
+        self.compiled.append((*args[1:], grid, constants))
+        if constants.get("FAILS"):
+            raise ValueError("no such kernel")
+        return self
+
+    @property
+    def run(self) -> None:
+        self.compiled.append(("loaded",))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **constants: self.compiled.append(("launched", *args[1:], grid, constants))
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setattr(module.torch.cuda, "device", lambda device: torch.no_grad())
+    return Recorder()
+
+
+def test_each_kernel_is_compiled_once_in_another_thread(kernel: Recorder) -> None:
+    x = torch.zeros(16)
+    with compile_only():
+        for n in (17, 18, 33):  # of one kind: no multiple of 16
+            launch(kernel, (n,), x, n, BLOCK=2)
+    assert kernel.compiled == [(17, (17,), {"BLOCK": 2}), ("loaded",)]
+    assert threading.get_ident() not in kernel.threads
+    assert list(kernel.device_caches) == [-1]
+
+
+def test_other_sizes_and_constants_are_other_kernels(kernel: Recorder) -> None:
+    x = torch.zeros(16)
+    with compile_only():
+        for n, block in ((17, 2), (32, 2), (1, 2), (17, 4)):
+            launch(kernel, (1,), x, n, BLOCK=block)
+    assert sorted(call[0] for call in kernel.compiled if call != ("loaded",)) == [1, 17, 17, 32]
+
+
+def test_an_error_leaves_the_kernel_to_its_first_launch(kernel: Recorder, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "octavo"), compile_only():
+        launch(kernel, (1,), torch.zeros(16), 5, FAILS=True)
+    assert running.get() is None
+    assert "no such kernel" in caplog.text
+    launch(kernel, (1,), torch.zeros(16), 5, FAILS=False)
+    assert kernel.compiled[-1] == ("launched", 5, (1,), {"FAILS": False})
 
 
 @pytest.mark.triton

@@ -14,7 +14,7 @@ import rotary_examples
 import torch
 from bits import bits
 from fused_op_examples import FLOAT, REFUSED
-from norm_oracle import EPS, EPS32
+from norm_oracle import EPS
 from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
@@ -159,6 +159,11 @@ def _tensors(result: object) -> list[Tensor]:
     return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
 
 
+def turns(heads: int, kv_heads: int, dim: int) -> None:
+    q, k, angle = new(1, 1, heads * dim), new(1, 1, kv_heads * dim), new(1, 1, dim)
+    rotate_append(q, k, k, angle, angle, *stored(width=dim), clipped())
+
+
 RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast("e4m3", block(4, 4)), column_scale=ones(1, 8)), False),
     ("quantize", lambda: quantize(ones(4, 8), Cast("int8")), True),
@@ -177,11 +182,7 @@ RUNS = [  # a call, and whether the kernel runs
     ("fold_scales", lambda: fold_scales(ones(0, 1), ones(0, 1), None), False),
     ("combine", lambda: combine(ones(4, 8), zeros(2, 2, dtype=INT)), True),
     ("combine", lambda: combine(ones(4, 0), zeros(2, 2, dtype=INT)), False),
-    (
-        "combine_weight_gradient",
-        lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)),
-        True,
-    ),
+    ("combine_weight_gradient", lambda: combine_weight_gradient(ones(2, 8), ones(4, 8), zeros(2, 2, dtype=INT)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored()), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.int8)), True),
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16).float(), *stored(torch.float32)), False),
@@ -190,18 +191,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
-    (
-        "rotate_append",
-        lambda: rotate_append(new(1, 1, 64), *[new(1, 1, 32)] * 2, *[new(1, 1, 16)] * 2, *stored(), clipped()),
-        True,
-    ),
-    (
-        "rotate_append",
-        lambda: rotate_append(
-            new(1, 1, 528), *[new(1, 1, 528)] * 2, *[new(1, 1, 264)] * 2, *stored(width=264), clipped()
-        ),
-        False,
-    ),
+    ("rotate_append", lambda: turns(4, 2, 16), True),
+    ("rotate_append", lambda: turns(2, 2, 264), False),
 ]
 
 
@@ -228,12 +219,6 @@ def test_kernels_get_contiguous_tensors(calls):
     tensors = [value for _, values in calls for value in tree_leaves(values) if isinstance(value, Tensor)]
     assert len(tensors) == 4 + 6 + 5 + 2
     assert all(t.is_contiguous() for t in tensors)
-
-
-def test_a_norm_takes_eps_as_a_float32():
-    x, k = torch.randn(3, 16) * 1e-3, ones(16)
-    one, other = (norm_quantize(x, None, k, None, eps, E4M3, center=False) for eps in (EPS, EPS32))
-    assert torch.equal(one.rstd, other.rstd)
 
 
 def test_the_tensor_after_reaches_no_kernel(calls):
@@ -350,13 +335,10 @@ BAD = [  # a call, and the message of its error
         r"need the scales of \[\[7, 13\]\] by row, got scales \[1, 1\]",
     ),
     (lambda: transpose(zeros(4).to(E8)), r"a matrix of an eight-bit format, got torch.float8_e4m3fn \[4\]"),
-    (lambda: transpose(zeros(4, 4)), rf"a matrix of an eight-bit format, got {F32} \[4, 4\]"),
     (lambda: transposes(zeros(4, dtype=torch.int64)), r"shift must be torch.int32 \[4\], got"),
     (lambda: transposes(zeros(3, dtype=INT)), r"shift must be torch.int32 \[4\], got"),
-    (lambda: transposes(zeros(4)), r"shift must be torch.int32 \[4\], got"),
     (lambda: transpose(zeros(4, 8).to(E8), place=zeros(6, dtype=torch.int64)), r"place must be torch.int32 \[6\]"),
     (lambda: folds(s_g=ones(3, 1)), rf"s_g must be {F32} \[4, 1\], got {F32} \[3, 1\]"),
-    (lambda: folds(s_x=ones(4)), rf"s_x must be {F32} \[4, 1\], got {F32} \[4\]"),
     (lambda: folds(s_w=ones(6, 1).double()), rf"s_w must be {F32} \[6, 1\], got torch.float64 \[6, 1\]"),
     *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
@@ -365,7 +347,6 @@ BAD = [  # a call, and the message of its error
     (lambda: combine(ones(4, 8), zeros(4, dtype=INT)), r"row must be int32 \[T, top_k\], got torch.int32 \[4\]"),
     (lambda: combine(ones(4, 8), zeros(4, 1, dtype=INT), ones(4)), rf"weight must be {F32} \[4, 1\], got"),
     (lambda: norms(x=ones(6)), rf"a norm takes a matrix of float32, bfloat16 or float16, got {F32} \[6\]"),
-    (lambda: norms(x=ones(2, 3, 6)), rf"a norm takes a matrix .*, got {F32} \[2, 3, 6\]"),
     (lambda: norms(x=ones(3, 6).double()), r"a norm takes a matrix .*, got torch.float64 \[3, 6\]"),
     *((lambda s=s: norms(residual=ones(s)), rf"residual must be {FLOAT} \[3, 6\]") for s in ((1, 6), (3, 1), (6,))),
     (lambda: norms(residual=ones(3, 6).long()), rf"residual must be {FLOAT} \[3, 6\], got torch.int64 \[3, 6\]"),
@@ -375,11 +356,8 @@ BAD = [  # a call, and the message of its error
     *((lambda n=n, s=s: norms(**{n: ones(s)}), rf"{n} must be {F32} \[3, 1\], got")
       for n in ("mean", "rstd") for s in ((3,), (1, 1), (1, 3))),
     (lambda: norms(rstd=ones(3, 1).bfloat16()), rf"rstd must be {F32} \[3, 1\], got torch.bfloat16"),
-    (lambda: activation_quantize(ones(3, 8), "relu", E4M3), "unknown activation 'relu': choose one of swiglu, geglu"),
     (lambda: activations(kind="relu"), "unknown activation 'relu': choose one of swiglu, geglu, gelu"),
     (lambda: activations(ones(3, 7)), rf"swiglu takes a matrix .* columns divide by 2, got {F32} \[3, 7\]"),
-    (lambda: activations(ones(8)), rf"swiglu takes a matrix .* whose columns divide by 2, got {F32} \[8\]"),
-    (lambda: activations(ones(2, 3, 8), "gelu"), rf"gelu takes a matrix of .* got {F32} \[2, 3, 8\]"),
     (lambda: activation_scales(ones(3, 8).int(), "gelu", E4M3), r"gelu takes a matrix .* got torch.int32 \[3, 8\]"),
     *((lambda s=s: activations(dh=ones(s)), rf"dh must be {FLOAT} \[3, 4\]") for s in ((3, 8), (2, 4), (1, 4), (12,))),
     *((lambda s=s: activations(column_scale=ones(s)), rf"column_scale must be {F32} \[1, 8\], got")
@@ -388,7 +366,6 @@ BAD = [  # a call, and the message of its error
       for n in ("row_scale", "h_scale") for s in ((3,), (1, 1), (1, 3))),
     (lambda: activations(h_scale=ones(3, 1).bfloat16()), rf"h_scale must be {F32} \[3, 1\], got torch.bfloat16"),
     (lambda: attends(q=zeros(2, 3, 1, 16)), r"q must be \[2, a multiple of 2, T, 16\]"),
-    (lambda: attends(q=zeros(2, 4, 1, 8)), "q must be"),
     (lambda: attends(keys=zeros(2, 2, 9, 16).to(torch.float8_e5m2)), "keys must be contiguous"),
     (lambda: attends(values=zeros(2, 2, 9, 16)), "values must be torch.float8_e4m3fn"),
     (lambda: attends(k_scale=None), "k_scale goes with eight-bit"),
@@ -412,7 +389,6 @@ BAD = [  # a call, and the message of its error
     (lambda: fp8_attends(v_heads=slice(1)), "v must be"),
     (lambda: fp8_attends(k_scale=ones(2)), "k_scale must be float32 with one element"),
     (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"same K, got \[3, 8\] and \[4, 9\]"),
-    (lambda: scaled_mm(quantize(ones(3, 8), E4M3), quantize(ones(8, 4), E4M3)), r"same K, got \[3, 8\] and \[8, 4\]"),
     (lambda: scaled_mm(*[quantize(ones(3, 8), E4M3)] * 2, residual=ones(3, 3)), r"residual must be .* \[3, 3\], got"),
     (lambda: grouped(k=64), r"the same K, got \[8, 48\] and \[2, 32, 64\]"),
     (lambda: grouped(dtype=torch.int64), r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"),

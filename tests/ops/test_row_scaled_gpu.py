@@ -8,7 +8,7 @@ import pytest
 import torch
 from gemm_examples import on_gpu, row_norm
 from gpu_memory import no_waits, poison
-from grouped_examples import exact, exact_dw, offsets_of, operands
+from grouped_examples import exact, exact_dw, gradient_operands, offsets_of, operands
 from grouped_examples import row_error_bound as bound
 from hopper import ONLY_HOPPER
 
@@ -59,17 +59,6 @@ def test_worst_row(sizes, pair, k, n, dtype, fast):
 @EACH_TILING
 def test_worst_row_of_each_tiling(tiling, fast):
     check(SIZES[-1], 528, 272, "row-e5m2", torch.bfloat16, fast, tiling)
-
-
-def gradient_operands(sizes, formats, n=96, k=80):
-    """h [n, M] and x_t [k, M] with NaN behind the groups, the scale [E, n, 1], and the offsets."""
-    torch.manual_seed(0)
-    rows = sum(sizes)
-    both = [torch.randn(size, rows + 32) for size in (n, k)]
-    for each in both:
-        each[:, rows:] = torch.nan
-    h, x_t = (each.to(FORMATS[fmt].dtype) for each, fmt in zip(both, formats, strict=True))
-    return h, torch.rand(len(sizes), n, 1) + 0.1, x_t, offsets_of(sizes)
 
 
 def check_gradients(dw, h, scale, x_t, sizes, fast):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import worst_row
-from grouped_examples import SIZES, exact, exact_dw, offsets_of, operands
+from grouped_examples import SIZES, exact, exact_dw, gradient_operands, operands
 from interpreted_triton import interpreter
 
 from octavo.nn import Experts
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.triton
 
 PAIRS = ["row", "row-e5m2"]
 TILES = [(64, 16, 2, 4), (32, 64, 2, 4)]
-FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SPARE = 3
 
 
@@ -48,20 +47,7 @@ def gradient(sizes, formats, tile, fast):
     """dw [E, N, K] in float32; run in the interpreter."""
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    h, scale, x_t = gradient_operands(sizes, formats)
-    tiling = kernel.Tiling(*tile)
-    return kernel.grouped_mm_dw(h, scale, x_t, offsets_of(sizes), torch.float32, fast, tiling).numpy()
-
-
-def gradient_operands(sizes, formats):
-    """h [80, M] and x_t [48, M], with NaN behind the groups, and the scale."""
-    torch.manual_seed(0)
-    m = sum(sizes)
-    h, x_t = (torch.randn(n, m + 16) for n in (80, 48))
-    for each in (h, x_t):
-        each[:, m:] = torch.nan
-    h, x_t = (each.to(FORMATS[fmt]) for each, fmt in zip((h, x_t), formats, strict=True))
-    return h, torch.rand(len(sizes), 80, 1) + 0.1, x_t
+    return kernel.grouped_mm_dw(*gradient_operands(sizes, formats), torch.float32, fast, kernel.Tiling(*tile)).numpy()
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
@@ -89,7 +75,7 @@ def test_sizes_of_a_step_and_beyond_and_matrices_in_any_order(kernels, k, n):
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
 @pytest.mark.parametrize("sizes", [[16, 0, 48, 16, 272], [0, 0, 64, 0], [32, 16, 144]], ids=str)
 def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, formats, tile, fast):
-    h, scale, x_t = gradient_operands(sizes, formats)
+    h, scale, x_t, _ = gradient_operands(sizes, formats)
     dw = kernels.submit(gradient, sizes, formats, tile, fast).result()
     wide = exact_dw(h, scale, x_t, sizes)
     assert np.abs(dw - wide).max() <= 1e-6 * np.abs(wide).max()

@@ -4,6 +4,8 @@ A race between the warps of a program, or a lost store, shows in one run of many
 poisoned memory.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from bits import assert_same
@@ -34,18 +36,9 @@ def test_an_ada_among_the_gpus_rounds_twice(capabilities, expected, monkeypatch)
     assert some_gpu_rounds_twice.__wrapped__() == expected
 
 
-def test_row_tile_of_some_rows():
-    """(elements, rows, warps): 4096 elements or one row, and no fewer than 16 elements of a row."""
-    assert row_tile(0) == row_tile(1) == row_tile(16) == (16, 256, 8)
-    assert row_tile(17) == (32, 128, 8)
-    assert row_tile(4096) == (4096, 1, 8)
-    assert row_tile(4097) == row_tile(8192) == (8192, 1, 8)
-    assert row_tile(8193) == (16384, 1, 16)
-    assert row_tile(LONGEST_ROW) == (32768, 1, 32)
-
-
 @pytest.mark.parametrize("columns", range(0, LONGEST_ROW + 1, 331))
 def test_a_row_tile_holds_the_row_and_triton_can_have_it(columns):
+    """4096 elements or one row, and no fewer than 16 elements of a row."""
     elements, rows, warps = row_tile(columns)
     assert max(columns, 16) <= elements < 2 * max(columns, 16)
     assert rows == 1 or rows * elements <= 4096
@@ -54,29 +47,23 @@ def test_a_row_tile_holds_the_row_and_triton_can_have_it(columns):
         assert n & (n - 1) == 0
 
 
+FLOOR = Cast(relative_floor=0.1)
+
+
 @pytest.mark.parametrize(
     ("cast", "columns", "fit"),
     [
-        (Cast(granularity=TENSOR), 10**6, True),
-        (Cast(granularity=TENSOR, relative_floor=0.1), 8, False),
-        (Cast(), LONGEST_ROW, True),
-        (Cast(), LONGEST_ROW + 1, False),
-        (Cast(scale="e8m0"), 8, True),
-        (Cast(relative_floor=0.1), LONGEST_ROW, True),
-        (Cast(relative_floor=0.1), LONGEST_ROW + 1, False),
-        (Cast(relative_floor=0.1, scale="pow2"), 8, True),
-        (Cast(relative_floor=0.1, scale="e8m0"), 8, False),
-        (Cast(granularity=group(32), scale="e8m0"), 10**6, True),
-        (Cast(granularity=group(7), relative_floor=0.1), 8, False),
-        (Cast(granularity=group(32768)), 8, True),
-        (Cast(granularity=group(32769)), 8, False),
-        (Cast(granularity=block(128, 128)), 10**6, True),
-        (Cast(granularity=block(256, 128)), 8, True),
+        (Cast(granularity=TENSOR), 10**6, True), (Cast(granularity=TENSOR, relative_floor=0.1), 8, False),
+        (Cast(), LONGEST_ROW, True), (Cast(), LONGEST_ROW + 1, False), (Cast(scale="e8m0"), 8, True),
+        (FLOOR, LONGEST_ROW, True), (FLOOR, LONGEST_ROW + 1, False), (replace(FLOOR, scale="pow2"), 8, True),
+        (replace(FLOOR, scale="e8m0"), 8, False), (Cast(granularity=group(32), scale="e8m0"), 10**6, True),
+        (replace(FLOOR, granularity=group(7)), 8, False), (replace(FLOOR, granularity=block(3, 129)), 8, False),
+        (Cast(granularity=group(32768)), 8, True), (Cast(granularity=group(32769)), 8, False),
+        (Cast(granularity=block(128, 128)), 10**6, True), (Cast(granularity=block(256, 128)), 8, True),
         (Cast(granularity=block(256, 129)), 8, False),
-        (Cast(granularity=block(3, 129), relative_floor=0.1), 8, False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_fits(cast, columns, fit):
     assert fits(cast, columns) == fit
 

@@ -8,7 +8,7 @@ import torch
 from gemm_examples import PAIRS, PROMOTED, ROUNDOFF, row_norm, wide
 from torch import Tensor
 
-from octavo.numerics import QTensor
+from octavo.numerics import FORMATS, QTensor
 from octavo.ops import quantize
 
 SIZES = {
@@ -38,6 +38,19 @@ def operands(sizes: list[int], k: int, n: int, spare: int = 0, pair: str = "row"
     b = torch.randn(len(sizes), n, k) * torch.exp2(torch.randint(-4, 5, (len(sizes), n, 1)))
     cast_a, cast_b = PAIRS[pair]
     return quantize(a, cast_a), stacked([quantize(matrix, cast_b) for matrix in b]), offsets_of(sizes)
+
+
+def gradient_operands(
+    sizes: list[int], formats: tuple[str, str], n: int = 96, k: int = 80
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h [n, M] and x_t [k, M] with NaN behind the groups, between them the scale [E, n, 1], and the offsets."""
+    torch.manual_seed(0)
+    rows = sum(sizes)
+    both = [torch.randn(size, rows + 32) for size in (n, k)]
+    for each in both:
+        each[:, rows:] = torch.nan
+    h, x_t = (each.to(FORMATS[fmt].dtype) for each, fmt in zip(both, formats, strict=True))
+    return h, torch.rand(len(sizes), n, 1) + 0.1, x_t, offsets_of(sizes)
 
 
 def stacked(matrices: list[QTensor]) -> QTensor:

@@ -5,19 +5,6 @@ from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor, blo
 from octavo.numerics.scaling import History, hadamard, scale_from_amax
 
 __all__ = [
-    "FORMATS",
-    "ROW",
-    "TENSOR",
-    "Cast",
-    "Format",
-    "Granularity",
-    "History",
-    "QTensor",
-    "block",
-    "decode",
-    "encode",
-    "get_format",
-    "group",
-    "hadamard",
-    "scale_from_amax",
-]
+    "FORMATS", "ROW", "TENSOR", "Cast", "Format", "Granularity", "History", "QTensor", "block", "decode", "encode",
+    "get_format", "group", "hadamard", "scale_from_amax",
+]  # fmt: skip

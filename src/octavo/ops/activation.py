@@ -126,9 +126,9 @@ class ActivationGradient(NamedTuple):
 def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     """Compute h = activation(u) [M, F] and quantize it by row, in one pass.
 
-    u is float32, bfloat16 or float16: [M, 2F] for the kinds "swiglu", with the columns of gate before those of up, and
-    "geglu", with those of up before those of gate; [M, F] for the kind "gelu". GELU is the exact one, not the tanh
-    approximation. The cast is by row, rounded to nearest, with scale "fp32" or "pow2", without a relative floor.
+    u is float32, bfloat16 or float16. For the kind "gelu" it is [M, F]; for "swiglu" [M, 2F], gate before up; for
+    "geglu" [M, 2F], up before gate. GELU is the exact one, not the tanh approximation. The cast is by row, rounded to
+    nearest, with scale "fp32" or "pow2", without a relative floor.
     """
     check_row_cast("activation_quantize", cast)
     data, scale = _activation_quantize(u, kind, cast.spec)

@@ -181,9 +181,9 @@ def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, 
 def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Places for the groups in which each has a positive multiple of 16 rows, as `grouped_mm_dw` takes them.
 
-    Of groups of `rows` = M rows that end at `offsets` int32 [E]: the offsets of the larger groups, int32 [E], and the
-    row that lies at each place, int32 [M'], -1 for a place without one. M' depends on M and E only: M rounded up to a
-    multiple of 16, and 16 for each group.
+    The groups of M = `rows` rows end at `offsets`, int32 [E]. The results are the offsets of the larger groups, int32
+    [E], and the row that lies at each place, int32 [M'], or -1. M' depends on M and E only: M rounded up to a multiple
+    of 16, and 16 for each group.
     """
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     aligned = ((sizes + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT

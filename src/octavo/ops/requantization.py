@@ -57,11 +57,11 @@ def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
 
 
 def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
-    """The data of an earlier `quantize` (of one matrix), `quantize_stack` or `quantize_scaled`, transposed.
+    """The data [K, sum of M_i] of an earlier quantization of the matrices [M_i, K], transposed.
 
-    [K, sum of M_i], from the matrices [M_i, K] that were quantized, the scales of the stacked matrix, float32 or E8M0
-    in the shape of the cast's granularity, and the cast of the earlier call, by row, tensor or square block, rounded to
-    nearest. Numbers beyond the format's max saturate. `after` is that of `transpose`.
+    The scales are those of the stacked matrix, float32 or E8M0 in the shape of the cast's granularity. The cast is by
+    row, tensor or square block, rounded to nearest. Numbers beyond the format's max saturate. `after` is that of
+    `transpose`.
     """
     return _requantize_transposed(list(tensors), scale.float(), cast.format, cast.granularity.name, after)
 
@@ -71,8 +71,8 @@ def requantize_norm(
 ) -> Tensor:
     """The data [K, M] of an earlier `norm_quantize` with the same weight, bias and cast, transposed.
 
-    x [M, K] is the input of the norm, its residual included; mean, rstd and scale, float32 [M, 1], are results of
-    `norm_quantize`, mean None for a root-mean-square norm.
+    x [M, K] is the input of the norm, with its residual. mean, rstd and scale are results of `norm_quantize`, float32
+    [M, 1]. mean is None for a root-mean-square norm.
     """
     check_row_cast("requantize_norm", cast)
     return _requantize_norm(x, mean, rstd, weight, bias, scale, cast.format)

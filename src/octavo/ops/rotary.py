@@ -40,8 +40,8 @@ def rotate_append(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply rotary embedding to the queries and keys of new tokens, and store keys and values in place: one kernel.
 
-    The rotated queries [B, H, T, D] and, if `keep_k`, keys [B, G, T, D] are views of contiguous [B, T, H, D] and
-    [B, T, G, D]: so the result of PyTorch's attention becomes [B, T, H * D] without a copy.
+    Returns the rotated queries [B, H, T, D] and, if `keep_k`, the rotated keys [B, G, T, D]. They are views of
+    contiguous [B, T, H, D] and [B, T, G, D]: so the result of PyTorch's attention becomes [B, T, H * D] without a copy.
 
     Args:
         q, k, v: [B, T, H * D] of float32, bfloat16 or float16, and [B, T, G * D] of the same dtype.

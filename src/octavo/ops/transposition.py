@@ -33,7 +33,7 @@ KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 def transpose(
     data: Tensor, shift: Tensor | None = None, after: Tensor | None = None, place: Tensor | None = None
 ) -> Tensor:
-    """The transpose [K, M] of an eight-bit matrix `data` [M, K], or [K, M'] with `place`, contiguous.
+    """The contiguous transpose [K, M] of an eight-bit matrix `data` [M, K]; [K, M'] with `place`.
 
     Args:
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
@@ -88,8 +88,8 @@ class FoldedScales(NamedTuple):
 def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> FoldedScales:
     """The scales of the backward GEMMs of one-time quantization (the mathematics: `octavo.nn.linear_function`).
 
-    s_x float32 [T, 1] are the scales of the rows of x, s_g float32 [T, 1], powers of two, of g = dy * s_w * m, and s_w
-    float32 [N, 1] of w; None where g = dy * m.
+    s_x [T, 1], s_g [T, 1] and s_w [N, 1] are the float32 scales of the rows of x, of g = dy * s_w * m, and of w. Those
+    of g are powers of two. s_w is None where g = dy * m.
     """
     return FoldedScales(*_fold_scales(s_x, s_g, s_w))
 

@@ -29,10 +29,14 @@ def weight_only_reference(x: Tensor, w: Tensor, scale: Tensor, granularity: Gran
 def weight_only_mm(x: Tensor, w: QTensor, *, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """y = x @ (w.data * w.scale)^T + bias, then + residual: the weight has eight bits, the input is not quantized.
 
-    x [M, K] and y [M, N] are bfloat16, float16 or float32, w [N, K] is E4M3 with scales of any granularity. bias [N] is
-    added before y is rounded, the residual [M, N] of x's dtype after that, and the sum is rounded again. For a small M
-    on a GPU, the kernel reads the bytes of the weight and widens them to x's dtype, which is exact. Sums are float32,
-    and the scales multiply them. For a large M, w.data * w.scale is rounded to x's dtype first.
+    For a small M on a GPU, the kernel reads the bytes of the weight and widens them to x's dtype, which is exact. Sums
+    are float32, and the scales multiply them. For a large M, w.data * w.scale is rounded to x's dtype first.
+
+    Args:
+        x: [M, K], bfloat16, float16 or float32, as are the residual and y [M, N].
+        w: [N, K] in E4M3, with scales of any granularity.
+        bias: [N], added before y is rounded.
+        residual: added after y is rounded. The sum is rounded again.
     """
     if w.format.name != "e4m3":
         raise ValueError(f"weight_only_mm takes a weight in e4m3, got {w.format.name}: quantize it to e4m3")

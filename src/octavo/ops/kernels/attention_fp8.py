@@ -163,68 +163,56 @@ def _build(cudnn: Any, handle: Any, name: str, shape: Shape) -> _Graph:
 
 
 class _Tensors:
-    """Makes the tensors of a graph, and numbers them."""
+    """Makes the tensors of a graph by their names, and numbers them. Those without a layout are scalars in float32."""
 
-    def __init__(self, cudnn: Any, graph: Any) -> None:
+    def __init__(self, cudnn: Any, graph: Any, shape: Shape) -> None:
+        _, heads, tokens, _ = shape.q
         self.types, self.graph, self.numbers = cudnn.data_type, graph, dict[str, int]()
+        self.layouts = {"q": (shape.q, shape.q_stride), "k": (shape.k, shape.k_stride), "v": (shape.k, shape.v_stride)}
+        self.layouts |= dict.fromkeys(("o", "dO", "dQ"), (shape.q, _by_token(shape.q)))
+        self.layouts |= dict.fromkeys(("dK", "dV"), (shape.k, _by_token(shape.k)))
+        self.layouts["stats"] = (*shape.q[:3], 1), (heads * tokens, tokens, 1, 1)
 
-    def input(self, name: str, dim: Sequence[int], stride: Sequence[int], dtype: Any = None) -> Any:
-        dtype = self.types.FP8_E4M3 if dtype is None else dtype
-        return self.graph.tensor(dim=dim, stride=stride, data_type=dtype, name=name, uid=self._number(name))
+    def inputs(self, *names: str) -> dict[str, Any]:
+        made = {}
+        for name in names:
+            dim, stride, dtype, number = self._facts(name)
+            made[name] = self.graph.tensor(dim=dim, stride=stride, data_type=dtype, name=name, uid=number)
+        return made
 
-    def scalars(self, *names: str) -> dict[str, Any]:
-        return {name: self.input(name, _SCALAR, _SCALAR, self.types.FLOAT) for name in names}
-
-    def output(self, name: str, tensor: Any, dim: Sequence[int], stride: Sequence[int], dtype: Any = None) -> None:
-        tensor.set_output(True).set_dim(dim).set_stride(stride).set_uid(self._number(name))
-        tensor.set_data_type(self.types.FP8_E4M3 if dtype is None else dtype)
-
-    def scalar_outputs(self, tensors: Mapping[str, Any]) -> None:
+    def outputs(self, **tensors: Any) -> None:
         for name, tensor in tensors.items():
-            self.output(name, tensor, _SCALAR, _SCALAR, self.types.FLOAT)
+            dim, stride, dtype, number = self._facts(name)
+            tensor.set_output(True).set_dim(dim).set_stride(stride).set_uid(number)
+            tensor.set_data_type(dtype)
 
-    def _number(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers) + 1)
+    def _facts(self, name: str) -> tuple[Any, Any, Any, int]:
+        dim, stride = self.layouts.get(name, (_SCALAR, _SCALAR))
+        in_float32 = name == "stats" or name not in self.layouts
+        number = self.numbers.setdefault(name, len(self.numbers) + 1)
+        return dim, stride, self.types.FLOAT if in_float32 else self.types.FP8_E4M3, number
 
 
 def _forward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
     """o [B, H, T, D] over memory of [B, T, H, D], and stats [B, H, T, 1]."""
-    tensors = _Tensors(cudnn, graph)
+    tensors = _Tensors(cudnn, graph, shape)
+    scales = "descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"
     o, stats, amax_s, amax_o = graph.sdpa_fp8(
-        q=tensors.input("q", shape.q, shape.q_stride),
-        k=tensors.input("k", shape.k, shape.k_stride),
-        v=tensors.input("v", shape.k, shape.v_stride),
-        **tensors.scalars("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o"),
-        generate_stats=True,
-        attn_scale=shape.scale,
-        **_causal(cudnn, shape),
+        **tensors.inputs("q", "k", "v", *scales), generate_stats=True, attn_scale=shape.scale, **_causal(cudnn, shape)
     )
-    tensors.output("o", o, shape.q, _by_token(shape.q))
-    tensors.output("stats", stats, (*shape.q[:3], 1), _of_stats(shape.q), cudnn.data_type.FLOAT)
-    tensors.scalar_outputs({"amax_s": amax_s, "amax_o": amax_o})
+    tensors.outputs(o=o, stats=stats, amax_s=amax_s, amax_o=amax_o)
     return tensors.numbers
 
 
 def _backward(cudnn: Any, graph: Any, shape: Shape) -> dict[str, int]:
     """dq, dk and dv, over memory of [B, T, H, D]. dO and o lie so too."""
-    tensors = _Tensors(cudnn, graph)
-    scalars = ("q", "k", "v", "o", "dO", "s", "dP")
-    dq, dk, dv, *amax = graph.sdpa_fp8_backward(
-        q=tensors.input("q", shape.q, shape.q_stride),
-        k=tensors.input("k", shape.k, shape.k_stride),
-        v=tensors.input("v", shape.k, shape.v_stride),
-        o=tensors.input("o", shape.q, _by_token(shape.q)),
-        dO=tensors.input("dO", shape.q, _by_token(shape.q)),
-        stats=tensors.input("stats", (*shape.q[:3], 1), _of_stats(shape.q), cudnn.data_type.FLOAT),
-        **tensors.scalars(*(f"descale_{name}" for name in scalars)),
-        **tensors.scalars("scale_s", "scale_dQ", "scale_dK", "scale_dV", "scale_dP"),
-        attn_scale=shape.scale,
-        **_causal(cudnn, shape),
-    )
-    tensors.output("dQ", dq, shape.q, _by_token(shape.q))
-    tensors.output("dK", dk, shape.k, _by_token(shape.k))
-    tensors.output("dV", dv, shape.k, _by_token(shape.k))
-    tensors.scalar_outputs(dict(zip(("amax_dQ", "amax_dK", "amax_dV", "amax_dP"), amax, strict=True)))
+    tensors = _Tensors(cudnn, graph, shape)
+    scales = [f"descale_{name}" for name in ("q", "k", "v", "o", "dO", "s", "dP")]
+    scales += ["scale_s", "scale_dQ", "scale_dK", "scale_dV", "scale_dP"]
+    inputs = tensors.inputs("q", "k", "v", "o", "dO", "stats", *scales)
+    dq, dk, dv, *amax = graph.sdpa_fp8_backward(**inputs, attn_scale=shape.scale, **_causal(cudnn, shape))
+    tensors.outputs(dQ=dq, dK=dk, dV=dv)
+    tensors.outputs(**dict(zip(("amax_dQ", "amax_dK", "amax_dV", "amax_dP"), amax, strict=True)))
     return tensors.numbers
 
 
@@ -237,8 +225,3 @@ def _by_token(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of [B, H, T, D] over memory of [B, T, H, D]."""
     _, heads, tokens, dim = shape
     return tokens * heads * dim, dim, heads * dim, 1
-
-
-def _of_stats(shape: Sequence[int]) -> tuple[int, ...]:
-    _, heads, tokens, _ = shape
-    return heads * tokens, tokens, 1, 1
