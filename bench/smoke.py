@@ -28,8 +28,8 @@ COMMANDS = [
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
     "-m bench.gpu.packed_experts",
-    "-m bench.gpu.generate" + ("" if GPU else " --only prompt"),
-    "-m bench.gpu.start",
+    "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt"),
+    "-m bench.gpu.start --folder {out}/models",
     "-m bench.gpu.vision",
     "-m bench.gpu.compile_time",
     "-m bench.gpu.watch",
@@ -68,7 +68,7 @@ def run(command: str) -> bool:
     """Run a command; print its time, and the end of what it said if it failed."""
     began = time.monotonic()
     environment = os.environ | {"PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
-    environment |= {} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as log:
         words = [sys.executable, *shlex.split(command.replace("{out}", out)), "--quick"]
         try:
