@@ -28,8 +28,8 @@ COMMANDS = [
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
     "-m bench.gpu.packed_experts",
-    "-m bench.gpu.generate" + ("" if GPU else " --only prompt"),
-    "-m bench.gpu.start",
+    "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt"),
+    "-m bench.gpu.start --folder {out}/models",
     "-m bench.gpu.vision",
     "-m bench.gpu.compile_time",
     "-m bench.gpu.watch",
@@ -69,7 +69,7 @@ def run(command: str) -> bool:
     began = time.monotonic()
     paths = ["src", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment |= {} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
+    environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "2"} if GPU else {"TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as out, tempfile.TemporaryFile("w+") as log:
         words = [sys.executable, *shlex.split(command.replace("{out}", out)), "--quick"]
         try:

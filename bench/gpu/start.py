@@ -13,7 +13,7 @@ one token after a prompt. Then 16 tokens are generated, which captures the decod
     python -m bench.gpu.start [--folder FOLDER] [--rounds 3] [--prompt 256]
     python -m cProfile -s cumtime -m bench.gpu.start --way octavo         where the time of one process goes
 
-FOLDER has a folder `packed` and a folder `bf16`. By default it is that of bench.gpu.generate, and is made if need be.
+FOLDER has the folders `packed` and `bf16`, and is made if it is not there. By default it is that of bench.gpu.generate.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
     if options.way is not None:
         print(json.dumps(start(options)), flush=True)
         return
-    if options.folder == folder_of(llama.CONFIG.layers):
+    if not options.folder.exists():
         make_folders(llama.CONFIG, options.folder)
     with tempfile.TemporaryDirectory() as compiled:
         for way in (OCTAVO, EAGER):
