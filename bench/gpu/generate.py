@@ -50,8 +50,8 @@ from bench.gpu.programs import (
 )
 from bench.gpu.serve import decode as decode_graphs
 from octavo.hf.meta_model import quiet_transformers
-from octavo.inference.opening import load
 from octavo.inference.packed_linear import fuse
+from octavo.loading import load
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.speed import Grid

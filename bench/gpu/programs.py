@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.inference.opening import load
+from octavo.loading import load
 from octavo.speed import Cell, Generate, Grid, Row, release, timed
 from octavo.util import import_extra, open_config, open_local
 
