@@ -12,8 +12,8 @@ from octavo.version import __version__
 
 if TYPE_CHECKING:  # the same names as in _MODULES; a test compares them
     import octavo.scales  # noqa: F401
-    from octavo.inference.opening import load
     from octavo.inspection.dtype_report import dtype_flow
+    from octavo.loading import load
     from octavo.nn import Conversion, Linear, convert, restore
     from octavo.numerics import Cast, History, QTensor
     from octavo.recipe import Gemm, Recipe
@@ -39,7 +39,7 @@ __all__ = [
 
 _MODULES = {
     "octavo.inspection.dtype_report": ("dtype_flow",),
-    "octavo.inference.opening": ("load",),
+    "octavo.loading": ("load",),
     "octavo.nn": ("Conversion", "Linear", "convert", "restore"),
     "octavo.numerics": ("Cast", "History", "QTensor"),
     "octavo.recipe": ("Gemm", "Recipe"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
@@ -39,6 +39,7 @@ from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
 from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
+from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
@@ -46,51 +47,13 @@ from octavo.nn.experts import Experts
 from octavo.ops.launching import compile_only, has_kernels
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
-from octavo.util import choose_device, import_extra, plural
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from octavo.util import choose_device, plural
 
 
-def load(
-    folder: str | os.PathLike[str],
-    device: Any = "cpu",
-    *,
-    kv_cache: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto",
-    attention: Literal["bf16", "fp8"] = "bf16",
-) -> PreTrainedModel:
-    """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
-
-    Args:
-        folder: a folder that `octavo pack` wrote.
-        device: for the model: a torch.device, or its name; "auto" takes the GPU if there is one.
-        kv_cache: dtype of the keys and values in `generate`: "bf16", "fp16", "fp32", "fp8" or "int8". "auto" is "fp8"
-            if the folder has scales for it, else the dtype of the model.
-        attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 4,096
-            tokens and more without padding, heads of 128 elements, on a Hopper GPU with the extra `cudnn`. Other
-            prompts attend in BF16. If the GPU, its libraries or the size of the heads exclude FP8, a warning says so.
-
-    Returns:
-        The model in evaluation mode, of the class that config.json names, with its `generate` and `config`. Its packed
-        layers hold the bytes and scales of the folder, and everything else is BF16.
-
-    Raises:
-        FileNotFoundError: a file of the folder is missing.
-        ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist, the dtype or the attention is unknown, or one of them is given for a
-            model that is no language model.
-        ImportError: transformers is not installed.
-
-    Example:
-
-        model = octavo.load("packed/first", "auto")
-        ids = model.generate(**inputs, max_new_tokens=20)     int64 [B, T + up to 20]
-    """
-    transformers = import_extra(
-        "transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers"
-    )
-    from octavo.inference.transformers_generate import accelerate_generate
-
+def load_transformers(
+    folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO, attention: str = "bf16"
+) -> Any:
+    """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
     check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
     place, path = choose_device(device), Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
@@ -103,7 +66,7 @@ def load(
         )
     model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(path, local_files_only=True)
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
         accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
     return model
@@ -122,7 +85,7 @@ class Loaded(NamedTuple):
 def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
     """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
 
-    Raises what `load` raises.
+    Raises what `octavo.load` raises.
     """
     place, path = choose_device(device), Path(folder)
     return _load_packed(read_meta_model(read_config(path), path), path, place)
