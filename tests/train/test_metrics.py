@@ -29,19 +29,9 @@ from octavo.checkpoint.folder import WriteError
 from octavo.checkpoint.run import RunFolder
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.rates.measured import known_gpus, peak_flops
+from octavo.train.processes import LastingStream, LiveConsole, print_line, show_sampled, show_step, training_console
 from octavo.train.run_records import read_records
-from octavo.train.step_metrics import (
-    LastingStream,
-    LiveConsole,
-    Metrics,
-    observed_dtypes,
-    print_line,
-    show_progress,
-    show_sampled,
-    show_step,
-    training_console,
-    weight_ranges,
-)
+from octavo.train.step_metrics import Metrics, observed_dtypes, show_progress, weight_ranges
 from octavo.train.trainer import flops_per_token, mfu
 
 WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))

@@ -28,8 +28,8 @@ from octavo.train.optimizer import (
     optimizer_state,
     set_learning_rate,
 )
+from octavo.train.processes import Degrees
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
-from octavo.train.settings import Degrees
 
 
 def test_matrices_decay_and_nothing_else_does(begin):

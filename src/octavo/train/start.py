@@ -21,8 +21,8 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Conversion
 from octavo.recipe import get_recipe
 from octavo.scales import seed_scales
-from octavo.train.config import Config, ConfigError, read_settings, write_settings
-from octavo.train.corpus import Batches, Corpus, RandomBatches, build_corpus, open_data
+from octavo.train.config import Config, ConfigError, write_settings
+from octavo.train.loss import Batches, Corpus, RandomBatches, build_corpus, open_data
 from octavo.train.model import (
     allow_compilations,
     check_folder,
@@ -37,17 +37,19 @@ from octavo.train.model import (
 from octavo.train.optimizer import make_optimizer
 from octavo.train.processes import (
     check_same,
+    find_degrees,
     gather,
     group_of_one,
     on_first,
     own_device,
+    print_line,
     rank,
     same_outcome,
     world_size,
 )
 from octavo.train.saving import TrainState, disturb_weights, load_checkpoint, load_into_other_recipe, open_checkpoint
-from octavo.train.settings import find_degrees
-from octavo.train.step_metrics import event_writer, print_line, wandb
+from octavo.train.settings import parse, read_settings
+from octavo.train.step_metrics import event_writer, wandb
 from octavo.train.supervision import apply_promotions
 from octavo.train.trainer import Trainer, TrainingData
 from octavo.util import hub_hint, plural
@@ -96,7 +98,7 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if rank() == 0:
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
-            config = _absolute_paths(read_settings(run).replace(overrides))
+            config = _absolute_paths(read_settings(run).change(**parse(overrides)))
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
             if (step := run.step_of(newest)) > config.steps:
@@ -121,7 +123,7 @@ def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
     run.check()
     if checkpoint.name not in (kept := [path.name for path in run.checkpoints()]):
         raise ArtifactError(f"{run.path} has no checkpoint {checkpoint.name}: it keeps {', '.join(kept) or 'none'}")
-    return read_settings(run).change(disturb=0.0).replace(overrides)
+    return read_settings(run).change(disturb=0.0).change(**parse(overrides))
 
 
 def settle(config: Config) -> Config:

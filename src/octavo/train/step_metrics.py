@@ -25,18 +25,17 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from octavo.checkpoint.folder import write_error
@@ -49,7 +48,7 @@ from octavo.nn.parallel_weights import local_part
 from octavo.ops.dispatch import gemm_backends
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.processes import rank, world_size
+from octavo.train.processes import LiveConsole, rank, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import import_extra
@@ -203,115 +202,6 @@ def event_writer() -> Any:
 def wandb() -> Any:
     """The package wandb; an ImportError names the extra that has it."""
     return import_extra("wandb", "wandb", "--wandb needs wandb")
-
-
-# ---- The console of a training run. The run continues when its output can no longer be written.
-
-
-_LONG = 1000  # tokens of a sample that takes long enough to show its progress
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # by a terminal, in the name of a file or the text of a model
-
-
-@contextmanager
-def live_console() -> Iterator[Console]:
-    """The console of a run, with the live line on a terminal."""
-    console = training_console()
-    if not console.is_terminal:
-        yield console
-        return
-    live = LiveConsole(console.file)
-    with live.bar:
-        yield live
-
-
-def training_console() -> Console:
-    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
-
-    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
-    """
-    if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
-        return Console(quiet=True)
-    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
-
-
-def print_line(console: Console, text: str) -> None:
-    """Print plain text: no markup, no colour, and nothing that a terminal would obey; wrapped on a terminal alone."""
-    whole = not console.is_terminal
-    console.print(_OBEYED.sub("\N{REPLACEMENT CHARACTER}", text), markup=False, highlight=False, soft_wrap=whole)
-
-
-class LiveConsole(Console):
-    """A terminal with a live line below its other lines: what runs, how far, the last figures and the time left."""
-
-    def __init__(self, file: IO[str]) -> None:
-        super().__init__(file=file)
-        doing, said = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
-        columns = (doing, BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self, transient=True)
-        self.task = self.bar.add_task("starting", total=None, said="")
-
-    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
-        """Write the live line again; `said` are the figures, None for those of before."""
-        said = self.bar.tasks[0].fields["said"] if said is None else said
-        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
-
-
-def show_step(console: Console, step: int, steps: int) -> None:
-    """The step on the live line; the figures are those of the last log line."""
-    if isinstance(console, LiveConsole):
-        console.show("training", step, steps)
-
-
-def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
-    """The text of `count` tokens, with its progress: on the live line, or in a line for each tenth of a long text."""
-    text = ""
-    for done, piece in enumerate(pieces, 1):
-        text += piece
-        if isinstance(console, LiveConsole):
-            console.show("sampling", done, count)
-        elif count >= _LONG and done % (count // 10) == 0:
-            print_line(console, f"sampled {done:,} of {count:,} tokens")
-    return text
-
-
-class LastingStream:
-    """A text stream whose `write` and `flush` never raise an OSError: after the first one they do nothing."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._gone = stream, False
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        if self._gone:
-            return
-        try:
-            action()
-        except OSError as error:
-            self._gone = True
-            _discard(self._stream)
-            said = f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers"
-            if sys.stderr is not None:
-                try:
-                    print(said, file=sys.stderr, flush=True)
-                except OSError:
-                    _discard(sys.stderr)
-
-
-def _discard(stream: IO[str]) -> None:
-    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
-    with suppress(OSError, ValueError):  # a stream without a file descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 # ---- Measurements of a mixed-precision run: the precision of each layer, all dtypes, and the range of the weights.

@@ -38,21 +38,26 @@ from octavo.nn.delayed import histories
 from octavo.rates.measured import peak_flops
 from octavo.scales import update_scales
 from octavo.train.config import Config
-from octavo.train.corpus import Batches
-from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random, whole_loss
+from octavo.train.loss import Batches, Loss, autocast, mean_loss, next_token_loss, own_random, whole_loss
 from octavo.train.model import eager
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, set_learning_rate
-from octavo.train.processes import Agreement, gather, mean_of_ranks, peak_memory, world_size
+from octavo.train.processes import (
+    Agreement,
+    gather,
+    mean_of_ranks,
+    peak_memory,
+    print_line,
+    show_sampled,
+    show_step,
+    world_size,
+)
 from octavo.train.saving import CheckpointWriter, TrainState
 from octavo.train.step_metrics import (
     Metrics,
     observed_dtypes,
     precision_of,
-    print_line,
     scales_of,
     show_progress,
-    show_sampled,
-    show_step,
     start_of,
     watched,
     weight_ranges,
