@@ -14,7 +14,7 @@ from octavo.checkpoint.run import RunFolder
 from octavo.evaluation.metrics import Outputs
 from octavo.train.config import Config
 from octavo.train.settings import load_config
-from octavo.train.start import start_run
+from octavo.train.trainer import start_run
 
 
 def train(out: Path, *overrides: str) -> Config:

@@ -19,8 +19,7 @@ from bench import record
 from bench.gpu.harness import parser_of, show, sized
 from examples import demo
 from octavo.train.settings import load_config
-from octavo.train.start import start_run
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, start_run
 from octavo.watching import watch
 from octavo.watching.collection import CHECK_INTERVAL
 

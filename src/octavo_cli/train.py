@@ -72,7 +72,7 @@ def train_command(
     if resume_from and or_resume:
         raise ConfigError("--resume continues the run of a folder, --or-resume that in --out: leave one of them out")
     with progress("starting"):
-        import_module("octavo.train.start")  # with PyTorch's compiler, which takes seconds
+        import_module("octavo.train.trainer")  # with PyTorch's compiler, which takes seconds
     from octavo.train.processes import run_in_group
 
     run_in_group(lambda: _train(config, resume_from, or_resume, overrides))
@@ -81,7 +81,7 @@ def train_command(
 def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
     from octavo.train.processes import live_console, print_line, same_outcome, world_size
     from octavo.train.settings import load_config
-    from octavo.train.start import branch_settings, resume_run, start_or_resume, start_run, was_restarted
+    from octavo.train.trainer import branch_settings, resume_run, start_or_resume, start_run, was_restarted
     from octavo.util import plural
 
     with live_console() as console:

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -62,13 +61,6 @@ def test_words_of_the_command_line(words, expected):
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_replace_keeps_the_rest_and_is_checked():
-    config = Config(steps=77)
-    assert config.change(**parse(["--layers", "9"])) == dataclasses.replace(config, layers=9)
-    with pytest.raises(ConfigError, match="layers"):
-        config.change(**parse(["--layers", "0"]))
-
-
 def test_describe_covers_every_setting_with_help():
     rows = describe()
     assert [row[0] for row in rows] == list(settings_of(Config))
@@ -86,19 +78,13 @@ def test_describe_covers_every_setting_with_help():
         (["--steps", "5", "6"], ["--steps", "one value", "5 6"]),
         (["--steps", "5.0"], ["steps", "an integer", "'5.0'"]),
         (["--steps", "1_000"], ["steps", "an integer", "'1_000'"]),
-        (["--steps", "true"], ["steps", "an integer", "'true'"]),
         (["--clip", "much"], ["clip", "number", "'much'"]),
-        (["--clip", "nan"], ["clip", "number", "'nan'"]),
         (["--clip", "1e999"], ["clip", "finite", "inf"]),
-        (["--compile.blocks", "0"], ["compile.blocks", "true or false", "'0'"]),
         (["--compile.blocks", "yes"], ["compile.blocks", "true or false", "'yes'"]),
         (["--compile", "true"], ["'compile' in the command line is a table", "'compile.blocks'"]),
         (["--steps", "0"], ["steps", "at least 1", "0"]),
-        (["--heads", "-4"], ["heads", "at least 1", "-4"]),
         (["--schedule", "linear"], ["schedule", "cosine, wsd", "'linear'"]),
-        (["--precision", "fp8"], ["precision", "bf16, fp32, fp16", "'fp8'"]),
         (["--tokenizer", "words"], ["tokenizer", "bytes, characters, bpe"]),
-        (["--sampling", "shuffle"], ["sampling", "epochs, random"]),
         (["--device", "gpu"], ["device", "cuda:N", "'gpu'"]),
         (["--model", "lama"], ["model", "llama, gpt2", "folder", "'lama'"]),
         (["--model", "llama-3-8b"], ["'llama-3-8b', a preset: give it as in octavo train llama-3-8b"]),
@@ -116,11 +102,8 @@ def test_describe_covers_every_setting_with_help():
         (["--width", "6", "--heads", "2"], ["6 / 2 = 3", "even", "RoPE", "1, 3"]),
         (["--width", "7", "--heads", "7"], ["7 / 7 = 1", "make the width even"]),
         (["--data="], ["data", "at least one"]),
-        (["--decay", "-1", "--schedule", "wsd"], ["decay must be between 0 and 1", "got -1.0"]),
         (["--steps", "9" * 26], ["steps must be below 2^63; got " + "9" * 26]),
         (["--skip", ""], ["--skip has an empty value", "--skip= for an empty list"]),
-        (["--skip", "lm_head", ""], ["--skip has an empty value"]),
-        (["--steps", "30", "--layers", "2", "--steps", "30"], ["--steps must be given once"]),
         (["--steps", "30", "--layers", "2", "--steps=40"], ["--steps must be given once"]),
         (["--tied", "--no-tied"], ["--tied must be given once"]),
         (["--no-steps"], ["no_steps"]),
@@ -141,11 +124,9 @@ def test_bad_command_line(overrides, essentials):
         ('attention = "fp8"', ["is a table", "'attention.precision'"]),
         ("layer = 3", ["'layer'", "'layers'", "run.toml"]),
         ('layers = "3"', ["layers", "run.toml", "an integer", "'3'"]),
-        ("layers = true", ["layers", "an integer", "True"]),
         ("clip = true", ["clip", "number", "True"]),
         ("[compile]\nblocks = 1", ["compile.blocks", "true or false", "1"]),
         (f"clip = {10**400}", ["clip", "a finite number", "(int)"]),
-        ("clip = inf", ["clip", "finite", "inf"]),
         ('data = "stdlib"', ["data", "a list of strings", "'stdlib'"]),
         ("data = [1]", ["data", "a list of strings", "[1]"]),
         ('model = ["llama"]', ["model", "a string", "llama"]),

@@ -46,8 +46,7 @@ from octavo.train.processes import (
     naming_lost_ranks,
     whole,
 )
-from octavo.train.start import resume_run, start_run
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, resume_run, start_run
 from octavo_cli import main
 
 THREE = TINY | {"steps": 3, "warmup": 1, "clip": 0}

@@ -40,12 +40,14 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.folder import write_error
 from octavo.checkpoint.run import RunFolder
+from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.parallel_weights import local_part
 from octavo.ops.dispatch import gemm_backends
+from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
 from octavo.train.processes import LiveConsole, rank, world_size
@@ -345,3 +347,39 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
         shares = [count / FULL_SHARE for count in reversed(binades.tolist())]
         for board in metrics.boards:
             board.histogram(step, f"{name}/log2", edges, shares)
+
+
+# ---- Model FLOPs utilization (MFU): the share of a GPU's peak that the arithmetic of the model alone amounts to.
+#
+#     FLOPs of a token = 6 N + 6 L H (Q + V) T        MFU = FLOPs of a token * tokens a second a GPU / peak
+#
+# N is the number of parameters that multiply activations, L the number of layers, H that of heads, whose queries have Q
+# and values V features, and T the sequence's length. Causal attention counts in full (PaLM: Chowdhery et al.,
+# arXiv:2204.02311, appendix B). What activation checkpointing computes again does not count. The peak is the dense one
+# of BF16 for every recipe, so that runs in BF16 and FP8 compare.
+
+
+def flops_per_token(model: nn.Module, context: int) -> float | None:
+    """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
+    if any(p.ndim > 2 for p in model.parameters()):
+        return None
+    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
+    multiplied = {id(p): p.numel() for m in layers for p in m.parameters(recurse=False) if p.ndim == 2}
+    return 6.0 * (sum(multiplied.values()) + _attention_features(model) * context)
+
+
+def _attention_features(model: Any) -> int:
+    """L H (Q + V): the features of the queries and values of all layers."""
+    if isinstance(model, Decoder):
+        return 2 * model.config.layers * model.config.width
+    config = model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # DeepSeek's latent attention has heads of other widths, and its head_dim is that of the rotary part alone.
+    query, value = (getattr(config, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+    return int(config.num_hidden_layers * config.num_attention_heads * (query + value))
+
+
+def mfu(flops: float | None, tokens_per_second: float, device: torch.device) -> float | None:
+    """The utilization of one GPU, 0 to 1; None if the FLOPs of a token or the peak are not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if flops is None or peak is None else flops * tokens_per_second / peak
