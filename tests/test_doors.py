@@ -60,11 +60,11 @@ WALKS = {
     "pack": (23, "from octavo.packing import pack", "pack(MODEL, OUT)"),
     "load": (23, "import octavo", "octavo.load(PACKED)"),
     "start": (
-        33,
+        24,
         """
 from rich.console import Console
 from octavo.train.config import Config
-from octavo.train.start import start_run
+from octavo.train.trainer import start_run
 settings = dict(data=(TEXT,), model=MODEL, context=32, batch=2, steps=1, warmup=0, device="cpu", out=OUT)
 config, console = Config.from_dict(settings), Console(quiet=True)
 """,

@@ -13,12 +13,13 @@ from octavo.checkpoint.files import read_json
 from octavo.checkpoint.run import RunFolder
 from octavo.evaluation.metrics import Outputs
 from octavo.train.config import Config
-from octavo.train.start import start_run
+from octavo.train.settings import load_config
+from octavo.train.trainer import start_run
 
 
 def train(out: Path, *overrides: str) -> Config:
     """Train the demo in the folder `out`, with other settings as `--key value`."""
-    config = Config.load(None, [*demo.SETTINGS, "--out", str(out), "--device", "cpu", *overrides])
+    config = load_config(None, [*demo.SETTINGS, "--out", str(out), "--device", "cpu", *overrides])
     if signal := start_run(config, Console(quiet=True)).run().interrupted:
         raise SystemExit(f"{signal}: no result is written")
     return config

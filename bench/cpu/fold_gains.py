@@ -31,7 +31,7 @@ from octavo.evaluation.prompts import PromptOptions, open_tokenizer, read_prompt
 from octavo.numerics.formats import E4M3, cast
 from octavo.packing.transforms import fold
 from octavo.train.config import Config
-from octavo.train.start import start_run
+from octavo.train.trainer import start_run
 
 ROOT = Path(__file__).parents[2]
 CALIBRATION, EVALUATION = [str(ROOT / "src")], [str(ROOT / "tests")]

@@ -18,10 +18,10 @@ from examples import demo
 from octavo.checkpoint.run import RunFolder
 from octavo.inference.opening import load_packed
 from octavo.packing import pack
-from octavo.train.config import read_settings
 from octavo.train.finished import held_out
 from octavo.train.loss import mean_loss
 from octavo.train.run_records import read_run
+from octavo.train.settings import read_settings
 
 SEEDS = (0, 1, 2)
 RECIPES = ("bf16", "rowwise")  # the last is packed

@@ -38,7 +38,7 @@ from octavo.nn import use_fp8_attention
 from octavo.packing import pack
 from octavo.packing.transforms import fold
 from octavo.train.config import Config
-from octavo.train.corpus import build_corpus
+from octavo.train.loss import build_corpus
 from octavo.verification.findings import Report
 from octavo.verification.verifier import verify
 

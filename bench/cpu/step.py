@@ -14,7 +14,7 @@ from bench.gpu.harness import interleaved, medians, show
 from octavo import ops
 from octavo.recipe import PRESETS, ROW_W, ROW_X
 from octavo.train.config import Config
-from octavo.train.start import start_run
+from octavo.train.trainer import start_run
 
 ROUNDS = 15
 MODES = [("bf16", "bf16"), ("bf16", "fp32"), *((name, "bf16") for name in PRESETS if name != "bf16")]

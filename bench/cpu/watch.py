@@ -18,9 +18,8 @@ from rich.console import Console
 from bench import record
 from bench.gpu.harness import parser_of, show, sized
 from examples import demo
-from octavo.train.config import Config
-from octavo.train.start import start_run
-from octavo.train.trainer import Trainer
+from octavo.train.settings import load_config
+from octavo.train.trainer import Trainer, start_run
 from octavo.watching import watch
 from octavo.watching.collection import CHECK_INTERVAL
 
@@ -30,7 +29,7 @@ BRIEF_ALONE = INTERVAL // CHECK_INTERVAL - 1  # steps with a brief sample; one m
 
 def begin(out: Path, *overrides: str) -> Trainer:
     words = [*demo.SETTINGS, "--recipe", "rowwise", "--device", "cpu", "--out", str(out), *overrides]
-    return start_run(Config.load(None, words), Console(quiet=True))
+    return start_run(load_config(None, words), Console(quiet=True))
 
 
 def milliseconds(trainer: Trainer) -> float:

@@ -31,10 +31,8 @@ from octavo.plan.setup import make_setup
 from octavo.rates.measured import Gpu, find_gpu, known_gpus
 from octavo.scales import cast_once
 from octavo.train.config import Config
-from octavo.train.processes import rank, run_in_group
-from octavo.train.start import start_run
-from octavo.train.step_metrics import training_console
-from octavo.train.trainer import collect_between_steps
+from octavo.train.processes import collect_between_steps, rank, run_in_group, training_console
+from octavo.train.trainer import start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
 LLAMA = Config(model="llama", heads=32, kv_heads=8).change(**{"compile.blocks": True, "steps": 1000})

@@ -39,8 +39,7 @@ from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.runs import Study, restart, trainer_of
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
-from octavo.train.corpus import Corpus
-from octavo.train.loss import next_token_loss
+from octavo.train.loss import Corpus, next_token_loss
 from octavo.train.trainer import Trainer
 
 PARTS = ("losses", "errors", "speed")

@@ -54,13 +54,11 @@ from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer
 from octavo.nn.attention_layers import GradientScales
 from octavo.recipe import Recipe
 from octavo.scales import cast_once, load_scale_state, scale_state
-from octavo.train.config import Config
-from octavo.train.corpus import Batches, Corpus, build_corpus
-from octavo.train.loss import next_token_loss
+from octavo.train.config import Compile, Config, ExpertSettings
+from octavo.train.loss import Batches, Corpus, build_corpus, next_token_loss
 from octavo.train.model import convert_model, eager, make_model, prepare_blocks
 from octavo.train.optimizer import make_optimizer
 from octavo.train.saving import TrainState
-from octavo.train.settings import Compile, ExpertSettings
 from octavo.train.trainer import Trainer, TrainingData
 
 Run = tuple[str, int]  # its mode and its seed

@@ -69,7 +69,7 @@ class SettingsCommand(Command):
         found = super().shell_complete(ctx, incomplete)
         if not incomplete.startswith("--"):
             return found
-        from octavo.train.config import describe
+        from octavo.train.settings import describe
 
         # Typer brings its own copy of click in some versions.
         completion = import_module(f"{TyperCommand.__mro__[1].__module__.rpartition('.')[0]}.shell_completion")

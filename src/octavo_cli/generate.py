@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from octavo.inference.sampling import Sampling
     from octavo.models.tokenizer import Tokenizer
     from octavo.speed import Grid
-    from octavo.train.corpus import Batches
+    from octavo.train.loss import Batches
 
 
 # ---- Opening the model of a command: a run of octavo train, a packed folder, or a Hugging Face folder.
@@ -458,7 +458,7 @@ def evaluate_command(
 def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
     """All batches of the text that --data names."""
     from octavo.data import read_text
-    from octavo.train.corpus import Batches, lay_out
+    from octavo.train.loss import Batches, lay_out
 
     if context is not None and not 1 <= context <= opened.context:
         raise ValueError(f"--context must be from 1 to the model's {opened.context}, got {context}")
@@ -472,7 +472,7 @@ def _held_out(opened: Opened, run: Path) -> tuple[Batches, int, ReadReport]:
     """The batches that a run evaluates on, and how many of them it takes."""
     from octavo.checkpoint.run import RunFolder
     from octavo.train import finished
-    from octavo.train.config import read_settings
+    from octavo.train.settings import read_settings
 
     folder = RunFolder(run)
     if not (folder.model / "config.json").is_file():

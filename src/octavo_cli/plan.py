@@ -145,7 +145,7 @@ def _check_days(context: typer.Context, days: float, budget: float | None) -> No
 
 def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
     """Print the figures as JSON if `as_json`, and write them to the file `csv` if there is one."""
-    from octavo.train.settings import flatten
+    from octavo.train.config import flatten
     from octavo.version import __version__
 
     if as_json:

@@ -59,7 +59,8 @@ def train_command(
       torchrun --nproc-per-node 8 -m octavo train llama-3-8b --data books --out runs/8b
     """
     with progress("starting"):
-        from octavo.train.config import ConfigError, describe  # with PyTorch, which takes seconds
+        from octavo.train.config import ConfigError  # with PyTorch, which takes seconds
+        from octavo.train.settings import describe
 
     if settings:
         rows = [(f"--{name.replace('_', '-')}", kind, str(default), text) for name, kind, default, text in describe()]
@@ -71,17 +72,16 @@ def train_command(
     if resume_from and or_resume:
         raise ConfigError("--resume continues the run of a folder, --or-resume that in --out: leave one of them out")
     with progress("starting"):
-        import_module("octavo.train.start")  # with PyTorch's compiler, which takes seconds
+        import_module("octavo.train.trainer")  # with PyTorch's compiler, which takes seconds
     from octavo.train.processes import run_in_group
 
     run_in_group(lambda: _train(config, resume_from, or_resume, overrides))
 
 
 def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrides: list[str]) -> None:
-    from octavo.train.config import Config
-    from octavo.train.processes import same_outcome, world_size
-    from octavo.train.start import branch_settings, resume_run, start_or_resume, start_run, was_restarted
-    from octavo.train.step_metrics import live_console, print_line
+    from octavo.train.processes import live_console, print_line, same_outcome, world_size
+    from octavo.train.settings import load_config
+    from octavo.train.trainer import branch_settings, resume_run, start_or_resume, start_run, was_restarted
     from octavo.util import plural
 
     with live_console() as console:
@@ -89,7 +89,7 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
             trainer = resume_run(resume_from, overrides, console)
         else:
             with same_outcome():
-                config = Config.load(path, overrides)
+                config = load_config(path, overrides)
                 if config.branch and path is None:
                     config = branch_settings(Path(config.branch), overrides)
             start = start_or_resume if was_restarted() or or_resume else start_run
@@ -162,16 +162,17 @@ def bisect_command(
 
 def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> Config:
     from octavo.checkpoint.run import RunFolder
-    from octavo.train.config import Config, ConfigError, read_settings
+    from octavo.train.config import ConfigError
+    from octavo.train.settings import load_config, parse, read_settings
 
     if path is None and checkpoint is not None:
-        return read_settings(RunFolder(checkpoint.parent)).replace(words)
+        return read_settings(RunFolder(checkpoint.parent)).change(**parse(words))
     if path is None and not words:
         raise ConfigError(
             "octavo bisect needs the FP8 run to search, and none is given: give its settings as CONFIG, --from a run, "
             "or settings of octavo train (octavo bisect small.toml --data book.txt)"
         )
-    return Config.load(path, words)
+    return load_config(path, words)
 
 
 def _print_run(run: ShortRun, count: int) -> None:

@@ -16,8 +16,7 @@ from bench.gpu.harness import decibels
 from bench.gpu.runs import STUDIES, Study, tiny
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.recipe import PRESETS, Recipe
-from octavo.train.corpus import Corpus
-from octavo.train.loss import next_token_loss
+from octavo.train.loss import Corpus, next_token_loss
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.nn import linear_function
 from octavo.train import model as trained_model
 from octavo.train.config import Config, ConfigError
-from octavo.train.start import resume_run, start_run
+from octavo.train.trainer import resume_run, start_run
 
 LAYER = "model.layers.0.mlp.down_proj"
 

@@ -34,7 +34,7 @@ from octavo.packing import convert_layout, pack, unpack
 from octavo.packing.gguf_export import export_gguf
 from octavo.packing.transforms import fold
 from octavo.train.config import Config
-from octavo.train.start import settle
+from octavo.train.trainer import settle
 from octavo.verification import verify
 from octavo_cli.app import app
 

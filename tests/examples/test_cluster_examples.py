@@ -11,9 +11,9 @@ from patience import HANG
 from torch.distributed.run import get_args_parser
 
 import octavo
-from octavo.train.config import Config
 from octavo.train.model import check_parallel
-from octavo.train.settings import find_degrees
+from octavo.train.processes import find_degrees
+from octavo.train.settings import load_config
 
 yaml = pytest.importorskip("yaml")
 
@@ -81,7 +81,7 @@ def parsed(command):
     assert (found.module, found.training_script) == (True, "octavo")
     train, preset, *settings = found.training_script_args
     assert (train, settings[-1]) == ("train", "--or-resume")
-    config = Config.load(preset, settings[:-1])
+    config = load_config(preset, settings[:-1])
     check_parallel(
         config, find_degrees(config.parallel, int(found.nnodes) * int(found.nproc_per_node)), torch.device("cpu")
     )

@@ -9,8 +9,8 @@ import pytest
 
 from octavo.packing import pack
 from octavo.train.config import Config
-from octavo.train.start import start_run
-from octavo.train.step_metrics import training_console
+from octavo.train.processes import training_console
+from octavo.train.trainer import start_run
 
 TINY = {
     "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,

@@ -30,7 +30,7 @@ from octavo.packing.gguf_export import WEIGHTS
 from octavo.plan.serving import CACHE_BYTES
 from octavo.rates.measured import known_gpus
 from octavo.recipe import PRESETS
-from octavo.train.settings import PRESETS as MODEL_PRESETS
+from octavo.train.config import PRESETS as MODEL_PRESETS
 from octavo_cli import command as choices
 from octavo_cli.app import app
 

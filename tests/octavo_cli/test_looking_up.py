@@ -19,6 +19,7 @@ from octavo.ops import Backend
 from octavo.rates.measured import Machine, Measurement, Table
 from octavo.recipe import PRESETS, Gemm, Recipe, delayed, get_recipe
 from octavo.train.config import Config, ConfigError
+from octavo.train.settings import load_config
 from octavo.version import __version__
 from octavo_cli import doctor
 from octavo_cli.command import GPUS, SCHEMES
@@ -310,9 +311,9 @@ def test_a_run_keeps_its_recipe_without_the_file(octavo, here):
 def test_settings_take_a_file_a_table_and_a_recipe(here):
     recipe = get_recipe("mine.json")
     (here / "file.toml").write_text('recipe = "mine.json"')
-    assert Config.load("file.toml").recipe == Config(recipe=recipe).recipe == recipe
+    assert load_config("file.toml").recipe == Config(recipe=recipe).recipe == recipe
     (here / "table.toml").write_text('[recipe.y]\nx.granularity = "tensor"\nw.granularity = "tensor"\n')
-    found = Config.load("table.toml")
+    found = load_config("table.toml")
     assert (found.recipe.name, found.recipe.x, found.recipe.dw) == ("custom", Cast(granularity=TENSOR), None)
     assert Config.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert found.change(recipe="bf16").recipe == "bf16"
@@ -330,7 +331,7 @@ def test_settings_take_a_file_a_table_and_a_recipe(here):
 def test_a_setting_that_is_no_recipe_is_refused(here, text, essential):
     (here / "bad.toml").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        Config.load("bad.toml")
+        load_config("bad.toml")
     assert essential in str(caught.value)
 
 

@@ -22,8 +22,9 @@ from octavo.bisection.search import Gap
 from octavo.checkpoint.run import RunFolder
 from octavo.recipe import PRESETS
 from octavo.report.training_page import sparkline
-from octavo.train.config import Config, describe
+from octavo.train.config import Config
 from octavo.train.run_records import ONE_SEED
+from octavo.train.settings import describe
 from octavo.train.trainer import Trainer
 from octavo_cli.train import _advice
 

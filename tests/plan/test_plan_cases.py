@@ -7,7 +7,8 @@ from octavo.plan.cases import Case, find_runs, make_cases, model_presets, parse_
 from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
 from octavo.recipe import get_recipe
-from octavo.train.config import Config, write_settings
+from octavo.train.config import write_settings
+from octavo.train.settings import load_config
 
 
 def test_the_defaults_of_a_plan():
@@ -32,7 +33,7 @@ def test_a_run_has_its_settings(tmp_path):
     run = RunFolder(tmp_path)
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
-    write_settings(Config.load(None, ("--layers", "2", "--width", "64", "--batch", "3", "--recipe", "bf16")), run)
+    write_settings(load_config(None, ("--layers", "2", "--width", "64", "--batch", "3", "--recipe", "bf16")), run)
     setup = Case(str(tmp_path), ("--context", "128")).training().setup
     assert (setup.model.depth, setup.model.width, setup.tokens, setup.recipe.name) == (2, 64, 3 * 128, "bf16")
 
@@ -44,7 +45,7 @@ def test_a_preset_of_training():
     for name, parameters, gpus in (("llama-1b", 1.236e9, 1), ("llama-3-8b", 8.03e9, 8), ("llama-3-70b", 70.55e9, 64)):
         setup = Case(name, gpus=gpus).training().setup
         assert setup.model.parameters == pytest.approx(parameters, rel=1e-3)
-        assert setup.config == Config.load(name, ())  # with its gathers, checkpointing and batch
+        assert setup.config == load_config(name, ())  # with its gathers, checkpointing and batch
     scaled = Case("llama-3-8b", gpus=64).training().setup.config
     assert (scaled.batch, scaled.accumulate, scaled.parallel.gather_dtype) == (64, 8, "bf16")
     with pytest.raises(ValueError, match="how many tokens the tokenizer hf:"):

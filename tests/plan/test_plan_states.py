@@ -6,9 +6,8 @@ from torch import nn
 
 from octavo.plan.setup import KNOWN_STATES, own_states, states_of
 from octavo.recipe import PRESETS, bf16, rowwise
-from octavo.train.config import Config
+from octavo.train.config import Config, OptimizerSettings
 from octavo.train.optimizer import make_optimizer
-from octavo.train.settings import OptimizerSettings
 
 
 def test_the_three_numbers_of_a_model_of_seven_billion_parameters():

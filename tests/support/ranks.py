@@ -20,7 +20,7 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "torch._inductor.compile_fx",
     "transformers.models.llama.modeling_llama",
-    "octavo.train.start",
+    "octavo.train.trainer",
 ]
 
 

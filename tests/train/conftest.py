@@ -10,8 +10,8 @@ from rich.console import Console
 from tiny_runs import TINY, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
 from octavo.train.config import Config
-from octavo.train.start import resume_run, start_run
 from octavo.train.supervision import Supervisor
+from octavo.train.trainer import resume_run, start_run
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from octavo.packing import pack
 from octavo.recipe import PRESETS, delayed
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import blocks_gathered_together, convert_model, find_blocks, make_model, prepare_blocks
-from octavo.train.settings import unit_size
+from octavo.train.processes import unit_size
 from octavo.train.step_metrics import precision_of
 from octavo.watching.storage import RECOMPUTED
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from octavo.data import DataError
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.train.config import Config
-from octavo.train.corpus import Batches, RandomBatches, build_corpus
-from octavo.train.start import resume_run, start_run
+from octavo.train.loss import Batches, RandomBatches, build_corpus
+from octavo.train.trainer import resume_run, start_run
 
 
 def fails(call, *essentials):

@@ -35,18 +35,6 @@ def test_planted_gaps_are_judged_wrongly_in_at_most_one_case_of_twenty_by_who_lo
     assert gap == 0.003 or not undecided  # 0.3 % is one deviation of a pair away from the margin
 
 
-def test_an_interval_for_one_look_alone_would_be_wrong_too_often():
-    """The same draws, judged by Student's interval of 95 % after every pair: what the spending is for."""
-    draw, missed = random.Random(0), 0
-    for _ in range(DRAWS):
-        gaps = [draw.gauss(0, NOISE) for _ in range(LOOKS)]
-        missed += any(
-            abs(statistics.fmean(some)) > scipy.stats.t.ppf(0.975, len(some) - 1) * scipy.stats.sem(some)
-            for some in (gaps[:count] for count in range(3, LOOKS + 1))
-        )
-    assert missed > DRAWS / 10
-
-
 def test_the_interval_is_students_with_its_part_of_the_five_percent():
     for count in (3, 4, 10, 50):
         t = scipy.stats.t.ppf(1 - 0.05 / (count * (count - 1)), count - 1)

@@ -9,8 +9,8 @@ import torch
 from patience import HANG, wait_for
 
 from octavo.checkpoint.run import RunFolder
+from octavo.train.processes import delay_interrupts, name_of
 from octavo.train.saving import CheckpointWriter
-from octavo.train.trainer import delay_interrupts, name_of
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]

@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.train.config import ConfigError
+from octavo.train.config import LARGE_VOCABULARY, ConfigError
 from octavo.train.loss import ChunkedLoss, linear_cross_entropy, make_loss, whole_loss
-from octavo.train.settings import LARGE_VOCABULARY
 
 VOCABULARY = 50
 HF_LLAMA = {

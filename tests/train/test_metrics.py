@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -27,22 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import WriteError
 from octavo.checkpoint.run import RunFolder
-from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.models import GPT2Config, build
 from octavo.rates.measured import known_gpus, peak_flops
+from octavo.train.processes import LastingStream, LiveConsole, print_line, show_sampled, show_step, training_console
 from octavo.train.run_records import read_records
-from octavo.train.step_metrics import (
-    LastingStream,
-    LiveConsole,
-    Metrics,
-    observed_dtypes,
-    print_line,
-    show_progress,
-    show_sampled,
-    show_step,
-    training_console,
-    weight_ranges,
-)
-from octavo.train.trainer import flops_per_token, mfu
+from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
 
 WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))
 
@@ -87,36 +75,6 @@ def test_the_log_tells_an_fp8_run_from_a_bf16_run(begin, records, recipe, share)
     assert "model.layers.*.mlp.down_proj.weight" in found["high_precision"]
 
 
-def test_gradient_norm_is_that_of_all_gradients_before_clipping(begin, records):
-    trainer = begin(steps=3, clip=0.1, accumulate=2)
-    squares = {}
-
-    def note(name):
-        def add(p):
-            squares[name] = float(p.grad.double().square().sum())  # the last micro-batch leaves the whole
-
-        return add
-
-    for name, p in trainer.model.named_parameters():
-        p.register_post_accumulate_grad_hook(note(name))
-    required = []
-    step = trainer.step
-    trainer.step = lambda: (step(), required.append(math.sqrt(sum(squares.values()))))[0]
-    trainer.run()
-    assert list(records(trainer.run_folder.path, "gradient_norm").values()) == pytest.approx(required, rel=1e-5)
-    assert min(required) > 0.2
-
-
-@pytest.mark.parametrize(("step", "kept"), [(0, []), (2, [1, 1, 2, 2])])
-def test_a_run_drops_what_came_after_the_step_that_it_starts_from(tmp_path, step, kept):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(WHOLE)
-    with Metrics(path, resumed_at=step) as metrics:
-        metrics.write(3, loss=0.25)
-    assert steps(path) == [*kept, 3]
-    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3, "loss": 0.25}
-
-
 @pytest.mark.parametrize("cut", range(1, 40))
 def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path, cut):
     """Wherever it was cut, just before its end of line included."""
@@ -151,15 +109,6 @@ def test_a_damaged_line_is_named_and_nothing_after_it_is_lost(tmp_path, damage, 
         with pytest.raises(ArtifactError, match=rf"metrics.jsonl, line 2.*{re.escape(message)}"):
             read()
     assert path.read_text() == before
-
-
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_what_is_no_number_is_null(tmp_path, value):
-    """JSON has no word for it, and a reader other than Python's stops there."""
-    path = tmp_path / "metrics.jsonl"
-    with Metrics(path, resumed_at=0) as metrics:
-        metrics.write(1, gradient_norm=value, loss=1.5)
-    assert path.read_text() == '{"step": 1, "gradient_norm": null, "loss": 1.5}\n'
 
 
 def test_a_terminal_has_a_live_line_and_a_file_has_lines():
@@ -242,14 +191,6 @@ def test_a_record_that_cannot_be_written_says_why(tmp_path, monkeypatch):
                 metrics.write(1, loss=1.0)
         metrics.write(1, loss=0.5)
     assert steps(tmp_path / "metrics.jsonl") == [1]
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_flops_of_a_llama_are_those_of_its_matrices_and_attention(tied):
-    config = LlamaConfig(vocabulary=64, layers=3, width=32, heads=4, kv_heads=2, mlp_width=96, context=16, tied=tied)
-    attention = 32 * 32 * 2 + 2 * 32 * 16
-    matrices = 3 * (attention + 3 * 32 * 96) + 64 * 32
-    assert flops_per_token(build(config), 16) == 6 * matrices + 12 * 3 * 32 * 16
 
 
 def test_flops_agree_with_those_that_torch_counts():

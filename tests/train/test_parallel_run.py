@@ -32,21 +32,21 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.run import RunFolder
 from octavo.train import processes
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import Config, ConfigError, Parallel
 from octavo.train.model import check_parallel
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import (
+    Degrees,
     LostRankError,
     _message_group,
     agree_on_name,
+    find_degrees,
     gather,
     mean_of_ranks,
     naming_lost_ranks,
     whole,
 )
-from octavo.train.settings import Degrees, Parallel, find_degrees
-from octavo.train.start import resume_run, start_run
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import Trainer, resume_run, start_run
 from octavo_cli import main
 
 THREE = TINY | {"steps": 3, "warmup": 1, "clip": 0}

@@ -20,10 +20,10 @@ from torch import nn
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError
 from octavo.checkpoint.run import RunFolder
-from octavo.train import start
+from octavo.train import trainer as training
 from octavo.train.config import Config, ConfigError
 from octavo.train.saving import disturb_weights
-from octavo.train.start import branch_settings, start_or_resume, start_run, was_restarted
+from octavo.train.trainer import branch_settings, start_or_resume, start_run, was_restarted
 
 RUNS = [
     {"recipe": "delayed"},
@@ -188,7 +188,7 @@ def test_settings_that_the_checkpoint_does_not_fit(stopped, go_on):
 
 def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(stopped, go_on, monkeypatch):
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
-    monkeypatch.setattr(start, "make_trained_model", lambda *args: pytest.fail("the model is made"))
+    monkeypatch.setattr(training, "make_trained_model", lambda *args: pytest.fail("the model is made"))
     refuses(stopped, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
     (stopped / "step-00000004" / "optimizer.safetensors").write_bytes(b"short")
     refuses(stopped, go_on, ArtifactError, "optimizer.safetensors", "Move that folder out of the run")

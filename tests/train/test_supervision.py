@@ -20,9 +20,9 @@ from torch import nn
 from octavo.nn.linear import Linear
 from octavo.train.config import Config
 from octavo.train.finished import open_run
-from octavo.train.start import start_run
 from octavo.train.supervision import TrainingError, find_nonfinite, recipe_layers
-from octavo.watching import Watch, read_watch
+from octavo.train.trainer import start_run
+from octavo.watching import read_watch
 
 QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
 
@@ -250,17 +250,6 @@ def test_without_a_checkpoint_from_before_the_spike_the_run_goes_on(begin, recor
     [spike] = read_watch(trainer.run_folder.path).events
     assert (spike.step, spike.action) == (35, None)
     assert spike.message.endswith("not rolled back: no checkpoint is older")
-
-
-def test_events_go_to_the_watch(begin, found, monkeypatch):
-    trainer = begin(steps=10, watch={"on_warning": "promote"})
-    found(10, event(DOWN), event("lm_head"))
-    refreshed = []
-    monkeypatch.setattr(Watch, "refresh", lambda watch: refreshed.append(watch))
-    trainer.run()
-    events = read_watch(trainer.run_folder.path).events
-    assert [(event.layer, event.action) for event in events] == [(DOWN, "promote"), ("lm_head", None)]
-    assert len(refreshed) == 1
 
 
 # ---- The early warning of a run of two processes, of which one has the fault

@@ -20,10 +20,9 @@ from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
 from octavo.nn import convert, use_fp8_attention
 from octavo.recipe import GEMMS, Recipe, rowwise
-from octavo.train.config import Config
+from octavo.train.config import Compile, Config
 from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
-from octavo.train.settings import Compile
 
 SIZES = {
     "30m": Config(  # 31.5 million parameters, 65,536 tokens a step

@@ -24,7 +24,7 @@ from bench.gpu.runs import LARGEST_FILE, first
 from octavo.data import read_text
 from octavo.models.tokenizer import BpeTokenizer
 from octavo.train.config import Config
-from octavo.train.corpus import lay_out
+from octavo.train.loss import lay_out
 
 SUFFIXES = ("py", "pyi", "pyx", "c", "cpp", "cu", "h", "hpp", "cuh", "rst", "md")
 SOURCES = ("stdlib", *(f"{sysconfig.get_path('purelib')}/**/*.{suffix}" for suffix in SUFFIXES))

@@ -31,8 +31,7 @@ from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
 from octavo.train.saving import load_into_other_recipe
-from octavo.train.start import RunData, prepare_run, read_data, settle
-from octavo.train.trainer import Trainer
+from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
 
 # ---- Short runs of the trainer with parts in FP8, each of which is remembered in a folder.
 #

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, check_match, failing, is_finite
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
-from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend
-from octavo.ops.launching import Place, takes_fnuz
+from octavo.ops.dispatch import Backend, find_int8_backend, find_weight_only_backend, product_backend, takes_fnuz
+from octavo.ops.launching import Place
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
 

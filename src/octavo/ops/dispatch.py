@@ -23,7 +23,6 @@ from octavo.ops.launching import (
     Place,
     find_architecture,
     has_kernels,
-    takes_fnuz,
 )
 from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
 
@@ -364,6 +363,11 @@ def product_backend(a: Cast, b: Cast, place: Place) -> Backend:
     if isinstance(place, GpuArchitecture):
         return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
     return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)
+
+
+def takes_fnuz(place: Place) -> bool:
+    """True if the GEMMs of a device, or of a GPU that need not be here, take the FNUZ formats: those of an MI300."""
+    return (isinstance(place, GpuArchitecture) or place.type == "cuda") and find_architecture(place).key == "mi300"
 
 
 def in_formats_of(place: Place, recipe: Recipe) -> Recipe:

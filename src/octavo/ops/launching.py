@@ -291,11 +291,6 @@ def architecture_of(capability: tuple[int, int], *, amd: bool = False) -> GpuArc
     return [known[0], *(each for each in known if each.lowest <= capability)][-1]
 
 
-def takes_fnuz(place: Place) -> bool:
-    """True if the GEMMs of a device, or of a GPU that need not be here, take the FNUZ formats: those of an MI300."""
-    return (isinstance(place, GpuArchitecture) or place.type == "cuda") and find_architecture(place).key == "mi300"
-
-
 # ---- Tensors that operations take together.
 
 

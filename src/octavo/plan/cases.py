@@ -35,8 +35,9 @@ from octavo.plan.setup import (
 )
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
 from octavo.rates.measured import Gpu, find_gpu, layer_speedup
-from octavo.train.config import Config, known_vocabulary, read_settings
-from octavo.train.settings import PRESETS, find_degrees
+from octavo.train.config import PRESETS, Config
+from octavo.train.processes import find_degrees
+from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
 from octavo.util import hub_hint
 
 # ---- The plan of a training run: memory, time, speed, and which layers gain from the recipe.
@@ -373,7 +374,7 @@ class Case:
             if own.model not in BUILT_IN_MODELS:
                 return find_architecture(own.model, own), own
             return replace(find_architecture("", own), name=self.model), own
-        config = Config.load(None, self.settings)
+        config = load_config(None, self.settings)
         model = find_architecture(self.model, config)
         _check_fixed(model, config, given)
         values: dict[str, object] = {}
@@ -392,7 +393,7 @@ class Case:
         sequences and fewer micro-batches where it has fewer sequences than GPUs."""
         if self.model not in PRESETS:
             return self._saved_settings()
-        config = Config.load(self.model, self.settings)
+        config = load_config(self.model, self.settings)
         data = find_degrees(config.parallel, self.gpus).data if self.gpus >= 1 else 1
         fits = "--batch" in _names(self.settings) or config.batch % data == 0
         return config if fits else _shared(config, max(config.batch // data, 1), data)
@@ -401,8 +402,8 @@ class Case:
         """The settings of a run or a TOML file; None for another model."""
         run = RunFolder(Path(self.model))
         if run.has_model:
-            return read_settings(run).replace(self.settings)
-        return Config.load(self.model, self.settings) if self.model.endswith(".toml") else None
+            return read_settings(run).change(**parse(self.settings))
+        return load_config(self.model, self.settings) if self.model.endswith(".toml") else None
 
 
 def make_cases(case: Case, compare: Sequence[str]) -> list[tuple[str, Case]]:

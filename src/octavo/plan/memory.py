@@ -19,7 +19,7 @@ from octavo.numerics.qtensor import ROW, TENSOR, Granularity
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
 from octavo.recipe import Recipe
-from octavo.train.settings import unit_size
+from octavo.train.processes import unit_size
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Attention, Block
 from octavo.rates.measured import Gpu, Shape, fp8_speed, product_origin
 from octavo.recipe import Recipe, get_recipe
-from octavo.train.config import Config
-from octavo.train.settings import AttentionSettings, Degrees, OptimizerSettings, find_degrees
+from octavo.train.config import AttentionSettings, Config, OptimizerSettings
+from octavo.train.processes import Degrees, find_degrees
 
 # ---- The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too.
 

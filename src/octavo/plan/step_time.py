@@ -22,7 +22,7 @@ from octavo.plan.model_shape import Block
 from octavo.plan.setup import Setup, attention_seconds
 from octavo.rates.measured import Gpu, Shape, forward_seconds, fp8_speed, linear_seconds, product_seconds
 from octavo.recipe import Recipe
-from octavo.train.settings import unit_size
+from octavo.train.processes import unit_size
 
 PCIE = 32e9  # bytes a second and direction between CPU and GPU: 16 lanes of PCIe 4.0
 ADAM_SHARE = 0.7  # of the rate of a copy, that fused AdamW reaches (bench/results/gpu_fsdp_16_layers_2_gpus.json)

@@ -1,53 +1,52 @@
 """A training run is one frozen record of settings: `Config`.
 
-There are three sources, each overriding the one before: the defaults below, a file (TOML, or the config.json of a run),
-the command line (`octavo.train.settings`). Conditions on several settings (such as heads dividing the width) are
-checked after them. Every `Config` is valid, because every way of making one goes through `__post_init__`.
+A setting has its default, help and valid values on its line. A field that is another dataclass is a table, and its
+settings are named TABLE.KEY:
 
-A setting with the default None follows from others. A `Config` holds its derived value and the
-names of all derived settings. `change` derives such a setting again when a setting that it follows from changes.
+    a file           [parallel]
+                     tp = 2
+    a command line   --parallel.tp 2
+    code             config.parallel.tp
+
+A command line overrides a file (TOML, or the config.json of a run), and a file the defaults. Conditions on several
+settings are checked after them, in `__post_init__`, so every `Config` is valid. A setting with the default None follows
+from others, and `change` derives it again when one of them changes.
 """
 
+import difflib
+import functools
 import json
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from octavo.checkpoint.files import read_json, replace_file
+from octavo.checkpoint.files import replace_file
 from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
-from octavo.recipe import GEMMS, Recipe, delayed
-from octavo.train.settings import (
-    NAMED,
-    NOT_NEGATIVE,
-    POSITIVE,
-    PRESETS,
-    TYPE_NAMES,
-    ActivationCheckpointing,
-    AttentionSettings,
-    Compile,
-    ConfigError,
-    ExpertSettings,
-    LossSettings,
-    OptimizerSettings,
-    Parallel,
-    Range,
-    WatchSettings,
-    find_setting,
-    flatten,
-    nest,
-    parse,
-    read_file,
-    setting,
-    settings_of,
-    table,
-)
-from octavo.util import reading
+from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, delayed, get_recipe
 
-__all__ = ["Config", "ConfigError", "describe"]
+__all__ = ["Config", "ConfigError"]
 
+RECIPE = str | Recipe
+LIST = tuple[str, ...]
+TYPE_NAMES: dict[Any, str] = {
+    RECIPE: "a recipe's name, a .json or .toml file or its fields",
+    str: "a string",
+    int: "an integer",
+    float: "a finite number",
+    bool: "true or false",
+    LIST: "a list of strings",
+}
+
+Range = tuple[str, Callable[[Any], bool]]
+POSITIVE: Range = ("at least 1", lambda value: value >= 1)
+NOT_NEGATIVE: Range = ("0 or more", lambda value: value >= 0)
+NAMED: Range = ("a name that is not empty", lambda value: value != "")
+DEGREE: Range = ("at least 1, or -1 for the processes that are left", lambda value: value >= 1 or value == -1)
 ABOVE_ZERO: Range = ("above 0", lambda value: value > 0)
 FRACTION: Range = ("between 0 and 1, both included", lambda value: 0 <= value <= 1)
 INSIDE: Range = ("between 0 and 1, both excluded", lambda value: 0 < value < 1)
@@ -61,6 +60,219 @@ TOKENIZER: Range = (
     "one of bytes, characters, bpe, or hf: and the name or folder of a Hugging Face model",
     lambda value: re.fullmatch(r"bytes|characters|bpe|hf:.+", value) is not None,
 )
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown, of the wrong type or outside its valid values; the message names it."""
+
+
+def setting(default: Any, help: str, valid: Range | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """A field that is a setting. `choices` are all values of a setting that is a name."""
+    if choices:
+        valid = ("one of " + ", ".join(choices), choices.__contains__)
+    return field(default=default, metadata={"help": help, "valid": valid})
+
+
+def table(kind: type) -> Any:
+    """A field that is a table: its settings are the fields of the dataclass `kind`."""
+    return field(default=kind(), metadata={"table": kind})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The declaration of a setting, which reads its values. The default None stands for a derived value."""
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    valid: Range | None
+
+    def read(self, value: object, source: str) -> Any:
+        """`value` in the setting's type; a ConfigError if it is of another type, or outside the valid values."""
+        typed = self._typed(value, source)
+        if self.valid is not None and not self.valid[1](typed):
+            raise ConfigError(f"{self.name} must be {self.valid[0]}; got {typed!r}")
+        if self.kind is int and typed >= 2**63:
+            raise ConfigError(f"{self.name} must be below 2^63; got {typed!r}")
+        return typed
+
+    def _typed(self, value: object, source: str) -> Any:
+        """The only conversions are int to float, list to tuple, file to recipe."""
+        if self.kind == RECIPE and isinstance(value, str | Recipe | Mapping):
+            try:
+                value = Recipe.from_dict(value) if isinstance(value, Mapping) else value
+                return get_recipe(value) if isinstance(value, str) and value.endswith(RECIPE_FILES) else value
+            except ValueError as error:
+                raise ConfigError(f"{self.name} in {source}: {error}") from error
+        if self.kind is float and type(value) is int and abs(value) < 2**63:  # a float need not hold a larger one
+            return float(value)
+        if self.kind == LIST and isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        # type() and not isinstance(): a bool is an int in Python, but never here.
+        if type(value) is not self.kind or (isinstance(value, float) and not math.isfinite(value)):
+            hint = "; it is no table of settings" if isinstance(value, Mapping) else ""
+            got = f"{value!r} ({type(value).__name__}){hint}"
+            raise ConfigError(f"{self.name} in {source} must be {TYPE_NAMES[self.kind]}; got {got}")
+        return value
+
+
+@functools.cache
+def settings_of(cls: Any, table: str = "") -> dict[str, Setting]:
+    """The settings of a dataclass by name, in the order of declaration."""
+    kinds = typing.get_type_hints(cls)
+    found: dict[str, Setting] = {}
+    for each in fields(cls):
+        name = table + each.name
+        if kind := each.metadata.get("table"):
+            found |= settings_of(kind, f"{name}.")
+        elif each.metadata:
+            found[name] = Setting(name, kinds[each.name], each.default, **each.metadata)
+    return found
+
+
+def flatten(values: Mapping[str, Any], settings: Collection[str] = ()) -> dict[str, Any]:
+    """`values` with the entries of each table as TABLE.KEY. A mapping under the name of a setting stays as it is."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and key not in settings:
+            flat |= {f"{key}.{inner}": entry for inner, entry in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """`flat` with the entries TABLE.KEY in a dictionary for each table."""
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
+        table, dot, key = name.rpartition(".")
+        (nested.setdefault(table, {}) if dot else nested)[key] = value
+    return nested
+
+
+# ---- The tables.
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The degrees by which the processes of `torchrun` share model and data. They multiply to their number."""
+
+    dp_shard: int = setting(-1, "processes that share the weights of a replica (FSDP2); -1: those left", DEGREE)
+    dp_replicate: int = setting(1, "replicas of the weights, each on other data (HSDP); -1: those left", DEGREE)
+    tp: int = setting(1, "processes that share each layer (tensor parallel); -1: those left", DEGREE)
+    fp8_all_gather: bool = setting(True, "gather the weights of FP8 layers in eight bits")
+    gather_dtype: str = setting(
+        "fp32",
+        "fp32, or bf16: dtype of other weights in the forward pass; bf16 halves the traffic of these and of gradients, "
+        "and rounds norms",
+        choices=("fp32", "bf16"),
+    )
+    async_tp: bool = setting(False, "multiply while activations travel between the processes of tp")
+    timeout: int = setting(600, "seconds that a process waits for the others before it fails", POSITIVE)
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """The precision of the causal attention, forward and backward (`octavo.nn.use_fp8_attention`)."""
+
+    precision: str = setting("bf16", "bf16, or fp8: long texts attend in E4M3 (extra cudnn)", choices=("bf16", "fp8"))
+    shortest: int = setting(8192, "tokens of the shortest text whose attention runs in FP8", POSITIVE)
+
+
+@dataclass(frozen=True)
+class ExpertSettings:
+    """The experts of a `mixture`: MLPs of `mlp_width`, of which each token runs through a few."""
+
+    count: int = setting(8, "experts of a block (mixture)", POSITIVE)
+    top_k: int = setting(2, "experts that a token runs through (mixture)", POSITIVE)
+    shared_width: int = setting(0, "hidden features of an MLP that every token runs through (mixture)", NOT_NEGATIVE)
+    balance: float = setting(0.01, "factor of the loss that spreads tokens over experts (mixture)", NOT_NEGATIVE)
+
+
+LARGE_VOCABULARY = 32768  # "auto" takes chunks for this size and larger ones
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The computation of the loss from the inputs of the model's head (`octavo.train.loss`)."""
+
+    logits: str = setting(
+        "auto",
+        "chunked: the logits of `chunk` tokens are in memory at a time; whole: all; auto: chunked if the vocabulary is "
+        "32,768 or more",
+        choices=("auto", "chunked", "whole"),
+    )
+    chunk: int = setting(1024, "tokens whose logits are in memory at a time (chunked)", POSITIVE)
+
+    def is_chunked(self, vocabulary: int) -> bool:
+        return self.logits == "chunked" or (self.logits == "auto" and vocabulary >= LARGE_VOCABULARY)
+
+
+MOMENT_BLOCK = 256  # elements of a row of moments in eight bits that share a scale
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The dtypes and the place of weights and moments. A dtype other than fp32 needs torchao: the extra `optim`."""
+
+    weights: str = setting(
+        "fp32", "dtype of the weights; bf16: a step rounds them stochastically", choices=("fp32", "bf16")
+    )
+    state: str = setting(
+        "fp32", "dtype of AdamW's two moments; 8bit and fp8: a byte each, in blocks", choices=("fp32", "8bit", "fp8")
+    )
+    offload: bool = setting(
+        False, "hold weights and moments in the CPU's memory, and update them there; the GPU has the weights of a block"
+    )
+
+    @property
+    def weight_bytes(self) -> float:
+        return 2.0 if self.weights == "bf16" else 4.0
+
+    @property
+    def moment_bytes(self) -> float:
+        """Bytes of both moments of a parameter; in eight bits with an FP32 scale for each block."""
+        return 2 * (4.0 if self.state == "fp32" else 1 + 4 / MOMENT_BLOCK)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """The mode of activation checkpointing, in which backward computes parts of a block again to save memory."""
+
+    mode: str = setting(
+        "none",
+        "none; full: a block saves its input only; selective: also its attention and every second GEMM",
+        choices=("none", "full", "selective"),
+    )
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Settings of `torch.compile`."""
+
+    blocks: bool = setting(False, "compile each block of the model with torch.compile")
+    backend: str = setting("inductor", "backend of torch.compile", NAMED)
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """Settings of the watch of the layers (docs/watch.md), and of the reactions to faults (docs/warnings.md)."""
+
+    interval: int = setting(100, "steps between samples of the layers; 0 does not watch them", NOT_NEGATIVE)
+    rows: int = setting(64, "rows of each operand that a sample reads", POSITIVE)
+    on_warning: str = setting(
+        "log",
+        "log; promote: the layer moves to BF16, or its gradients to e5m2; stop: save and end",
+        choices=("log", "promote", "stop"),
+    )
+    on_spike: str = setting(
+        "log", "log; rollback: return to the last checkpoint, and skip the batches since", choices=("log", "rollback")
+    )
+    rollbacks: int = setting(3, "the most rollbacks of a run", NOT_NEGATIVE)
+
+
+# ---- All settings of a run.
 
 
 @dataclass(frozen=True)
@@ -197,23 +409,6 @@ class Config:
         for fault in _faults(self):
             raise ConfigError(fault)
 
-    @classmethod
-    def load(cls, path: str | Path | None, overrides: Sequence[str] = ()) -> Self:
-        """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
-
-        The file is TOML, or the config.json of a run; the name of a preset stands for its file. Overrides are
-        `--key value` or `--key=value`. Booleans are `true` or `false`, `--key` alone is true and `--no-key` is false. A
-        list takes all values up to the next `--key`, may be given again to add more, and is empty if only `--key=` is
-        given.
-        """
-        values = {} if path is None else read_file(Path(path))
-        return cls._merge(values, parse(overrides, settings_of(Config)), str(path))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, object], source: str = "the dictionary") -> Self:
-        """The settings with `values`, which messages say are from `source`."""
-        return cls._merge(values, {}, source)
-
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
         values: dict[str, Any] = {name: attrgetter(name)(self) for name in settings_of(Config)}
@@ -222,16 +417,16 @@ class Config:
                 values[name] = list(value) if isinstance(value, tuple) else value.to_dict()
         return nest(values) | {"derived": sorted(self.derived)}
 
-    def replace(self, overrides: Sequence[str]) -> Self:
-        """A copy with command-line `overrides` applied (in the form that `load` takes)."""
-        return self.change(**parse(overrides, settings_of(Config)))
-
     def change(self, **values: Any) -> Self:
         """A copy with other `values`. A setting that was derived from one of them is derived again."""
-        return self._merge(self.to_dict(), values, "Config.change()")
+        return self.from_dict(self.to_dict(), "Config.change()", values)
 
     @classmethod
-    def _merge(cls, values: Mapping[str, Any], changes: Mapping[str, Any], source: str) -> Self:
+    def from_dict(
+        cls, values: Mapping[str, Any], source: str = "the dictionary", changes: Mapping[str, Any] | None = None
+    ) -> Self:
+        """The settings with `values`, which messages say are from `source`, and then with `changes`, by name."""
+        changes = changes or {}
         names = values.get("derived", [])
         if not isinstance(names, list) or not set(names) <= RULES.keys():
             raise ConfigError(f"derived in {source} must be a list of some of {', '.join(RULES)}; got {names!r}")
@@ -242,22 +437,29 @@ class Config:
             if name in names and name not in changes and {*changes, *stale} & {*rule.sources}:
                 stale.add(name)
         given = {name: value for name, value in flat.items() if name not in stale}
-        kept = {name: find_setting(name, settings, source).read(value, source) for name, value in given.items()}
+        kept = {name: find_setting(name, source).read(value, source) for name, value in given.items()}
         return cls(**_tables_of(kept | dict(changes)), derived=frozenset(names) - changes.keys())
-
-
-def describe() -> list[tuple[str, str, object, str]]:
-    """(name, type, default, help) of every setting, in the order of declaration; a derived default in words."""
-    return [
-        (name, TYPE_NAMES[each.kind], RULES[name].words if each.default is None else each.default, each.help)
-        for name, each in settings_of(Config).items()
-    ]
 
 
 def _tables_of(flat: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a `Config` from values by name: those of a table become its dataclass."""
     tables = {each.name: each.metadata["table"] for each in fields(Config) if "table" in each.metadata}
     return {name: tables[name](**value) if name in tables else value for name, value in nest(flat).items()}
+
+
+def find_setting(key: str, source: str) -> Setting:
+    """The setting `key`; a ConfigError with the nearest name if there is none."""
+    settings = settings_of(Config)
+    if key in settings:
+        return settings[key]
+    if of_table := ", ".join(repr(name) for name in settings if name.startswith(f"{key}.")):
+        raise ConfigError(f"{key!r} in {source} is a table, not a setting: its settings are {of_table}")
+    nearest = difflib.get_close_matches(key, list(settings), n=1, cutoff=0.6)
+    advice = f"did you mean {nearest[0]!r}?" if nearest else "octavo train --settings lists all settings"
+    raise ConfigError(f"unknown setting {key!r} in {source}; {advice}")
+
+
+PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
 
 
 # ---- Conditions on several settings: what is wrong, as messages, of which the first is raised.
@@ -284,7 +486,20 @@ def _faults(config: Config) -> Iterator[str]:
     if built_in:
         yield from _faults_of_heads(config)
     yield from _faults_of_experts(config)
-    yield from _faults_of_schedule(config)
+    if config.min_learning_rate > config.learning_rate:
+        yield (
+            f"min_learning_rate must be at most learning_rate; "
+            f"got min_learning_rate {config.min_learning_rate} and learning_rate {config.learning_rate}"
+        )
+    steps = config.decay_steps
+    name = "steps" if "decay_steps" in config.derived else "decay_steps"
+    if config.warmup >= steps:
+        yield f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}"
+    if config.schedule == "wsd" and config.warmup > steps * (1 - config.decay):
+        yield (
+            f"warmup and decay must fit in the steps; got warmup {config.warmup} and "
+            f"decay {config.decay} of {steps} {name} ({config.decay * steps:g})"
+        )
     if config.precision == "fp16" and (config.optimizer.weights == "bf16" or config.optimizer.offload):
         name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
         yield f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16"
@@ -323,55 +538,6 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
             )
 
 
-def _faults_of_schedule(config: Config) -> Iterator[str]:
-    if config.min_learning_rate > config.learning_rate:
-        yield (
-            f"min_learning_rate must be at most learning_rate; "
-            f"got min_learning_rate {config.min_learning_rate} and learning_rate {config.learning_rate}"
-        )
-    steps = config.decay_steps
-    name = "steps" if "decay_steps" in config.derived else "decay_steps"
-    if config.warmup >= steps:
-        yield f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}"
-    if config.schedule == "wsd" and config.warmup > steps * (1 - config.decay):
-        yield (
-            f"warmup and decay must fit in the steps; got warmup {config.warmup} and "
-            f"decay {config.decay} of {steps} {name} ({config.decay * steps:g})"
-        )
-
-
-# ---- The settings of a run in its config.json.
-
-
-def read_settings(run: RunFolder) -> Config:
-    """The settings of a run, whose folder may have been moved. An ArtifactError if the file is damaged."""
-    return Config.from_dict(read_json(run.config) | {"out": str(run.path)}, source=str(run.config))
-
-
 def write_settings(config: Config, run: RunFolder) -> None:
     """Replace the settings in the folder of a run."""
     replace_file(run.config, json.dumps(config.to_dict(), indent=2) + "\n")
-
-
-# The vocabularies of the tokenizers that the presets name.
-_KNOWN = dict.fromkeys(("Llama-3.2-1B", "Meta-Llama-3-8B", "Meta-Llama-3-70B"), 128256)
-
-
-def known_vocabulary(config: Config) -> int | None:
-    """The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer.
-
-    None if only a tokenizer tells that is not here, or that has no tokenizer.json.
-    """
-    if config.tokenizer == "bpe":
-        return config.vocabulary
-    if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:
-        return 256
-    name = config.tokenizer.removeprefix("hf:")
-    path = Path(name) / "tokenizer.json"
-    if not path.is_file():
-        return _KNOWN.get(name.removeprefix("meta-llama/"))
-    found = read_json(path)
-    with reading(path, "a vocabulary, and a list of added tokens"):
-        vocabulary = found["model"]["vocab"]  # a mapping to ids, or in a unigram model a list of [token, score]
-        tokens = vocabulary if isinstance(vocabulary, dict) else [token for token, _ in vocabulary]
-        return len({*tokens, *(each["content"] for each in found.get("added_tokens", ()))})

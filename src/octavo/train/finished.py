@@ -14,11 +14,11 @@ from octavo.data import ReadReport
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.train.config import Config, known_vocabulary, read_settings
-from octavo.train.corpus import Batches, build_corpus, open_data
-from octavo.train.loss import AUTOCAST
+from octavo.train.config import Config
+from octavo.train.loss import AUTOCAST, Batches, build_corpus, open_data
 from octavo.train.model import cast_weights, convert_model, make_meta_model, make_model, positions_of, prepare_blocks
 from octavo.train.saving import load_model
+from octavo.train.settings import known_vocabulary, load_config, read_settings
 from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
@@ -104,4 +104,4 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():
         raise ArtifactError(f"{source}/config.json names no model_type: give {RUN_OR_MODEL}")
-    return Config.load(source).change(**changes), nowhere
+    return load_config(source).change(**changes), nowhere

@@ -36,7 +36,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.inputs import token_embedding
 from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
@@ -48,8 +47,7 @@ from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.loss import Loss, make_loss
-from octavo.train.processes import rank, same_outcome, total_memory
-from octavo.train.settings import Degrees, unit_size
+from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
 from octavo.util import import_extra, open_config, open_local, reading
 
 
@@ -152,10 +150,10 @@ def _count_parameters(config: ModelConfig) -> int | None:
     return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
 
 
-def check_vocabulary(model: nn.Module, highest: int) -> None:
+def check_vocabulary(model: Any, highest: int) -> None:
     """Raise a ConfigError unless the model has an embedding for the token `highest`."""
-    embedding = token_embedding(model)
-    if embedding is not None and highest >= embedding.num_embeddings:
+    embedding = model.get_input_embeddings()
+    if highest >= embedding.num_embeddings:
         raise ConfigError(
             f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
@@ -393,7 +391,7 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-# ---- The mesh of a run's processes (`octavo.train.settings.Degrees`).
+# ---- The mesh of a run's processes (`octavo.train.processes.Degrees`).
 
 
 def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:

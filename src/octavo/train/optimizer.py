@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from octavo.nn.parallel_weights import local_part
-from octavo.train.config import Config
+from octavo.train.config import MOMENT_BLOCK, Config
 from octavo.train.processes import mean_of_ranks, whole
-from octavo.train.settings import MOMENT_BLOCK
 from octavo.util import import_extra
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -137,8 +136,7 @@ SMALLEST = 4096  # elements of a parameter whose moments are quantized, as in bi
 
 def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
     """A moment of the parameter `p` before the first step, of a kind of `_CLASSES`; float32 if `p` does not fit."""
-    local = local_part(p)
-    if kind == "fp32" or not _fits(p) or local.numel() == 0:
+    if kind == "fp32" or not _fits(p) or (local := local_part(p)).numel() == 0:
         return torch.zeros_like(p, dtype=torch.float32)
     name = "OptimState8bit" if kind == "8bit" else "OptimStateFp8"
     module = import_extra(f"torchao.optim.subclass_{kind}", "optim", "moments in eight bits are torchao's")

@@ -1,19 +1,28 @@
-"""The processes of a run that `torchrun` starts: how they join, their devices, and their agreement."""
+"""The processes of a run that `torchrun` starts: how they join, their devices, their agreement, what
+they print, and the signals that stop them."""
 
 import functools
+import gc
+import math
 import os
 import pickle
+import re
 import resource
+import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import FrameType
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -23,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import LockedError, WriteError
 from octavo.data import DataError
-from octavo.train.config import Config, ConfigError
-from octavo.train.settings import flatten, settings_of
+from octavo.train.config import Config, ConfigError, Parallel, flatten, settings_of
 from octavo.util import choose_device
 
 Value = TypeVar("Value")
@@ -293,6 +301,67 @@ def _lost(store: Store, rank: int, ranks: int) -> str:
     )
 
 
+# ---- The degrees of a run: how its processes form a mesh, and what FSDP2 gathers at once.
+#
+# The processes form an array [dp_replicate, dp_shard, tp], in the order of their ranks. Those that differ in `tp` only
+# work on the same sequences, and on parts of each layer. All others have their own share of each batch.
+
+
+SMALL = 1 << 27  # parameters: more than a block of a model of a billion has, less than one of Llama-3-8B
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """The sizes of the mesh, in the order of its dimensions."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def data(self) -> int:
+        """The processes, or groups of processes, that work on different sequences."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def processes(self) -> int:
+        return self.data * self.tp
+
+    def share(self, rank: int) -> tuple[int, int]:
+        """(index, count): which of `count` equal shares of a batch belongs to a rank."""
+        return rank // self.tp, self.data
+
+
+def find_degrees(parallel: Parallel, processes: int) -> Degrees:
+    """The degrees of `parallel`, with the number of processes that are left in place of -1."""
+    asked = {each.name: int(getattr(parallel, each.name)) for each in fields(Degrees)}
+    open_names = [name for name, degree in asked.items() if degree == -1]
+    if len(open_names) > 1:
+        raise ConfigError(
+            "only one degree of parallel can be -1, the processes that are left; got -1 for "
+            f"{' and '.join(open_names)}: set all but one to a number, such as 1"
+        )
+    left = max(processes // math.prod(max(degree, 1) for degree in asked.values()), 1)
+    asked |= dict.fromkeys(open_names, left)
+    found = Degrees(**asked)
+    if found.processes != processes:
+        wanted = " x ".join(f"{name} {degree}" for name, degree in asked.items())
+        raise ConfigError(
+            f"the degrees of parallel must multiply to the number of processes, {processes}; got {wanted}, which is "
+            f"{found.processes}: start {found.processes} processes with torchrun (octavo plan: --gpus "
+            f"{found.processes}), or change parallel"
+        )
+    return found
+
+
+def unit_size(parameters: int) -> int:
+    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
+
+    The hooks and collectives of a unit take about as long as the host's other work of a small block.
+    """
+    return 2 if 2 * parameters <= SMALL else 1
+
+
 # ---- The memory of the device that a run trains on.
 
 
@@ -310,3 +379,184 @@ def total_memory(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun sets it
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // processes
+
+
+# ---- The console of a training run. The run continues when its output can no longer be written.
+
+
+_LONG = 1000  # tokens of a sample that takes long enough to show its progress
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # by a terminal, in the name of a file or the text of a model
+
+
+@contextmanager
+def live_console() -> Iterator[Console]:
+    """The console of a run, with the live line on a terminal."""
+    console = training_console()
+    if not console.is_terminal:
+        yield console
+        return
+    live = LiveConsole(console.file)
+    with live.bar:
+        yield live
+
+
+def training_console() -> Console:
+    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
+
+    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
+    """
+    if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
+        return Console(quiet=True)
+    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print plain text: no markup, no colour, and nothing that a terminal would obey; wrapped on a terminal alone."""
+    whole = not console.is_terminal
+    console.print(_OBEYED.sub("\N{REPLACEMENT CHARACTER}", text), markup=False, highlight=False, soft_wrap=whole)
+
+
+class LiveConsole(Console):
+    """A terminal with a live line below its other lines: what runs, how far, the last figures and the time left."""
+
+    def __init__(self, file: IO[str]) -> None:
+        super().__init__(file=file)
+        doing, said = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
+        columns = (doing, BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn())
+        self.bar = Progress(*columns, console=self, transient=True)
+        self.task = self.bar.add_task("starting", total=None, said="")
+
+    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
+        """Write the live line again; `said` are the figures, None for those of before."""
+        said = self.bar.tasks[0].fields["said"] if said is None else said
+        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
+
+
+def show_step(console: Console, step: int, steps: int) -> None:
+    """The step on the live line; the figures are those of the last log line."""
+    if isinstance(console, LiveConsole):
+        console.show("training", step, steps)
+
+
+def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
+    """The text of `count` tokens, with its progress: on the live line, or in a line for each tenth of a long text."""
+    text = ""
+    for done, piece in enumerate(pieces, 1):
+        text += piece
+        if isinstance(console, LiveConsole):
+            console.show("sampling", done, count)
+        elif count >= _LONG and done % (count // 10) == 0:
+            print_line(console, f"sampled {done:,} of {count:,} tokens")
+    return text
+
+
+class LastingStream:
+    """A text stream whose `write` and `flush` never raise an OSError: after the first one they do nothing."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream, self._gone = stream, False
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._gone = True
+            _discard(self._stream)
+            said = f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers"
+            if sys.stderr is not None:
+                try:
+                    print(said, file=sys.stderr, flush=True)
+                except OSError:
+                    _discard(sys.stderr)
+
+
+def _discard(stream: IO[str]) -> None:
+    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
+    with suppress(OSError, ValueError):  # a stream without a file descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+# ---- Python's garbage collection in a run: every so many steps, and not in the middle of one.
+#
+# A collection of all the objects of a process that has compiled a model takes some 0.3 s, in another step of each rank,
+# and all ranks wait for it. Steps leave no tensors in cycles of references, only small objects, which a collection of
+# the young generations frees in some 10 ms.
+
+
+EVERY = 50  # steps
+
+
+@contextmanager
+def collect_between_steps() -> Iterator[None]:
+    """Within the block Python collects only in `collect_young`."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def collect_young(step: int) -> None:
+    """Free what the last steps left behind, after every 50th. Call it after each step."""
+    if step % EVERY == 0:
+        gc.collect(1)
+
+
+# ---- Signals ask a run to stop after its current step; a second signal acts at once.
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
+
+
+@dataclass
+class Interrupt:
+    """Holds the number of the signal that came; 0 if none came."""
+
+    number: int = 0
+
+
+def name_of(number: int) -> str | None:
+    """The name of a signal by its number; None for 0."""
+    return signal.Signals(number).name if number else None
+
+
+@contextmanager
+def delay_interrupts() -> Iterator[Interrupt]:
+    """Note the signals within the block instead of acting on them; give their handlers back after it.
+
+    A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
+    """
+    state = Interrupt()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+
+    def give_back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        state.number = number
+        give_back()
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield state
+    finally:
+        give_back()

@@ -21,7 +21,7 @@ from typing import Any
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.checkpoint.run import RunFolder
 from octavo.evaluation.metrics import student_quantile
-from octavo.train.settings import flatten
+from octavo.train.config import flatten
 from octavo.util import check_kinds, parse_object
 
 # ---- Reading the metrics.jsonl of runs (`octavo.train.step_metrics` writes that file).

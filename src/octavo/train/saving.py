@@ -1,7 +1,7 @@
 """Checkpoints: the state from which a run continues bit for bit, as safetensors and JSON files.
 
 The files have whole tensors, however many ranks wrote them, and any number of ranks loads them: each rank reads its
-parts. The data needs no state: batch i depends only on i and the seed (`octavo.train.corpus`).
+parts. The data needs no state: batch i depends only on i and the seed (`octavo.train.loss`).
 """
 
 import hashlib

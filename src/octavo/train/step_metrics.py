@@ -25,31 +25,32 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from octavo.checkpoint.folder import write_error
 from octavo.checkpoint.run import RunFolder
+from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.parallel_weights import local_part
 from octavo.ops.dispatch import gemm_backends
+from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.processes import rank, world_size
+from octavo.train.processes import LiveConsole, rank, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import import_extra
@@ -205,115 +206,6 @@ def wandb() -> Any:
     return import_extra("wandb", "wandb", "--wandb needs wandb")
 
 
-# ---- The console of a training run. The run continues when its output can no longer be written.
-
-
-_LONG = 1000  # tokens of a sample that takes long enough to show its progress
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # by a terminal, in the name of a file or the text of a model
-
-
-@contextmanager
-def live_console() -> Iterator[Console]:
-    """The console of a run, with the live line on a terminal."""
-    console = training_console()
-    if not console.is_terminal:
-        yield console
-        return
-    live = LiveConsole(console.file)
-    with live.bar:
-        yield live
-
-
-def training_console() -> Console:
-    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
-
-    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
-    """
-    if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
-        return Console(quiet=True)
-    return Console(file=cast(IO[str], LastingStream(sys.stdout)))
-
-
-def print_line(console: Console, text: str) -> None:
-    """Print plain text: no markup, no colour, and nothing that a terminal would obey; wrapped on a terminal alone."""
-    whole = not console.is_terminal
-    console.print(_OBEYED.sub("\N{REPLACEMENT CHARACTER}", text), markup=False, highlight=False, soft_wrap=whole)
-
-
-class LiveConsole(Console):
-    """A terminal with a live line below its other lines: what runs, how far, the last figures and the time left."""
-
-    def __init__(self, file: IO[str]) -> None:
-        super().__init__(file=file)
-        doing, said = TextColumn("{task.description}"), TextColumn("{task.fields[said]}")
-        columns = (doing, BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn())
-        self.bar = Progress(*columns, console=self, transient=True)
-        self.task = self.bar.add_task("starting", total=None, said="")
-
-    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
-        """Write the live line again; `said` are the figures, None for those of before."""
-        said = self.bar.tasks[0].fields["said"] if said is None else said
-        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
-
-
-def show_step(console: Console, step: int, steps: int) -> None:
-    """The step on the live line; the figures are those of the last log line."""
-    if isinstance(console, LiveConsole):
-        console.show("training", step, steps)
-
-
-def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
-    """The text of `count` tokens, with its progress: on the live line, or in a line for each tenth of a long text."""
-    text = ""
-    for done, piece in enumerate(pieces, 1):
-        text += piece
-        if isinstance(console, LiveConsole):
-            console.show("sampling", done, count)
-        elif count >= _LONG and done % (count // 10) == 0:
-            print_line(console, f"sampled {done:,} of {count:,} tokens")
-    return text
-
-
-class LastingStream:
-    """A text stream whose `write` and `flush` never raise an OSError: after the first one they do nothing."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream, self._gone = stream, False
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        if self._gone:
-            return
-        try:
-            action()
-        except OSError as error:
-            self._gone = True
-            _discard(self._stream)
-            said = f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers"
-            if sys.stderr is not None:
-                try:
-                    print(said, file=sys.stderr, flush=True)
-                except OSError:
-                    _discard(sys.stderr)
-
-
-def _discard(stream: IO[str]) -> None:
-    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
-    with suppress(OSError, ValueError):  # a stream without a file descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
 # ---- Measurements of a mixed-precision run: the precision of each layer, all dtypes, and the range of the weights.
 
 
@@ -455,3 +347,39 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
         shares = [count / FULL_SHARE for count in reversed(binades.tolist())]
         for board in metrics.boards:
             board.histogram(step, f"{name}/log2", edges, shares)
+
+
+# ---- Model FLOPs utilization (MFU): the share of a GPU's peak that the arithmetic of the model alone amounts to.
+#
+#     FLOPs of a token = 6 N + 6 L H (Q + V) T        MFU = FLOPs of a token * tokens a second a GPU / peak
+#
+# N is the number of parameters that multiply activations, L the number of layers, H that of heads, whose queries have Q
+# and values V features, and T the sequence's length. Causal attention counts in full (PaLM: Chowdhery et al.,
+# arXiv:2204.02311, appendix B). What activation checkpointing computes again does not count. The peak is the dense one
+# of BF16 for every recipe, so that runs in BF16 and FP8 compare.
+
+
+def flops_per_token(model: nn.Module, context: int) -> float | None:
+    """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
+    if any(p.ndim > 2 for p in model.parameters()):
+        return None
+    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
+    multiplied = {id(p): p.numel() for m in layers for p in m.parameters(recurse=False) if p.ndim == 2}
+    return 6.0 * (sum(multiplied.values()) + _attention_features(model) * context)
+
+
+def _attention_features(model: Any) -> int:
+    """L H (Q + V): the features of the queries and values of all layers."""
+    if isinstance(model, Decoder):
+        return 2 * model.config.layers * model.config.width
+    config = model.config.get_text_config()
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # DeepSeek's latent attention has heads of other widths, and its head_dim is that of the rotary part alone.
+    query, value = (getattr(config, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
+    return int(config.num_hidden_layers * config.num_attention_heads * (query + value))
+
+
+def mfu(flops: float | None, tokens_per_second: float, device: torch.device) -> float | None:
+    """The utilization of one GPU, 0 to 1; None if the FLOPs of a token or the peak are not known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if flops is None or peak is None else flops * tokens_per_second / peak

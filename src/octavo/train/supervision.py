@@ -39,9 +39,9 @@ from octavo.train.config import Config
 from octavo.train.loss import own_random
 from octavo.train.model import allow_compilations, eager
 from octavo.train.optimizer import RecentSteps, StepNumbers, learning_rate
-from octavo.train.processes import gather, rank, whole
+from octavo.train.processes import gather, print_line, rank, whole
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
-from octavo.train.step_metrics import Metrics, precision_of, print_line
+from octavo.train.step_metrics import Metrics, precision_of
 from octavo.util import plural
 from octavo.watching import Watch
 from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate

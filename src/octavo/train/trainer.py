@@ -1,4 +1,4 @@
-"""The training loop.
+"""Starting and resuming a run, and its training loop.
 
 One step, with `accumulate` micro-batches:
 
@@ -14,50 +14,107 @@ them: it may promote layers, and take the run back to an earlier step.
 
 from __future__ import annotations
 
-import gc
 import math
-import signal
+import os
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from types import FrameType
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from octavo.calibration.calibrator import load_calibration
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import check_links, locked_folder, write_error
 from octavo.checkpoint.run import RunFolder
-from octavo.data import ReadReport
+from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
-from octavo.models.decoder import Decoder
+from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Tokenizer
+from octavo.nn import Conversion
 from octavo.nn.delayed import histories
-from octavo.rates.measured import peak_flops
-from octavo.scales import update_scales
-from octavo.train.config import Config
-from octavo.train.corpus import Batches
-from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random, whole_loss
-from octavo.train.model import eager
-from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, set_learning_rate
-from octavo.train.processes import Agreement, gather, mean_of_ranks, peak_memory, world_size
-from octavo.train.saving import CheckpointWriter, TrainState
-from octavo.train.step_metrics import (
-    Metrics,
-    observed_dtypes,
-    precision_of,
+from octavo.recipe import get_recipe
+from octavo.scales import seed_scales, update_scales
+from octavo.train.config import Config, ConfigError, write_settings
+from octavo.train.loss import (
+    Batches,
+    Corpus,
+    Loss,
+    RandomBatches,
+    autocast,
+    build_corpus,
+    mean_loss,
+    next_token_loss,
+    open_data,
+    own_random,
+    whole_loss,
+)
+from octavo.train.model import (
+    allow_compilations,
+    check_folder,
+    check_memory,
+    check_parallel,
+    check_vocabulary,
+    eager,
+    make_meta_model,
+    make_trained_model,
+    positions_of,
+    save_description,
+)
+from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from octavo.train.processes import (
+    Agreement,
+    check_same,
+    collect_between_steps,
+    collect_young,
+    delay_interrupts,
+    find_degrees,
+    gather,
+    group_of_one,
+    mean_of_ranks,
+    name_of,
+    on_first,
+    own_device,
+    peak_memory,
     print_line,
-    scales_of,
-    show_progress,
+    rank,
+    same_outcome,
     show_sampled,
     show_step,
+    world_size,
+)
+from octavo.train.saving import (
+    CheckpointWriter,
+    TrainState,
+    disturb_weights,
+    load_checkpoint,
+    load_into_other_recipe,
+    open_checkpoint,
+)
+from octavo.train.settings import parse, read_settings
+from octavo.train.step_metrics import (
+    Metrics,
+    event_writer,
+    flops_per_token,
+    mfu,
+    observed_dtypes,
+    precision_of,
+    scales_of,
+    show_progress,
     start_of,
+    wandb,
     watched,
     weight_ranges,
 )
-from octavo.train.supervision import CHECK_EVERY, Supervisor
+from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
+from octavo.util import hub_hint, plural
 from octavo.watching import Watch
 
 
@@ -98,8 +155,15 @@ class Trainer:
         self.actions, self.recent = run.read_actions(), RecentSteps()
         self.watch: Watch | None = None
         self.trained = [p for group in state.optimizer.param_groups for p in group["params"]]
-        self.delayed = next(histories(state.model), None) is not None
-        self.flops_per_token = flops_per_token(state.model, config.context)
+
+    @cached_property
+    def delayed(self) -> bool:
+        """True if a layer of the model scales by a history."""
+        return next(histories(self.model), None) is not None
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        return flops_per_token(self.model, self.config.context)
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
@@ -279,109 +343,253 @@ class _Clock:
             self._start += time.perf_counter() - began
 
 
-# ---- Python's garbage collection in a run: every so many steps, and not in the middle of one.
-#
-# A collection of all the objects of a process that has compiled a model takes some 0.3 s, in another step of each rank,
-# and all ranks wait for it. Steps leave no tensors in cycles of references, only small objects, which a collection of
-# the young generations frees in some 10 ms.
+# ---- Starting and resuming a run: all work between the settings and the first step.
 
 
-EVERY = 50  # steps
+def start_run(config: Config, console: Console) -> Trainer:
+    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint.
 
-
-@contextmanager
-def collect_between_steps() -> Iterator[None]:
-    """Within the block Python collects only in `collect_young`."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def collect_young(step: int) -> None:
-    """Free what the last steps left behind, after every 50th. Call it after each step."""
-    if step % EVERY == 0:
-        gc.collect(1)
-
-
-# ---- Signals ask a run to stop after its current step; a second signal acts at once.
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
-
-
-@dataclass
-class Interrupt:
-    """Holds the number of the signal that came; 0 if none came."""
-
-    number: int = 0
-
-
-def name_of(number: int) -> str | None:
-    """The name of a signal by its number; None for 0."""
-    return signal.Signals(number).name if number else None
-
-
-@contextmanager
-def delay_interrupts() -> Iterator[Interrupt]:
-    """Note the signals within the block instead of acting on them; give their handlers back after it.
-
-    A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
+    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
+    Before an error of the settings or the data nothing has been written.
     """
-    state = Interrupt()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    check_same(config)
+    run = RunFolder(Path(config.out))
+    with ExitStack() as stack:
+        with same_outcome():
+            if rank() == 0:
+                stack.enter_context(locked_folder(run.path))
+                _check_empty(run)
+            config = settle(config)
+        trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
+        if config.branch:
+            load_into_other_recipe(Path(config.branch), trainer.state)
+            if config.disturb:
+                disturb_weights(trainer.model, config.disturb, config.seed)
+            print_line(console, f"branches from {config.branch}")
+        if (step := trainer.state.step) >= config.steps:
+            raise ConfigError(
+                f"steps must be above the {step} of {config.branch}; got {config.steps}: give more --steps"
+            )
+        with same_outcome():
+            if rank() == 0:
+                _describe(trainer)
+        trainer.lock = stack.pop_all()
+    return trainer
 
-    def give_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        state.number = number
-        give_back()
+def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
+    """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
 
-    for number in before:
-        signal.signal(number, note)
+    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
+    """
+    run = RunFolder(path)
+    with ExitStack() as stack:
+        with same_outcome():
+            run.check()
+            if rank() == 0:
+                stack.enter_context(locked_folder(path))
+            newest = run.newest()
+            config = _absolute_paths(read_settings(run).change(**parse(overrides)))
+            if config.out != str(path):
+                raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
+            if (step := run.step_of(newest)) > config.steps:
+                done = f"the {step} that the run {path} has done"
+                raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
+        check_same(config)
+        trainer = prepare_run(config, run, stack, console, newest)
+        apply_promotions(trainer.model, trainer.actions.promotions)
+        allow_compilations(len(trainer.actions.promotions))
+        load_checkpoint(newest, trainer.state)
+        if rank() == 0:
+            write_settings(config, run)
+        ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
+        print_line(console, f"resumed from {newest}{ended}")
+        trainer.lock = stack.pop_all()
+    return trainer
+
+
+def branch_settings(checkpoint: Path, overrides: Sequence[str]) -> Config:
+    """The settings of the run of a checkpoint with `overrides`, for a branch, which is not disturbed again."""
+    run = RunFolder(checkpoint.parent)
+    run.check()
+    if checkpoint.name not in (kept := [path.name for path in run.checkpoints()]):
+        raise ArtifactError(f"{run.path} has no checkpoint {checkpoint.name}: it keeps {', '.join(kept) or 'none'}")
+    return read_settings(run).change(disturb=0.0).change(**parse(overrides))
+
+
+def settle(config: Config) -> Config:
+    """The settings that a new run writes down: with absolute paths, and a context, if not given, that the model has."""
+    if config.model in BUILT_IN_MODELS:
+        return _absolute_paths(config)
+    if not Path(config.model).is_dir():
+        names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
+        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
+    folder = Path(config.model).resolve()
+    if RunFolder(folder).has_model:
+        raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
+    check_folder(folder, config.model)
+    check_links(folder)
+    context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
+    return _absolute_paths(config.change(model=str(folder), **context))
+
+
+def _absolute_paths(config: Config) -> Config:
+    """The settings with data sources and folders that mean the same from another working directory."""
+    folders = {name: str(Path(path).resolve()) for name in ("calibration", "branch") if (path := getattr(config, name))}
+    return config.change(data=tuple(map(absolute_source, config.data)), **folders)
+
+
+def _check_empty(run: RunFolder) -> None:
+    if run.path.exists() and not run.path.is_dir():
+        raise FileExistsError(f"{run.path} is a file: --out must name the folder of the run, which it makes")
+    if run.path.exists() and any(run.path.iterdir()):
+        advice = f"resume it with --resume {run.path}, or" if run.checkpoints() else "it has no checkpoint, so"
+        raise FileExistsError(f"{run.path} is not empty: {advice} choose another --out")
+
+
+def _describe(trainer: Trainer) -> None:
+    """Write the settings of a new run and the description of its model to the run's folder."""
+    run = trainer.run_folder
     try:
-        yield state
-    finally:
-        give_back()
+        run.path.mkdir(parents=True, exist_ok=True)
+        write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
+        save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
+    except OSError as error:
+        raise write_error(run.path, error) from error
 
 
-# ---- Model FLOPs utilization (MFU): the share of a GPU's peak that the arithmetic of the model alone amounts to.
-#
-#     FLOPs of a token = 6 N + 6 L H (Q + V) T        MFU = FLOPs of a token * tokens a second a GPU / peak
-#
-# N is the number of parameters that multiply activations, L the number of layers, H that of heads, whose queries have Q
-# and values V features, and T the sequence's length. Causal attention counts in full (PaLM: Chowdhery et al.,
-# arXiv:2204.02311, appendix B). What activation checkpointing computes again does not count. The peak is the dense one
-# of BF16 for every recipe, so that runs in BF16 and FP8 compare.
+class RunData(NamedTuple):
+    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
+
+    tokenizer: Tokenizer
+    read: ReadReport
+    corpus: Corpus
 
 
-def flops_per_token(model: nn.Module, context: int) -> float | None:
-    """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
-    if any(p.ndim > 2 for p in model.parameters()):
-        return None
-    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    multiplied = {id(p): p.numel() for m in layers for p in m.parameters(recurse=False) if p.ndim == 2}
-    return 6.0 * (sum(multiplied.values()) + _attention_features(model) * context)
+def prepare_run(
+    config: Config,
+    run: RunFolder,
+    lock: ExitStack,
+    console: Console,
+    checkpoint: Path | None = None,
+    data: RunData | None = None,
+) -> Trainer:
+    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this.
+
+    `checkpoint`, which the caller will load, is checked before memory is taken. `data` None reads the data.
+    """
+    with same_outcome():
+        degrees = find_degrees(config.parallel, world_size())
+        device = own_device(config.device)
+        check_parallel(config, degrees, device)
+        if config.recipe != "auto":
+            get_recipe(config.recipe)
+        if config.tensorboard:
+            event_writer()
+        if config.wandb:
+            wandb()
+    if config.deterministic:  # cuBLAS reads this when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.deterministic)
+    tokenizer, read, corpus = read_data(config, run, console) if data is None else data
+    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
+    training = draw(corpus.train, config.context, config.batch, config.seed, share)
+    if config.batch > training.sequences:
+        raise DataError(
+            f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
+            f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
+        )
+    batches = training, Batches(corpus.validation, config.context, config.batch, None, share)
+    storage = torch.device("cpu") if config.optimizer.offload else device
+    check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
+    if checkpoint is not None:
+        with same_outcome():
+            meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
+            open_checkpoint(checkpoint, meta_model, corpus.fingerprint)
+    torch.manual_seed(config.seed)
+    if config.optimizer.offload:
+        lock.enter_context(group_of_one())
+    made = make_trained_model(config, tokenizer.vocabulary_size, run.model, device, degrees)
+    if config.model not in BUILT_IN_MODELS:
+        check_vocabulary(made.model, max(each.highest for each in batches))
+    if config.calibration and checkpoint is None:
+        with same_outcome():
+            calibration = load_calibration(config.calibration, Path(config.model))
+        seed_scales(made.model, calibration)
+    print_line(console, header_text(config, made.model, device, corpus, made.report))
+    if made.gathered is not None:
+        print_line(console, str(made.gathered))
+    scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
+    state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    return Trainer(config, state, TrainingData(*batches, tokenizer, read), run, lock, console, made.loss)
 
 
-def _attention_features(model: Any) -> int:
-    """L H (Q + V): the features of the queries and values of all layers."""
-    if isinstance(model, Decoder):
-        return 2 * model.config.layers * model.config.width
-    config = model.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    # DeepSeek's latent attention has heads of other widths, and its head_dim is that of the rotary part alone.
-    query, value = (getattr(config, name, None) or head for name in ("qk_head_dim", "v_head_dim"))
-    return int(config.num_hidden_layers * config.num_attention_heads * (query + value))
+def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
+    """The data of a run. Rank 0 reads it for all; every rank of a process group must call this."""
+
+    def read() -> RunData:
+        tokenizer, reading = open_data(config, run.model)
+        for line in reading.report.lines():
+            print_line(console, line)
+        corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
+        return RunData(tokenizer, reading.report, corpus)
+
+    return on_first(read)
 
 
-def mfu(flops: float | None, tokens_per_second: float, device: torch.device) -> float | None:
-    """The utilization of one GPU, 0 to 1; None if the FLOPs of a token or the peak are not known."""
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if flops is None or peak is None else flops * tokens_per_second / peak
+def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
+    """The text before the first step: lines of model, data, steps and the like, then the conversion."""
+    size = sum(p.numel() for p in model.parameters())
+    kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
+    each = config.batch * config.accumulate * config.context
+    epochs = config.steps * each / len(corpus.train)
+    decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
+    text = ", ".join(config.data)
+    if config.data == ("stdlib",):
+        text = "stdlib, the source code of Python's standard library (another text: --data PATH)"
+    lines = {
+        "model": f"{config.model}, {size:,} parameters, {kind}",
+        "data": f"{text}: {len(corpus.train):,} tokens to train on, {len(corpus.validation):,} held out",
+        "steps": f"{plural(config.steps, 'step')} of {plural(each, 'token')}, {epochs:.2g} of the training tokens",
+        "rate": f"{config.learning_rate:g} to {config.min_learning_rate:g}{decay} ({config.schedule}), after "
+        f"{plural(config.warmup, 'step')} of warmup",
+        "device": f"{device}, {config.precision} outside of FP8",
+    }
+    if (ranks := world_size()) > 1:
+        degrees = vars(find_degrees(config.parallel, ranks))
+        lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
+    lines["folder"] = config.out
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+
+
+# ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.
+
+
+def was_restarted() -> bool:
+    """True if torchrun has started the job again, because a process failed. Every rank must call this."""
+    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+
+
+def start_or_resume(config: Config, console: Console) -> Trainer:
+    """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
+    resumes = on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
+    return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
+
+
+def _has_checkpoint(config: Config) -> bool:
+    """True if the folder of the run has a checkpoint. The files of a run without one are removed."""
+    run = RunFolder(Path(config.out))
+    if not run.config.is_file():
+        return False
+    found, given = read_settings(run).to_dict(), settle(config).to_dict()
+    for name, value in given.items():
+        if name != "out" and found.get(name) != value:
+            raise ConfigError(
+                f"{run.path} holds a run with other settings: {name} is {found.get(name)!r} there, and {value!r} here. "
+                f"Continue that run with --resume {run.path}, or choose another --out"
+            )
+    if run.checkpoints():
+        return True
+    with locked_folder(run.path):
+        shutil.rmtree(run.path)
+    return False
