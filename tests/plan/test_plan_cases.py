@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.checkpoint.run import RunFolder
-from octavo.plan.cases import Case, find_runs, make_cases, model_presets, parse_count
+from octavo.plan.cases import Case, find_runs, make_cases, parse_count
 from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
 from octavo.recipe import get_recipe
@@ -51,14 +51,6 @@ def test_a_preset_of_training():
         Case("llama-1b", ("--tokenizer", "hf:some/tokenizer")).training()
 
 
-@pytest.mark.parametrize("model", model_presets())
-def test_every_preset_has_a_plan(model):
-    plan = Case(model, ("--optimizer.state", "8bit"), gpu="b200", gpus=64).training()
-    assert 0 < plan.utilization < 1.3
-    assert all(part >= 0 for part in (*plan.memory.parts.values(), *plan.time.parts.values()))
-    assert plan.gains
-
-
 @pytest.mark.parametrize(
     ("compare", "labels"),
     [
@@ -86,13 +78,6 @@ def test_each_case_of_a_comparison_has_its_value(compare, labels):
             assert found.get(name, "gpt2") == (value or label)
 
 
-@pytest.mark.parametrize("compare", ["scheme=bf16,int8", "kv-cache=bf16,fp8", "attention=bf16,fp8"])
-def test_a_comparison_of_servers(compare):
-    one, two = (case.serving() for _, case in make_cases(Case("llama-3.1-8b", ("--context", "8192")), [compare]))
-    name = {"kv-cache": "cache_a_token"}.get(compare.partition("=")[0], compare.partition("=")[0])
-    assert getattr(one, name) != getattr(two, name)
-
-
 @pytest.mark.parametrize("compare", ["recipe", "=bf16", "recipe=", "recipe=bf16,,rowwise", "gpus=many"])
 def test_a_comparison_of_another_form(compare):
     with pytest.raises(ValueError, match="--compare"):
@@ -114,6 +99,7 @@ def test_every_gpu_is_complete():
         found = find_gemms(get_recipe("rowwise"), gpu)
         assert {backend.name == "none" for backend in found.values()} == {gpu.fp8 is None}
         assert set(gpu.origins) == {"attention", "memory", "links"}
+        assert gpu.instruction_rate == gpu.fp32 / 2 < gpu.bf16 / 2  # less without its tensor cores
 
 
 @pytest.mark.parametrize(
@@ -154,42 +140,10 @@ def test_the_largest_batch_fits_and_the_next_does_not():
         assert Case("llama-3.1-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
 
 
-def test_days_and_cost():
-    plan = Case("llama-3.1-8b", gpus=8).training()
-    assert plan.days(1e12) == pytest.approx(1e12 / (8 * plan.tokens_per_second) / 86400)
-    assert plan.cost(1e12, 2.0) == pytest.approx(plan.days(1e12) * 24 * 8 * 2)
-
-
-def test_recipes_are_compared_with_equal_gathers():
-    """FP32 gathers, which nobody takes for BF16, made FP8 1.57x of it on eight GPUs."""
-    bf16, fp8 = (case.training() for _, case in make_cases(Case("llama-3.1-8b", gpus=8), ["recipe=bf16,rowwise"]))
-    assert bf16.setup.gathered_bytes == (2.0, 2.0)
-    assert fp8.setup.gathered_bytes == (1.0, 2.0)
-    assert 1.35 < fp8.tokens_per_second / bf16.tokens_per_second < 1.5
-    wide = Case("llama-3.1-8b", ("--parallel.gather-dtype", "fp32", "--recipe", "bf16"), gpus=8).training()
-    assert wide.tokens_per_second < 0.95 * bf16.tokens_per_second
-
-
 def test_mfu_counts_queries_and_values_at_their_own_widths():
     plan = Case("deepseek-v3", ("--parallel.tp", "8"), gpus=512).training()
     flops = 6 * plan.setup.model.active_parameters + 6 * 61 * 128 * (192 + 128) * 4096
     assert plan.utilization == pytest.approx(flops * plan.tokens_per_second / plan.setup.gpu.bf16)
-
-
-@pytest.mark.parametrize(
-    ("model", "products", "attention"),
-    [
-        ("llama-3.1-8b", "interpolated between measured layers", "measured"),
-        ("deepseek-v3", "below 1,024 inputs or outputs is extrapolated; experts", "heads of 128 and 192 were not"),
-        ("gpt2", "below 1,024", "causal heads of 64 were not measured"),
-        ("vit-h-14", "interpolated", "bidirectional heads of 80 were not measured"),
-    ],
-)
-def test_origins_say_measured_only_of_the_shapes_of_the_model(model, products, attention):
-    for origins in (Case(model).training().origins, *([] if "vit" in model else [Case(model).serving().origins])):
-        assert products in origins["matrix products"]
-        assert attention in origins["attention"]
-        assert (origins["attention"] == "measured") == (model == "llama-3.1-8b")
 
 
 def test_a_plan_that_does_not_fit_finds_what_does():

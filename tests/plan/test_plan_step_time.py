@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from octavo.plan.cases import Case, TrainingPlan, find_architecture
-from octavo.plan.memory import saved_bytes
 from octavo.plan.model_shape import Architecture, Block
 from octavo.plan.setup import Setup, attention_seconds, fp8_limit, gradient_bytes, make_setup
 from octavo.plan.step_time import (
@@ -28,10 +27,8 @@ from octavo.rates.measured import (
     MEASURED,
     MULTIPROCESSORS,
     find_gpu,
-    forward_seconds,
     fp8_speed,
     grouped_seconds,
-    known_gpus,
     layer_speedup,
     linear_seconds,
     product_seconds,
@@ -75,12 +72,6 @@ def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.
     return Case("llama-3.1-8b", settings, gpu, gpus, network).training().time
 
 
-def test_micro_batches_repeat_all_but_the_optimizer():
-    one, four = step(), step("--accumulate", "4")
-    assert four.linear_layers == 4 * one.linear_layers
-    assert four.optimizer == one.optimizer
-
-
 def forward_of(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
     """Seconds of the forward GEMMs of these layers, in all blocks."""
     setup, block = plan.setup, plan.setup.model.blocks[0]
@@ -103,19 +94,6 @@ def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention)
     assert step().recomputation == 0
 
 
-def test_eager_converted_layers_compute_their_outputs_again_too():
-    settings = ("--activation-checkpointing.mode", "full")
-    compiled, eager = step(*settings), step(*settings, "--no-compile.blocks")
-    assert eager.recomputation > 1.1 * compiled.recomputation
-
-
-def test_gathers_are_not_copied_again_for_the_recomputation():
-    settings = ("--activation-checkpointing.mode", "full", "--parallel.gather-dtype", "fp32")
-    one, two = (step(*settings, "--batch", str(n), gpus=n) for n in (1, 2))
-    assert two.memory > 1.1 * one.memory
-    assert two.recomputation == pytest.approx(one.recomputation)
-
-
 def test_attention_grows_with_the_square_of_the_context():
     """And with a tile more for each token. The bytes that the backward pass moves beside it grow with the context."""
     plans = {n: Case("llama-3.1-8b", ("--context", str(n), "--batch", "1"), "h200").training() for n in (8192, 2048)}
@@ -123,27 +101,6 @@ def test_attention_grows_with_the_square_of_the_context():
     a_token = block.count * gradient_bytes(block.attention) / gpu.copy_rate
     long, short = (plan.time.attention - tokens * a_token for tokens, plan in plans.items())
     assert long == pytest.approx(16 * short * (1 + 128 / 8192) / (1 + 128 / 2048))
-
-
-def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():
-    assert step().communication == 0
-    fast, slow = (step(gpus=64, network=gbit).communication for gbit in (3200, 25))
-    assert 0 < fast < slow
-
-
-def test_what_gathers_in_eight_bits_save_and_offloading_costs():
-    narrow, wide = (step(*option, gpus=64, network=100) for option in ((), ("--no-parallel.fp8-all-gather",)))
-    assert narrow.total < 0.95 * wide.total
-    here, there = step(), step("--optimizer.offload")
-    assert there.optimizer > 10 * here.optimizer
-    assert there.communication > 0
-
-
-def test_tensor_parallelism_divides_the_work():
-    alone, four = step("--batch", "1"), step("--batch", "1", "--parallel.tp", "4", gpus=4)
-    assert four.linear_layers == pytest.approx(alone.linear_layers / 4, rel=0.2)
-    assert four.attention == pytest.approx(alone.attention / 4)
-    assert four.communication > 0
 
 
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
@@ -272,11 +229,6 @@ def test_kernels_of_a_profile():
     assert slowdowns(BF16, (32896, 1280, 5120))[2] == pytest.approx(slower, rel=0.12)
 
 
-def test_the_forward_pass_has_no_part_of_the_slower_gradient():
-    gpu, shape = find_gpu("h100"), (32768, 1280, 3840)
-    assert forward_seconds(gpu, ROWWISE, shape, 1) < 0.95 * linear_seconds(gpu, ROWWISE, shape) / 3
-
-
 # ---- Planned passes between the GEMMs against kernels of bench/results, and against what must follow from the model
 
 
@@ -321,23 +273,6 @@ def test_the_gradient_of_gate_and_up_as_one_tensor():
     assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    [("llama-3.1-8b", "bf16"), ("llama-3.1-8b", "rowwise"), ("gpt2", "rowwise"), ("mixtral-8x7b", "rowwise")],
-)
-def test_other_passes_are_bound_by_their_bytes(model, recipe):
-    setup, block = setup_of(model, recipe)
-    assert not any(each.instructions for passes in block_passes(setup, block) for each in passes)
-    both, forward = (sum(each.moved for each in passes) / setup.gpu.copy_rate for passes in block_passes(setup, block))
-    assert passes_seconds(setup, block) == pytest.approx((both + forward, both))
-
-
-def test_a_pass_takes_the_longer_of_bytes_and_instructions():
-    gpu = find_gpu("h200")
-    assert Pass(gpu.copy_rate, gpu.instruction_rate / 2).seconds(gpu) == 1
-    assert Pass(gpu.copy_rate / 2, gpu.instruction_rate * 2).seconds(gpu) == 2
-
-
 def test_the_gradients_of_biases_read_the_gradients_of_outputs():
     setup, block = setup_of("gpt2", "rowwise")
     assert bias_bytes(setup, block) == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # dh and u of the fused MLP
@@ -354,13 +289,6 @@ def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied
     forward, backward = (passes[-1].moved for passes in block_passes(setup, block))
     assert forward == 0
     assert backward - bias_bytes(setup, block) == 4 * 3 * 768
-
-
-@pytest.mark.parametrize("key", known_gpus())
-def test_no_gpu_multiplies_faster_without_its_tensor_cores(key):
-    gpu = find_gpu(key)
-    assert gpu.fp32 < gpu.bf16
-    assert gpu.instruction_rate == gpu.fp32 / 2
 
 
 # ---- Planned experts against the measured grouped GEMMs of bench/results, and what runs in FP8 of a mixture
@@ -397,25 +325,6 @@ def test_few_rows_of_experts_take_the_time_of_reading_the_weights():
     gpu, recipe = find_gpu("h200"), get_recipe("bf16")
     few, one = (grouped_seconds(gpu, recipe, (rows, 4096, 14336), 8) for rows in (4, 1))
     assert few == one == 8 * 6 * 4096 * 14336 / gpu.copy_rate
-
-
-def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_recipe():
-    plans = {name: Case("mixtral-8x7b", ("--recipe", name)).training() for name in ("bf16", "tensorwise", "rowwise")}
-    quantized = {
-        name: {each.layer for each in block_products(plan.setup, plan.setup.model.blocks[0]) if each.quantized}
-        for name, plan in plans.items()
-    }
-    assert quantized == {"bf16": set(), "tensorwise": {"qkv", "o"}, "rowwise": {"qkv", "o", "up", "down"}}
-
-
-@pytest.mark.parametrize(("gpu", "layers"), [("b200", {"qkv", "o", "up", "down"}), ("mi300x", {"qkv", "o"})])
-def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_gpu(gpu, layers):
-    settings = ("--recipe", "rowwise", "--batch", "1")
-    setup = Case("mixtral-8x7b", settings, gpu=gpu).training().setup
-    block = setup.model.blocks[0]
-    assert {each.layer for each in block_products(setup, block) if each.quantized} == layers
-    in_fp8 = Case("mixtral-8x7b", settings).training().setup
-    assert (saved_bytes(setup, block) > 1.5 * saved_bytes(in_fp8, block)) == (gpu == "mi300x")
 
 
 def test_a_shared_mlp_is_computed_once_for_each_token():
@@ -512,15 +421,6 @@ def test_the_gradients_of_key_heads_that_nobody_shares_are_not_summed():
     a = plan().setup.model.blocks[0].attention
     alone = replace(a, keys=a.queries, values=a.output)
     assert gradient_bytes(a) - gradient_bytes(alone) == 2 * 2 * (4096 + 1024)
-
-
-def test_recomputation_repeats_the_forward_pass_in_fp8():
-    checkpointing = ("--activation-checkpointing.mode", "full")
-    wide, narrow = plan(*checkpointing), plan(*checkpointing, *FP8)
-    block = wide.setup.model.blocks[0]
-    _, forward = attention_seconds(block, wide.setup.gpu, wide.setup.tokens, 8192)
-    saved = block.count * forward * (1 - 1 / fp8_speed("forward", 8192))
-    assert wide.time.recomputation - narrow.time.recomputation == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(
