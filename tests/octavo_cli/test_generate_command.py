@@ -149,14 +149,6 @@ def test_a_model_that_our_cache_does_not_serve_runs_on_transformers_own(octavo, 
     assert "error: QuantizedKVCache serves attention without a softcap" in err
 
 
-@pytest.mark.parametrize("count", [5, 20])
-def test_a_text_may_exceed_the_sliding_window_of_the_model(octavo, tmp_path, count):
-    folder = make_model(tmp_path / "mistral", "mistral", sliding_window=12)
-    words = ("--prompt", "the", "--temperature", 0, "--device", "cpu", "--count", count)
-    [text] = generated(octavo, folder, *words)["texts"]
-    assert text["text"] == bytes(greedy(folder, "the", count)).decode(errors="replace")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -224,11 +216,6 @@ def test_a_cache_that_does_not_fit_in_memory_is_one_line(octavo, llama, monkeypa
     code, out, err = octavo("generate", llama, "--prompt", "a", *GREEDY)
     assert code == 1
     assert re.fullmatch("error: the keys and values of 1 sequence of .* GiB are free on the GPU.*\n", err)
-
-
-def test_a_text_goes_on_past_the_context(octavo, llama):
-    [text] = generated(octavo, llama, "--prompt", "x" * 30, "--count", 60, "--device", "cpu")["texts"]
-    assert text["tokens"] == 60
 
 
 TEMPLATE = (

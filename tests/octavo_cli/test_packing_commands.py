@@ -1,18 +1,13 @@
 """octavo calibrate and pack, with a budget, smoothing and rotation: what they say that they made."""
 
 import json
-import random
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibration_examples import write_model
-from environment import with_source
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -109,47 +104,6 @@ def test_an_interrupt_says_how_to_continue(
     code, _, err = octavo("calibrate", deep, tmp_path / "out", "--data", data)
     assert code == 130
     assert err.startswith("interrupted: the blocks that were done are kept beside")
-
-
-KILLED = """
-import os, signal, sys
-from octavo.hf.block_by_block import BlockModel
-from octavo_cli import main
-left, run = int(sys.argv[1]), BlockModel.run_block
-
-def run_or_die(*args):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run(*args)
-
-BlockModel.run_block = run_or_die
-sys.argv = ["octavo", *sys.argv[2:]]
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
-    """SIGKILL, before a batch of a part that nobody chose."""
-    options = ("--samples", 12, "--context", 24, "--batch", 1)
-    words = ["calibrate", deep, tmp_path / "killed", "--data", data, *options]
-    batch = random.randrange(37, 121)  # parts 4 to 10; a part reads 12 batches, and part 0 none
-    command = [sys.executable, "-c", KILLED, str(batch), *map(str, words)]
-    assert subprocess.run(command, env=with_source(OMP_NUM_THREADS="1"), check=False).returncode == -signal.SIGKILL
-    work: Path = tmp_path / ".killed.calibrating"
-    done = len(list(work.glob("part-*.safetensors")))
-    assert 4 <= done <= 10
-    first = (work / "part-000.safetensors").stat().st_mtime_ns
-    assert octavo(*words)[0] == 0
-    assert octavo("calibrate", deep, tmp_path / "whole", "--data", data, *options)[0] == 0
-    assert first < (tmp_path / "killed" / "calibration.json").stat().st_mtime_ns
-    one, other = (Calibration.load(tmp_path / name) for name in ("killed", "whole"))
-    for site, statistics in one.sites.items():
-        for leaf, tensor in statistics.to_tensors().items():
-            assert torch.equal(tensor, other.sites[site].to_tensors()[leaf])
-    assert not work.exists()
 
 
 # --- pack

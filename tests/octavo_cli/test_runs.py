@@ -89,12 +89,6 @@ def test_settings_may_come_first_and_without_a_file(octavo: Octavo, here: Path, 
     assert settings_of(here / "run").tied is False
 
 
-def test_long_and_odd_names_are_printed_as_they_are(octavo: Octavo, here: Path) -> None:
-    name = ("a folder of [red]many[/red] words " * 7).strip()
-    code, out, _ = octavo(*QUICK[:-1], "--out", name)
-    assert (code, out.splitlines()[-1]) == (0, f"done: 4 steps in {name}")
-
-
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_signal_ends_with_the_way_on_and_a_second_one_at_once(
