@@ -103,13 +103,6 @@ def test_settings_give_octavos_mixture(shared):
     assert describe_architecture("ours", described.to_hf()).parameters == parameters
 
 
-def test_an_unknown_name_gets_the_nearest_presets():
-    with pytest.raises(ValueError, match=r"got 'lama-3-8b': the nearest presets are llama-3-8b"):
-        find_architecture("lama-3-8b", Config())
-    with pytest.raises(ValueError, match=r"give a .toml file with model = \"mixture\".*all presets: .*llama-1b"):
-        find_architecture("mixture", Config())
-
-
 def test_an_unknown_architecture_gets_the_nearest_one():
     with pytest.raises(ValueError, match=r"got 'mistral3': the nearest is mistral"):
         describe_architecture("config.json", {"model_type": "mistral3"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEME_OF, SCHEMES
+from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, SCHEMES
 from octavo.inference.packed_linear import PackedLinear
 from octavo.ops import quantize
 from octavo.plan.cases import Case, find_architecture
@@ -20,7 +20,6 @@ from octavo.plan.serving import (
     find_scheme,
     find_speeds,
     plan_serving,
-    refusal,
     weight_bytes,
 )
 from octavo.rates.measured import find_gpu, measured_expert_speeds
@@ -111,20 +110,6 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     assert not serve("bf16", most + 2, 8192).fits
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case("vit-h-14"), "vit-h-14 has no vocabulary"),
-        (Case("llama-3.1-8b", gpus=3), "--gpus must divide the 32 heads"),
-        (Case("llama-3.1-8b", gpus=0), "must be at least 1"),
-        (Case("llama-3-8b", ("--context", "9000")), "must be at most the 8192 tokens"),
-    ],
-)
-def test_bad_input(case, message):
-    with pytest.raises(ValueError, match=message):
-        case.serving()
-
-
 # ---- The bytes of packed weights, and the speed of each scheme where it was measured and where it was not
 
 
@@ -151,19 +136,6 @@ def test_routers_stay_in_bf16_and_each_expert_has_its_scales():
     router, experts = Layer("router", 128, 8), Layer("up", 128, 256, copies=8, active=2)
     assert weight_bytes(with_layers(router, experts), CHANNEL) == 2 * 128 * 8 + 8 * (128 * 256 + 4 * 256)
     assert weight_bytes(with_layers(router, experts), None) == 2 * (128 * 8 + 8 * 128 * 256)
-
-
-def test_what_cannot_be_served_says_why():
-    deepseek = find_architecture("deepseek-v3", Config())
-    assert "no multiple of 128 x 128" in refusal(deepseek, find_scheme("block"), find_gpu("h200"))
-    assert "no kernel for the scheme int8" in refusal(LLAMA, INT8, find_gpu("mi300x"))
-    mixtral = find_architecture("mixtral-8x7b", Config())
-    assert "can be packed in FP8, not int8" in refusal(mixtral, INT8, find_gpu("h200"))
-    assert all(not refusal(LLAMA, scheme, find_gpu("h200")) for scheme in (None, *SCHEMES.values()))
-    with pytest.raises(ValueError, match="cannot pack"):
-        Case("deepseek-v3", gpus=8, scheme="block").serving()
-    with pytest.raises(ValueError, match="--scheme must be one of bf16, channel"):
-        find_scheme("int4")
 
 
 def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
