@@ -21,6 +21,7 @@ from octavo_cli.app import app
 FILE = Path(__file__).with_name("figures.json")
 FULL = "--activation-checkpointing.mode full"
 LLAMA, SMALL = "llama-3.1-8b", "llama-3.2-1b --gpus 2 --context 2048"
+FP8 = f"{LLAMA} --attention.precision fp8"
 EXPERTS = "mixtral-8x7b --batch"
 CASES = [
     "7B",
@@ -42,7 +43,11 @@ CASES = [
     f"{LLAMA} --gpus 8 --parallel.dp-replicate 8 --parallel.dp-shard 1",
     f"{LLAMA} --gpus 64 --compare network=25,3200",
     f"{LLAMA} --optimizer.offload --compare loss.logits=whole,chunked",
-    f"{LLAMA} --attention.precision fp8 {FULL} --compare context=4096,8192 --batch 1",
+    f"{FP8} {FULL} --compare context=4096,8192 --batch 1",
+    f"{FP8} --context 8100 --attention.shortest 8000",
+    f"{FP8} --gpu l40s",
+    *(f"{model} --attention.precision fp8 --attention.shortest 128" for model in ("gpt2", "dit-xl-2", "deepseek-v3")),
+    "gpt2 --batch 8 --recipe tensorwise --compare gpus=1,2 --compare model=gpt2,gpt2-xl --compare recipe=bf16,rowwise",
     *(f"{SMALL} {FULL} --compare batch=2,64 --recipe {name}" for name in ("bf16", "rowwise", "delayed", "blockwise")),
     f"{SMALL} --compare accumulate=1,2,3",
     *(f"{LLAMA} --serve --context 8192 --gpu {gpu}" for gpu in known_gpus()),

@@ -59,12 +59,6 @@ def test_states_are_sixteen_bytes_a_parameter():
     assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(16 * 8030261248)
 
 
-def test_offloaded_states_are_in_the_memory_of_the_cpu():
-    memory = planned("--optimizer.offload")
-    assert memory.weights == memory.gradients == memory.optimizer == 0
-    assert memory.offloaded == 16 * 8030261248
-
-
 # ---- Planned activations against the tensors that Octavo's own models hold after the forward pass
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.plan.cases import Case, TrainingPlan, find_architecture
 from octavo.plan.model_shape import Architecture, Block
-from octavo.plan.setup import Setup, attention_seconds, fp8_limit, gradient_bytes, make_setup
+from octavo.plan.setup import Setup, attention_seconds, gradient_bytes, make_setup
 from octavo.plan.step_time import (
     GELU,
     LAYER_NORM,
@@ -275,7 +275,6 @@ def test_a_shared_mlp_is_computed_once_for_each_token():
 
 
 CELLS = json.loads((RESULTS / "gpu_attention.json").read_text())["cells"]
-FP8 = ("--attention.precision", "fp8")
 
 
 def plan(*settings: str, model: str = "llama-3.1-8b", gpu: str = "h200") -> TrainingPlan:
@@ -297,17 +296,6 @@ def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_lo
     short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
     assert middle == pytest.approx((short + long) / 2)
     assert beyond == long
-
-
-def test_a_step_with_attention_in_fp8():
-    wide, narrow = plan(), plan(*FP8)
-    assert wide.time.attention / narrow.time.attention == pytest.approx(narrow.fp8_attention_speed)
-    assert wide.fp8_attention_speed == narrow.fp8_attention_speed  # a question of the settings' texts alone
-    # q, k and v of 32 and 8 heads of 128, a byte less each, in 32 blocks. The output takes two bytes in both: in BF16
-    # for the attention and the next layer, in FP8 a byte for each of them.
-    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024)
-    assert "FP8" in narrow.origins["attention"]
-    assert wide.origins["attention"] == "measured"
 
 
 def test_attention_computes_whole_tiles():
@@ -352,32 +340,3 @@ def test_the_gradient_moves_the_bytes_that_were_profiled():
     gpu, block = find_gpu("h100"), plan().setup.model.blocks[0]
     assert 1e3 * 8192 * gradient_bytes(block.attention) / gpu.copy_rate == pytest.approx(around, rel=0.1)
     assert 1e3 * attention_seconds(block, gpu, 8192, 8192)[0] == pytest.approx(products + around, rel=0.01)
-
-
-def test_the_gradients_of_key_heads_that_nobody_shares_are_not_summed():
-    a = plan().setup.model.blocks[0].attention
-    alone = replace(a, keys=a.queries, values=a.output)
-    assert gradient_bytes(a) - gradient_bytes(alone) == 2 * 2 * (4096 + 1024)
-
-
-@pytest.mark.parametrize(
-    ("settings", "model", "gpu", "reason"),
-    [
-        (("--context", "4096"), "llama-3.1-8b", "h200", "shorter than attention.shortest, 8,192"),
-        (("--context", "8100", "--attention.shortest", "8000"), "llama-3.1-8b", "h200", "no multiple of 128"),
-        ((), "llama-3.1-8b", "l40s", "Hopper and Blackwell"),
-        (("--attention.shortest", "128", "--context", "1024"), "gpt2", "h200", "heads of 128 elements"),
-        (("--attention.shortest", "128"), "vit-h-14", "h200", "no multiple"),
-    ],
-)
-def test_attention_that_stays_in_bf16_says_why(settings, model, gpu, reason):
-    wide, narrow = (plan(*settings, *more, model=model, gpu=gpu) for more in ((), FP8))
-    assert narrow.time == wide.time
-    assert narrow.memory == wide.memory
-    assert reason in narrow.origins["attention"]
-    assert narrow.fp8_attention_speed is None
-
-
-@pytest.mark.parametrize(("model", "reason"), [("vit-h-14", "is causal"), ("deepseek-v3", "of one size")])
-def test_models_whose_attention_has_no_fp8(model, reason):
-    assert reason in fp8_limit(plan(model=model).setup.model, find_gpu("h100"))
