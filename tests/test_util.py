@@ -115,13 +115,6 @@ def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone(
     assert 'pip install ".[hf]"' in str(raised.value)
 
 
-def test_no_message_installs_octavo_from_an_index():
-    """It is on none: pip finds no distribution of that name."""
-    sources = [path for path in (ROOT / "src").rglob("*.py") if "install" in path.read_text()]
-    assert sources
-    assert [str(path) for path in sources if 'install "octavo' in path.read_text()] == []
-
-
 @pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
 def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path, monkeypatch, auto):
     transformers = pytest.importorskip("transformers")
