@@ -310,6 +310,26 @@ def test_names_of_test_files_are_unique():
     assert sorted(names) == sorted(set(names))
 
 
+# ---- What messages advise
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+REMOVING = re.compile(r"\b(remove|delete|erase) (it|its|that|this|the|those|them)\b|\brm -", re.IGNORECASE)
+
+
+def advice(source: str) -> list[str]:
+    """The strings of a source, other than docstrings, that say to remove something or install Octavo from an index."""
+    nodes = list(ast.walk(parse(source)))
+    docs = {ast.get_docstring(node, clean=False) for node in nodes if isinstance(node, DOCUMENTED)}
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return [text for text in texts if text not in docs and (REMOVING.search(text) or 'install "octavo' in text)]
+
+
+def test_no_message_advises_to_remove_something_or_to_install_from_an_index() -> None:
+    """What Octavo cannot read may be whole, and what it does not know may be dear: both can be moved elsewhere. And pip
+    finds no distribution of its name."""
+    assert broken(lambda name: advice(ALL_SOURCES[name]), ALL_SOURCES) == {}
+
+
 # ---- the rules themselves can fail
 
 
@@ -333,3 +353,5 @@ def test_the_rules_see_what_they_forbid():
     assert not reachable("octavo.verification.readers", IMPORTS) <= REFERENCE
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
     assert broken(lambda name: {name} & {"a"}, "ab") == {"a": ["a"]}
+    faulty = 'def f(x):\n    "Remove it."\n    raise ValueError(f"{x} is damaged: delete it")'
+    assert advice(faulty) == [" is damaged: delete it"]

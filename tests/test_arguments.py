@@ -148,17 +148,6 @@ def test_a_repr_fits_on_two_lines(value):
     assert "\n" not in repr(value)
 
 
-def test_reprs_name_what_differs():
-    assert repr(octavo.quantize(torch.ones(4, 8))) == "QTensor(e4m3 [4, 8], row scales float32 [4, 1], cpu)"
-    assert repr(PRESETS["rowwise_dw_bf16"]()) == (
-        "Recipe('rowwise_dw_bf16', y: e4m3 row x e4m3 row floor 0.00390625, dx: e4m3 row x e4m3 row floor 0.00390625, "
-        "dw: bf16, rotate=(), emulate=False)"
-    )
-    assert repr(PRESETS["mxfp8"]()).count("e4m3 group:32 e8m0") == 6
-    assert "rotate=('y',)" in repr(PRESETS["tensorwise_rotated"]())
-    assert repr(PRESETS["delayed"]()).count("delayed") == 1 + 6
-
-
 def test_a_report_is_data_and_a_table_of_a_notebook():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     report = octavo.convert(model, skip=["1"])

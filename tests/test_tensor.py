@@ -25,30 +25,37 @@ def quantize_block(block: np.ndarray) -> tuple[np.ndarray, np.float32]:
     return shrunk.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), scale
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("size", [None, 32, 3])
-def test_ranks_one_to_four_by_row_and_group(shape, size):
+def blocks_of(x: np.ndarray, granularity: str) -> list[np.ndarray]:
+    """The blocks of x that share a scale, in order; each is a view."""
+    if granularity == "tensor":
+        return [x]
+    if granularity == "block:2x32":
+        return [part for rows in np.split(x, [2, 4]) for part in np.split(rows, [32, 64], 1)]
+    step = x.shape[-1] if granularity == "row" else int(granularity.partition(":")[2])
+    rows = x.reshape(-1, x.shape[-1])
+    return [row[at : at + step] for row in rows for at in range(0, x.shape[-1], step)]
+
+
+def scale_shape(shape: tuple[int, ...], granularity: str) -> tuple[int, ...]:
+    kind, _, size = granularity.partition(":")
+    if kind == "group":
+        return *shape[:-1], -(-shape[-1] // int(size))
+    return {"tensor": (1,) * len(shape), "row": (*shape[:-1], 1), "block": (3, 3)}[kind]
+
+
+KINDS = [(shape, granularity) for shape in SHAPES for granularity in ("tensor", "row", "group:32", "group:3")]
+
+
+@pytest.mark.parametrize(("shape", "granularity"), [*KINDS, ((5, 70), "block:2x32")], ids=str)
+def test_each_block_has_its_bytes_and_its_scale(shape, granularity):
     x = tensor(shape)
-    q = octavo.quantize(x, granularity="row" if size is None else f"group:{size}")
-    step = size or shape[-1]
+    q = octavo.quantize(x, granularity=granularity)
+    assert tuple(q.scale.shape) == scale_shape(shape, granularity)
     assert (q.data.shape, q.data.dtype) == (x.shape, torch.float8_e4m3fn)
-    assert tuple(q.scale.shape) == (*shape[:-1], -(-shape[-1] // step))
-    codes, scales = q.data.view(torch.uint8).numpy(), q.scale.numpy()
-    for row in np.ndindex(shape[:-1]):
-        for g in range(scales.shape[-1]):
-            expected, scale = quantize_block(x.numpy()[row][g * step : (g + 1) * step])
-            assert np.array_equal(codes[row][g * step : (g + 1) * step], expected)
-            assert scales[row][g] == scale
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_ranks_one_to_four_by_tensor(shape):
-    x = tensor(shape)
-    q = octavo.quantize(x, granularity="tensor")
-    expected, scale = quantize_block(x.numpy())
-    assert tuple(q.scale.shape) == (1,) * len(shape)
-    assert q.scale.item() == scale
-    assert np.array_equal(q.data.view(torch.uint8).numpy(), expected)
+    expected = [quantize_block(block) for block in blocks_of(x.numpy(), granularity)]
+    stored = blocks_of(q.data.view(torch.uint8).numpy(), granularity)
+    assert q.scale.flatten().tolist() == [scale for _, scale in expected]
+    assert all(np.array_equal(codes, block) for codes, (block, _) in zip(stored, expected, strict=True))
 
 
 def poisoned(number: float) -> torch.Tensor:
@@ -100,22 +107,10 @@ def test_what_is_refused_is_answered_in_a_sentence(make, settings, words):
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0,), (2, 0, 3), (0, 0)], ids=str)
 def test_empty_tensors(shape, granularity):
     q = octavo.quantize(torch.zeros(shape), granularity=granularity)
-    groups = -(-shape[-1] // 4)
-    scale_shape = {"tensor": (1,) * len(shape), "row": (*shape[:-1], 1), "group:4": (*shape[:-1], groups)}
-    assert tuple(q.scale.shape) == scale_shape[granularity]
+    assert tuple(q.scale.shape) == scale_shape(shape, granularity)
     assert (tuple(q.data.shape), q.data.dtype) == (shape, torch.float8_e4m3fn)
     assert tuple(q.dequantize().shape) == shape
     assert (q.scale > 0).all()
-
-
-def test_blocks_of_a_matrix():
-    x = tensor((5, 70))
-    q = octavo.quantize(x, granularity="block:2x32")
-    assert tuple(q.scale.shape) == (3, 3)
-    for i, j in np.ndindex(3, 3):
-        expected, scale = quantize_block(x.numpy()[2 * i : 2 * i + 2, 32 * j : 32 * j + 32])
-        assert np.array_equal(q.data.view(torch.uint8).numpy()[2 * i : 2 * i + 2, 32 * j : 32 * j + 32], expected)
-        assert q.scale[i, j].item() == scale
 
 
 def test_mx():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,25 +16,10 @@ from octavo.util import (
     import_extra,
     open_local,
     parse_object,
-    plural,
     reading,
-    some_of,
 )
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [((1, "linear layer"), "1 linear layer"), ((0, "file"), "0 files"), ((2, "file"), "2 files")],
-)
-def test_a_noun_has_the_number_of_its_count(words, text):
-    assert plural(*words) == text
-
-
-@pytest.mark.parametrize(("names", "text"), [("", ""), ("abc", "a, b, c"), ("abcde", "a, b, c and 2 more")])
-def test_the_first_of_many_names(names, text):
-    assert some_of(list(names)) == text
 
 
 # ---- Files of the user
@@ -129,18 +113,6 @@ def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone(
     ) as raised:
         import_extra("nowhere", "hf", "text needs nowhere")
     assert 'pip install ".[hf]"' in str(raised.value)
-
-
-def test_no_message_installs_octavo_from_an_index():
-    """It is on none: pip finds no distribution of that name."""
-    sources = [path for path in (ROOT / "src").rglob("*.py") if "install" in path.read_text()]
-    assert sources
-    assert [str(path) for path in sources if 'install "octavo' in path.read_text()] == []
-
-
-def test_every_extra_that_is_named_exists():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {"hf", "gguf", "bpe", "cudnn", "optim", "tensorboard"} <= extras.keys()
 
 
 @pytest.mark.parametrize("auto", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])

@@ -114,52 +114,41 @@ class Commands(TyperGroup):
 # ---- The words that other tools have for a command of Octavo, and the command that does it.
 
 
-_GENERATE, _EVALUATE = "octavo generate SOURCE --prompt TEXT", "octavo evaluate SOURCE --data TEXT"
-_PACK, _TRAIN = "octavo pack MODEL OUT", "octavo train --model FOLDER --data TEXT"
-_GGUF, _TIME = f"{_PACK}.gguf --layout gguf", "octavo generate SOURCE --time"
-_LAYOUT = "octavo unpack PACKED OUT --layout NAME"
-_SMOOTH, _ROTATE = f"{_PACK} --smooth CALIBRATION", f"{_PACK} --rotate"
-OTHER_COMMANDS = {
-    "serve": "vLLM serves a packed folder: vllm serve FOLDER\n"
-    "and answers: curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' "
-    """-d '{"model": "FOLDER", "prompt": "Once upon a time", "max_tokens": 50}'""",
-    "deploy": "octavo pack MODEL FOLDER, then vllm serve FOLDER",
-    "quantize": _PACK,
-    "compress": _PACK,
-    "convert": f"{_PACK}, and {_LAYOUT} for another layout",
-    "convert-layout": _LAYOUT,
-    "export": f"{_GGUF} for llama.cpp; octavo unpack PACKED OUT for BF16",
-    "export-gguf": _GGUF,
-    "gguf": _GGUF,
-    "dequantize": "octavo unpack PACKED OUT",
-    "sample": _GENERATE,
-    "chat": _GENERATE,
-    "run": _GENERATE,
-    "infer": _GENERATE,
-    "complete": _GENERATE,
-    "eval": _EVALUATE,
-    "perplexity": _EVALUATE,
-    "test": f"{_EVALUATE}, or octavo verify PACKED --against MODEL",
-    "validate": "octavo verify PACKED --against MODEL",
-    "check": "octavo verify PACKED --against MODEL for a folder, octavo doctor for this machine",
-    "finetune": _TRAIN,
-    "fine-tune": _TRAIN,
-    "pretrain": "octavo train --data TEXT",
-    "resume": "octavo train --resume RUN",
-    "estimate": "octavo plan MODEL",
-    "cost": "octavo plan MODEL",
-    "bench": _TIME,
-    "benchmark": _TIME,
-    "plot": "octavo report RUN",
-    "dashboard": "octavo report RUN",
-    "show": "octavo inspect PACKED",
-    "info": "octavo inspect PACKED for a folder, octavo doctor for this machine",
-    "diff": "octavo compare RUN RUN",
-    "recipe": "octavo formats RECIPE",
-    "fold": f"{_SMOOTH}, or {_ROTATE}",
-    "smoothquant": _SMOOTH,
-    "rotate": _ROTATE,
+_PACK, _VERIFY = "octavo pack MODEL OUT", "octavo verify PACKED --against MODEL"
+_EVALUATE, _LAYOUT = "octavo evaluate SOURCE --data TEXT", "octavo unpack PACKED OUT --layout NAME"
+_GGUF, _SMOOTH, _ROTATE = f"{_PACK}.gguf --layout gguf", f"{_PACK} --smooth CALIBRATION", f"{_PACK} --rotate"
+_SERVE = """vLLM serves a packed folder: vllm serve FOLDER
+and answers: curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \
+-d '{"model": "FOLDER", "prompt": "Once upon a time", "max_tokens": 50}'"""
+_WORDS = {
+    _SERVE: "serve",
+    "octavo pack MODEL FOLDER, then vllm serve FOLDER": "deploy",
+    _PACK: "quantize compress",
+    f"{_PACK}, and {_LAYOUT} for another layout": "convert",
+    _LAYOUT: "convert-layout",
+    f"{_GGUF} for llama.cpp; octavo unpack PACKED OUT for BF16": "export",
+    _GGUF: "export-gguf gguf",
+    "octavo unpack PACKED OUT": "dequantize",
+    "octavo generate SOURCE --prompt TEXT": "sample chat run infer complete",
+    _EVALUATE: "eval perplexity",
+    f"{_EVALUATE}, or {_VERIFY}": "test",
+    _VERIFY: "validate",
+    f"{_VERIFY} for a folder, octavo doctor for this machine": "check",
+    "octavo train --model FOLDER --data TEXT": "finetune fine-tune",
+    "octavo train --data TEXT": "pretrain",
+    "octavo train --resume RUN": "resume",
+    "octavo plan MODEL": "estimate cost",
+    "octavo generate SOURCE --time": "bench benchmark",
+    "octavo report RUN": "plot dashboard",
+    "octavo inspect PACKED": "show",
+    "octavo inspect PACKED for a folder, octavo doctor for this machine": "info",
+    "octavo compare RUN RUN": "diff",
+    "octavo formats RECIPE": "recipe",
+    f"{_SMOOTH}, or {_ROTATE}": "fold",
+    _SMOOTH: "smoothquant",
+    _ROTATE: "rotate",
 }
+OTHER_COMMANDS = {word: advice for advice, words in _WORDS.items() for word in words.split()}
 
 
 # ---- The names that help texts list. They are repeated here because the library that defines them imports PyTorch.

@@ -1,4 +1,4 @@
-""""""
+"""Text to token ids and back, against the library tokenizers and transformers."""
 
 import json
 import sys
@@ -25,7 +25,17 @@ TEXTS = [
     "<s> <|endoftext|> ĠĊ \x00\x01\x7f ",
     "".join(chr(character) for part in EVERY_LENGTH for character in range(*part)),
 ]
+TEXTS_CHARACTERS = [
+    "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",
+    " Grüße, 你好, e\u0301 \U0001f469\u200d\U0001f467 <s> <unk> Ġ \x01\x7f\u2028",
+    "",
+]
 CORPUS = ["the cat sat on the mat\n" * 20, "import os\nfor the_name in os.listdir('.'):\n    print(the_name)\n" * 20]
+
+
+@pytest.fixture
+def characters():
+    return CharacterTokenizer.train(TEXTS_CHARACTERS)
 
 
 @pytest.fixture(scope="module")
@@ -50,25 +60,32 @@ def test_byte_characters_are_those_of_tokenizers():
     assert (characters[0x20], characters[0x0A], characters[0x41]) == ("Ġ", "Ċ", "A")
 
 
+@pytest.mark.parametrize("kind", ["bytes", "characters"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", None])
-def test_transformers_opens_the_byte_tokenizer_with_the_same_ids(tmp_path, model_type):
+def test_transformers_opens_them_with_the_same_ids(tmp_path, characters, kind, model_type):
     transformers = pytest.importorskip("transformers")
-    ByteTokenizer().save(tmp_path)
+    ours, texts = (ByteTokenizer(), TEXTS) if kind == "bytes" else (characters, TEXTS_CHARACTERS)
+    ours.save(tmp_path)
     if model_type:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
-    assert len(theirs) == 256
-    for text in TEXTS:
-        ids = list(text.encode("utf-8"))
-        assert theirs(text)["input_ids"] == ids
-        assert theirs.decode(ids) == text
+    assert len(theirs) == ours.vocabulary_size
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    if kind == "characters":
+        with pytest.raises(Exception, match="UNK"):
+            theirs.encode("Ω")
 
 
-def test_load_recognises_the_byte_tokenizer_without_any_extra(tmp_path, monkeypatch):
-    ByteTokenizer().save(tmp_path / "deep" / "folder")
+def test_they_open_again_without_any_extra(tmp_path, characters, monkeypatch):
     for package in ("tokenizers", "transformers"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert isinstance(load_tokenizer(tmp_path / "deep" / "folder"), ByteTokenizer)
+    for ours in (ByteTokenizer(), characters):
+        ours.save(tmp_path / "deep" / "folder")
+        again = load_tokenizer(tmp_path / "deep" / "folder")
+        assert type(again) is type(ours)
+        assert [again.encode(text) for text in TEXTS_CHARACTERS] == [ours.encode(text) for text in TEXTS_CHARACTERS]
     with pytest.raises(ImportError, match=r'needs tokenizers.*pip install "\.\[bpe\]"'):
         BpeTokenizer.train(CORPUS, 280)
 
@@ -156,18 +173,6 @@ def test_a_tokenizer_whose_expression_takes_too_long_is_named(tmp_path, bpe, kin
 # ---- The tokenizer whose tokens are the characters of the training text
 
 
-TEXTS_CHARACTERS = [
-    "def f(x):\n\treturn  x  # don't, I 'm\r\n\n\n",
-    " Grüße, 你好, e\u0301 \U0001f469\u200d\U0001f467 <s> <unk> Ġ \x01\x7f\u2028",
-    "",
-]
-
-
-@pytest.fixture
-def characters():
-    return CharacterTokenizer.train(TEXTS_CHARACTERS)
-
-
 def test_every_distinct_character_is_a_token(characters):
     assert characters.vocabulary_size == len(set("".join(TEXTS_CHARACTERS)))
     for text in TEXTS_CHARACTERS:
@@ -186,25 +191,3 @@ def test_unknown_characters_are_named(characters):
         characters.encode("qx Ω\ud800 qq")
     with pytest.raises(ValueError, match="'!', '%', '&', '\\*', '0', '1', '2', '3' and 3 more"):
         characters.encode("!%&*0123456")
-
-
-def test_it_opens_again_without_any_extra(characters, tmp_path, monkeypatch):
-    characters.save(tmp_path / "deep" / "folder")
-    for package in ("tokenizers", "transformers"):
-        monkeypatch.setitem(sys.modules, package, None)
-    again = load_tokenizer(tmp_path / "deep" / "folder")
-    assert isinstance(again, CharacterTokenizer)
-    assert [again.encode(text) for text in TEXTS_CHARACTERS] == [characters.encode(text) for text in TEXTS_CHARACTERS]
-
-
-def test_transformers_opens_it_with_the_same_ids_and_text(characters, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    characters.save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
-    for text in TEXTS_CHARACTERS:
-        assert theirs.encode(text) == characters.encode(text)
-        assert theirs.decode(characters.encode(text)) == text
-    assert len(theirs) == characters.vocabulary_size
-    with pytest.raises(Exception, match="UNK"):
-        theirs.encode("Ω")

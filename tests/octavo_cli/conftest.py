@@ -6,17 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import SMALLEST
 
 from octavo.packing import pack
 from octavo.train.config import Config
 from octavo.train.processes import training_console
 from octavo.train.trainer import start_run
-
-TINY = {
-    "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 64, "context": 16, "batch": 2, "steps": 4,
-    "warmup": 1, "learning_rate": 1e-2, "min_learning_rate": 1e-3, "device": "cpu", "log_every": 1, "evaluate_every": 2,
-    "evaluate_batches": 3, "save_every": 2,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -30,7 +25,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, book: str) -> Path:
     root = tmp_path_factory.mktemp("trained")
     (root / "text.txt").write_text(book)
     for name, recipe in (("bf16", "bf16"), ("fp8", "delayed")):
-        settings = TINY | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
+        settings = SMALLEST | {"data": (str(root / "text.txt"),), "recipe": recipe, "out": str(root / name)}
         start_run(Config(**settings), training_console()).run()
     pack(root / "fp8", root / "packed")
     return root

@@ -1,20 +1,17 @@
 """octavo calibrate and pack, with a budget, smoothing and rotation: what they say that they made."""
 
 import json
-import random
 import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibration_examples import write_model
-from environment import with_source
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
+from verify_examples import change_tensors
 
 from octavo.calibration.calibrator import Calibration
 from octavo.models.tokenizer import ByteTokenizer
@@ -24,17 +21,10 @@ SIZES = {"vocab_size": 256, "hidden_size": 64, "ffn_dim": 96, "word_embed_proj_d
 
 
 @pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A deep tiny Llama, one channel of whose first block is far larger than the others."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    ends: Any = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    llama = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=12, initializer_range=0.2, **sizes, **ends))
-    with torch.no_grad():
-        llama.model.layers[0].input_layernorm.weight[5] = 200
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    llama.save_pretrained(folder)
-    ByteTokenizer().save(folder)
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama, one channel of whose first block is far larger than the others."""
+    folder = make_model(tmp_path_factory.mktemp("models") / "tiny", "llama")
+    change_tensors(folder, lambda tensors: tensors["model.layers.0.input_layernorm.weight"][5].fill_(200))
     return folder
 
 
@@ -68,8 +58,8 @@ def rows(out: str) -> list[tuple[str, str]]:
 # --- calibrate
 
 
-def test_calibrate(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
-    code, out, err = octavo("calibrate", deep, tmp_path / "out", "--data", data, *OPTIONS)
+def test_calibrate(octavo: Any, llama: Path, data: Path, tmp_path: Path) -> None:
+    code, out, err = octavo("calibrate", llama, tmp_path / "out", "--data", data, *OPTIONS)
     assert (code, err) == (0, "")
     found = Calibration.load(tmp_path / "out")
     assert found.prompts == 30
@@ -83,73 +73,32 @@ def test_calibrate(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
     assert found.sites["model.layers.0.self_attn.q_proj.input"].outlier_channels().tolist() == [5]
 
 
-def test_it_says_what_it_skipped_and_lacked(octavo: Any, deep: Path, tmp_path: Path) -> None:
+def test_it_says_what_it_skipped_and_lacked(octavo: Any, llama: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("Folded three times. " * 40)
     (texts / "latin.txt").write_bytes(b"pli\xe9 " * 40)
-    code, out, _ = octavo("calibrate", deep, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
+    code, out, _ = octavo("calibrate", llama, tmp_path / "out", "--data", texts, "--samples", 2, "--context", 8)
     assert code == 0
     assert "read 1 file (800 bytes); skipped 1: 1 not UTF-8 (latin.txt)" in out.splitlines()
     read = Calibration.load(tmp_path / "out").settings["data"]
     assert read["skipped"] == {"not UTF-8": {"count": 1, "bytes": 200, "examples": ["latin.txt"]}}
     lines = tmp_path / "rows.jsonl"
     lines.write_text("\n".join(json.dumps({"prompt": text}) for text in ("one", "three", "one")))
-    out = octavo("calibrate", deep, tmp_path / "few", "--data", lines, *OPTIONS)[1]
+    out = octavo("calibrate", llama, tmp_path / "few", "--data", lines, *OPTIONS)[1]
     assert "2 prompts (30 asked for, the data has no more), 8 tokens" in out
 
 
 def test_an_interrupt_says_how_to_continue(
-    octavo: Any, deep: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    octavo: Any, llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_args: Any, **_kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("octavo.calibration.calibrate", interrupt)
-    code, _, err = octavo("calibrate", deep, tmp_path / "out", "--data", data)
+    code, _, err = octavo("calibrate", llama, tmp_path / "out", "--data", data)
     assert code == 130
     assert err.startswith("interrupted: the blocks that were done are kept beside")
-
-
-KILLED = """
-import os, signal, sys
-from octavo.hf.block_by_block import BlockModel
-from octavo_cli import main
-left, run = int(sys.argv[1]), BlockModel.run_block
-
-def run_or_die(*args):
-    global left
-    left -= 1
-    if left == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return run(*args)
-
-BlockModel.run_block = run_or_die
-sys.argv = ["octavo", *sys.argv[2:]]
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_run_that_is_killed_goes_on(octavo: Any, deep: Path, data: Path, tmp_path: Path) -> None:
-    """SIGKILL, before a batch of a part that nobody chose."""
-    options = ("--samples", 12, "--context", 24, "--batch", 1)
-    words = ["calibrate", deep, tmp_path / "killed", "--data", data, *options]
-    batch = random.randrange(37, 121)  # parts 4 to 10; a part reads 12 batches, and part 0 none
-    command = [sys.executable, "-c", KILLED, str(batch), *map(str, words)]
-    assert subprocess.run(command, env=with_source(OMP_NUM_THREADS="1"), check=False).returncode == -signal.SIGKILL
-    work: Path = tmp_path / ".killed.calibrating"
-    done = len(list(work.glob("part-*.safetensors")))
-    assert 4 <= done <= 10
-    first = (work / "part-000.safetensors").stat().st_mtime_ns
-    assert octavo(*words)[0] == 0
-    assert octavo("calibrate", deep, tmp_path / "whole", "--data", data, *options)[0] == 0
-    assert first < (tmp_path / "killed" / "calibration.json").stat().st_mtime_ns
-    one, other = (Calibration.load(tmp_path / name) for name in ("killed", "whole"))
-    for site, statistics in one.sites.items():
-        for leaf, tensor in statistics.to_tensors().items():
-            assert torch.equal(tensor, other.sites[site].to_tensors()[leaf])
-    assert not work.exists()
 
 
 # --- pack

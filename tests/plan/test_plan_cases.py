@@ -1,23 +1,21 @@
-"""Cases, comparisons and bad input."""
+"""Where a plan has its settings and its model from, searches, and the parameters that it counts."""
+
+import json
+import math
 
 import pytest
+import torch
+from torch import nn
 
 from octavo.checkpoint.run import RunFolder
-from octavo.plan.cases import Case, find_runs, make_cases, model_presets, parse_count
+from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.plan.cases import Case, find_architecture, find_runs, model_presets, parse_count
+from octavo.plan.model_shape import describe_architecture
 from octavo.plan.setup import find_gemms
 from octavo.rates.measured import find_gpu, known_gpus
 from octavo.recipe import get_recipe
-from octavo.train.config import write_settings
+from octavo.train.config import Config, write_settings
 from octavo.train.settings import load_config
-
-
-def test_the_defaults_of_a_plan():
-    setup = Case("llama-3.2-1b", gpus=8).training().setup
-    config = setup.config
-    assert (config.batch, config.context, config.compile.blocks) == (8, 8192, True)
-    assert (setup.recipe.name, setup.tokens) == ("rowwise", 8192)
-    eager = Case("gpt2", ("--no-compile.blocks", "--batch", "2", "--context", "512")).training().setup.config
-    assert (eager.batch, eager.context, eager.compile.blocks) == (2, 512, False)
 
 
 def test_a_file_of_settings(tmp_path):
@@ -48,56 +46,6 @@ def test_a_preset_of_training():
         assert setup.config == load_config(name, ())  # with its gathers, checkpointing and batch
     scaled = Case("llama-3-8b", gpus=64).training().setup.config
     assert (scaled.batch, scaled.accumulate, scaled.parallel.gather_dtype) == (64, 8, "bf16")
-    with pytest.raises(ValueError, match="how many tokens the tokenizer hf:"):
-        Case("llama-1b", ("--tokenizer", "hf:some/tokenizer")).training()
-
-
-@pytest.mark.parametrize("model", model_presets())
-def test_every_preset_has_a_plan(model):
-    plan = Case(model, ("--optimizer.state", "8bit"), gpu="b200", gpus=64).training()
-    assert 0 < plan.utilization < 1.3
-    assert all(part >= 0 for part in (*plan.memory.parts.values(), *plan.time.parts.values()))
-    assert plan.gains
-
-
-@pytest.mark.parametrize(
-    ("compare", "labels"),
-    [
-        ([], ["gpt2"]),
-        (["recipe=bf16,rowwise"], ["recipe bf16", "recipe rowwise"]),
-        (["gpus=1,8"], ["gpus 1", "gpus 8"]),
-        (["model=gpt2,gpt2-xl"], ["model gpt2", "model gpt2-xl"]),
-        (["optimizer.state=fp32,8bit"], ["optimizer.state fp32", "optimizer.state 8bit"]),
-        (["gpus=1,2", "recipe=bf16,rowwise"], [f"gpus {n}, recipe {r}" for n in (1, 2) for r in ("bf16", "rowwise")]),
-    ],
-)
-def test_each_case_of_a_comparison_has_its_value(compare, labels):
-    cases = make_cases(Case("gpt2", ("--recipe", "tensorwise", "--batch", "8")), compare)
-    assert [label for label, _ in cases] == labels
-    for label, case in cases:
-        setup = case.training().setup
-        found = {
-            "recipe": setup.recipe.name,
-            "gpus": str(setup.degrees.processes),
-            "model": setup.model.name,
-            "optimizer.state": setup.config.optimizer.state,
-        }
-        for each in label.split(", "):
-            name, _, value = each.partition(" ")
-            assert found.get(name, "gpt2") == (value or label)
-
-
-@pytest.mark.parametrize("compare", ["scheme=bf16,int8", "kv-cache=bf16,fp8", "attention=bf16,fp8"])
-def test_a_comparison_of_servers(compare):
-    one, two = (case.serving() for _, case in make_cases(Case("llama-3.1-8b", ("--context", "8192")), [compare]))
-    name = {"kv-cache": "cache_a_token"}.get(compare.partition("=")[0], compare.partition("=")[0])
-    assert getattr(one, name) != getattr(two, name)
-
-
-@pytest.mark.parametrize("compare", ["recipe", "=bf16", "recipe=", "recipe=bf16,,rowwise", "gpus=many"])
-def test_a_comparison_of_another_form(compare):
-    with pytest.raises(ValueError, match="--compare"):
-        make_cases(Case("gpt2"), [compare])
 
 
 def test_numbers_with_a_unit():
@@ -115,31 +63,7 @@ def test_every_gpu_is_complete():
         found = find_gemms(get_recipe("rowwise"), gpu)
         assert {backend.name == "none" for backend in found.values()} == {gpu.fp8 is None}
         assert set(gpu.origins) == {"attention", "memory", "links"}
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case("gpt2", gpu="h300"), "--gpu must be one of .* got 'h300'; the nearest is h"),
-        (Case("gpt2", gpu="abacus"), "--gpu must be one of"),
-        (Case("gpt2", gpus=0), "--gpus must be from 1 to 1,000,000, more than any machine has; got 0"),
-        (Case("gpt2", gpus=10**9), "--gpus must be from 1 to 1,000,000, .* got 1,000,000,000"),
-        (Case("llama-3.1-8b", ("--parallel.tp", "3"), gpus=3), "tp must divide .*; got 3: it can be 1, 2, 4, 8"),
-        (Case("llama-3.1-8b", ("--parallel.tp", "2"), gpus=3), "must multiply to the number of processes, 3"),
-        (Case("gpt2", ("--batch", "3"), gpus=2), "must be a multiple of the 2 that .* have 3: give --batch 4"),
-        (Case("llama-1b", ("--batch", "8"), gpus=16), "multiple of the 16 .* settings have 8: give --batch 16"),
-        (Case("gpt2", ("--context", "4096")), "must be at most the 1024 tokens of gpt2; got 4096"),
-        (Case("gpt2", gpu="a100"), "A100 80GB SXM has no FP8 GEMMs, .* give --recipe bf16"),
-        (Case("gpt2", ("--recipe", "rowwize")), "unknown recipe"),
-        (Case("gpt2", ("--layers", "2")), "gpt2 has sizes of its own: leave out --layers"),
-        (Case("gpt2", ("--no-tied",)), "gpt2 has sizes of its own: leave out --tied"),
-        (Case("dit-xl-2", ("--context", "100")), "--context of the image model dit-xl-2 is 256; got 100"),
-        (Case("gpt2", gpus=16, network=0), "--network must be above 0"),
-    ],
-)
-def test_bad_input(case, message):
-    with pytest.raises(ValueError, match=message):
-        case.training()
+        assert gpu.instruction_rate == gpu.fp32 / 2 < gpu.bf16 / 2  # less without its tensor cores
 
 
 def test_auto_is_the_best_recipe_of_the_gpu():
@@ -155,42 +79,10 @@ def test_the_largest_batch_fits_and_the_next_does_not():
         assert Case("llama-3.1-8b", ("--batch", str(batch)), gpus=8).training().fits == fits
 
 
-def test_days_and_cost():
-    plan = Case("llama-3.1-8b", gpus=8).training()
-    assert plan.days(1e12) == pytest.approx(1e12 / (8 * plan.tokens_per_second) / 86400)
-    assert plan.cost(1e12, 2.0) == pytest.approx(plan.days(1e12) * 24 * 8 * 2)
-
-
-def test_recipes_are_compared_with_equal_gathers():
-    """FP32 gathers, which nobody takes for BF16, made FP8 1.57x of it on eight GPUs."""
-    bf16, fp8 = (case.training() for _, case in make_cases(Case("llama-3.1-8b", gpus=8), ["recipe=bf16,rowwise"]))
-    assert bf16.setup.gathered_bytes == (2.0, 2.0)
-    assert fp8.setup.gathered_bytes == (1.0, 2.0)
-    assert 1.35 < fp8.tokens_per_second / bf16.tokens_per_second < 1.5
-    wide = Case("llama-3.1-8b", ("--parallel.gather-dtype", "fp32", "--recipe", "bf16"), gpus=8).training()
-    assert wide.tokens_per_second < 0.95 * bf16.tokens_per_second
-
-
 def test_mfu_counts_queries_and_values_at_their_own_widths():
     plan = Case("deepseek-v3", ("--parallel.tp", "8"), gpus=512).training()
     flops = 6 * plan.setup.model.active_parameters + 6 * 61 * 128 * (192 + 128) * 4096
     assert plan.utilization == pytest.approx(flops * plan.tokens_per_second / plan.setup.gpu.bf16)
-
-
-@pytest.mark.parametrize(
-    ("model", "products", "attention"),
-    [
-        ("llama-3.1-8b", "interpolated between measured layers", "measured"),
-        ("deepseek-v3", "below 1,024 inputs or outputs is extrapolated; experts", "heads of 128 and 192 were not"),
-        ("gpt2", "below 1,024", "causal heads of 64 were not measured"),
-        ("vit-h-14", "interpolated", "bidirectional heads of 80 were not measured"),
-    ],
-)
-def test_origins_say_measured_only_of_the_shapes_of_the_model(model, products, attention):
-    for origins in (Case(model).training().origins, *([] if "vit" in model else [Case(model).serving().origins])):
-        assert products in origins["matrix products"]
-        assert attention in origins["attention"]
-        assert (origins["attention"] == "measured") == (model == "llama-3.1-8b")
 
 
 def test_a_plan_that_does_not_fit_finds_what_does():
@@ -226,3 +118,130 @@ def test_runs_that_end_in_time():
     assert all(plan.setup.degrees.tp == 8 for plan in find_runs(Case("llama-3-70b"), 1e12, 30))
     with pytest.raises(ValueError, match=r"trains on 1e\+15 tokens in 1 days: \d+ take [\d,.]+ days"):
         find_runs(Case("llama-3-8b", ("--recipe", "rowwise")), 1e15, 1)
+
+
+# ---- The parameters that a plan counts, against models of transformers and Octavo on the meta device
+
+
+SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
+OURS = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96)
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def as_few_layers(fields: dict, layers: int) -> dict:
+    """The config of a model with fewer blocks, since transformers takes long to build many."""
+    changed = {name: layers for name in ("n_layer", "num_hidden_layers") if name in fields}
+    return fields | changed | ({"first_k_dense_replace": 1} if "first_k_dense_replace" in fields else {})
+
+
+@pytest.mark.parametrize("name", [name for name, fields in model_presets().items() if fields["model_type"] != "dit"])
+def test_a_preset_has_the_parameters_of_its_model_in_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    fields = as_few_layers({k: v for k, v in model_presets()[name].items() if k != "source"}, 2)
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**fields)
+        if name.startswith("vit"):
+            model = transformers.ViTModel(config, add_pooling_layer=False)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    bias = sum(b.numel() for key, b in model.named_buffers() if key.endswith("e_score_correction_bias"))
+    assert describe_architecture(name, fields).parameters == count(model) + bias
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2", 0.124439808),
+        ("gpt-3-175b", 174.604259328),
+        ("llama-2-7b", 6.738415616),
+        ("llama-3.1-8b", 8.030261248),
+        ("llama-3.1-70b", 70.553706496),
+        ("llama-3-405b", 405.853388800),
+        ("mixtral-8x7b", 46.702792704),
+        ("deepseek-v3", 671.026419200),
+        ("dit-xl-2", 0.675),  # the table of the paper says 675 million
+        ("dit-sdxl", 2.6),  # SDXL's report says 2.6 billion
+        ("vit-h-14", 0.632),  # the table of the paper says 632 million, with its classifier
+    ],
+)
+def test_the_published_counts(name, billions):
+    digits = 1e-9 if len(str(billions)) > 8 else 0.008
+    assert find_architecture(name, Config()).parameters / 1e9 == pytest.approx(billions, rel=digits)
+
+
+def test_experts_count_once_in_memory_and_by_use_in_time():
+    mixtral = find_architecture("mixtral-8x7b", Config())
+    assert mixtral.active_parameters / 1e9 == pytest.approx(12.75, rel=1e-2)  # arXiv:2401.04088 says 13 billion active
+
+
+@pytest.mark.parametrize("config", [OURS, GPT2Config(**SMALL)])
+def test_octavos_own_models_are_counted_exactly(config):
+    with torch.device("meta"):
+        model = build(config)
+    architecture = describe_architecture("ours", config.to_hf())
+    assert architecture.parameters == count(model)
+    linears = [m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    assert architecture.block_weights == sum(linears)
+
+
+def test_a_folder_and_a_file_are_read(tmp_path):
+    fields = OURS.to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    expected = describe_architecture("x", fields).parameters
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert find_architecture(str(path), Config()).parameters == expected
+
+
+def test_settings_give_octavos_own_model():
+    config = Config(layers=3, width=64, heads=4, kv_heads=2, mlp_width=128, tokenizer="bpe", vocabulary=512)
+    with torch.device("meta"):
+        model = build(LlamaConfig(512, 3, 64, 4, 2, 128, config.context))
+    assert find_architecture("", config).parameters == count(model)
+
+
+@pytest.mark.parametrize("shared", [0, 48])
+def test_settings_give_octavos_mixture(shared):
+    sizes = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 32}
+    experts = {"count": 4, "top_k": 2, "shared_width": shared}
+    config = Config.from_dict(sizes | {"model": "mixture", "experts": experts, "tokenizer": "bpe", "vocabulary": 512})
+    described = MixtureConfig(**sizes, vocabulary=512, context=config.context, experts=4, top_k=2, shared_width=shared)
+    with torch.device("meta"):
+        parameters = count(build(described))
+    assert find_architecture("", config).parameters == parameters
+    assert describe_architecture("ours", described.to_hf()).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"model_type": "llama"}', "must state 'hidden_size'"),
+        ('{"model_type": "mistral3"}', "got 'mistral3': the nearest is mistral"),
+        ('{"model_type": "gemma2"}', "got 'gemma2': write a config.json"),  # nothing is near
+        ("{}", "model_type must be one of"),
+        (json.dumps(OURS.to_hf() | {"hidden_size": "wide"}), "must be whole numbers of at least 1"),
+        (json.dumps(OURS.to_hf() | {"hidden_size": None}), "must be whole numbers of at least 1"),
+        (json.dumps(OURS.to_hf() | {"num_hidden_layers": 0}), "every size of a model must be at least 1; got 0"),
+        ("{", "is not valid JSON"),
+        ("[]", "must hold a JSON object"),
+        ("[" * 100_000, "config.json is not valid JSON .it is nested too deeply"),
+        ('{"model_type": "vit", "hidden_size": "wide"}', "must state 'num_hidden_layers'"),
+        (
+            '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 9}',
+            "num_experts_per_tok must be at most the number of experts, got 9 of 8",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_read(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        find_architecture(str(tmp_path), Config())
+
+
+def test_a_dit_block_counts_as_one_written_in_pytorch():
+    width, mlp = 1152, 4 * 1152
+    layers = [(width, 3 * width), (width, width), (width, mlp), (mlp, width), (width, 6 * width)]
+    expected = sum(count(nn.Linear(k, n, device="meta")) for k, n in layers)
+    assert math.isclose(find_architecture("dit-xl-2", Config()).blocks[0].parameters, expected)

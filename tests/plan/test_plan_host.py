@@ -47,54 +47,6 @@ def test_the_measured_stack_of_four_blocks_on_one_gpu(mode: str, ms: float) -> N
     assert 1e3 * (two - one) / 16 == pytest.approx(ms / 4, rel=0.15)
 
 
-def test_blocks_that_are_gathered_in_pairs_take_less() -> None:
-    small = plan("--recipe", "bf16")
-    block = small.setup.model.blocks[0]
-    layers = tuple(replace(layer, outputs=2 * layer.outputs) for layer in block.layers)
-    wide = replace(small.setup.model, blocks=(replace(block, layers=layers),))
-    alone = TrainingPlan(replace(small.setup, model=wide))
-    assert 2 * block.parameters <= 2**27 < 2 * alone.setup.model.blocks[0].parameters
-    assert small.time.host < 0.85 * alone.time.host
-
-
-def test_a_step_takes_as_long_as_the_gpu_or_the_host() -> None:
-    small, large = time(*FULL), time(*FULL, "--batch", "64")
-    assert small.host == large.host
-    assert small.total == pytest.approx(small.host)
-    assert small.host > small.total - small.waiting > 0
-    assert large.total > large.host
-    assert large.waiting == 0
-    assert "host" not in small.parts
-
-
-def test_the_update_of_the_weights_is_the_last_micro_batch_alone() -> None:
-    one, two, three = (time("--accumulate", str(n)).host for n in (1, 2, 3))
-    assert three - two == pytest.approx(two - one)
-    assert 0 < one - (two - one) < two - one
-
-
-def test_what_the_host_does_more_takes_longer() -> None:
-    wide = "--no-parallel.fp8-all-gather"
-    cases = [("--recipe", "bf16"), (wide,), (wide, "--activation-checkpointing.mode", "selective"), (wide, *FULL), FULL]
-    seconds = [time(*settings).host for settings in cases]
-    assert seconds == sorted(set(seconds))
-    assert time(gpus=1).host < 0.6 * time().host
-
-
-def test_recipes_in_order_of_what_the_host_launches() -> None:
-    recipes = ("bf16", "rowwise", "tensorwise", "delayed", "blockwise")
-    seconds = [time("--recipe", recipe, gpus=1).host for recipe in recipes]
-    assert seconds == sorted(set(seconds))
-    assert time("--recipe", "mxfp8", gpus=1).host == seconds[-1]
-
-
-def test_eager_blocks_and_their_checkpointing() -> None:
-    modes = ("none", "full", "selective")
-    eager = [time("--no-compile.blocks", "--activation-checkpointing.mode", mode).host for mode in modes]
-    assert eager == sorted(set(eager))
-    assert eager[0] > time().host
-
-
 def test_settings_with_which_the_gpu_waits_less() -> None:
     waiting = plan("--batch", "2", *FULL)
     found = waiting.faster_settings

@@ -11,14 +11,15 @@ import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
 from octavo.nn import use_fp8_attention
 from octavo.plan.cases import Case
-from octavo.plan.memory import Memory, block_bytes, buffer_bytes, checkpointed_bytes, element_bytes, plan_memory
+from octavo.plan.memory import Memory, block_bytes, checkpointed_bytes, element_bytes, plan_memory
 from octavo.plan.model_shape import Block, describe_architecture
-from octavo.plan.setup import Setup, make_setup
+from octavo.plan.setup import Setup, make_setup, states_of
 from octavo.rates.measured import find_gpu
-from octavo.recipe import get_recipe
-from octavo.train.config import Config
+from octavo.recipe import bf16, get_recipe
+from octavo.train.config import Config, OptimizerSettings
 from octavo.train.loss import make_loss
 from octavo.train.model import prepare_blocks
+from octavo.train.optimizer import make_optimizer
 
 FP32 = ("--parallel.gather-dtype", "fp32")
 CHECKPOINTING = pytest.mark.parametrize("mode", ["none", "full", "selective"])
@@ -55,56 +56,6 @@ def planned(*settings: str, gpus: int = 1, model: str = "llama-3.1-8b") -> Memor
 def test_states_are_sixteen_bytes_a_parameter():
     memory = planned("--recipe", "bf16", "--accumulate", "2")
     assert memory.weights + memory.gradients + memory.optimizer == pytest.approx(16 * 8030261248)
-
-
-def test_gpus_share_the_states():
-    one, eight = planned(), planned(*FP32, gpus=8)
-    assert one.weights == 8 * eight.weights
-    assert one.optimizer == 8 * eight.optimizer
-    assert one.buffers == 0
-    assert eight.buffers > 0
-    assert one.activations == eight.activations  # one sequence a GPU
-
-
-@pytest.mark.parametrize(("model", "together"), [("llama-3.1-8b", 1), ("gpt2", 2)])
-def test_one_unit_is_reduced_while_the_next_one_computes(model, together):
-    """At the end of the backward pass: two gathered units, the gathered root, and one reduction in FP32. Two small
-    blocks are one unit."""
-    setup = Case(model, FP32, gpus=8).training().setup
-    block = setup.model.blocks[0]
-    outside = 4 * (setup.model.parameters - setup.model.depth * block.parameters)
-    narrow = block.weights + 4 * (block.parameters - block.weights)
-    at_start, at_end = (buffer_bytes(setup, block, start=start) for start in (True, False))
-    assert at_start == 2 * together * narrow + outside
-    assert at_end - at_start == 4 * together * block.parameters
-
-
-def test_replicas_share_nothing():
-    memory = planned("--parallel.dp-replicate", "8", "--parallel.dp-shard", "1", gpus=8)
-    assert memory.weights == planned().weights
-
-
-def test_tensor_parallelism_divides_weights_and_activations():
-    one, four = planned(), planned("--parallel.tp", "4", gpus=4)
-    assert (one.weights, one.activations) == (4 * four.weights, 4 * four.activations)
-
-
-def test_checkpointing_and_eight_bits_need_less():
-    modes = [planned("--activation-checkpointing.mode", mode).peak for mode in ("full", "selective", "none")]
-    assert modes == sorted(modes)
-    assert planned("--recipe", "rowwise").activations < 0.65 * planned("--recipe", "bf16").activations
-
-
-def test_offloaded_states_are_in_the_memory_of_the_cpu():
-    memory = planned("--optimizer.offload")
-    assert memory.weights == memory.gradients == memory.optimizer == 0
-    assert memory.offloaded == 16 * 8030261248
-
-
-def test_whole_logits_are_the_peak_of_a_large_vocabulary():
-    whole, chunked = (planned("--loss.logits", logits, model="llama-3.2-1b") for logits in ("whole", "chunked"))
-    assert whole.peak - chunked.peak > 8 * 128256 * 8192  # two of the FP32 tensors of all logits at least
-    assert whole.moment == "start of backward"
 
 
 # ---- Planned activations against the tensors that Octavo's own models hold after the forward pass
@@ -261,3 +212,29 @@ def described(kind: str) -> Block:
 def test_an_input_takes_the_bytes_that_dw_reads():
     by_recipe = {name: element_bytes(256, get_recipe(name)) for name in ("bf16", "tensorwise", "rowwise", "groupwise")}
     assert by_recipe == {"bf16": 512, "tensorwise": 256, "rowwise": 260, "groupwise": 256 + 4 * 4}
+
+
+# ---- The bytes of a parameter against the optimizers' own tensors
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit", "fp8"])
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_bytes_of_a_parameter_are_those_of_the_tensors(state, weights):
+    if (state, weights) != ("fp32", "fp32"):
+        pytest.importorskip("torchao")
+    layer = nn.Linear(1024, 256, bias=False).to(getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[weights]))
+    layer(torch.ones(1, 1024, dtype=layer.weight.dtype)).sum().backward()
+    config = Config().change(**{"optimizer.state": state, "optimizer.weights": weights})
+    optimizer = make_optimizer(layer, config)
+    moments = [optimizer.state[layer.weight][name] for name in ("exp_avg", "exp_avg_sq")]
+    planned = states_of(config.optimizer, bf16(), accumulate=1)
+    count = layer.weight.numel()
+    assert planned.weight * count == layer.weight.nbytes
+    assert planned.gradient * count == layer.weight.grad.nbytes
+    tensors = [part for m in moments for part in ([m] if type(m) is torch.Tensor else [m.codes, m.scale])]
+    assert planned.moments * count == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_accumulation_holds_gradients_in_fp32():
+    settings = OptimizerSettings(weights="bf16")
+    assert [states_of(settings, bf16(), accumulate=n).gradient for n in (1, 2)] == [2, 4]

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEME_OF, SCHEMES, WEIGHT
+from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, SCHEMES
 from octavo.inference.packed_linear import PackedLinear
 from octavo.ops import quantize
-from octavo.plan import serving as schemes
-from octavo.plan.cases import Case, find_architecture, plan_schemes
+from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import (
     Server,
@@ -21,10 +20,9 @@ from octavo.plan.serving import (
     find_scheme,
     find_speeds,
     plan_serving,
-    refusal,
     weight_bytes,
 )
-from octavo.rates.measured import find_gpu, known_gpus, measured_expert_speeds
+from octavo.rates.measured import find_gpu, measured_expert_speeds
 from octavo.train.config import Config
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -95,17 +93,6 @@ def test_the_measured_prompt_of_four_blocks_on_an_h200(scheme, attention, mode):
     assert 1e3 * plan_serving(server).prefill_seconds == pytest.approx(found["ms"][mode], rel=0.05)
 
 
-def test_prompts_that_read_an_fp8_cache_are_faster():
-    slow, fast = (serve("channel", 1, 8192, cache, attention="fp8").prefill_seconds for cache in ("bf16", "fp8"))
-    assert fast < slow
-
-
-def test_short_prompts_attend_in_bf16():
-    plan = serve("channel", 1, 2048, attention="fp8")
-    assert plan.attention == "bf16"
-    assert "in BF16, since prompts of 2,048 tokens are shorter than 4,096" in plan.origins["attention"]
-
-
 def test_keys_and_values_by_context_and_batch():
     # 32 blocks, keys and values, 8 heads of 128 features, 2 bytes
     assert serve("bf16", 3, 1000).cache == 3 * 1000 * 32 * 2 * 8 * 128 * 2
@@ -121,48 +108,6 @@ def test_the_largest_batch_fits_and_one_more_does_not():
     most = serve("bf16", 1, 8192).largest_batch
     assert serve("bf16", most, 8192).fits
     assert not serve("bf16", most + 2, 8192).fits
-
-
-def test_experts_are_read_as_the_batch_needs_them():
-    one, many = (Case("mixtral-8x7b", ("--batch", str(n)), gpus=2).serving().step_seconds for n in (1, 64))
-    assert many > 2 * one
-
-
-def test_gpus_share_weights_and_cache():
-    one, four = serve("bf16", 8, 1024), serve("bf16", 8, 1024, gpus=4)
-    assert (one.weights, one.cache) == (4 * four.weights, 4 * four.cache)
-    assert four.step_seconds < one.step_seconds
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case("vit-h-14"), "vit-h-14 has no vocabulary"),
-        (Case("llama-3.1-8b", gpus=3), "--gpus must divide the 32 heads"),
-        (Case("llama-3.1-8b", gpus=0), "must be at least 1"),
-        (Case("llama-3-8b", ("--context", "9000")), "must be at most the 8192 tokens"),
-    ],
-)
-def test_bad_input(case, message):
-    with pytest.raises(ValueError, match=message):
-        case.serving()
-
-
-def test_a_gpu_without_fp8_gemms_serves_weights_in_eight_bits():
-    """It reads half the bytes of a BF16 model in each step, and computes prompts no faster."""
-    fp8, bf16 = (serve(scheme, 1, 8192, gpu="a100") for scheme in ("channel", "bf16"))
-    assert (fp8.gemm, bf16.gemm) == ("weight-only", "bf16")
-    assert fp8.weights < 0.6 * bf16.weights
-    assert fp8.step_seconds < 0.7 * bf16.step_seconds
-    assert bf16.prefill_seconds < fp8.prefill_seconds < 1.1 * bf16.prefill_seconds
-    assert serve("weight", 1, 8192, gpu="a100").step_seconds == fp8.step_seconds
-    assert not fp8.measured
-
-
-def test_norms_and_activations_cast_the_inputs_of_the_schemes_that_are_fused():
-    model, gpu = find_architecture("llama-3.1-8b", Config()), find_gpu("h200")
-    servers = {name: Server(model, find_scheme(name), gpu, 1, 1, 1024, "bf16", "bf16") for name in SCHEMES}
-    assert [name for name, server in servers.items() if server.is_cast_fused] == ["channel", "int8"]
 
 
 # ---- The bytes of packed weights, and the speed of each scheme where it was measured and where it was not
@@ -193,63 +138,6 @@ def test_routers_stay_in_bf16_and_each_expert_has_its_scales():
     assert weight_bytes(with_layers(router, experts), None) == 2 * (128 * 8 + 8 * 128 * 256)
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    speeds = {
-        1: {"channel": 1.7, "weight": 1.8},
-        16: {"channel": 1.4, "weight": 1.1},
-        8192: {"channel": 1.8, "weight": 0.9, "mx": 0.8},
-    }
-    monkeypatch.setattr(schemes, "measured_speeds", lambda: speeds)
-
-
-def test_speeds_between_two_measurements(measured):
-    found = find_speeds(CHANNEL, find_gpu("h200"))
-    assert [found.at(tokens) for tokens in (1, 4, 16, 8192, 1 << 20)] == pytest.approx([1.7, 1.55, 1.4, 1.8, 1.8])
-    assert found.is_measured(1)
-    assert found.gemm == "cublaslt"
-
-
-def test_a_scheme_without_a_measurement_has_the_speed_of_another(measured):
-    mx, int8 = (find_speeds(scheme, find_gpu("h100")) for scheme in (MX, INT8))
-    assert (mx.at(1), mx.at(8192)) == (1.7, 0.8)
-    assert (mx.is_measured(16), mx.is_measured(8192)) == (False, True)
-    assert (int8.at(8192), int8.is_measured(8192), int8.instead) == (1.8, False, "channel")
-
-
-def test_another_gemm_has_other_speeds(measured):
-    """MX has GEMMs of its own on a B200, and takes inputs in BF16 on an A100."""
-    b200, a100 = (find_speeds(MX, find_gpu(name)) for name in ("b200", "a100"))
-    assert (b200.gemm, b200.at(8192), b200.is_measured(8192)) == ("cublaslt", 1.8, False)
-    assert (a100.gemm, a100.at(8192)) == ("weight-only", 0.9)
-
-
-def test_weights_that_are_widened_in_memory_are_slower_than_bf16(measured):
-    found = find_speeds(WEIGHT, find_gpu("mi300x"))
-    assert (found.gemm, found.at(1)) == ("dequantized", 0.4)
-
-
-def test_what_cannot_be_served_says_why():
-    deepseek = find_architecture("deepseek-v3", Config())
-    assert "no multiple of 128 x 128" in refusal(deepseek, find_scheme("block"), find_gpu("h200"))
-    assert "no kernel for the scheme int8" in refusal(LLAMA, INT8, find_gpu("mi300x"))
-    mixtral = find_architecture("mixtral-8x7b", Config())
-    assert "can be packed in FP8, not int8" in refusal(mixtral, INT8, find_gpu("h200"))
-    assert all(not refusal(LLAMA, scheme, find_gpu("h200")) for scheme in (None, *SCHEMES.values()))
-    with pytest.raises(ValueError, match="cannot pack"):
-        Case("deepseek-v3", gpus=8, scheme="block").serving()
-    with pytest.raises(ValueError, match="--scheme must be one of bf16, channel"):
-        find_scheme("int4")
-
-
-@pytest.mark.parametrize("gpu", known_gpus())
-def test_every_gpu_has_a_table_of_schemes(gpu):
-    plans = plan_schemes(Case("llama-3.1-8b", ("--context", "1024"), gpu))
-    assert plans[0].scheme == "bf16"
-    assert {plan.scheme for plan in plans} >= {"bf16", "channel", "weight"}
-    assert all(plan.weights < 0.65 * plans[0].weights for plan in plans[1:])
-
-
 def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
     gpu = find_gpu("h200")
     for shape, speeds in measured_expert_speeds():
@@ -257,13 +145,6 @@ def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
         for tokens, by_scheme in speeds.items():
             for name, speed in by_scheme.items():
                 assert find_speeds(SCHEMES[name], gpu, experts).at(tokens) == pytest.approx(speed)
-
-
-def test_experts_that_were_not_measured_are_named():
-    channel, tensor = (Case("mixtral-8x7b", gpus=2, scheme=name).serving() for name in ("channel", "tensor"))
-    assert channel.measured
-    assert not tensor.measured
-    assert "for experts that of channel, since tensor was not measured there" in tensor.origins["packed layers"]
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():

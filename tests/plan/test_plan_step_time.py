@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo.plan.cases import Case, TrainingPlan, find_architecture
-from octavo.plan.memory import saved_bytes
 from octavo.plan.model_shape import Architecture, Block
-from octavo.plan.setup import Setup, attention_seconds, fp8_limit, gradient_bytes, make_setup
+from octavo.plan.setup import Setup, attention_seconds, gradient_bytes, make_setup
 from octavo.plan.step_time import (
     GELU,
     LAYER_NORM,
@@ -21,17 +20,14 @@ from octavo.plan.step_time import (
     bias_bytes,
     block_passes,
     block_products,
-    passes_seconds,
     plan_step,
 )
 from octavo.rates.measured import (
     MEASURED,
     MULTIPROCESSORS,
     find_gpu,
-    forward_seconds,
     fp8_speed,
     grouped_seconds,
-    known_gpus,
     layer_speedup,
     linear_seconds,
     product_seconds,
@@ -75,77 +71,6 @@ def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.
     return Case("llama-3.1-8b", settings, gpu, gpus, network).training().time
 
 
-def test_micro_batches_repeat_all_but_the_optimizer():
-    one, four = step(), step("--accumulate", "4")
-    assert four.linear_layers == 4 * one.linear_layers
-    assert four.optimizer == one.optimizer
-
-
-def forward_of(plan: TrainingPlan, layers: tuple[str, ...]) -> float:
-    """Seconds of the forward GEMMs of these layers, in all blocks."""
-    setup, block = plan.setup, plan.setup.model.blocks[0]
-    products = [each for each in block_products(setup, block) if each.layer in layers]
-    return block.count * sum(linear_seconds(setup.gpu, setup.recipe, each.shape) for each in products) / 3
-
-
-@pytest.mark.parametrize(
-    ("mode", "layers", "attention"), [("full", ("qkv", "o", "up"), True), ("selective", ("o",), False)]
-)
-def test_checkpointing_computes_what_is_not_saved_again(mode, layers, attention):
-    """All GEMMs, or every second one, but the last, whose output no gradient reads."""
-    plan = Case("llama-3.1-8b", ("--activation-checkpointing.mode", mode), "h100").training()
-    time, block = plan.time, plan.setup.model.blocks[0]
-    traffic = block.count * plan.setup.tokens * passes_seconds(plan.setup, block)[1]
-    _, attention_forward = attention_seconds(block, plan.setup.gpu, plan.setup.tokens, plan.setup.config.context)
-    expected = forward_of(plan, layers) + attention * block.count * attention_forward + traffic
-    assert time.recomputation == pytest.approx(expected)
-    assert traffic < 0.45 * time.memory
-    assert step().recomputation == 0
-
-
-def test_eager_converted_layers_compute_their_outputs_again_too():
-    settings = ("--activation-checkpointing.mode", "full")
-    compiled, eager = step(*settings), step(*settings, "--no-compile.blocks")
-    assert eager.recomputation > 1.1 * compiled.recomputation
-
-
-def test_gathers_are_not_copied_again_for_the_recomputation():
-    settings = ("--activation-checkpointing.mode", "full", "--parallel.gather-dtype", "fp32")
-    one, two = (step(*settings, "--batch", str(n), gpus=n) for n in (1, 2))
-    assert two.memory > 1.1 * one.memory
-    assert two.recomputation == pytest.approx(one.recomputation)
-
-
-def test_attention_grows_with_the_square_of_the_context():
-    """And with a tile more for each token. The bytes that the backward pass moves beside it grow with the context."""
-    plans = {n: Case("llama-3.1-8b", ("--context", str(n), "--batch", "1"), "h200").training() for n in (8192, 2048)}
-    block, gpu = plans[8192].setup.model.blocks[0], find_gpu("h200")
-    a_token = block.count * gradient_bytes(block.attention) / gpu.copy_rate
-    long, short = (plan.time.attention - tokens * a_token for tokens, plan in plans.items())
-    assert long == pytest.approx(16 * short * (1 + 128 / 8192) / (1 + 128 / 2048))
-
-
-def test_one_gpu_communicates_nothing_and_a_slow_network_costs_most():
-    assert step().communication == 0
-    fast, slow = (step(gpus=64, network=gbit).communication for gbit in (3200, 25))
-    assert 0 < fast < slow
-
-
-def test_what_gathers_in_eight_bits_save_and_offloading_costs():
-    narrow, wide = (step(*option, gpus=64, network=100) for option in ((), ("--no-parallel.fp8-all-gather",)))
-    assert narrow.total < 0.95 * wide.total
-    here, there = step(), step("--optimizer.offload")
-    assert there.optimizer > 10 * here.optimizer
-    assert there.communication > 0
-
-
-def test_tensor_parallelism_divides_the_work():
-    alone, four = step("--batch", "1"), step("--batch", "1", "--parallel.tp", "4", gpus=4)
-    assert four.linear_layers == pytest.approx(alone.linear_layers / 4, rel=0.2)
-    assert four.attention == pytest.approx(alone.attention / 4)
-    assert four.communication > 0
-
-
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
     row = next(r for r in TABLE if r["recipe"] == "rowwise" and (r["M"], r["K"], r["N"]) == (8192, 4096, 32768))
     gpu, bf16, rowwise, shape = find_gpu("h100"), get_recipe("bf16"), get_recipe("rowwise"), (8192, 4096, 32768)
@@ -175,28 +100,6 @@ def test_the_time_of_smaller_layers_than_measured_is_extrapolated():
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-@pytest.mark.parametrize("size", [1, 64, 512])
-def test_the_rate_of_smaller_layers_than_measured_is_no_higher(recipe, size):
-    gpu, used = find_gpu("h100"), get_recipe(recipe)
-    least = linear_seconds(gpu, used, (8192, 1024, 1024))
-    assert linear_seconds(gpu, used, (8192, size, 1024)) >= least * size / 1024 * (1 - 1e-9)
-    assert linear_seconds(gpu, used, (8192, 1024, size)) >= least * size / 1024 * (1 - 1e-9)
-
-
-@pytest.mark.parametrize(("recipe", "moved"), [("bf16", 12), ("rowwise", 2)])
-@pytest.mark.parametrize("compiled", ["--compile.blocks", "--no-compile.blocks"])
-def test_fp32_weights_are_cast_and_their_gradients_too(recipe, moved, compiled):
-    """A cast moves six bytes an element. A converted layer casts once a step, and writes its gradient in FP32."""
-    settings = ("--recipe", recipe, compiled)
-    narrow, wide = (
-        Case("llama-3.1-8b", (*settings, "--optimizer.weights", weights), "h100").training()
-        for weights in ("bf16", "fp32")
-    )
-    more = moved * wide.setup.model.block_weights / wide.setup.gpu.copy_rate
-    assert wide.time.linear_layers - narrow.time.linear_layers == pytest.approx(more)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
 def test_the_measured_steps_of_gpt2(recipe):
     runs = json.loads((RESULTS / "gpt_parity.json").read_text())["runs"]
     measured = statistics.median(run["tokens_per_second"] for run in runs if run["mode"] == recipe)
@@ -208,11 +111,6 @@ def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
     shape, bf16 = (8192, 4096, 4096), get_recipe("bf16")
     a100, h100 = (linear_seconds(find_gpu(name), bf16, shape) for name in ("a100", "h100"))
     assert a100 / h100 == pytest.approx(989.4 / 312)
-    plan = Case("gpt2", ("--recipe", "bf16"), gpu="a100").training()
-    assert "data sheet" in plan.origins["matrix products"]
-    assert Case("gpt2", gpu="h100").training().origins["matrix products"].startswith("interpolated")
-    unmeasured = Case("gpt2", ("--recipe", "mxfp8"), gpu="h100").training()
-    assert "mxfp8 was not measured" in unmeasured.origins["matrix products"]
 
 
 # ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu
@@ -272,11 +170,6 @@ def test_kernels_of_a_profile():
     assert slowdowns(BF16, (32896, 1280, 5120))[2] == pytest.approx(slower, rel=0.12)
 
 
-def test_the_forward_pass_has_no_part_of_the_slower_gradient():
-    gpu, shape = find_gpu("h100"), (32768, 1280, 3840)
-    assert forward_seconds(gpu, ROWWISE, shape, 1) < 0.95 * linear_seconds(gpu, ROWWISE, shape) / 3
-
-
 # ---- Planned passes between the GEMMs against kernels of bench/results, and against what must follow from the model
 
 
@@ -321,32 +214,11 @@ def test_the_gradient_of_gate_and_up_as_one_tensor():
     assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
 
 
-@pytest.mark.parametrize(
-    ("model", "recipe"),
-    [("llama-3.1-8b", "bf16"), ("llama-3.1-8b", "rowwise"), ("gpt2", "rowwise"), ("mixtral-8x7b", "rowwise")],
-)
-def test_other_passes_are_bound_by_their_bytes(model, recipe):
-    setup, block = setup_of(model, recipe)
-    assert not any(each.instructions for passes in block_passes(setup, block) for each in passes)
-    both, forward = (sum(each.moved for each in passes) / setup.gpu.copy_rate for passes in block_passes(setup, block))
-    assert passes_seconds(setup, block) == pytest.approx((both + forward, both))
-
-
-def test_a_pass_takes_the_longer_of_bytes_and_instructions():
-    gpu = find_gpu("h200")
-    assert Pass(gpu.copy_rate, gpu.instruction_rate / 2).seconds(gpu) == 1
-    assert Pass(gpu.copy_rate / 2, gpu.instruction_rate * 2).seconds(gpu) == 2
-
-
 def test_the_gradients_of_biases_read_the_gradients_of_outputs():
     setup, block = setup_of("gpt2", "rowwise")
     assert bias_bytes(setup, block) == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # dh and u of the fused MLP
     without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
     assert bias_bytes(setup, without) == 0
-    forward, backward = block_passes(setup, block)
-    assert forward == block_passes(setup, without)[0]
-    more = sum(each.moved for each in backward) - sum(each.moved for each in block_passes(setup, without)[1])
-    assert more == bias_bytes(setup, block)
 
 
 def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied():
@@ -354,13 +226,6 @@ def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied
     forward, backward = (passes[-1].moved for passes in block_passes(setup, block))
     assert forward == 0
     assert backward - bias_bytes(setup, block) == 4 * 3 * 768
-
-
-@pytest.mark.parametrize("key", known_gpus())
-def test_no_gpu_multiplies_faster_without_its_tensor_cores(key):
-    gpu = find_gpu(key)
-    assert gpu.fp32 < gpu.bf16
-    assert gpu.instruction_rate == gpu.fp32 / 2
 
 
 # ---- Planned experts against the measured grouped GEMMs of bench/results, and what runs in FP8 of a mixture
@@ -399,25 +264,6 @@ def test_few_rows_of_experts_take_the_time_of_reading_the_weights():
     assert few == one == 8 * 6 * 4096 * 14336 / gpu.copy_rate
 
 
-def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_recipe():
-    plans = {name: Case("mixtral-8x7b", ("--recipe", name)).training() for name in ("bf16", "tensorwise", "rowwise")}
-    quantized = {
-        name: {each.layer for each in block_products(plan.setup, plan.setup.model.blocks[0]) if each.quantized}
-        for name, plan in plans.items()
-    }
-    assert quantized == {"bf16": set(), "tensorwise": {"qkv", "o"}, "rowwise": {"qkv", "o", "up", "down"}}
-
-
-@pytest.mark.parametrize(("gpu", "layers"), [("b200", {"qkv", "o", "up", "down"}), ("mi300x", {"qkv", "o"})])
-def test_experts_stay_in_bf16_without_a_grouped_gemm_of_the_gpu(gpu, layers):
-    settings = ("--recipe", "rowwise", "--batch", "1")
-    setup = Case("mixtral-8x7b", settings, gpu=gpu).training().setup
-    block = setup.model.blocks[0]
-    assert {each.layer for each in block_products(setup, block) if each.quantized} == layers
-    in_fp8 = Case("mixtral-8x7b", settings).training().setup
-    assert (saved_bytes(setup, block) > 1.5 * saved_bytes(in_fp8, block)) == (gpu == "mi300x")
-
-
 def test_a_shared_mlp_is_computed_once_for_each_token():
     setup = Case("deepseek-v3", gpus=1).training().setup
     block = setup.model.blocks[1]
@@ -429,7 +275,6 @@ def test_a_shared_mlp_is_computed_once_for_each_token():
 
 
 CELLS = json.loads((RESULTS / "gpu_attention.json").read_text())["cells"]
-FP8 = ("--attention.precision", "fp8")
 
 
 def plan(*settings: str, model: str = "llama-3.1-8b", gpu: str = "h200") -> TrainingPlan:
@@ -451,17 +296,6 @@ def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_lo
     short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
     assert middle == pytest.approx((short + long) / 2)
     assert beyond == long
-
-
-def test_a_step_with_attention_in_fp8():
-    wide, narrow = plan(), plan(*FP8)
-    assert wide.time.attention / narrow.time.attention == pytest.approx(narrow.fp8_attention_speed)
-    assert wide.fp8_attention_speed == narrow.fp8_attention_speed  # a question of the settings' texts alone
-    # q, k and v of 32 and 8 heads of 128, a byte less each, in 32 blocks. The output takes two bytes in both: in BF16
-    # for the attention and the next layer, in FP8 a byte for each of them.
-    assert wide.memory.activations - narrow.memory.activations == 32 * 8192 * (4096 + 1024 + 1024)
-    assert "FP8" in narrow.origins["attention"]
-    assert wide.origins["attention"] == "measured"
 
 
 def test_attention_computes_whole_tiles():
@@ -506,41 +340,3 @@ def test_the_gradient_moves_the_bytes_that_were_profiled():
     gpu, block = find_gpu("h100"), plan().setup.model.blocks[0]
     assert 1e3 * 8192 * gradient_bytes(block.attention) / gpu.copy_rate == pytest.approx(around, rel=0.1)
     assert 1e3 * attention_seconds(block, gpu, 8192, 8192)[0] == pytest.approx(products + around, rel=0.01)
-
-
-def test_the_gradients_of_key_heads_that_nobody_shares_are_not_summed():
-    a = plan().setup.model.blocks[0].attention
-    alone = replace(a, keys=a.queries, values=a.output)
-    assert gradient_bytes(a) - gradient_bytes(alone) == 2 * 2 * (4096 + 1024)
-
-
-def test_recomputation_repeats_the_forward_pass_in_fp8():
-    checkpointing = ("--activation-checkpointing.mode", "full")
-    wide, narrow = plan(*checkpointing), plan(*checkpointing, *FP8)
-    block = wide.setup.model.blocks[0]
-    _, forward = attention_seconds(block, wide.setup.gpu, wide.setup.tokens, 8192)
-    saved = block.count * forward * (1 - 1 / fp8_speed("forward", 8192))
-    assert wide.time.recomputation - narrow.time.recomputation == pytest.approx(saved)
-
-
-@pytest.mark.parametrize(
-    ("settings", "model", "gpu", "reason"),
-    [
-        (("--context", "4096"), "llama-3.1-8b", "h200", "shorter than attention.shortest, 8,192"),
-        (("--context", "8100", "--attention.shortest", "8000"), "llama-3.1-8b", "h200", "no multiple of 128"),
-        ((), "llama-3.1-8b", "l40s", "Hopper and Blackwell"),
-        (("--attention.shortest", "128", "--context", "1024"), "gpt2", "h200", "heads of 128 elements"),
-        (("--attention.shortest", "128"), "vit-h-14", "h200", "no multiple"),
-    ],
-)
-def test_attention_that_stays_in_bf16_says_why(settings, model, gpu, reason):
-    wide, narrow = (plan(*settings, *more, model=model, gpu=gpu) for more in ((), FP8))
-    assert narrow.time == wide.time
-    assert narrow.memory == wide.memory
-    assert reason in narrow.origins["attention"]
-    assert narrow.fp8_attention_speed is None
-
-
-@pytest.mark.parametrize(("model", "reason"), [("vit-h-14", "is causal"), ("deepseek-v3", "of one size")])
-def test_models_whose_attention_has_no_fp8(model, reason):
-    assert reason in fp8_limit(plan(model=model).setup.model, find_gpu("h100"))

@@ -12,6 +12,10 @@ TINY = {
     "evaluate_every": 4, "evaluate_batches": 2, "save_every": 4,
 }  # fmt: skip
 
+SMALLEST = TINY | {
+    "layers": 1, "context": 16, "steps": 4, "warmup": 1, "evaluate_every": 2, "evaluate_batches": 3, "save_every": 2,
+}  # fmt: skip
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
