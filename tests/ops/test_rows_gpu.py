@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from bits import assert_same, assert_same_numbers
+from bits import assert_same, assert_same_numbers, on_gpu
 from fold_scales_oracle import folded, scales
-from gpu_memory import poison
+from gpu_memory import check_bytes, poison
 from quantize_oracle import matrix
 from row_batch_examples import matrices, quantized
 
@@ -56,10 +56,10 @@ CASTS = [Cast(relative_floor=2.0**-8), Cast(), Cast("e5m2", ROW, "pow2", relativ
 def test_the_reference(cast: Cast, columns: int, dtype: torch.dtype, at_once: bool) -> None:
     parts = matrices(columns, dtype)
     expected = quantized(parts, cast, at_once=at_once)
-    on_gpu = [x.cuda() for x in parts]
+    moved = on_gpu(parts)
     for _ in range(3):
         poison()
-        for actual, wanted in zip(quantized(on_gpu, cast, at_once=at_once), expected, strict=True):
+        for actual, wanted in zip(quantized(moved, cast, at_once=at_once), expected, strict=True):
             assert_same_numbers(actual, wanted)
 
 
@@ -84,10 +84,7 @@ SHAPES += [(2, 32768), (2, 65536)]  # in registers on some GPUs, and on none
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotate(shape, dtype):
     x = matrix(shape, torch.float32).mul(2**-6).to(dtype)
-    expected, on_gpu = rotate(x), x.cuda()
-    for _ in range(3):
-        poison()
-        assert_same(rotate(on_gpu), expected)
+    check_bytes(rotate(x), rotate, x.cuda())
 
 
 def test_strided_rows_and_more_dimensions():
@@ -135,21 +132,15 @@ def test_compiled(with_w):
 def check(fold, t, n, with_w):
     s_x, s_g, s_w = scales(t, n)
     given = (s_x, s_g, s_w) if with_w else (s_x, s_g, None)
-    for _ in range(3):
-        poison()
-        actual = fold(*(None if s is None else s.cuda() for s in given))
-        for a, from_cpu, expected in zip(actual, fold_scales(*given), folded(*given), strict=True):
-            assert_same(a, from_cpu)
-            assert_same(a, expected)
+    for expected in (fold_scales(*given), folded(*given)):
+        check_bytes(expected, fold, *on_gpu(given))
 
 
 @pytest.mark.parametrize("exponents", [(-126, -126), (-100, -49), (127, 127), (127, 0), (-75, -75)])
 def test_powers_beyond_those_of_float32(exponents):
     s_x, s_g = (torch.full((9, 1), 2.0**e) for e in exponents)
     for s_w in (None, torch.tensor([[2.0**-126], [1.5], [2.0**127]])):
-        for a, expected in zip(fold_scales(s_x.cuda(), s_g.cuda(), None if s_w is None else s_w.cuda()),
-                               fold_scales(s_x, s_g, s_w), strict=True):  # fmt: skip
-            assert_same(a, expected)
+        check_bytes(fold_scales(s_x, s_g, s_w), fold_scales, *on_gpu((s_x, s_g, s_w)), repeats=1)
 
 
 @pytest.mark.parametrize("row", [0, 8200])
