@@ -308,16 +308,6 @@ def test_a_rotation_is_block_diagonal_with_sylvesters_matrices(n, size):
     assert np.allclose(matrix(n), expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("n", [2, 96, 192, 256])
-def test_orthogonal_symmetric_and_its_own_inverse(n):
-    h = matrix(n)
-    assert np.allclose(h @ h.T, np.eye(n), rtol=0, atol=1e-13)
-    assert np.array_equal(h, h.T)
-    torch.manual_seed(0)
-    x = torch.randn(3, 5, n, dtype=torch.float64)
-    assert torch.allclose(hadamard(hadamard(x)), x, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_shape_and_dtype_are_kept(dtype):
     x = torch.ones(2, 3, 8, dtype=dtype)

@@ -230,11 +230,10 @@ def source_version(root: Path) -> str:
     return f"octavo {__version__} {sha256(repr(changed).encode()).hexdigest()}"
 
 
-def add_source_version() -> None:
-    """Add the version of Octavo's source to the tag of the graphs that this process compiles."""
-    compiler_config.cache_key_tag = " ".join(
-        filter(None, (compiler_config.cache_key_tag, source_version(Path(__file__).parents[1])))
-    )
+# The graphs that this process compiles get it, behind a tag of the user.
+compiler_config.cache_key_tag = " ".join(
+    filter(None, (compiler_config.cache_key_tag, source_version(Path(__file__).parents[1])))
+)
 
 
 # ---- Our operations in Inductor: compiled code launches their kernels directly instead of calling into Python.
@@ -260,8 +259,6 @@ if f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}" not in os.environ:
     os.environ[f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}"] = "1"
     if hasattr(config := sys.modules.get("torch._inductor.config"), _STATIC_LAUNCH):
         setattr(config, _STATIC_LAUNCH, True)
-
-add_source_version()
 
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False
