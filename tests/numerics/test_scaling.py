@@ -169,7 +169,7 @@ def test_history_percentile_lets_a_lone_outlier_saturate(recent):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_history_with_room_is_that_of_the_entries_that_are_there(recent, rule):
-    """Of 100 places 7 are filled in one history, and all in another."""
+    """7 of 100 places are filled in one history, and all in another."""
     history = History(rule=rule, percentile=40)
     both = torch.stack([torch.cat([recent[:7], torch.zeros(93)]), recent])
     expected = torch.stack([history.amax(recent[:7], 7), history.amax(recent, 100)])

@@ -53,7 +53,7 @@ def check_gradients(dw, h, scale, x_t, sizes, fast):
 
 @pytest.fixture(params=["promoted by CUTLASS", "promoted", "fast"])
 def fast(request, monkeypatch) -> bool:
-    """Whether sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
+    """True if sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
     for limit in ("CUTLASS_ROWS", "CUTLASS_ROWS_OF_WIDE"):
         monkeypatch.setattr(backend, limit, -1 if "CUTLASS" in request.param else 1 << 30)
     return request.param == "fast"
@@ -216,7 +216,7 @@ def test_gradients_of_each_tiling(tiling, fast):
 
 @FAST
 def test_sums_are_as_near_as_pytorchs(fast):
-    """Of products of one sign, where the tensor cores' sums lose the most."""
+    """All products have one sign: there the tensor cores' sums lose the most."""
     sizes, n, k = [4096, 2048], 256, 512
     h, x_t = (torch.rand(size, sum(sizes)).to(torch.float8_e4m3fn) for size in (n, k))
     scale, offsets = torch.ones(2, n, 1), offsets_of(sizes)

@@ -218,7 +218,7 @@ def test_attention_over_a_cache_takes_what_its_tile_says(capability, dim, querie
 
 
 def adds_in_registers(compiled: Any) -> bool:
-    """Whether products are added to a sum: Triton may make one product of a sum and a product."""
+    """True if products are added to a sum: Triton may make one product of a sum and a product."""
     return "arith.addf" in compiled.asm["ttgir"]
 
 

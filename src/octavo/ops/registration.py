@@ -151,8 +151,10 @@ class Operation(Generic[Result]):
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    """True if only the function sees the call: no mode or transform is on (fake tensors, torch.func, torch.jit.trace, a
-    profiler of FLOPs), all tensors hold numbers and are of no subclass, and none gets a gradient.
+    """True if only the function sees the call.
+
+    No mode or transform is on (fake tensors, torch.func, torch.jit.trace, a profiler of FLOPs). All tensors hold
+    numbers and are of no subclass, and none gets a gradient.
     """
     return (
         not torch._C._len_torch_dispatch_stack()
