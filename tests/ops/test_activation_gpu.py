@@ -4,7 +4,7 @@ import pytest
 import torch
 from activation_oracle import KINDS, given, on_the_border
 from bits import assert_same, assert_same_numbers, on_gpu
-from gpu_memory import poison
+from gpu_memory import check_bytes, poison
 from torch import Tensor
 
 from octavo.numerics import Cast
@@ -58,12 +58,10 @@ def check_forward(u: Tensor, kind: str, cast: Cast, repeats: int) -> None:
     """Data and scale, the scale alone, and the data by twice the scale."""
     expected = activation_quantize_reference(u, kind, cast)
     larger = activation_quantize_scaled_reference(u, kind, 2 * expected[1], cast)
-    for _ in range(repeats):
-        poison()
-        for one, other in zip(forward_kernel(u, kind, cast), expected, strict=True):
-            assert_same(one, other)
-        assert_same(activation_scales(u, kind, cast), expected[1])
-        assert_same(activation_quantize_scaled(u, kind, 2 * expected[1], cast).data, larger)
+    check_bytes(expected, forward_kernel, u, kind, cast, repeats=repeats)
+    check_bytes(expected[1], activation_scales, u, kind, cast, repeats=repeats)
+    scale = 2 * expected[1]
+    check_bytes((larger, scale), activation_quantize_scaled, u, kind, scale, cast, repeats=repeats)
 
 
 def check_backward(values: tuple[Tensor, ...], kind: str, cast: Cast, biased: bool, repeats: int) -> None:

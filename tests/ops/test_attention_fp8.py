@@ -3,31 +3,17 @@
 import attention_fp8_oracle as oracle
 import pytest
 import torch
-from attention_fp8_oracle import quantized
+from attention_fp8_oracle import both_passes, quantized
 from metrics import sqnr
 
 from octavo.ops import attention_fp8 as op
-from octavo.ops import fp8_attention, fp8_attention_backward, fp8_attention_limit
+from octavo.ops import fp8_attention, fp8_attention_limit
 
 SHAPES = [  # batch, heads, heads of keys, tokens, keys
     (2, 4, 2, 96, 96),
     (1, 2, 2, 33, 70),
     (1, 3, 1, 1, 5),
 ]
-
-
-def both_passes(x):
-    """y and the gradients, the tensors that they were computed of, and the largest gradients."""
-    q, k, v, dy = map(quantized, x)
-    scales = q.scale, k.scale, v.scale
-    attended = fp8_attention(q.data, k.data, v.data, *scales)
-    expected = oracle.exact(*x)
-    out_scales = torch.stack([g.abs().amax().float() / 100 for g in expected[1:]])
-    by_token = dy.data.transpose(1, 2).contiguous()
-    *gradients, amax = fp8_attention_backward(
-        by_token, q.data, k.data, v.data, attended.o, attended.stats, dy.scale, *scales, out_scales
-    )
-    return [attended.y, *gradients], (q, k, v, dy, out_scales), amax
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

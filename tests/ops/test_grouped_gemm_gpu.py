@@ -1,27 +1,59 @@
-"""The grouped GEMMs of a Hopper against float64 on the same quantized operands, judged by row (`test_gemm_gpu`)."""
+"""The grouped GEMMs of a Hopper against float64 on the same quantized operands, judged by row (`test_gemm_gpu`).
+
+Our kernels of row scales have the bounds of PyTorch's, which takes two E4M3 operands.
+"""
 
 import numpy as np
 import pytest
 import torch
 from gemm_examples import on_gpu, row_norm, wide, wide_in_bf16
 from gpu_memory import no_waits, poison
-from grouped_examples import GROUPED_PAIRS, exact, exact_dw, offsets_of, operands, rows_of
-from grouped_examples import row_error_bound as bound
+from grouped_examples import (
+    GROUPED_PAIRS,
+    exact,
+    exact_dw,
+    gradient_operands,
+    offsets_of,
+    operands,
+    row_error_bound,
+    rows_of,
+)
 from hopper import ONLY_HOPPER
 
-from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, transpose
+from octavo.nn import GroupedLinear
+from octavo.numerics import FORMATS, QTensor
+from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
 from octavo.ops import dispatch as backend
 from octavo.ops.dispatch import MAX_MEAN_ROWS
 from octavo.ops.launching import Operands
+from octavo.recipe import rowwise
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
 SIZES = [[7, 0, 33, 16, 1], [0, 0, 640], [257, 0, 0, 129], [1, 1, 1], [1000, 24, 1024, 2048]]
+SPARE = 3  # rows behind the groups
+
+
+def check(y, a, b, sizes, fast=False, widen=wide):
+    """The error of each row of a group is within its bound."""
+    rows, (product, squares) = sum(sizes), (exact(a, b, sizes, power, widen) for power in (1, 2))
+    bound = row_error_bound(product, np.sqrt(squares), a.shape[1], fast)[:rows]
+    error = row_norm(y[:rows].cpu().double().numpy() - product[:rows])
+    assert (error <= bound).all(), (error / bound).max()
+
+
+def check_gradients(dw, h, scale, x_t, sizes, fast):
+    product = exact_dw(h, scale, x_t, sizes)
+    squares = exact_dw(h.double().square(), scale.square(), x_t.double().square(), sizes)
+    for e, size in enumerate(sizes):
+        error = row_norm(dw[e].cpu().double().numpy() - product[e])
+        assert (error <= row_error_bound(product[e], np.sqrt(squares[e]), size, fast)).all()
+        assert size or not dw[e].any()
 
 
 @pytest.fixture(params=["promoted by CUTLASS", "promoted", "fast"])
 def fast(request, monkeypatch) -> bool:
-    """Whether sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
+    """True if sums are fast. PyTorch's kernel or ours computes promoted ones, for all numbers of rows."""
     for limit in ("CUTLASS_ROWS", "CUTLASS_ROWS_OF_WIDE"):
         monkeypatch.setattr(backend, limit, -1 if "CUTLASS" in request.param else 1 << 30)
     return request.param == "fast"
@@ -30,18 +62,15 @@ def fast(request, monkeypatch) -> bool:
 @pytest.mark.parametrize(("k", "n"), [(16, 16), (48, 80), (512, 1024)])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_worst_row(sizes, k, n, fast):
-    a, b, offsets = operands(sizes, k, n, spare=3)
-    product = exact(a, b, sizes)
-    size = np.sqrt(exact(a, b, sizes, power=2))
+    a, b, offsets = operands(sizes, k, n, SPARE)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
-    first = None
-    for _ in range(3):
+    poison()
+    first = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)
+    check(first, a, b, sizes, fast)
+    for _ in range(2):
         poison()
-        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)[:rows].cpu()
-        error = row_norm(y.double().numpy() - product[:rows])
-        assert (error <= bound(product[:rows], size[:rows], k, fast)).all()
-        assert first is None or torch.equal(first, y)
-        first = y
+        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)
+        assert torch.equal(first[:rows], y[:rows])
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -52,36 +81,24 @@ def test_gradients_of_ragged_groups(sizes, fast):
     scale = torch.rand(len(sizes), n, 1) + 0.1
     ends, place = aligned_groups(offsets_of(sizes).cuda(), rows)
     h, x_t = transpose(g.cuda(), place=place), transpose(x.cuda(), place=place)
-    g_t, columns = g.double().t(), x.double().t()
-    product = exact_dw(g_t, scale, columns, sizes)
-    wide = exact_dw(g_t.square(), scale.square(), columns.square(), sizes)
     poison()
-    dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast).cpu().double().numpy()
-    for e, size in enumerate(sizes):
-        error = row_norm(dw[e] - product[e])
-        assert (error <= bound(product[e], np.sqrt(wide[e]), size, fast)).all()
-        assert size or not dw[e].any()
-
-
-MANY_ROWS = [MAX_MEAN_ROWS + 300, MAX_MEAN_ROWS - 200]
+    dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast)
+    check_gradients(dw, g.t(), scale, x.t(), sizes, fast)
 
 
 @pytest.mark.parametrize("pair", GROUPED_PAIRS[1:])
 @pytest.mark.parametrize(("k", "n"), [(48, 80), (512, 272)])
-@pytest.mark.parametrize("sizes", [*SIZES, MANY_ROWS], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES, [MAX_MEAN_ROWS + 300, MAX_MEAN_ROWS - 200]], ids=str)
 def test_worst_row_of_scales_along_k(sizes, k, n, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
-    a, b, offsets = operands(sizes, k, n, spare=3, pair=pair)
+    a, b, offsets = operands(sizes, k, n, SPARE, pair)
     in_bf16 = not pair.startswith("strip") and a.shape[0] > MAX_MEAN_ROWS * len(sizes)
-    product, squares = (exact(a, b, sizes, power, wide_in_bf16 if in_bf16 else wide) for power in (1, 2))
-    largest = bound(product, np.sqrt(squares), k, fast=False)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
     for dtype in (torch.bfloat16, torch.float32):
         poison()
         y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), out_dtype=dtype)
-        assert (y.shape, y.dtype) == ((rows + 3, n), dtype)
-        error = row_norm(y[:rows].cpu().double().numpy() - product[:rows])
-        assert (error <= largest[:rows]).all(), (error / largest[:rows]).max()
+        assert (y.shape, y.dtype) == ((rows + SPARE, n), dtype)
+        check(y, a, b, sizes, widen=wide_in_bf16 if in_bf16 else wide)
         assert torch.equal(grouped_mm(gpu_a, gpu_b, offsets.cuda(), out_dtype=dtype)[:rows], y[:rows])
 
 
@@ -105,7 +122,7 @@ def test_a_wrong_scale_of_one_matrix_is_seen_in_its_rows_alone():
     sizes = [16, 33, 7]
     a, b, offsets = operands(sizes, 512, 272, pair="strip-square")
     product = exact(a, b, sizes)
-    largest = bound(product, np.sqrt(exact(a, b, sizes, power=2)), 512, fast=False)
+    largest = row_error_bound(product, np.sqrt(exact(a, b, sizes, power=2)), 512, fast=False)
     b.scale[1, 2] *= 2
     y = grouped_mm(on_gpu(a), on_gpu(b), offsets.cuda(), out_dtype=torch.float32).cpu().double().numpy()
     wrong = row_norm(y[:, 256:] - product[:, 256:]) > largest
@@ -127,3 +144,127 @@ def test_no_step_waits_for_the_device(pair):
     with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)
         aligned_groups(gpu_offsets, len(a.data))
+
+
+# ---- Our kernels of row scales
+
+
+TILINGS = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
+ALIGNED = [[16, 0, 48, 16, 272], [0, 0, 640], [1008, 32, 1024, 2048]]
+FAST = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
+EACH_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=str)
+
+
+def product(a, b, offsets, dtype, fast, tiling=()):
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    how = kernel.Tiling(*tiling) if tiling else None
+    poison()
+    return kernel.grouped_mm(a.data, a.scale, b.data, b.scale, offsets.cuda(), dtype, fast, how)
+
+
+def check_product(sizes, k, n, pair, dtype, fast, tiling=()):
+    a, b, offsets = operands(sizes, k, n, SPARE, pair)
+    gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
+    turned = gpu_b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(gpu_b.data.dtype)
+    y = product(gpu_a, gpu_b, offsets, dtype, fast, tiling)
+    assert (y.shape, y.dtype) == ((rows + SPARE, n), dtype)
+    check(y, a, b, sizes, fast)
+    other = product(gpu_a, QTensor(turned, gpu_b.scale, b.format, b.granularity), offsets, dtype, fast, tiling)
+    assert torch.equal(other[:rows], y[:rows])
+
+
+@FAST
+@pytest.mark.parametrize(("k", "n", "dtype"), [(48, 80, torch.float32), (512, 1024, torch.bfloat16)])
+@pytest.mark.parametrize("pair", ["row", "row-e5m2"])
+@pytest.mark.parametrize("sizes", [SIZES[0], *SIZES[2:]], ids=str)
+def test_worst_row_of_our_kernel(sizes, pair, k, n, dtype, fast):
+    check_product(sizes, k, n, pair, dtype, fast)
+
+
+@FAST
+@EACH_TILING
+def test_worst_row_of_each_tiling(tiling, fast):
+    check_product(SIZES[-1], 528, 272, "row-e5m2", torch.bfloat16, fast, tiling)
+
+
+def gradient(h, scale, x_t, offsets, dtype, fast, tiling=()):
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    how = kernel.Tiling(*tiling) if tiling else None
+    poison()
+    return kernel.grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), dtype, fast, how)
+
+
+@FAST
+@pytest.mark.parametrize("formats", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e4m3", "e4m3")], ids=str)
+@pytest.mark.parametrize("sizes", ALIGNED, ids=str)
+def test_gradients_of_groups_and_of_empty_ones(sizes, formats, fast):
+    h, scale, x_t, offsets = gradient_operands(sizes, formats)
+    for dtype in (torch.bfloat16, torch.float32):
+        dw = gradient(h, scale, x_t, offsets, dtype, fast)
+        assert (dw.shape, dw.dtype) == ((len(sizes), 96, 80), dtype)
+        check_gradients(dw, h, scale, x_t, sizes, fast)
+
+
+@FAST
+@EACH_TILING
+def test_gradients_of_each_tiling(tiling, fast):
+    h, scale, x_t, offsets = gradient_operands(ALIGNED[-1], ("e5m2", "e4m3"), 272, 528)
+    check_gradients(gradient(h, scale, x_t, offsets, torch.bfloat16, fast, tiling), h, scale, x_t, ALIGNED[-1], fast)
+
+
+@FAST
+def test_sums_are_as_near_as_pytorchs(fast):
+    """All products have one sign: there the tensor cores' sums lose the most."""
+    sizes, n, k = [4096, 2048], 256, 512
+    h, x_t = (torch.rand(size, sum(sizes)).to(torch.float8_e4m3fn) for size in (n, k))
+    scale, offsets = torch.ones(2, n, 1), offsets_of(sizes)
+    wide = exact_dw(h, scale, x_t, sizes)
+    theirs = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), fast_accumulation=fast)
+    ours = gradient(h, scale, x_t, offsets, torch.bfloat16, fast)
+    error, other = (
+        np.linalg.norm(each.cpu().double().numpy() - wide) / np.linalg.norm(wide) for each in (ours, theirs)
+    )
+    assert error <= 1.25 * other + 2.0**-10
+    assert fast or error < 2.0**-8
+
+
+@pytest.mark.parametrize("formats", [("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
+def test_the_operations_run_e5m2_by_it(formats):
+    sizes = [16, 0, 48]
+    a, b, offsets = operands(sizes, 64, 48, pair="row-e5m2" if formats[0] == "e5m2" else "row")
+    if formats[1] == "e5m2":
+        b = QTensor(b.data.float().to(torch.float8_e5m2), b.scale, FORMATS["e5m2"], b.granularity)
+    gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
+    assert find_grouped_backend(gpu_offsets.device, formats).name == "triton"
+    y = grouped_mm(gpu_a, gpu_b, gpu_offsets, out_dtype=torch.float32)
+    check(y, a, b, sizes)
+    with no_waits():
+        grouped_mm(gpu_a, gpu_b, gpu_offsets)
+    h, scale, x_t, offsets = gradient_operands(sizes, formats)
+    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), formats=formats, out_dtype=torch.float32)
+    check_gradients(dw, h, scale, x_t, sizes, False)
+
+
+def test_a_layer_with_e5m2_gradients_is_near_that_with_e4m3():
+    """E5M2 has one bit of the mantissa less: twice the error of the gradients."""
+    torch.manual_seed(0)
+    layer = GroupedLinear(3, 512, 256).cuda()
+    x = torch.randn(640, 512, device="cuda", requires_grad=True)
+    dy, offsets = torch.randn(640, 256, device="cuda"), torch.tensor([100, 100, 640], dtype=torch.int32).cuda()
+    found = {}
+    for name, recipe in {"bf16": None, "e4m3": rowwise(), "e5m2": rowwise("e5m2")}.items():
+        layer.recipe, x.grad, layer.weight.grad = recipe, None, None
+        with torch.autocast("cuda", torch.bfloat16):
+            y = layer(x, offsets)
+        y.backward(dy.to(y.dtype))
+        found[name] = y.detach(), x.grad, layer.weight.grad
+    exact_ones = found.pop("bf16")
+    errors = {
+        name: [float((t - other).norm() / other.norm()) for t, other in zip(each, exact_ones, strict=True)]
+        for name, each in found.items()
+    }
+    assert errors["e4m3"][0] == errors["e5m2"][0]
+    for of_e4m3, of_e5m2 in zip(errors["e4m3"][1:], errors["e5m2"][1:], strict=True):
+        assert of_e4m3 < of_e5m2 < 2.5 * of_e4m3 < 0.15

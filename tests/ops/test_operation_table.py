@@ -12,7 +12,7 @@ import attention_oracle
 import pytest
 import rotary_examples
 import torch
-from bits import bits
+from bits import bits, tensors_of
 from fused_op_examples import FLOAT, REFUSED
 from norm_oracle import EPS
 from torch import Tensor, ones, zeros
@@ -150,13 +150,8 @@ def test_quantizing_kernels_run_for_their_formats_and_lengths(name, shape, fmt, 
     assert [called for called, _ in calls] == [name] * ran
     monkeypatch.undo()
     torch.manual_seed(0)
-    for one, other in zip(_tensors(actual), _tensors(dict(calls_of(shape, Cast(fmt)))[name]()), strict=True):
+    for one, other in zip(tensors_of(actual), tensors_of(dict(calls_of(shape, Cast(fmt)))[name]()), strict=True):
         assert torch.equal(bits(one), bits(other))
-
-
-def _tensors(result: object) -> list[Tensor]:
-    parts = [[part.data, part.scale] if isinstance(part, QTensor) else part for part in tree_leaves(result)]
-    return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
 
 
 def turns(heads: int, kv_heads: int, dim: int) -> None:

@@ -10,20 +10,20 @@ from functools import cache
 import pytest
 import torch
 from bits import assert_same, assert_same_numbers, bits
-from gpu_memory import poison
+from gpu_memory import check_bytes, poison
 from quantize_oracle import CASTS, KINDS, OTHERS, factors, matrix, name_of
 
-from octavo.numerics import FORMATS, TENSOR, Cast, QTensor
+from octavo.numerics import FORMATS, TENSOR, Cast
 from octavo.ops import quantize, quantize_scaled, quantize_transposed, transpose
 
 pytestmark = pytest.mark.gpu
 
-REPEATS = 3
 LARGE = (4096, 2048)
 SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (1, 4097), (0, 7), (5, 0), (0, 0), LARGE]
 DTYPES = [torch.bfloat16, torch.float32]
 SEED = torch.tensor(0x0123456789ABCDEF)
 STRAIGHT, TURNED = torch.ops.octavo.quantize, torch.ops.octavo.quantize_transposed
+SCALED = torch.ops.octavo.quantize_scaled
 
 
 def cases(sizes: list[tuple[int, int]]) -> pytest.MarkDecorator:
@@ -40,21 +40,12 @@ def given_matrix(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return matrix(shape, dtype)
 
 
-def assert_same_quantized(actual: QTensor, expected: QTensor) -> None:
-    assert (actual.format, actual.granularity) == (expected.format, expected.granularity)
-    assert_same(actual.data, expected.data)
-    assert_same(actual.scale.contiguous(), expected.scale.contiguous())
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", [quantize, quantize_transposed])
 @cases(SIZES)
 def test_quantize(cast, shape, function, dtype):
     x = given_matrix(shape, dtype)
-    expected, on_gpu = function(x, cast), x.cuda()
-    for _ in range(REPEATS):
-        poison()
-        assert_same_quantized(function(on_gpu, cast), expected)
+    check_bytes(function(x, cast), function, x.cuda(), cast)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -62,11 +53,8 @@ def test_quantize(cast, shape, function, dtype):
 @cases([(3, 5), (129, 257), LARGE])
 def test_quantize_with_factors(cast, shape, which, dtype):
     x, given = given_matrix(shape, dtype), factors(shape, which)
-    expected, on_gpu = quantize(x, cast, **given), x.cuda()
-    given = {name: factor.cuda() for name, factor in given.items()}
-    for _ in range(REPEATS):
-        poison()
-        assert_same_quantized(quantize(on_gpu, cast, **given), expected)
+    moved = {name: factor.cuda() for name, factor in given.items()}
+    check_bytes(quantize(x, cast, **given), quantize, x.cuda(), cast, **moved)
 
 
 @pytest.mark.parametrize("size", [1e-10, 1e-35, 2.0**-140, 1e30])
@@ -74,15 +62,14 @@ def test_quantize_with_factors(cast, shape, which, dtype):
 def test_tiny_and_huge_inputs(cast, size):
     """Subnormal float32 inputs and products too: a GPU that flushes them would show."""
     x = torch.randn(33, 257) * size
-    assert_same_quantized(quantize(x.cuda(), cast), quantize(x, cast))
+    check_bytes(quantize(x, cast), quantize, x.cuda(), cast, repeats=1)
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=name_of)
 def test_strided_inputs(cast):
-    x = matrix((130, 17)).t()
-    on_gpu = matrix((130, 17)).cuda().t()
-    assert_same_quantized(quantize(on_gpu, cast), quantize(x, cast))
-    assert_same_quantized(quantize_transposed(on_gpu, cast), quantize_transposed(x, cast))
+    x = matrix((130, 17))
+    for function in (quantize, quantize_transposed):
+        check_bytes(function(x.t(), cast), function, x.cuda().t(), cast, repeats=1)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -110,13 +97,10 @@ def test_stochastic_rounding(cast, shape, dtype):
     both, no_factors = (given["column_scale"], given["mantissa_of"]), (None, None)
     on_gpu, seed = x.cuda(), SEED.cuda()
     for scales in (both, no_factors) if x.numel() < 100_000 else (both if cast.by_row else no_factors,):
-        expected = *STRAIGHT(x, cast.spec, *scales, SEED), *TURNED(x, cast.spec, SEED)
+        expected = STRAIGHT(x, cast.spec, *scales, SEED)
         scales = [None if s is None else s.cuda() for s in scales]
-        for _ in range(REPEATS):
-            poison()
-            actual = *STRAIGHT(on_gpu, cast.spec, *scales, seed), *TURNED(on_gpu, cast.spec, seed)
-            for one, other in zip(actual, expected, strict=True):
-                assert_same(one, other)
+        check_bytes(expected, STRAIGHT, on_gpu, cast.spec, *scales, seed)
+        check_bytes(TURNED(x, cast.spec, SEED), TURNED, on_gpu, cast.spec, seed)
         if x.numel() > 1:
             other_seed = STRAIGHT(on_gpu, cast.spec, *scales, seed + 1)[0]
             assert not torch.equal(bits(other_seed).cpu(), bits(expected[0]))
@@ -132,11 +116,8 @@ def test_stochastic_rounding_over_the_whole_range(fmt, seed):
     sweeps = torch.linspace(-(2.0**-5), 2.0**-5, 300_000), torch.exp2(torch.linspace(-149, 20, 300_000))
     x = torch.cat([grid, *near, *sweeps]).view(1, -1)
     seed = torch.tensor(seed)
-    expected = torch.ops.octavo.quantize_scaled(x, torch.ones(1, 1), fmt, seed)
-    poison()
-    actual = torch.ops.octavo.quantize_scaled(x.cuda(), torch.ones(1, 1).cuda(), fmt, seed.cuda())
-    for one, other in zip(actual, expected, strict=True):
-        assert_same(one, other)
+    expected = SCALED(x, torch.ones(1, 1), fmt, seed)
+    check_bytes(expected, SCALED, x.cuda(), torch.ones(1, 1).cuda(), fmt, seed.cuda(), repeats=1)
 
 
 @pytest.mark.parametrize("cast", [cast for cast in CASTS if cast not in OTHERS], ids=name_of)
@@ -182,16 +163,9 @@ def test_quantize_scaled(fmt, shape, dtype):
     x, cast = given_matrix(shape, dtype), Cast(fmt, TENSOR)
     top = float(x.abs().amax()) if x.numel() else 1.0
     scale = torch.full((1, 1), top / FORMATS[fmt].max / 3 + 1e-6)  # a third of what would fit
-    expected, amax = quantize_scaled(x, scale, cast)
-    noisy = torch.ops.octavo.quantize_scaled(x, scale, fmt, SEED)
-    on_gpu, scale = x.cuda(), scale.cuda()
-    for _ in range(REPEATS):
-        poison()
-        actual, met = quantize_scaled(on_gpu, scale, cast)
-        assert_same_quantized(actual, expected)
-        assert_same(met, amax)
-        for one, other in zip(torch.ops.octavo.quantize_scaled(on_gpu, scale, fmt, SEED.cuda()), noisy, strict=True):
-            assert_same(one, other)
+    on_gpu, moved = x.cuda(), scale.cuda()
+    check_bytes(quantize_scaled(x, scale, cast), quantize_scaled, on_gpu, moved, cast)
+    check_bytes(SCALED(x, scale, fmt, SEED), SCALED, on_gpu, moved, fmt, SEED.cuda())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -217,9 +191,9 @@ def test_transpose(fmt, shape):
     shift[3::7] = 2**31 - 1
     plain, shifted = transpose(data), transpose(data, shift)
     on_gpu, shift = data.cuda(), shift.cuda()
-    for _ in range(REPEATS):
+    check_bytes(plain, transpose, on_gpu)
+    for _ in range(3):
         poison()
-        assert_same(transpose(on_gpu), plain)
         actual = transpose(on_gpu, shift)
         assert (actual.is_contiguous(), actual.shape) == (True, shifted.shape)
         assert_same_numbers(actual, shifted)

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from bits import assert_same
-from gpu_memory import poison
+from gpu_memory import check_bytes
 
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.ops import quantize, transpose
@@ -98,11 +97,7 @@ def rows_of_many_sizes(seed: int) -> torch.Tensor:
 def test_quantize_by_row_again_and_again(cast):
     for seed in range(REPEATS):
         x = rows_of_many_sizes(seed)
-        data, scale = quantize_reference(x, cast, None, None, None)
-        poison()
-        q = quantize(x, cast)
-        assert_same(q.data, data)
-        assert_same(q.scale, scale)
+        check_bytes(quantize_reference(x, cast, None, None, None), quantize, x, cast, repeats=1)
 
 
 @pytest.mark.gpu
@@ -112,6 +107,4 @@ def test_transpose_again_and_again(fmt, shifted):
     for seed in range(REPEATS):
         data = quantize(rows_of_many_sizes(seed), Cast(fmt)).data
         shift = torch.randint(0, 24, LARGE[:1], dtype=torch.int32, device="cuda") if shifted else None
-        expected = transpose_reference(data, shift)
-        poison()
-        assert_same(transpose(data, shift), expected)
+        check_bytes(transpose_reference(data, shift), transpose, data, shift, repeats=1)

@@ -1,5 +1,6 @@
 """Causal attention and its gradient in float64: exact, and with each rounding to E4M3 by ml_dtypes."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics import TENSOR, Cast
-from octavo.ops import quantize
+from octavo.ops import fp8_attention, fp8_attention_backward, quantize
 
 P_SCALE = 2.0**-8
 CAST = Cast(granularity=TENSOR)
@@ -51,6 +52,22 @@ def exact(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor]:
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     y = F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
     return [y.detach(), *torch.autograd.grad(y, wide, dy.double())]
+
+
+def both_passes(
+    x: Sequence[Tensor], between: Callable[[], None] = lambda: None
+) -> tuple[list[Tensor], tuple[Quantized | Tensor, ...], Tensor]:
+    """y and the gradients, the tensors that they were computed of, and the largest gradients."""
+    q, k, v, dy = map(quantized, x)
+    scales = q.scale, k.scale, v.scale
+    attended = fp8_attention(q.data, k.data, v.data, *scales)
+    out_scales = torch.stack([g.abs().amax().float() / 100 for g in exact(*x)[1:]])
+    by_token = dy.data.transpose(1, 2).contiguous()
+    between()
+    *gradients, amax = fp8_attention_backward(
+        by_token, q.data, k.data, v.data, attended.o, attended.stats, dy.scale, *scales, out_scales
+    )
+    return [attended.y, *gradients], (q, k, v, dy, out_scales), amax
 
 
 def rounded(

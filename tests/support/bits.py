@@ -4,11 +4,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from octavo.numerics import QTensor
 
 
 def bits(t: Tensor) -> Tensor:
     """The bits of a tensor as integers, so that -0 differs from 0 and a NaN equals itself."""
     return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """All tensors of the result of an operation."""
+    parts = [
+        [leaf.data, leaf.scale.contiguous()] if isinstance(leaf, QTensor) else leaf for leaf in tree_leaves(result)
+    ]
+    return [t for t in tree_leaves(parts) if isinstance(t, Tensor)]
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import Format, widen
-from octavo.numerics.qtensor import Granularity
 from octavo.numerics.scaling import SMALLEST_SCALE
 
 # amax: of the sampled rows; all_amax: of all rows, where the quantization found it
@@ -136,24 +135,6 @@ def scale_statistics(scale: Tensor) -> Found:
     }
 
 
-def without_columns(found: Found, column_scale: Tensor) -> Found:
-    """`scale_statistics` of a tensor into which `column_scale` was multiplied before it was quantized."""
-    return found | {
-        "scale": found["scale"] / column_scale.amin(),
-        "minus_smallest_scale": found["minus_smallest_scale"] / column_scale.amax(),
-    }
-
-
-def least_numbers(scale: Tensor, shift_scale: Tensor, index: Tensor, fmt: Format) -> Tensor:
-    """The numbers [R, 1] of g, in the rows `index`, up to which the shift for dw makes zero of numbers.
-
-    The shift of a row is log2(the largest c / its c), where c = 2^e * s_g has the exponents of both scales [T, 1].
-    """
-    exponent = (scale.view(torch.int32) >> 23) + (shift_scale.view(torch.int32) >> 23)  # of positive normal numbers
-    shift = exponent.amax() - exponent[index]
-    return torch.exp2(shift.clamp(max=100).float()) * (fmt.smallest_subnormal / 2)  # a tie rounds to zero
-
-
 @lru_cache(maxsize=256)
 def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     """The indices of `rows` rows of `count`, int64: one out of each of `rows` equal parts, or all if there are fewer.
@@ -165,16 +146,6 @@ def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     ends = torch.arange(rows + 1, device=device) * count // rows
     place = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN).frac()
     return ends[:-1] + (place * ends.diff()).long()
-
-
-def sampled_scale(scale: Tensor, index: Tensor, granularity: Granularity, columns: int) -> Tensor:
-    """The scales of the rows `index` [R], float32, such that they broadcast against the rows [R, columns]."""
-    if granularity.rows is None:
-        return scale.float()
-    rows = scale.float()[index if granularity.rows == 1 else index // granularity.rows]
-    if granularity.cols is None:
-        return rows
-    return rows.repeat_interleave(granularity.cols, 1)[:, :columns]
 
 
 def numbers_of(codes: Tensor, dtype: torch.dtype) -> Tensor:

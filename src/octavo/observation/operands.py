@@ -39,15 +39,12 @@ from octavo.observation.operand_statistics import (
     Rows,
     add_statistics,
     combine,
-    least_numbers,
     numbers_of,
     row_statistics,
     sampled_rows,
-    sampled_scale,
     scale_statistics,
     statistics,
     tensor_statistics,
-    without_columns,
 )
 from octavo.ops.permutation import group_of_rows, group_shifts
 from octavo.ops.registration import OPERATIONS
@@ -85,7 +82,10 @@ class QuantizedOperand:
 
     def of_scales(self, column_scale: Tensor | None = None) -> Found:
         """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
-        found = self._of_scales if column_scale is None else without_columns(self._of_scales, column_scale)
+        found = self._of_scales
+        if column_scale is not None:  # it was multiplied in before
+            scale, smallest = found["scale"] / column_scale.amin(), found["minus_smallest_scale"] / column_scale.amax()
+            found = found | {"scale": scale, "minus_smallest_scale": smallest}
         if self.amax is not None:
             expected = self.scale * self.cast.fmt.max
             return found | {"all_amax": self.amax.amax(), "minus_gap": torch.log2(self.amax / expected).amax()}
@@ -131,14 +131,25 @@ class QuantizedOperand:
 
     @cached_property
     def _scale(self) -> Tensor:
-        """That of the sampled rows, which broadcasts against them."""
-        scale = sampled_scale(self.scale, self.index, self.cast.granularity, self.data.shape[1])
+        """That of the sampled rows, float32, which broadcasts against them."""
+        scale, by = self.scale.float(), self.cast.granularity
+        if by.rows is not None:
+            scale = scale[self.index if by.rows == 1 else self.index // by.rows]
+            if by.cols is not None:
+                scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
         return scale if self.row_scale is None else scale / self.row_scale[self.index]
 
     @cached_property
     def _least(self) -> Tensor:
+        """The numbers [R, 1] of g, in the sampled rows, up to which the shift for dw makes zero of numbers.
+
+        The shift of a row is log2(the largest c / its c), where c = 2^e * s_g has the exponents of both scales.
+        """
         assert self.shift_scale is not None
-        return least_numbers(self.scale, self.shift_scale, self.index, self.cast.fmt)
+        bits = (self.scale.view(torch.int32), self.shift_scale.view(torch.int32))
+        exponent = (bits[0] >> 23) + (bits[1] >> 23)  # of positive normal numbers
+        shift = (exponent.amax() - exponent[self.index]).clamp(max=100).float()
+        return torch.exp2(shift) * (self.cast.fmt.smallest_subnormal / 2)  # a tie rounds to zero
 
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.

@@ -151,8 +151,10 @@ class Operation(Generic[Result]):
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:
-    """True if only the function sees the call: no mode or transform is on (fake tensors, torch.func, torch.jit.trace, a
-    profiler of FLOPs), all tensors hold numbers and are of no subclass, and none gets a gradient.
+    """True if only the function sees the call.
+
+    No mode or transform is on (fake tensors, torch.func, torch.jit.trace, a profiler of FLOPs). All tensors hold
+    numbers and are of no subclass, and none gets a gradient.
     """
     return (
         not torch._C._len_torch_dispatch_stack()
@@ -230,11 +232,10 @@ def source_version(root: Path) -> str:
     return f"octavo {__version__} {sha256(repr(changed).encode()).hexdigest()}"
 
 
-def add_source_version() -> None:
-    """Add the version of Octavo's source to the tag of the graphs that this process compiles."""
-    compiler_config.cache_key_tag = " ".join(
-        filter(None, (compiler_config.cache_key_tag, source_version(Path(__file__).parents[1])))
-    )
+# The graphs that this process compiles get it, behind a tag of the user.
+compiler_config.cache_key_tag = " ".join(
+    filter(None, (compiler_config.cache_key_tag, source_version(Path(__file__).parents[1])))
+)
 
 
 # ---- Our operations in Inductor: compiled code launches their kernels directly instead of calling into Python.
@@ -260,8 +261,6 @@ if f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}" not in os.environ:
     os.environ[f"TORCHINDUCTOR_{_STATIC_LAUNCH.upper()}"] = "1"
     if hasattr(config := sys.modules.get("torch._inductor.config"), _STATIC_LAUNCH):
         setattr(config, _STATIC_LAUNCH, True)
-
-add_source_version()
 
 OPERATIONS: dict[str, tuple[Function, Callable[..., bool]]] = {}
 _lowering = False

@@ -8,8 +8,6 @@ the first step writes the bytes too, and the second writes only those of other r
 byte for byte.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -
             written into it. The relative floor of the cast is ignored.
     """
     if not _has_kernel(batch, cast):
-        row_amaxes_reference(batch.matrices, batch.starts, amax, data, cast)
+        row_amaxes_reference(batch, amax, data, cast)
         return
     from octavo.ops.kernels import rows as kernel
 
@@ -36,15 +34,13 @@ def row_amaxes(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -
         kernel.row_amaxes(batch, amax, data, cast)
 
 
-def row_amaxes_reference(
-    matrices: Sequence[Tensor], starts: Sequence[int], amax: Tensor, data: Tensor | None, cast: Cast
-) -> None:
-    for x, start in zip(matrices, starts, strict=True):
+def row_amaxes_reference(batch: RowBatch, amax: Tensor, data: Tensor | None, cast: Cast) -> None:
+    for x, start in zip(batch.matrices, batch.starts, strict=True):
         if x.numel():
             amax[start : start + x.shape[0]] = ROW.amax(x.float()).abs().view(-1).nan_to_num(torch.inf, torch.inf)
     if data is not None:
         scale = scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two)
-        cast_rows_reference(matrices, starts, scale, data, cast)
+        cast_rows_reference(batch, scale, data, cast)
 
 
 def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tensor, cast: Cast) -> None:
@@ -62,7 +58,7 @@ def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tens
         if t is not None and not t.is_contiguous():
             raise ValueError(f"cast_rows needs a contiguous {name}, not strides {t.stride()}: call .contiguous()")
     if not _has_kernel(batch, cast):
-        cast_rows_reference(batch.matrices, batch.starts, scale, data, cast)
+        cast_rows_reference(batch, scale, data, cast)
         return
     from octavo.ops.kernels import rows as kernel
 
@@ -70,11 +66,9 @@ def cast_rows(batch: RowBatch, scale: Tensor, written: Tensor | None, data: Tens
         kernel.cast_rows(batch, scale, written, data, cast)
 
 
-def cast_rows_reference(
-    matrices: Sequence[Tensor], starts: Sequence[int], scale: Tensor, data: Tensor, cast: Cast
-) -> None:
+def cast_rows_reference(batch: RowBatch, scale: Tensor, data: Tensor, cast: Cast) -> None:
     inv_scale = (1 / scale).view(-1, 1)
-    for x, start in zip(matrices, starts, strict=True):
+    for x, start in zip(batch.matrices, batch.starts, strict=True):
         rows = slice(start, start + x.shape[0])
         data[rows].view(torch.uint8).copy_(cast_to(x.float() * inv_scale[rows], cast.fmt).view(torch.uint8))
 

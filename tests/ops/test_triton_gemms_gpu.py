@@ -1,0 +1,200 @@
+"""Our GEMMs on CUDA against float64 on the same quantized operands, for every path of their kernels.
+
+With scales by row or tensor, M = 1 is summed in float32. A larger M runs on the tensor core, whose partial sums keep
+about 14 bits: the bounds are those of test_gemm_gpu. With scales that vary along K, the tensor core sums the product of
+a group, and the groups are added in float32: the bounds are those of promoted sums.
+"""
+
+from itertools import product as each_with_each
+
+import pytest
+import torch
+from gemm_examples import check_columns, errors_and_bounds, on_gpu, operands, wide, wide_in_bf16
+from gpu_memory import poison
+from hopper import ONLY_HOPPER
+
+from octavo.numerics import QTensor
+from octavo.ops import find_backend, scaled_mm
+from octavo.ops.dispatch import MAX_M_OF_GROUPS, MAX_SMALL_M
+from octavo.ops.launching import Operands
+
+pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
+
+# k, n: no multiples of a tile, a group or a load, not aligned, shorter than a tile; cut along K; of Llama-3-8B
+SIZES = [(16, 16), (80, 48), (129, 515), (1031, 77), (4096, 64), (14336, 4096), (4096, 6144)]
+SIZES_OF_GROUPS = [(515, 129), (4096, 200), (14336, 200)]
+PAIRS = ["row", "row-gradient", "row-e5m2", "tensor"]
+PAIRS_OF_GROUPS = ["group32", "group64", "group64-e5m2", "strip-strip", "strip-square", "mx"]
+
+
+def product(
+    a: QTensor, b: QTensor, bias=None, dtype=torch.bfloat16, fast=True, tiling=(), residual=None
+) -> torch.Tensor:
+    from octavo.ops.kernels import block_scaled_gemm, gemm  # import Triton, which a CPU build of PyTorch does not have
+
+    poison()
+    if a.granularity.outer:
+        how = gemm.Tiling(*tiling) if tiling else None
+        return gemm.scaled_mm(a.data, a.scale, b.data, b.scale, bias, dtype, fast, how, residual)
+    how = block_scaled_gemm.Tiling(*tiling) if tiling else None
+    return block_scaled_gemm.scaled_mm(Operands.of(a, b), bias, dtype, residual, how)
+
+
+def check(y: torch.Tensor, a: QTensor, b: QTensor, bias=None, fast=True, widen=wide) -> None:
+    error, bound = errors_and_bounds(y, a, b, bias, fast and a.granularity.outer, widen)
+    assert (error <= bound).all(), (error / bound).max()
+
+
+@pytest.mark.parametrize(
+    ("pair", "size", "m"),
+    [
+        *each_with_each(PAIRS, SIZES, (1, 2, 3, 16, 17, 64)),
+        *each_with_each(PAIRS_OF_GROUPS, SIZES_OF_GROUPS, (1, 3, 130)),
+    ],
+    ids=str,
+)
+def test_worst_row(pair, size, m):
+    k, n = size
+    a, b = operands(pair, m, k, n)
+    gpu_a, gpu_b = on_gpu(a), on_gpu(b)
+    for fast in (True, False) if a.granularity.outer else (False,):
+        y = product(gpu_a, gpu_b, fast=fast)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), torch.bfloat16, True)
+        check(y, a, b, fast=fast)
+        for _ in range(3):
+            assert torch.equal(product(gpu_a, gpu_b, fast=fast), y)
+
+
+# GEMV, tiles, split-K, a short K, and an empty K
+ADDED = [("row", 1, 4096, 515), ("row", 5, 4096, 515), ("row", 1, 14336, 4096), ("row", 16, 80, 48), ("row", 3, 0, 7)]
+ADDED_TO_GROUPS = [(pair, m, 1024, 515) for pair in ("group32", "strip-square") for m in (1, 33, 65)]
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [*each_with_each(ADDED, (torch.float32, torch.bfloat16)), *((given, torch.float32) for given in ADDED_TO_GROUPS)],
+    ids=str,
+)
+def test_a_bias_is_added_and_a_residual_as_after_it(given, dtype):
+    a, b = operands(*given)
+    m, n = len(a.data), len(b.data)
+    bias, residual = (torch.randn(shape).to(dtype) for shape in ((n,), (m, n)))
+    y = product(on_gpu(a), on_gpu(b), bias.cuda(), dtype)
+    check(y, a, b, bias)
+    actual = product(on_gpu(a), on_gpu(b), bias.cuda(), dtype, residual=residual.cuda())
+    assert torch.equal(actual, y + residual.cuda())
+
+
+@pytest.mark.parametrize(
+    ("pair", "m", "k"),
+    [("row", 1, 1031), ("row", 2, 1031), ("row", 16, 1031), ("group64", 1, 515), ("group64", 16, 515),
+     ("group64", 200, 515)],
+)  # fmt: skip
+def test_each_column_too_and_a_wrong_scale_is_seen(pair, m, k):
+    a, b = operands(pair, m, k, 129)
+    check_columns(product, a, b, fast=a.granularity.outer)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+def test_every_way_to_cut_a_small_m_up(splits):
+    for m, k in ((2, 4096), (16, 1031), (33, 14336)):
+        a, b = operands("row", m, k, 515)
+        for terms in (64, 256):
+            check(product(on_gpu(a), on_gpu(b), tiling=(64, terms, 3, 4, splits)), a, b)
+    a, b = operands("row", 1, 4096, 515)
+    for rows, terms in ((4, 512), (8, 1024), (16, 512), (2, 2048)):
+        check(product(on_gpu(a), on_gpu(b), tiling=(rows, terms, splits, 4)), a, b)
+
+
+@pytest.mark.parametrize("tiling", [(64, 16, 4, 3, 4, 3), (64, 64, 2, 4, 4, 5), (128, 128, 1, 3, 8, 2)], ids=str)
+def test_every_way_to_cut_groups_up(tiling):
+    a, b = operands("group64", 70, 1040, 300)
+    check(product(on_gpu(a), on_gpu(b), tiling=tiling), a, b)
+
+
+@pytest.mark.parametrize(
+    ("pair", "m", "k", "n"),
+    [("row", 0, 64, 32), ("row", 1, 64, 0), ("row", 1, 0, 32), ("row", 3, 0, 32), ("group32", 0, 64, 32),
+     ("group32", 1, 64, 0), ("group32", 3, 0, 32), ("group32", 200, 0, 32)],
+)  # fmt: skip
+def test_empty_operands(pair, m, k, n):
+    a, b = operands(pair, m, k, n)
+    bias = torch.randn(n).bfloat16()
+    assert torch.equal(product(on_gpu(a), on_gpu(b)).cpu(), torch.zeros(m, n, dtype=torch.bfloat16))
+    assert torch.equal(product(on_gpu(a), on_gpu(b), bias.cuda()).cpu(), bias.expand(m, n))
+
+
+@pytest.mark.parametrize(
+    ("pair", "m"), [*each_with_each(["row"], (1, 2, MAX_SMALL_M)), *each_with_each(["group64", "mx"], (1, 3, 130))]
+)
+def test_what_is_not_finite_stays_so_and_the_smallest_scale_is_a_number(pair, m):
+    """255 is NaN in E8M0, and 0 is 2^-127."""
+    a, b = operands(pair, m, 515, 80)
+    scale = a.scale.float()
+    if pair != "row":
+        scale[0, 0] = 2.0**-127
+    scale[-1, -1] = torch.nan
+    y = product(on_gpu(QTensor(a.data, scale.to(a.scale.dtype), a.format, a.granularity)), on_gpu(b)).cpu()
+    assert y[-1].isnan().all()
+    assert y[:-1].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("pair", "m", "name"),
+    [
+        ("row", 1, "triton"), ("row", MAX_SMALL_M, "triton"), ("row", MAX_SMALL_M + 1, "cublaslt"),
+        ("group64", MAX_M_OF_GROUPS, "triton"), ("mx", MAX_M_OF_GROUPS, "triton"), ("strip-square", 8, "triton"),
+    ],
+)  # fmt: skip
+def test_the_operation_runs_on_it_and_a_larger_m_by_row_on_cublaslt(pair, m, name):
+    a, b = (on_gpu(q) for q in operands(pair, m, 4096, 512))
+    e8m0 = (pair == "mx",) * 2
+    found = find_backend(a.data.device, a.granularity, b.granularity, ("e4m3", "e4m3"), (m, 512), e8m0=e8m0)
+    assert found.name == name
+    y = scaled_mm(a, b, fast_accumulation=True)
+    assert torch.equal(y, product(a, b)) == (name == "triton")
+
+
+@pytest.mark.parametrize("size", [(4096, 512), (515, 129)], ids=str)
+@pytest.mark.parametrize("pair", ["group32", "group64", "group64-e5m2", "mx"])
+def test_worst_row_of_groups_and_a_large_m(pair, size):
+    """A BF16 product of the widened operands, which are rounded to BF16 first."""
+    k, n = size
+    a, b = operands(pair, MAX_M_OF_GROUPS + 1, k, n)
+    gpu_a, gpu_b, bias = on_gpu(a), on_gpu(b), torch.randn(n)
+    for dtype in (torch.bfloat16, torch.float32):
+        poison()
+        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype), a, b, widen=wide_in_bf16)
+        check(scaled_mm(gpu_a, gpu_b, out_dtype=dtype).t(), b, a, widen=wide_in_bf16)
+        rounded = bias.to(dtype)
+        check(scaled_mm(gpu_a, gpu_b, bias=rounded.cuda(), out_dtype=dtype), a, b, rounded, widen=wide_in_bf16)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize(
+    ("pair", "m"),
+    [
+        *each_with_each(["row"], (1, MAX_SMALL_M)),
+        *each_with_each(["group64"], (1, MAX_SMALL_M, MAX_M_OF_GROUPS, MAX_M_OF_GROUPS + 1)),
+    ],
+)
+def test_compiled_it_gives_the_same_bits(pair, m):
+    torch.compiler.reset()
+    a, b = (on_gpu(q) for q in operands(pair, m, 4096, 512))
+
+    def run(data: torch.Tensor) -> torch.Tensor:
+        return scaled_mm(QTensor(data, a.scale, a.format, a.granularity), b, fast_accumulation=True)
+
+    assert torch.equal(torch.compile(run, fullgraph=True)(a.data), run(a.data))
+
+
+@pytest.mark.parametrize("m", [1, MAX_SMALL_M])
+def test_in_a_cuda_graph(m):
+    a, b = (on_gpu(q) for q in operands("row", m, 4096, 512))
+    expected = scaled_mm(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = scaled_mm(a, b)
+    y.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(y, expected)
