@@ -82,7 +82,7 @@ test-integrations: .venv-integrations/installed  ## train with torchtitan, Light
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
-BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start linears packed_experts attention vision \
+BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start linears attention vision \
 	compile_time watch recipes
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
@@ -96,7 +96,7 @@ GPUS ?= 2
 bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how many
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node 1 -m bench.gpu.fsdp
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.fsdp
-	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.network
+	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.fsdp --layers 8 --rounds 4 --channels 1,2,4,8,16
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.tensor_parallel
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
@@ -104,9 +104,7 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of sm
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality
-	$(BIN)/python -m bench.cpu.fold_gains
 	$(BIN)/python -m bench.cpu.vision
-	$(BIN)/python -m bench.cpu.watch
 	$(BIN)/python -m bench.report.pages
 
 .venv-site/installed: docs/requirements.txt .venv/installed

@@ -27,7 +27,6 @@ COMMANDS = [
     "-m bench.gpu.stack",
     "-m bench.gpu.layer",
     "-m bench.gpu.moe",
-    "-m bench.gpu.packed_experts",
     "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt"),
     "-m bench.gpu.start --folder {out}/models",
     "-m bench.gpu.vision",
@@ -39,7 +38,7 @@ COMMANDS = [
     "-m bench.gpu.runs attention --runs bf16:0 --out {out}",
     "-m bench.gpu.recipes --recipes bf16,rowwise,delayed_e5m2_margin_1 --out {out}" + ("" if GPU else " --cpu"),
     f"{TORCHRUN} bench.gpu.fsdp",
-    f"{TORCHRUN} bench.gpu.network",
+    f"{TORCHRUN} bench.gpu.fsdp --channels 1,2",
     f"{TORCHRUN} bench.gpu.tensor_parallel --only octavo",
 ]
 COMMANDS_OF_A_GPU = [

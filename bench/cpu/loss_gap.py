@@ -11,17 +11,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from bench import record
-from bench.cpu.demo_run import train
 from examples import demo
 from octavo.checkpoint.run import RunFolder
 from octavo.inference.opening import load_packed
 from octavo.packing import pack
+from octavo.train.config import Config
 from octavo.train.finished import held_out
 from octavo.train.loss import mean_loss
 from octavo.train.run_records import read_run
-from octavo.train.settings import read_settings
+from octavo.train.settings import load_config, read_settings
+from octavo.train.trainer import start_run
 
 SEEDS = (0, 1, 2)
 RECIPES = ("bf16", "rowwise")  # the last is packed
@@ -46,6 +48,14 @@ def main() -> None:
     summary = {"gaps": gaps, "mean_gap": statistics.mean(gaps), "bf16_spread": spread, "packed": packed}
     print(json.dumps(summary, indent=2))
     print(record.write("loss_gap", {"settings": demo.SETTINGS, "runs": runs, **summary}))
+
+
+def train(out: Path, *overrides: str) -> Config:
+    """Train the demo in the folder `out`, with other settings as `--key value`."""
+    config = load_config(None, [*demo.SETTINGS, "--out", str(out), "--device", "cpu", *overrides])
+    if signal := start_run(config, Console(quiet=True)).run().interrupted:
+        raise SystemExit(f"{signal}: no result is written")
+    return config
 
 
 def judge(run: Path, trained: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What eight bits cost in quality, on the demo's model: packing schemes, caches of keys and values, and attention.
+"""The quality of the demo's model in eight bits: packing schemes, caches of keys and values, attention, and folds.
 
 The model is trained once, in BF16. Everything is measured on the same held-out prompts, so changes are paired.
 
@@ -10,9 +10,15 @@ The model is trained once, in BF16. Everything is measured on the same held-out 
     attention    the model packed by channel, with the attention of whole prompts in E4M3 beside that in BF16. A CPU
                  computes the arithmetic of `octavo.ops.fp8_attention` in float32
 
+    folds        the model as it is, and with planted outliers, as large models have them: one channel in 17 of each
+                 norm and of `up` is 64 times larger, and the weights that read it are 64 times smaller, so that the
+                 model computes the same. Each is smoothed, rotated or both, packed, and verified against the model
+
     python -m bench.cpu.quality
 """
 
+import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,13 +27,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.cpu.demo_run import outputs, train, write_model
+from bench.cpu.loss_gap import train
 from examples import demo
 from octavo.calibration import Calibration, calibrate
+from octavo.checkpoint.files import read_json
+from octavo.checkpoint.run import RunFolder
 from octavo.data import read_text
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many
@@ -46,6 +55,9 @@ SCHEMES = ("channel", "block", "static", "mx", "int8")
 SMOOTHED = ("channel", "int8")
 SAMPLES = 96  # prompts of a verification
 CHUNK, PROMPTS, CONTEXT, BATCH = 16, 64, 256, 8  # of the caches and of attention
+FOLDS = {"as it is": (False, False), "smooth": (True, False), "rotate": (False, True), "both": (True, True)}
+FOLDED = ("channel", "static", "int8")
+PLANTED, EVERY = 64.0, 17
 CACHES = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
 Cache = Callable[[Any, int], QuantizedKVCache]
 
@@ -53,20 +65,38 @@ Cache = Callable[[Any, int], QuantizedKVCache]
 def main() -> None:
     with TemporaryDirectory() as name:
         folder = Path(name)
-        found = prepare(folder)
+        prepare(folder)
         print(record.write("packing_quality", schemes(folder)))
         packed, batches = folder / "model channel", held_out(folder)
-        print(record.write("kv_cache_quality", caches(packed, found, batches)))
+        print(record.write("kv_cache_quality", caches(packed, Calibration.load(calibrated(folder, "model")), batches)))
         print(record.write("attention_quality", attention(packed, batches)))
+        print(record.write("fold_gains", {"settings": demo.SETTINGS, "alpha": 0.5, "rows": folds(folder)}))
 
 
-def prepare(folder: Path) -> Calibration:
-    """Train a model and write it to `folder`/model, its texts and its calibration beside it."""
+def prepare(folder: Path) -> None:
+    """Train a model and write it to `folder`/model, its texts beside it."""
     config = train(folder / "run", "--recipe", "bf16", "--mlp-width", "768")  # a multiple of 128, as block needs
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
-    texts = [str(folder / "training.txt")]
-    return calibrate(model, texts, folder / "calibrated", prompts=PromptOptions(128, 512, 16))
+
+
+def write_model(run: Path, out: Path) -> Path:
+    """Write the newest checkpoint of a run as a Hugging Face folder in BF16."""
+    folder = RunFolder(run)
+    shutil.copytree(folder.model, out)
+    config = read_json(out / "config.json") | {"dtype": "bfloat16"}
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder.newest() / "model.safetensors")
+    save_file({name: t.bfloat16() for name, t in tensors.items()}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def calibrated(folder: Path, name: str) -> Path:
+    """The calibration of `folder`/name on the training text, which is made if it is not there."""
+    out = folder / f"{name} calibrated"
+    if not out.exists():
+        calibrate(folder / name, [str(folder / "training.txt")], out, prompts=PromptOptions(128, 512, 16))
+    return out
 
 
 def write_texts(config: Config, model: Path, folder: Path) -> None:
@@ -91,7 +121,7 @@ def held_out(folder: Path) -> list[Tensor]:
 
 def schemes(folder: Path) -> dict[str, Any]:
     reports = {scheme: judge(scheme, folder) for scheme in SCHEMES}
-    fold(folder / "model", folder / "smoothed", smooth=folder / "calibrated")
+    fold(folder / "model", folder / "smoothed", smooth=calibrated(folder, "model"))
     reports |= {f"{scheme}, smoothed": judge(scheme, folder, "smoothed") for scheme in SMOOTHED}
     quality = reports[SCHEMES[0]].quality
     assert isinstance(quality, LogitQuality)
@@ -107,7 +137,7 @@ def schemes(folder: Path) -> dict[str, Any]:
 def judge(scheme: str, folder: Path, source: str = "model") -> Report:
     """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
     began, out = time.perf_counter(), folder / f"{source} {scheme}"
-    calibration = folder / "calibrated" if scheme == "static" else None
+    calibration = calibrated(folder, source) if scheme == "static" else None
     pack(folder / source, out, scheme=scheme, calibration=calibration)
     report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
     if not report.ok:
@@ -128,6 +158,48 @@ def row(report: Report) -> dict[str, Any]:
     if outputs:  # the layers of a folded model have other inputs
         found["output_sqnr"] = {"mean": sum(outputs) / len(outputs), "least": min(outputs)}
     return found
+
+
+# --- Smoothing and rotation ------------------------------------------------------------------------------------
+
+
+def folds(folder: Path) -> list[dict[str, Any]]:
+    """The KL and the perplexity of each transform with each scheme."""
+    plant(folder / "model", folder / "planted")
+    rows = []
+    for model in ("model", "planted"):
+        for kind, (smooth, rotate) in FOLDS.items():
+            source = f"{model} {kind}"
+            calibration = calibrated(folder, model) if smooth else None
+            if smooth or rotate:
+                fold(folder / model, folder / source, smooth=calibration, rotate=rotate)
+            else:
+                shutil.copytree(folder / model, folder / source)
+            for scheme in FOLDED:
+                quality = judge(scheme, folder, source).quality
+                assert isinstance(quality, LogitQuality)
+                kl, ppl = quality.kl, quality.perplexity_ratio.value
+                found = {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high, "ppl": ppl}
+                rows.append({"model": model, "fold": kind, "cast": scheme, **found})
+    return rows
+
+
+def plant(source: Path, out: Path) -> None:
+    """Write the same function with outliers in the outputs of the norms and of `up`."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    for norm in [name for name in tensors if name.endswith("input_layernorm.weight")]:
+        layer = norm.removesuffix("input_layernorm.weight")
+        for writer, readers in (
+            ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+            ("mlp.up_proj", ("mlp.down_proj",)),
+        ):
+            i = int(layer.split(".")[-2])
+            tensors[f"{layer}{writer}.weight"][i::EVERY] *= PLANTED
+            for reader in readers:
+                tensors[f"{layer}{reader}.weight"][:, i::EVERY] /= PLANTED
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 # --- Caches and attention --------------------------------------------------------------------------------------
@@ -157,6 +229,16 @@ def in_chunks(model: Any, make: Cache) -> Outputs:
         kept = make(model, ids.shape[1])
         chunks = [model(part, past_key_values=kept, use_cache=True).logits for part in torch.split(ids, CHUNK, 1)]
         return torch.cat(chunks, 1)
+
+    return run
+
+
+def outputs(model: nn.Module) -> Outputs:
+    """A function from ids [B, T] to the logits [B, T, V] of whole prompts."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits: Tensor = model(ids, use_cache=False).logits
+        return logits
 
     return run
 

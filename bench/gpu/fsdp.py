@@ -8,9 +8,19 @@ to the mean of these two. The time of a step is that of the slowest rank.
 With `--only`, the other modes' rows of an earlier result stay in the file, each with the machine and commit of its own.
 
     torchrun --nproc-per-node 2 -m bench.gpu.fsdp [--layers 16] [--only torchao,FP8] [--rounds 6]
+
+With `--channels` it measures the gain of gathering in FP8 as the network gets slower. The links are those between the
+GPUs of one host. A group of NCCL that may use few channels is slower; over sockets it is slower still. Each bandwidth
+is measured by an all-gather of 256 MB. All modes stay in memory and take turns; the collectives of FSDP2 move to the
+group of the moment.
+
+    torchrun --nproc-per-node 2 -m bench.gpu.fsdp --layers 8 --rounds 4 --channels 1,2,4,8,16
+    NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo \
+        torchrun --nproc-per-node 2 -m bench.gpu.fsdp --layers 8 --rounds 4 --channels 1,2,4
 """
 
 import math
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,7 +35,7 @@ import octavo
 from bench import record
 from bench.gpu import llama, ranks
 from bench.gpu.communication import profiled
-from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, once, peak_of, summary
+from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, medians, once, peak_of, summary
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
 from bench.gpu.peers import update_torchao, use_torchao
@@ -38,6 +48,7 @@ ROOM = 0.85  # of the GPU's memory, that two models at once may fill
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
 # The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
 GRADIENT_ERRORS = 0.03, 0.5
+TRANSPORT = "socket" if os.environ.get("NCCL_NET") == "Socket" else "direct"
 QUERIES_AND_KEYS = "q", "k", "q_proj", "k_proj"  # names of the layers
 
 # --- The modes -------------------------------------------------------------------------------------------------
@@ -221,11 +232,53 @@ def room_for_two(peak: int) -> bool:
     return bool(ranks.agreed(2 * peak < ROOM * whole))
 
 
+# --- Links of several bandwidths -------------------------------------------------------------------------------
+
+
+def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> None:
+    """Time `modes` over a link of each number of channels, the fastest first, and write the result after each."""
+    network = ranks.Network()
+    runners = {name: Runner(name, config, tokens, network) for name in modes}
+    for runner in runners.values():
+        runner.step()  # compiles
+    setting: dict[str, Any] = {**ranks.setting_of(config, tokens), "transport": TRANSPORT}
+    setting["bf16_gradients"] = [name for name in modes if MODES[name].communicate is not None]
+    setting |= {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    links: list[dict[str, Any]] = []
+    for count in sorted(channels, reverse=True):
+        links.append(link(count, runners, network, rounds))
+        ranks.write(f"gpu_network_{TRANSPORT}", {"setting": setting, "links": links})
+
+
+def link(channels: int, runners: dict[str, Runner], network: ranks.Network, rounds: int) -> dict[str, Any]:
+    """The bandwidth of a group with so many channels, and the times of the modes on it."""
+    network.group = group(channels)
+    rate = ranks.bandwidth(network.group)
+    steps = {name: runner.step for name, runner in runners.items()}
+    times = {name: ranks.slowest(each) for name, each in interleaved(steps, rounds=rounds, repeat=2, warmup=1).items()}
+    ranks.say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", medians(times))
+    return {"channels": channels, "bytes_per_second": rate, "rounds": times}
+
+
+def group(channels: int) -> distributed.ProcessGroup:
+    """A group of all ranks whose NCCL uses at most so many channels."""
+    if DEVICE == "cpu":
+        return distributed.new_group()  # type: ignore[no-any-return]
+    options = distributed.ProcessGroupNCCL.Options()
+    options.config.max_ctas = channels
+    return distributed.new_group(pg_options=options)  # type: ignore[no-any-return]
+
+
 def main() -> None:
-    options = ranks.read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6)
+    options = ranks.read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6, channels="")
     ranks.start()
-    bench = Bench(replace(llama.CONFIG, layers=options.layers), llama.TOKENS, options.rounds)
-    bench.run(ranks.chosen(MODES, BASE, options.only))
+    config, chosen = replace(llama.CONFIG, layers=options.layers), ranks.chosen(MODES, BASE, options.only)
+    if options.channels:
+        modes = [name for name in (BASE, WIDE, OURS, TORCHAO) if name in chosen]
+        channels = [int(each) for each in options.channels.split(",")]
+        over_links(modes, config, llama.TOKENS, channels, options.rounds)
+    else:
+        Bench(config, llama.TOKENS, options.rounds).run(chosen)
     distributed.destroy_process_group()
 
 

@@ -4,7 +4,10 @@ Two shapes: Mixtral's (8 experts of 4096 x 14336, top 2) and one of many small e
 outputs and gradients come first, against BF16, for the layer and for one grouped linear layer alone; then the grouped
 GEMMs alone, in each way of accumulating; then the modes take turns.
 
-    python -m bench.gpu.moe
+`packed` measures the experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. The
+routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph.
+
+    python -m bench.gpu.moe [--only packed]
 """
 
 import importlib
@@ -21,6 +24,8 @@ from bench import record
 from bench.gpu import harness
 from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.modes import speedup
+from octavo.checkpoint.scheme import get_scheme
+from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts, GroupedLinear
 from octavo.numerics import QTensor
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
@@ -46,6 +51,10 @@ SHAPES = sized(
     {"mixtral": Shape(8, 4096, 14336, 2, 16384), "small experts": Shape(128, 2048, 768, 8, 8192)},
     {"mixtral": Shape(4, 256, 128, 2, 64)},
 )
+
+SCHEMES = ("channel", "static", "block", "group128", "mx", "weight")
+TOKENS = {"decode": sized([1, 16], [2]), "prefill": sized([512, 8192], [8])}
+LEAST_DB = 15.0  # two quantizations in a row leave 23 dB
 
 
 class Layer(nn.Module):
@@ -218,14 +227,59 @@ def measure(shape: Shape) -> dict[str, Any]:
     return result
 
 
+# --- Packed experts --------------------------------------------------------------------------------------------
+
+
+def pack(experts: Experts, name: str) -> PackedExperts:
+    """The experts by a scheme; static inputs have the scale of normal numbers up to 6."""
+    scheme = get_scheme(name)
+    layers = []
+    for matrices in (experts.gate_up_proj, experts.down_proj):
+        layer = PackedGroupedLinear(matrices, scheme)
+        for e, w in enumerate(matrices.detach()):
+            q = quantize(w, scheme.weight)
+            layer.weight[e] = q.data
+            layer.weight_scale[e] = scheme.stored_scale(q)  # one for the matrix is expanded to its rows
+        if layer.input_scale is not None:
+            layer.input_scale.fill_(6 / 448)
+        layers.append(layer)
+    return PackedExperts(*layers)
+
+
+def measure_packed(shape: Shape) -> dict[str, Any]:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        experts = Experts(shape.experts, shape.width, shape.mlp_width).bfloat16().requires_grad_(False)
+    ways: dict[str, Callable[..., Tensor]] = {"bf16": experts} | {name: pack(experts, name) for name in SCHEMES}
+    cells = [measure_tokens(shape, ways, tokens, kind) for kind, sizes in TOKENS.items() for tokens in sizes]
+    return {"shape": vars(shape), "cells": cells}
+
+
+@torch.inference_mode()
+def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens: int, kind: str) -> dict[str, Any]:
+    with torch.device(DEVICE):
+        x = torch.randn(tokens, shape.width, dtype=torch.bfloat16)
+        weight, index = torch.topk(torch.rand(tokens, shape.experts).softmax(-1), shape.top_k, -1)
+    steps: dict[str, Callable[[], Tensor]] = {name: partial(way, x, index, weight) for name, way in ways.items()}
+    if kind == "decode":
+        steps = {name: harness.Captured(step) for name, step in steps.items()}
+    found = harness.turns("bf16", steps, rounds=15, repeat=10 if tokens <= 512 else 3, least=LEAST_DB)
+    cell = {"tokens": tokens, "kind": kind, "db": found["sqnr"], "ms": found["ms"]}
+    show(shape, cell)
+    return cell
+
+
 def main() -> None:
     global torchao_mm
-    parser_of(__doc__).parse_args()
+    options = parser_of(__doc__, only="").parse_args()
     torchao_mm = find_torchao()
     result = {}
-    for name, shape in SHAPES.items():
+    for name, shape in SHAPES.items() if options.only in ("", "layer") else ():
         result[name] = measure(shape)
         print(record.write("gpu_moe", result), flush=True)
+    if options.only in ("", "packed"):
+        shapes = {name: measure_packed(shape) for name, shape in SHAPES.items()}
+        print(record.write("gpu_packed_experts", {"shapes": shapes}))
 
 
 if __name__ == "__main__":

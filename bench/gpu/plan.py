@@ -2,22 +2,20 @@
 
 BF16 and FP8, with and without activation checkpointing, on one and on two GPUs, of a model: six blocks of Llama-3-8B's
 shape, a Llama of a billion parameters, or one of Llama-3.2-3B's shape. Each configuration is trained by processes of
-its own: two of one GPU at a time where there are two GPUs. A step is whole, with clipping and AdamW, and its time is
+its own. A step is whole, with clipping and AdamW, and its time is
 the mean of five steps in a row, of which the median of three is taken. Five steps more show the time of the host: each
 begins with an idle GPU, and is not waited for. Two are profiled: their kernels by kind, and the time without any.
 
 The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
-    python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about four minutes on two GPUs
+    python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +66,9 @@ def main() -> None:
     chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
     measured = {configuration_of(row) for row in rows}
     wanted = [each for each in chosen if each not in measured][sized(0, -1) :]
-    for row in measure([(each[0], configured(options.model, *each)) for each in wanted], there, gpu_here()):
-        rows.append({"model": options.model, **row})
+    for each in wanted:
+        config = configured(options.model, *each)
+        rows.append({"model": options.model, **compared(config, each[0], gpu_here(), measure(config, each[0]))})
         show(rows[-1])
         path = record.write(name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)})
         print(path, flush=True)
@@ -89,34 +88,15 @@ def configured(model: str, gpus: int, recipe: str, checkpointing: str) -> Config
     return base.change(recipe=recipe, batch=base.batch * gpus, **{"activation_checkpointing.mode": checkpointing})
 
 
-def measure(configs: list[tuple[int, Config]], there: int, gpu: Gpu) -> Iterator[Row]:
-    """The rows of configurations, as many of one GPU at a time as there are GPUs."""
-    waiting = list(configs)
-    while waiting:
-        gpus = waiting[0][0]
-        together = [each for each in waiting if each[0] == gpus][: max(there // gpus, 1)]
-        waiting = [each for each in waiting if each not in together]
-        with tempfile.TemporaryDirectory() as folder:
-            started = [start(config, gpus, at, Path(folder)) for at, (_, config) in enumerate(together)]
-            for (_, config), (process, result) in zip(together, started, strict=True):
-                code = process.wait()
-                found = json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
-                yield compared(config, gpus, gpu, found)
-
-
-def start(config: Config, gpus: int, at: int, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """The processes that train a configuration, the `at`-th at a time, and the file that they write at the end."""
-    task, result = folder / f"{at}.json", folder / f"{at}.result.json"
-    task.write_text(json.dumps({"config": config.change(out=str(folder / f"run{at}")).to_dict(), "out": str(result)}))
-    devices = ",".join(str(at * gpus + each) for each in range(gpus))
-    launch = [sys.executable, "-m"]
-    if gpus > 1:
-        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
-    process = subprocess.Popen(
-        [*launch, "bench.gpu.plan", "--worker", str(task), *sized([], ["--quick"])],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": devices},
-    )
-    return process, result
+def measure(config: Config, gpus: int) -> dict[str, Any]:
+    """What the processes of a configuration measure, or the error that ended them."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder) / "task.json", Path(folder) / "result.json"
+        task.write_text(json.dumps({"config": config.change(out=f"{folder}/run").to_dict(), "out": str(result)}))
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m"]
+        words = [*launch, "bench.gpu.plan", "--worker", str(task), *sized([], ["--quick"])]
+        code = subprocess.run(words).returncode
+        return json.loads(result.read_text()) if code == 0 else {"error": f"exit code {code}"}
 
 
 def work(path: Path) -> None:

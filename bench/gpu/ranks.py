@@ -25,9 +25,9 @@ TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone mu
 Row = dict[str, Any]
 
 
-def read_options(what: str | None, layers: int, rounds: int) -> argparse.Namespace:
+def read_options(what: str | None, **defaults: Any) -> argparse.Namespace:
     """The options of a benchmark of modes, with these defaults; `what` is its description."""
-    parser = parser_of(what, layers=layers, rounds=rounds)
+    parser = parser_of(what, **defaults)
     parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
     torch._dynamo.config.recompile_limit = 64
     return parser.parse_args()

@@ -36,11 +36,11 @@ import octavo
 from bench import record
 from bench.gpu import harness, llama, runs
 from bench.gpu.harness import DEVICE, parser_of, show, sized
-from bench.gpu.runs import Study, restart, trainer_of
+from bench.gpu.loss.training import Learner
+from bench.gpu.runs import Study, batch_at, begin, training_batches
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
-from octavo.train.loss import Corpus, next_token_loss
-from octavo.train.trainer import Trainer
+from octavo.train.loss import Corpus
 
 PARTS = ("losses", "errors", "speed")
 CONFIG = replace(llama.CONFIG, layers=2)  # of the speed
@@ -123,12 +123,13 @@ def errors(names: Sequence[str], study: Study, data: Corpus) -> Result:
     """For each recipe and each of y, dx and dw the SQNR in dB: of the median layer, of the worst, and of the worst row
     or column of any layer."""
     config = study.config
-    trainer, _ = trainer_of(BASE, config.change(**{"compile.blocks": False}), data)
-    restart(trainer, data, 0)
-    for _ in range(config.steps):
-        trainer.step()
-    layers = runs.linears(trainer.model)
-    passes = [operands(trainer, layers, config.steps + i) for i in range(2)]
+    learner = runs.learner_of(BASE, config.change(**{"compile.blocks": False}))
+    batches = training_batches(data, config, 0)
+    begin(learner, 0)
+    for index in range(config.steps):
+        learner.step(index, batch_at(batches, index))
+    layers = linears(learner.model)
+    passes = [operands(learner, layers, batch_at(batches, config.steps + i)) for i in range(2)]
     found = {}
     for name in names:
         if name == CONTROL:
@@ -140,7 +141,12 @@ def errors(names: Sequence[str], study: Study, data: Corpus) -> Result:
     return {**model, "steps": config.steps, "tokens": config.batch * config.context, "recipes": found}
 
 
-def operands(trainer: Trainer, layers: dict[str, nn.Linear], batch: int) -> Pass:
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers but the head."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+
+
+def operands(learner: Learner, layers: dict[str, nn.Linear], sequences: Tensor) -> Pass:
     """x and dy of each layer in a forward and backward pass on a training batch."""
     inputs: dict[str, Tensor] = {}
     gradients: dict[str, Tensor] = {}
@@ -153,12 +159,8 @@ def operands(trainer: Trainer, layers: dict[str, nn.Linear], batch: int) -> Pass
         return keep
 
     handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-    trainer.model.train()
-    loss = next_token_loss(
-        trainer.model, trainer.data.training.at(batch), trainer.state.device, trainer.config.precision
-    )
-    torch.autograd.backward(loss)
-    trainer.model.zero_grad()
+    torch.autograd.backward(learner.forward(learner.model.train(), sequences))
+    learner.model.zero_grad()
     for handle in handles:
         handle.remove()
     return {name: (inputs[name], gradients[name]) for name in layers}

@@ -1,7 +1,7 @@
 """Does a model trained in FP8 end where BF16 ends, and what does a step cost? Whole training runs, by study:
 
     gpt, moe      a GPT of 124 million parameters, a mixture of experts of 90 million
-    300m, 1b      Llamas of 309 million and of a billion parameters on 101 million tokens, evaluated 16 times
+    300m          a Llama of 309 million parameters on 101 million tokens, evaluated 16 times
     recipes       a small Llama with every recipe (`bench.gpu.recipes`), and `recipes-cpu`, one that a CPU trains
     attention     a Llama with attention in BF16 and in FP8
 
@@ -10,10 +10,9 @@ so nothing is downloaded. For each seed every mode starts from the same weights 
 run is its final loss over that of BF16 with the same seed, less 1; the interval of the mean gap over seeds is
 Student's.
 
-A mode is a recipe (`bench.gpu.variants`), or torchao; `_if_faster` at its end stands for `only_if_faster`, and ` + FP8
-attention` for attention in FP8. A run's file is written at each of its evaluations, and a run whose file is there is
-skipped, so a long measurement can be ended and begun again. With `--stop` runs end early, on the schedule of all steps.
-Runs that did not end in time are compared at the last evaluation that all have reached.
+The modes are those of `bench.gpu.loss`, and so is the training. A run's file is written at each of its evaluations, and
+a run whose file is there is skipped, so a long measurement can be ended and begun again. With `--stop` runs end early,
+on the schedule of all steps. Runs that did not end in time are compared at the last evaluation that all have reached.
 
     python -m bench.gpu.runs gpt --time bf16,rowwise,torchao --out FOLDER                      steps, in turns
     python -m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --out FOLDER                          MODE:SEED
@@ -29,37 +28,33 @@ import statistics
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 
 from bench import record
 from bench.gpu.harness import DEVICE, allocated, interleaved, parser_of, show, summary
-from bench.gpu.peers import use_torchao
-from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from bench.gpu.loss.model import padded
+from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first
+from bench.gpu.loss.training import Learner, write_run
+from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
 from bench.record import QUICK
-from octavo.checkpoint.run import RunFolder
-from octavo.data import ReadReport, read_text
+from octavo.data import read_text
 from octavo.evaluation.metrics import ratio
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer
-from octavo.nn.attention_layers import GradientScales
-from octavo.recipe import Recipe
-from octavo.scales import cast_once, load_scale_state, scale_state
+from octavo.scales import cast_once
 from octavo.train.config import Compile, Config, ExpertSettings
-from octavo.train.loss import Batches, Corpus, build_corpus, next_token_loss
-from octavo.train.model import convert_model, eager, make_model, prepare_blocks
-from octavo.train.optimizer import make_optimizer
-from octavo.train.saving import TrainState
-from octavo.train.trainer import Trainer, TrainingData
+from octavo.train.loss import Batches, Corpus, build_corpus
+from octavo.train.model import make_model
 
 Run = tuple[str, int]  # its mode and its seed
 Result = dict[str, Any]
@@ -69,12 +64,8 @@ CURVE_STEPS = 10  # a point of the loss curve is the mean of so many steps
 PYTHON = ("stdlib", f"{sysconfig.get_path('purelib')}/**/*.py")
 SUFFIXES = ("py", "pyi", "rst", "md", "txt", "h", "hpp", "cuh", "js")
 MORE = ("stdlib", *(f"{sysconfig.get_path('purelib')}/**/*.{suffix}" for suffix in SUFFIXES))
-SAMPLE = 30_000_000  # characters that train the tokenizer
-LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
 # The relative error of a weight gradient: below the first in BF16 that is compiled otherwise, between them in FP8.
 GRADIENT_ERRORS = 0.02, 0.5
-TORCHAO = {"torchao": "rowwise", "torchao_tensorwise": "tensorwise"}  # the recipe of a mode
-IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
 
 
 class Study(NamedTuple):
@@ -84,7 +75,6 @@ class Study(NamedTuple):
     sources: Sequence[str]
     characters: int  # of the text, at the most
     evaluations: int  # in a run
-    eager: bool  # evaluates without compiled code, where compiling one more graph of each mode takes longer
     result: str  # the file of bench/results
 
 
@@ -98,13 +88,9 @@ MIXTURE = GPT.change(  # experts hold 75 of its 90 million parameters; a token r
     experts=asdict(ExpertSettings(count=8, top_k=2)), batch=48, accumulate=1, steps=400, learning_rate=1e-3,
     min_learning_rate=1e-4,
 )  # fmt: skip
-LLAMA = GPT.change(model="llama", context=2048, steps=768, evaluate_batches=16)  # 131,072 tokens a step
-M300 = LLAMA.change(  # 309 million parameters, a third of them in the embedding and the head
-    layers=16, width=1024, heads=16, kv_heads=16, mlp_width=2816, tied=False, batch=16, accumulate=4
-)  # fmt: skip
-B1 = LLAMA.change(
-    layers=16, width=2048, heads=32, kv_heads=8, mlp_width=8192, tied=True, batch=8, accumulate=8,
-    learning_rate=4e-4, min_learning_rate=4e-5,
+M300 = GPT.change(  # 309 million parameters, a third of them in the embedding and the head; 131,072 tokens a step
+    model="llama", layers=16, width=1024, heads=16, kv_heads=16, mlp_width=2816, tied=False, context=2048, steps=768,
+    batch=16, accumulate=4, evaluate_batches=16,
 )  # fmt: skip
 SMALL = GPT.change(
     model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1536, context=512, tied=True, vocabulary=8192,
@@ -120,13 +106,12 @@ ATTENTION = GPT.change(
     vocabulary=256, batch=16, accumulate=1, steps=400, learning_rate=1e-3, min_learning_rate=1e-5, evaluate_batches=32,
 )  # fmt: skip
 STUDIES = {
-    "gpt": Study(GPT, PYTHON, 220_000_000, 1, False, "gpt_parity"),
-    "moe": Study(MIXTURE, PYTHON, 220_000_000, 1, False, "moe_parity"),
-    "300m": Study(M300, MORE, 400_000_000, 16, False, "pretrain_300m"),
-    "1b": Study(B1, MORE, 400_000_000, 16, False, "pretrain_1b"),
-    "recipes": Study(SMALL, MORE, 45_000_000, 1, True, "recipes"),
-    "recipes-cpu": Study(SMALL_CPU, MORE, 3_000_000, 1, True, "recipes"),
-    "attention": Study(ATTENTION, ("stdlib",), 220_000_000, 1, False, "gpu_attention_loss"),
+    "gpt": Study(GPT, PYTHON, 220_000_000, 1, "gpt_parity"),
+    "moe": Study(MIXTURE, PYTHON, 220_000_000, 1, "moe_parity"),
+    "300m": Study(M300, MORE, 400_000_000, 16, "pretrain_300m"),
+    "recipes": Study(SMALL, MORE, 45_000_000, 1, "recipes"),
+    "recipes-cpu": Study(SMALL_CPU, MORE, 3_000_000, 1, "recipes"),
+    "attention": Study(ATTENTION, ("stdlib",), 220_000_000, 1, "gpu_attention_loss"),
 }
 
 
@@ -188,179 +173,117 @@ def tokens_of(study: Study, out: Path) -> Corpus:
         return Corpus(arrays["train"], arrays["validation"], str(arrays["fingerprint"]))
 
 
-def first(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts from the start until they have so many characters together."""
-    for text in texts:
-        if characters <= 0:
-            return
-        characters -= len(text)
-        yield text
-
-
-def random_data(config: Config) -> Corpus:
-    """Random tokens, for timing."""
-    tokens = np.random.default_rng(0).integers(0, config.vocabulary, 1 << 20, dtype=np.uint16)
-    return Corpus(tokens, tokens, "random")
-
-
-# --- Trainers --------------------------------------------------------------------------------------------------
-
-
-def make_trainer(mode: str, config: Config, data: Corpus) -> tuple[Trainer, int]:
-    """A trainer in one mode, and how many of its layers run in FP8. The head is in BF16 in every mode."""
-    if mode in TORCHAO:
-        return trainer_of(BASE, config, data, lambda model: use_torchao(model, TORCHAO[mode]))
-    if mode.endswith(FP8_ATTENTION):
-        fp8 = {"attention.precision": "fp8", "attention.shortest": config.context}
-        return make_trainer(mode.removesuffix(FP8_ATTENTION), config.change(**fp8), data)
-    name = mode.removesuffix(IF_FASTER)
-    config = config.change(only_if_faster=mode.endswith(IF_FASTER))
-    return trainer_of(recipe_of(name) if name in VARIANTS else name, config, data)
-
-
-def trainer_of(
-    recipe: str | Recipe, config: Config, data: Corpus, replace: Callable[[nn.Module], int] | None = None
-) -> tuple[Trainer, int]:
-    """A trainer with `recipe`, and how many of its layers run in FP8.
-
-    `replace` converts the model for another library, and returns how many layers it has converted.
-    """
-    device = torch.device(DEVICE)
-    config = config.change(recipe=recipe)
-    model = make_model(config, padded(config), Path()).to(device)
-    converted = len(convert_model(model, config).converted) if replace is None else replace(model)
-    prepare_blocks(model, config)
-    scaler = torch.amp.GradScaler(device.type, enabled=False)
-    state = TrainState(model, make_optimizer(model, config), scaler, device, data.fingerprint)
-    parts = data.train, data.validation
-    training, held_out = (Batches(tokens, config.context, config.batch, None) for tokens in parts)
-    batches = TrainingData(training, held_out, ByteTokenizer(), ReadReport())
-    folder = Path("unused")  # `step` and `evaluate` write nothing
-    places = RunFolder(folder), nullcontext(), Console(quiet=True)
-    return Trainer(config, state, batches, *places), converted
-
-
-def padded(config: Config) -> int:
-    """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
-    return -(-config.vocabulary // 128) * 128
-
-
-@torch.no_grad()
-def restart(trainer: Trainer, data: Corpus, seed: int, mode: str = BASE) -> None:
-    """The weights and batches of a seed; the weights in place, since the compiled code knows these tensors.
-
-    The histories of delayed scaling and of attention in FP8 become empty. The control begins with rounded weights.
-    """
-    config, state = trainer.config, trainer.state
-    torch.manual_seed(seed)
-    state.model.load_state_dict(make_model(config, padded(config), Path()).state_dict())
-    load_scale_state(state.model, {name: torch.zeros_like(t) for name, t in scale_state(state.model).items()})
-    for module in state.model.modules():
-        if isinstance(module, GradientScales):
-            module.amax.zero_()
-    for p in state.model.parameters() if mode == CONTROL else ():
-        p.copy_(p.to(torch.bfloat16))
-    state.optimizer, state.step = make_optimizer(state.model, config), 0
-    training = Batches(data.train, config.context, config.batch, seed)
-    trainer.data = trainer.data._replace(training=training)
-
-
 # --- Training --------------------------------------------------------------------------------------------------
 
 
 def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = None, processes: int = 1) -> None:
     """Train the runs to step `stop`, without those that have reached it in `out`. One worker alone is this process."""
     stop = stop or study.config.steps
-    todo = [run for run in plan if last_step(path_of(out, *run)) < stop]
-    data = tokens_of(study, out)  # made once, before the workers read them
+    seeds: dict[str, list[int]] = {}
+    for mode, seed in plan:
+        if last_step(path_of(out, mode, seed)) < stop:
+            seeds.setdefault(mode, []).append(seed)
+    tokens_of(study, out)  # made once, before the workers read them
     gpus = max(torch.cuda.device_count(), 1)
     if gpus * processes == 1:
-        train_runs(study, todo, data, out, stop)
+        for mode, each in seeds.items():
+            train_mode(study, mode, each, out, stop)
         return
-    modes = list(dict.fromkeys(mode for mode, _ in todo))
     with ProcessPoolExecutor(gpus * processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for mode in modes:
-            runs = [run for run in todo if run[0] == mode]
-            pool.submit(work, modes.index(mode) % gpus, study, runs, out, stop)
+        for place, (mode, each) in enumerate(seeds.items()):
+            pool.submit(work, place % gpus, study, mode, each, out, stop)
 
 
-def work(gpu: int, study: Study, plan: Sequence[Run], out: Path, stop: int) -> None:
+def work(gpu: int, study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
     """Train the runs of one mode on a GPU, in a process of their own."""
     if torch.cuda.is_available():
         torch.cuda.set_device(gpu)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64
     try:
-        train_runs(study, plan, tokens_of(study, out), out, stop)
+        train_mode(study, mode, seeds, out, stop)
     except Exception:  # a mode that does not run has no row in the table
-        print(f"{plan[0][0]} failed:\n{traceback.format_exc()}", flush=True)
+        print(f"{mode} failed:\n{traceback.format_exc()}", flush=True)
 
 
-def train_runs(study: Study, plan: Sequence[Run], data: Corpus, out: Path, stop: int) -> None:
-    """Train the runs in order in this process."""
-    trainers: dict[str, tuple[Trainer, int]] = {}
-    states: dict[str, int] = {}  # bytes of weights, gradients and optimizer
-    for mode, seed in plan:
-        before = allocated()
-        if mode not in trainers:
-            trainers[mode] = make_trainer(mode, study.config, data)
-        trainer, converted = trainers[mode]
-        states.setdefault(mode, allocated() - before)
-        corpus = {"fingerprint": data.fingerprint, "train_tokens": len(data.train)}
-        facts = {
-            "machine": record.facts(), "mode": mode, "seed": seed, "settings": settings(study.config), "corpus": corpus,
-            "converted": converted, "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        }  # fmt: skip
-        if mode in VARIANTS:
-            facts["gemms"] = implementations(mode, trainer.state.device)
-        with cast_once(trainer.model):
-            trainer.step()  # compiles
-            evaluate(trainer, study)
-            restart(trainer, data, seed, mode)
-            for progress in train(trainer, study, stop):
-                progress["peak_bytes"] -= sum(states.values()) - states[mode]  # the other trainers
-                path = path_of(out, mode, seed)
-                path.with_suffix(".part").write_text(json.dumps(facts | progress, indent=2) + "\n")
-                path.with_suffix(".part").rename(path)  # whole, or not there
-                loss, speed = progress["final"], progress["tokens_per_second"]
-                print(f"{mode}:{seed}, step {trainer.state.step}: {loss}, {speed:.0f} tokens/s", flush=True)
+def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
+    """Train the runs of one mode in this process."""
+    torch._dynamo.reset()  # frees the model of the mode before
+    allocated()
+    config, data = study.config, tokens_of(study, out)
+    learner = learner_of(mode, config)
+    corpus = {"fingerprint": data.fingerprint, "train_tokens": len(data.train)}
+    facts: Result = {"settings": settings(config), "corpus": corpus}
+    if mode in VARIANTS:
+        facts["gemms"] = implementations(mode, learner.device)
+    with cast_once(learner.model):
+        learner.warm_up()
+        for seed in seeds:
+            begin(learner, seed)
+            for progress in train(learner, study, data, seed, stop):
+                write_run(path_of(out, mode, seed), learner, {"seed": seed} | facts | progress)
 
 
-def train(trainer: Trainer, study: Study, stop: int) -> Iterator[Result]:
+def learner_of(mode: str, config: Config) -> Learner:
+    return Learner(mode, config, torch.device(DEVICE), normed=False)
+
+
+def begin(learner: Learner, seed: int) -> None:
+    """The weights of a seed, and no moments. The control begins with rounded weights."""
+    learner.restart({name: torch.zeros_like(tensor) for name, tensor in learner.state().items()})
+    torch.manual_seed(seed)
+    weights = make_model(learner.config, padded(learner.config), Path()).state_dict()
+    if learner.mode == CONTROL:
+        weights = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    learner.model.load_state_dict(weights)  # after which `cast_once` casts them again
+
+
+def batch_at(batches: Batches, index: int) -> Tensor:
+    """The sequences [batch, context + 1] of a batch, on the device."""
+    inputs, targets = batches.at(index)
+    return torch.cat((inputs, targets[:, -1:]), 1).to(DEVICE)
+
+
+def training_batches(data: Corpus, config: Config, seed: int) -> Batches:
+    return Batches(data.train, config.context, config.batch * config.accumulate, seed)
+
+
+def train(learner: Learner, study: Study, data: Corpus, seed: int, stop: int) -> Iterator[Result]:
     """Train to step `stop`; gives the run so far at each evaluation. One that diverges ends there."""
-    config, cuda = trainer.config, DEVICE == "cuda"
+    config, cuda = study.config, DEVICE == "cuda"
     every = max(config.steps // study.evaluations, 1)
     tokens = config.batch * config.accumulate * config.context
+    training = training_batches(data, config, seed)
+    validation = Batches(data.validation, config.context, config.batch * config.evaluate_batches, None)
+    held_out = batch_at(validation, 0)[: validation.sequences]
     losses: list[Tensor] = []
     evaluations: list[Result] = []
     seconds, finite = 0.0, True
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     while len(losses) < stop and finite:
-        began = time.perf_counter()
-        losses += [trainer.step()[0] for _ in range(min(every, stop - len(losses)))]
+        began, first = time.perf_counter(), len(losses)
+        for index in range(first, min(first + every, stop)):
+            losses.append(learner.step(index, batch_at(training, index)))
         if cuda:
             torch.cuda.synchronize()
         seconds += time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated() if cuda else 0
-        loss, curve = evaluate(trainer, study), means(torch.stack(losses).tolist())
+        (by_batch,) = learner.evaluate(held_out).values()
+        loss, curve = statistics.fmean(by_batch), means(torch.stack(losses).tolist())
         finite = all(map(math.isfinite, (loss, *curve)))
         evaluations.append({"step": len(losses), "seconds": seconds, "loss": loss if finite else None})
         yield {
             "whole": len(losses) == config.steps,
             "tokens": tokens * len(losses),
-            "epochs": tokens * len(losses) / (trainer.data.training.sequences * config.context),
+            "epochs": tokens * len(losses) / (training.sequences * config.context),
+            "seconds": seconds,
             "tokens_per_second": tokens * len(losses) / seconds,
             "peak_bytes": peak,
             "evaluations": evaluations,
             "curve": curve if finite else None,
             "final": evaluations[-1]["loss"],
         }
-
-
-def evaluate(trainer: Trainer, study: Study) -> float:
-    with eager() if study.eager else nullcontext():
-        return trainer.evaluate()
 
 
 def means(losses: list[float]) -> list[float]:
@@ -390,55 +313,46 @@ def settings(config: Config) -> Result:
 
 def time_steps(modes: Sequence[str], config: Config) -> Result:
     """Milliseconds of a whole optimizer step, the modes taking turns in one process."""
-    data = random_data(config)
-    trainers = {mode: make_trainer(mode, config, data) for mode in modes}  # torchao last: it patches Inductor
-    errors = gradient_errors(trainers, data)
+    learners = {mode: learner_of(mode, config) for mode in modes}  # torchao last: it patches Inductor
+    rows_of_step = config.batch * config.accumulate
+    tokens = torch.randint(config.vocabulary, (rows_of_step, config.context + 1), device=DEVICE)
+    errors = gradient_errors(learners, tokens[: config.batch])
     with ExitStack() as stack:
-        for trainer, _ in trainers.values():
-            stack.enter_context(cast_once(trainer.model))
-        times = interleaved({mode: trainer.step for mode, (trainer, _) in trainers.items()}, rounds=12, repeat=3)
+        for learner in learners.values():
+            stack.enter_context(cast_once(learner.model))
+        steps = {mode: partial(learner.step, 0, tokens) for mode, learner in learners.items()}
+        times = interleaved(steps, rounds=12, repeat=3)
     base = summary(times[modes[0]])["median"]
     rows = []
-    for mode, (_, converted) in trainers.items():
+    for mode, learner in learners.items():
         found = summary(times[mode])
-        row = {"mode": mode, "converted": converted, "milliseconds": found["median"], "ratio": found["median"] / base}
-        rows.append(row | {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)})
+        facts: Result = {"milliseconds": found["median"], "ratio": found["median"] / base}
+        facts |= {"quartiles": [found["low"], found["high"]], "gradient_error": errors.get(mode)}
+        rows.append({"mode": mode, "converted": learner.converted, **facts})
         show(rows[-1])
     return {"machine": record.facts(), "settings": settings(config), "base": modes[0], "steps": rows}
 
 
-def gradient_errors(trainers: dict[str, tuple[Trainer, int]], data: Corpus) -> dict[str, float]:
+def gradient_errors(learners: dict[str, Learner], tokens: Tensor) -> dict[str, float]:
     """The relative error of each mode's worst weight gradient, against the first mode's on the same weights and batch.
 
     An error outside GRADIENT_ERRORS, as of a wrong gradient or of a mode that does not run in FP8, is a RuntimeError.
     """
-    (_, (first_trainer, _)), *others = trainers.items()
-    expected = gradients(first_trainer, data)
+    expected: dict[str, Tensor] = {}
     errors = {}
-    for mode, (trainer, converted) in others:
-        actual = gradients(trainer, data)
+    for mode, learner in learners.items():
+        begin(learner, 0)
+        actual = learner.gradients(tokens)
+        if not expected:
+            expected = actual
+            continue
         gaps = {name: float((actual[name] - exact).norm() / exact.norm()) for name, exact in expected.items()}
         worst = max(gaps, key=lambda name: gaps[name] if math.isfinite(gaps[name]) else math.inf)
         errors[mode] = gaps[worst]
-        least, most = GRADIENT_ERRORS if converted else (0.0, GRADIENT_ERRORS[0])
+        least, most = GRADIENT_ERRORS if learner.converted else (0.0, GRADIENT_ERRORS[0])
         if not least <= gaps[worst] <= most:
             raise RuntimeError(f"{mode}: the gradient of {worst} must be off by {least} to {most}, is by {gaps[worst]}")
     return errors
-
-
-def gradients(trainer: Trainer, data: Corpus) -> dict[str, Tensor]:
-    """The weight gradients of the linear layers but the head, of one batch at the weights of seed 0."""
-    restart(trainer, data, 0)
-    model, config = trainer.model.train(), trainer.config
-    next_token_loss(trainer.model, trainer.data.training.at(0), trainer.state.device, config.precision).backward()  # type: ignore[no-untyped-call]
-    found = {name: layer.weight.grad for name, layer in linears(model).items()}
-    model.zero_grad()
-    return {name: grad for name, grad in found.items() if grad is not None}
-
-
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers but the head."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
 
 
 # --- The result ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bench.gpu import modes
 from bench.gpu.modes import BASE
-from bench.report import performance, pretraining, scaling
+from bench.report import performance, scaling, training
 from bench.report.filler import HELPERS, Result, Row, fill, number
 from bench.report.performance import GRAPHS, figure
 
@@ -46,7 +46,7 @@ def gains(results: dict[str, Result]) -> list[Gain]:
         **vars(modes),
         **vars(performance),
         **vars(scaling),
-        **vars(pretraining),
+        **vars(training),
         **globals(),
         **HELPERS,
         **results,

@@ -21,46 +21,17 @@ FEW = 4  # fewer data orders than these say too little about their own deviation
 def studies(results: Mapping[str, Result]) -> list[Fields]:
     """The results of the study: those of a GPU first, and of these the largest model."""
     found = [
-        Fields({**result, "name": name}) for name, result in results.items() if "_loss_" in name and "branch" in result
+        Fields({**result, "name": name, "model": label(result)})
+        for name, result in results.items()
+        if "_loss_" in name and "branch" in result
     ]
     return sorted(found, key=lambda study: (study.machine.gpu is None, -study.parameters))
 
 
-def models(results: Mapping[str, Result]) -> list[Fields]:
-    """A row a study: the model, the text, where the curve stands."""
+def by_mode(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study and a mode: its data orders, and its gaps in both forms."""
     return [
-        Fields(
-            model=label(study),
-            parameters=study.parameters,
-            tokens=study.tokens,
-            per_parameter=study.tokens_per_parameter,
-            branch=study.branch.share,
-            loss=study.loss,
-            slope=study.slope,
-            where=where(study),
-        )
-        for study in studies(results)
-    ]
-
-
-def rates(results: Mapping[str, Result]) -> list[Fields]:
-    """A row a study and a check of the learning rate: a shorter run of BF16 whose rate goes to zero."""
-    return [Fields({**each, "model": label(study)}) for study in studies(results) for each in study.rates]
-
-
-def gaps(results: Mapping[str, Result]) -> list[Fields]:
-    """A row a study and a mode: its gaps in both forms, and what the gap in FP8 is worth."""
-    return [
-        Fields(
-            model=label(study),
-            mode=NAMES.get(mode, f"`{mode}`"),
-            orders=len(row.orders),
-            bf16=interval(row.get("bf16")),
-            fp8=interval(row.get("fp8")),
-            text=percent(row.fp8.text_half),
-            steps=row.fp8.steps,
-            tokens=row.fp8.tokens,
-        )
+        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`")})
         for study in studies(results)
         for mode, row in study.modes.items()
     ]
@@ -75,25 +46,20 @@ def frozen(results: Mapping[str, Result]) -> list[Fields]:
             if mode != "bf16":
                 at_trunk = files["trunk"].gap if "trunk" in files else None
                 end = sum(ends) / len(ends) if ends else None
-                rows.append(Fields(model=label(study), mode=NAMES.get(mode, f"`{mode}`"), trunk=at_trunk, end=end))
+                rows.append(Fields(model=study.model, mode=NAMES.get(mode, f"`{mode}`"), trunk=at_trunk, end=end))
     return rows
 
 
-def label(study: Fields) -> str:
+def label(study: Any) -> str:
     return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}"
 
 
-def where(study: Fields) -> str:
-    return study.machine.gpu or "a CPU, which emulates FP8"
+def where(machine: Fields) -> str:
+    return machine.gpu or "a CPU, which emulates FP8"
 
 
 def interval(gap: Any) -> str:
-    """The gap with half of its 95 % interval, the pooled one of a recipe with fewer than FEW orders.
-
-    A dash for BF16 in BF16, with which all compare.
-    """
-    if gap is None:
-        return MISSING
+    """The gap with half of its 95 % interval, the pooled one of a recipe with fewer than FEW orders."""
     if len(gap.by_order) < FEW and "half_pooled" in gap:
         return f"{gap.gap:+.3%} {percent(gap.half_pooled)}, pooled"
     return f"{gap.gap:+.3%} {'(one order)' if gap.half is None else percent(gap.half)}"
@@ -116,9 +82,9 @@ def sentence(study: Fields) -> str:
     by_chance = f" BF16 beside BF16 differs by {interval(twin.bf16)}." if twin is not None else ""
     return (
         f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
-        f"({study.parameters / 1e6:.1f}M parameters, {where(study)}; weights evaluated in BF16). Serving in FP8 costs "
-        f"{interval(base.fp8)} where the weights were trained in BF16, and {interval(row.fp8)} where they were trained "
-        f"in FP8.{by_chance}"
+        f"({study.parameters / 1e6:.1f}M parameters, {where(study.machine)}; weights evaluated in BF16). Serving in "
+        f"FP8 costs {interval(base.fp8)} where the weights were trained in BF16, and {interval(row.fp8)} where they "
+        f"were trained in FP8.{by_chance}"
     )
 
 
@@ -176,5 +142,5 @@ def checked(results: Mapping[str, Result]) -> str:
         shortest = min((each.steps for each in study.rates), default=0)
         best = min((each for each in study.rates if each.steps == shortest), key=lambda each: each.loss, default=None)
         if best is not None and best.rate != 1:
-            found.append(f"On the model of {label(study)}, {best.rate}x ends lower; its branches ran at 1.0x.")
+            found.append(f"On the model of {study.model}, {best.rate}x ends lower; its branches ran at 1.0x.")
     return " ".join(found)

@@ -4,30 +4,35 @@ It also writes the speeds of packing schemes that `octavo.load` warns by, and th
 experts that `octavo plan` reads. `bench.report.filler` says what a template may name.
 """
 
+import operator
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from bench.gpu import modes
-from bench.report import aims, gpus, loss, performance, plan, plots, pretraining, recipes, scaling, shipped, vision
-from bench.report.filler import HELPERS, Result, fill, load, markdown
+from bench.report import gpus, loss, performance, plan, plots, recipes, scaling, shipped, training
+from bench.report.filler import HELPERS, Result, fill, fill_row, load, markdown
 from bench.report.front_page import front, gains
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-# The pages, and the modules of the functions that their templates call.
-PAGES: dict[str, tuple[ModuleType, ...]] = {
-    "performance": (performance,),
-    "accuracy": (performance,),
-    "plan": (plan,),
-    "gpus": (gpus,),
-    "scaling": (scaling,),
-    "loss": (loss,),
-    "pretraining": (pretraining,),
-    "vision": (vision,),
-    "attention": (shipped,),
-    "recipes": (recipes,),
+# The pages, and the module of the functions that their templates call.
+PAGES: dict[str, ModuleType] = {
+    "performance": performance,
+    "accuracy": performance,
+    "plan": plan,
+    "gpus": gpus,
+    "scaling": scaling,
+    "loss": loss,
+    "pretraining": training,
+    "vision": training,
+    "attention": shipped,
+    "recipes": recipes,
 }
+SIGNS = {"≥": operator.ge, "≤": operator.le, "<": operator.lt}
+BOUND = re.compile(r"(≥|≤|<) ([\d.]+)")
 NOTE = "`make docs` writes this part from bench/results"  # in README, before a part
 
 
@@ -44,18 +49,35 @@ def main() -> None:
 
 
 def page(name: str, results: dict[str, Result]) -> str:
-    return fill(template(name), names_of(PAGES[name], results))
+    return fill(template(name), names_of(results, PAGES[name]))
 
 
 def aims_page(results: dict[str, Result]) -> str:
-    return aims.judged(template("aims"), names_of((performance, scaling, aims), results))
+    """The speeds and sizes that the project aims at, in which each aim is met or missed."""
+    return judged(template("aims"), names_of(results, performance, scaling))
+
+
+def judged(template: str, names: Mapping[str, Any]) -> str:
+    """`template` with its rows, `| claim | sign bound | figure |`, filled and followed by a verdict."""
+    lines = []
+    for line in template.splitlines():
+        if found := BOUND.search(line):
+            line = fill_row(line, names)
+            figure = re.search(r"-?[\d.]+", line.split(" | ")[2])
+            line += f" {verdict(float(figure[0]), *found.groups()) if figure else 'not measured'} |"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def verdict(value: float, sign: str, bound: str) -> str:
+    return "met" if SIGNS[sign](value, float(bound)) else "**missed**"
 
 
 def template(name: str) -> str:
     return (HERE / f"{name}.template.md").read_text()
 
 
-def names_of(modules: tuple[ModuleType, ...], results: dict[str, Result]) -> dict[str, Any]:
+def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:
     """The names that a template may use."""
     functions = {key: value for module in (modes, *modules) for key, value in vars(module).items()}
     rows = markdown(gain.row("") for gain in gains(results)).replace("(performance.md#", "(#")

@@ -7,7 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from bench.gpu.modes import BASE, EAGER, FP8_CACHE, FUSED, HOOKED, OCTAVO, SERVE, SERVE_FP8_CACHE, STATIC, speedup
-from bench.report import pretraining, vision
+from bench.report import training
 from bench.report.filler import Result, Row, ratio
 from octavo.nn.only_if_faster import SHIPPED
 from octavo.rates.measured import Measurement, Table
@@ -183,9 +183,9 @@ def write_grids(results: dict[str, Result], folder: Path) -> None:
         "weight_only": flat(results["gpu_weight_only"]["gemms"]),
         "int8": flat(results["gpu_int8"]["rows"]),
         "copies": ({**row, "shape": " x ".join(map(str, row["shape"]))} for row in results["gpu_kernels"]["kernels"]),
-        "pretraining": pretraining.curves(results),
-        "pretraining_runs": pretraining.every_run(results),
-        "vision_layers": vision.converted_layers(results["gpu_vision"]["shapes"]),
+        "pretraining": training.curves(results),
+        "pretraining_runs": training.every_run(results),
+        "vision_layers": training.converted_layers(results["gpu_vision"]["shapes"]),
     }
     for name, found in grids.items():
         rows = [{key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()} for row in found]

@@ -1,6 +1,7 @@
 """bench/gpu/loss, the model small and on the CPU: branches, their files, the processes and the result."""
 
 import json
+import logging.config
 import math
 import statistics
 from pathlib import Path
@@ -29,10 +30,10 @@ PLAN = "trunk; rates; branch bf16:7,8; branch twin:7; branch rowwise:7,8; frozen
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole study, of this repository's tests as text, by `all`."""
+    """A whole study, of one module of Python's library as text, by `all`."""
     folder = tmp_path_factory.mktemp("loss")
     command.study_of(folder, size="tiny")
-    text.prepare(folder, CONFIG, [str(Path(__file__).parent)])
+    text.prepare(folder, CONFIG, [logging.config.__file__])
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(folder), "--processes", "2", "--plan", PLAN])
     assert ended.value.code == 0, "".join(path.read_text() for path in (folder / "logs").iterdir())

@@ -9,10 +9,10 @@ import pytest
 
 from bench.gpu import plan as planned
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, PLAIN, speedup
-from bench.report import aims, pages, performance, plots, scaling, shipped
+from bench.report import pages, performance, plots, scaling, shipped
 from bench.report.filler import Fields, fill, load
 from bench.report.plan import image_errors
-from bench.report.pretraining import mean_of
+from bench.report.training import mean_of
 from octavo.plan.step_time import Links, Training
 from octavo.recipe import PRESETS
 
@@ -188,5 +188,5 @@ def test_modes_are_compared_within_a_round():
 def test_an_aim_is_met_at_its_bound():
     template = "\n".join(f"| a | {required} | {{value:.2f}}x |" for required in ("≥ 1.00x", "≤ 1.00x", "< 1.00x"))
     for value, verdicts in ((1.0, ["met", "met", "**missed**"]), (0.99, ["**missed**", "met", "met"])):
-        assert re.findall(r"x \| (\S+) \|$", aims.judged(template, {"value": value}), re.MULTILINE) == verdicts
-    assert aims.judged(template, {}).count("not measured") == 3
+        assert re.findall(r"x \| (\S+) \|$", pages.judged(template, {"value": value}), re.MULTILINE) == verdicts
+    assert pages.judged(template, {}).count("not measured") == 3

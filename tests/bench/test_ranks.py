@@ -29,7 +29,7 @@ EAGER = "bf16, eager"
 def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     """The rows of a run with modes that fail, then times over two links."""
     from bench import record
-    from bench.gpu import network, ranks
+    from bench.gpu import ranks
 
     warnings.simplefilter("ignore")  # of torch, that a unit of FSDP2 returns a view
     record.RESULTS, ranks.GATHERED = Path(folder), 1 << 16
@@ -38,7 +38,7 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
     bench = fsdp.Bench(TINY, TOKENS, 3)
     bench.run([BASE, EAGER, "broken", "not in FP8", WIDE, OURS])
-    network.run([BASE, WIDE], TINY, TOKENS, [1, 2], 2)
+    fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2)
     return bench.rows
 
 

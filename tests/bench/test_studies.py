@@ -16,7 +16,7 @@ from bench.gpu.harness import decibels
 from bench.gpu.runs import STUDIES, Study, tiny
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.recipe import PRESETS, Recipe
-from octavo.train.loss import Corpus, next_token_loss
+from octavo.train.loss import Corpus
 
 pytestmark = pytest.mark.slow
 
@@ -62,28 +62,43 @@ def test_each_study_trains_and_is_merged(name: str, tmp_path: Path) -> None:
 
 
 def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study: Study) -> None:
-    trainers = {mode: runs.make_trainer(mode, study.config, data)[0] for mode in ("bf16", "rowwise")}
+    learners = [runs.learner_of(mode, study.config) for mode in ("bf16", "rowwise")]
     for seed in (0, 1):
-        for trainer in trainers.values():
-            trainer.step()
-            runs.restart(trainer, data, seed)
-        bf16, fp8 = trainers.values()
-        for (name, p), (other, q) in zip(bf16.model.named_parameters(), fp8.model.named_parameters(), strict=True):
-            assert name == other
-            assert torch.equal(p, q)
-        assert torch.equal(bf16.data.training.at(3)[0], fp8.data.training.at(3)[0])
-        moments = [tensor for state in bf16.state.optimizer.state.values() for tensor in state.values()]
-        assert not any(tensor.count_nonzero() for tensor in moments)
+        batches = runs.training_batches(data, study.config, seed)
+        for learner in learners:
+            learner.step(3, runs.batch_at(batches, 3))
+            runs.begin(learner, seed)
+        states = [learner.state() for learner in learners]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        weights = dict(learners[0].model.named_parameters())
+        assert not any(tensor.count_nonzero() for name, tensor in states[0].items() if name not in weights)
+
+
+def test_micro_batches_are_one_batch(study: Study) -> None:
+    """The moments after a step of two micro-batches, and after one of their sequences at once."""
+    config = study.config
+    tokens, states = torch.randint(config.vocabulary, (2 * config.batch, config.context + 1)), []
+    for batch in (config.batch, 2 * config.batch):
+        learner = runs.learner_of("bf16", config.change(batch=batch))
+        runs.begin(learner, 0)
+        learner.step(0, tokens)
+        states.append(learner.state())
+    moments = [name for name in states[0] if "exp_avg" in name]
+    assert moments
+    for name in moments:
+        assert decibels(states[1][name], states[0][name]) > 30  # BF16 sums in another order
 
 
 def test_gradients_in_fp8_are_off_by_what_fp8_costs(
     data: Corpus, study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainers = {mode: runs.make_trainer(mode, study.config, data) for mode in ("bf16", "rowwise")}
-    assert 0.02 < runs.gradient_errors(trainers, data)["rowwise"] < 0.3
+    learners = {mode: runs.learner_of(mode, study.config) for mode in ("bf16", "rowwise")}
+    tokens = runs.batch_at(runs.training_batches(data, study.config, 0), 0)
+    assert 0.02 < runs.gradient_errors(learners, tokens)["rowwise"] < 0.3
     monkeypatch.setattr(runs, "GRADIENT_ERRORS", (0.9, 1.0))
     with pytest.raises(RuntimeError, match="must be off by"):
-        runs.gradient_errors(trainers, data)
+        runs.gradient_errors(learners, tokens)
 
 
 def test_a_run_that_is_stopped_has_the_losses_of_a_whole_one(tmp_path: Path) -> None:
@@ -112,9 +127,9 @@ def test_workers_share_the_modes(trained: Path, tmp_path: Path, study: Study) ->
         assert here == pytest.approx(there, rel=1e-6)
 
 
-def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, data: Corpus, tmp_path: Path, study: Study) -> None:
+def test_delayed_scaling_begins_anew_with_each_seed(trained: Path, tmp_path: Path, study: Study) -> None:
     name = "delayed_e5m2_margin_1"
-    runs.train_runs(study, [(name, 1)], data, tmp_path, 4)  # alone, not after seed 0
+    runs.train_all(study, [(name, 1)], tmp_path)  # alone, not after seed 0
     alone, after = (json.loads(runs.path_of(out, name, 1).read_text())["final"] for out in (tmp_path, trained))
     assert alone == after != json.loads(runs.path_of(trained, name, 0).read_text())["final"]
 
@@ -205,12 +220,10 @@ def test_the_worst_channel_is_a_row_or_a_column_that_is_not_zero() -> None:
 
 
 def test_the_operands_are_those_of_the_layer(data: Corpus, study: Study) -> None:
-    trainer, _ = runs.trainer_of(BASE, study.config, data)
-    runs.restart(trainer, data, 0)
-    layers = runs.linears(trainer.model)
-    found = recipes.operands(trainer, layers, 0)
-    loss = next_token_loss(trainer.model, trainer.data.training.at(0), torch.device("cpu"), "bf16")
-    torch.autograd.backward(loss)
+    learner = runs.learner_of(BASE, study.config)
+    layers, sequences = recipes.linears(learner.model), runs.batch_at(runs.training_batches(data, study.config, 0), 0)
+    found = recipes.operands(learner, layers, sequences)
+    torch.autograd.backward(learner.forward(learner.model, sequences))
     for name, layer in layers.items():
         x, dy = (t.double() for t in found[name])
         assert (x.shape, dy.shape) == ((64, layer.in_features), (64, layer.out_features))

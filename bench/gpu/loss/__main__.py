@@ -16,7 +16,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,7 +71,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(record.write(f"{where}_loss_{study.size}{share}{rate}", found))
     else:
         torch._dynamo.config.recompile_limit = 64
-        COMMANDS[options.command](folder, options.runs, study)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        COMMANDS[options.command](folder, study, device, *parse(options.runs))
 
 
 def study_of(
@@ -92,48 +95,26 @@ def study_of(
     return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
 
 
-# --- Commands --------------------------------------------------------------------------------------------------
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def prepare(folder: Path, runs: str, study: Study) -> None:
+def prepare(folder: Path, study: Study, device: torch.device) -> None:
     if not (folder / "tokens.npz").exists():
         print(text.prepare(folder, study.config), flush=True)
 
 
-def trunk(folder: Path, runs: str, study: Study) -> None:
-    training.train_trunk(folder, study, device())
+COMMANDS: dict[str, Callable[..., None]] = {
+    "prepare": prepare,
+    "trunk": training.train_trunk,
+    "rates": training.check_rates,
+    "branch": training.train_branches,
+    "gradients": training.compare_gradients,
+    "frozen": training.evaluate_frozen,
+}
 
 
-def rates(folder: Path, runs: str, study: Study) -> None:
-    training.check_rates(folder, study, device())
-
-
-def branch(folder: Path, runs: str, study: Study) -> None:
-    modes, orders = parse(runs)
-    for mode in modes:
-        training.train_branches(folder, mode, orders, study, device())
-
-
-def gradients(folder: Path, runs: str, study: Study) -> None:
-    training.compare_gradients(folder, runs.split(","), study, device())
-
-
-def frozen(folder: Path, runs: str, study: Study) -> None:
-    training.evaluate_frozen(folder, *parse(runs), study, device())
-
-
-COMMANDS = {
-    "prepare": prepare, "trunk": trunk, "rates": rates, "branch": branch, "gradients": gradients, "frozen": frozen,
-}  # fmt: skip
-
-
-def parse(runs: str) -> tuple[list[str], list[int]]:
+def parse(runs: str) -> list[list[Any]]:
+    """The modes and the orders of a command, where it has them."""
     modes, _, orders = runs.partition(":")
-    return modes.split(","), [int(order) for order in orders.split(",")]
+    parts = modes.split(","), [int(order) for order in orders.split(",") if order]
+    return [part for part in parts if any(part)]
 
 
 # --- Several processes on one GPU ------------------------------------------------------------------------------

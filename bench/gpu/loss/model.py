@@ -1,6 +1,8 @@
-"""The model of the study and its modes: BF16, recipes of Octavo, and recipes of torchao.
+"""The models and the modes of training runs: BF16, recipes of Octavo, and recipes of torchao.
 
-The model is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
+A mode may end with `_if_faster`, for `only_if_faster`, and with ` + FP8 attention`, for attention in FP8.
+
+The model of the study is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
 arXiv:2302.05442), which keeps a small model stable at a high learning rate. Two others, with GELU and with experts,
 have half of the rate and no such norm.
 """
@@ -14,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.peers import use_torchao
-from bench.gpu.runs import padded
 from bench.gpu.variants import VARIANTS, recipe_of
 from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
@@ -50,7 +51,8 @@ SIZES = {
 SIZES["30m_gelu"] = SIZES["30m"].change(model="gpt2", mlp_width=2048, learning_rate=1e-3)
 SIZES["30m_mixture"] = SIZES["30m"].change(model="mixture", mlp_width=768, learning_rate=1e-3)
 
-TORCHAO = {"torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
+TORCHAO = {"torchao": "rowwise", "torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
+IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
 
@@ -69,9 +71,8 @@ def exact() -> Recipe:
 OWN: dict[str, Callable[[], Recipe]] = {
     **{f"rowwise_{gemm}_only": partial(only, gemm) for gemm in GEMMS},
     "rowwise_exact": exact,
-    "rowwise_attention": rowwise,  # and attention in FP8
 }
-MODES = (*IN_BF16, *TORCHAO, *OWN, *(name for name in VARIANTS if name not in IN_BF16))
+MODES = (*IN_BF16, *TORCHAO, *OWN, f"rowwise{FP8_ATTENTION}", *(name for name in VARIANTS if name not in IN_BF16))
 
 
 class NormedAttention(Attention):
@@ -96,20 +97,23 @@ class NormedLlama(Llama):
     block = NormedBlock
 
 
-def make_model(mode: str, config: Config, device: torch.device) -> tuple[nn.Module, int]:
+def make_model(mode: str, config: Config, device: torch.device, *, normed: bool = True) -> tuple[nn.Module, int]:
     """The model of a mode on `device`, its blocks compiled if `config` says so, and the number of layers in FP8.
 
-    The weights are drawn from torch's seed. The head is in BF16 in every mode.
+    The weights are drawn from torch's seed. The head is in BF16 in every mode. A Llama is `normed` or Octavo's own.
     """
-    model = normed_llama(config) if config.model == "llama" else build(config, padded(config), Path())
+    model = normed_llama(config) if normed and config.model == "llama" else build(config, padded(config), Path())
     model.to(device)
+    name = mode.removesuffix(FP8_ATTENTION).removesuffix(IF_FASTER)
     converted = 0
-    if mode in TORCHAO:
-        converted = use_torchao(model, TORCHAO[mode])
-    elif mode not in IN_BF16:
-        recipe = OWN[mode]() if mode in OWN else recipe_of(mode)
-        converted = len(convert(model, recipe, device=device, emulate=True).converted)
-    if mode == "rowwise_attention":
+    if name in TORCHAO:
+        converted = use_torchao(model, TORCHAO[name])
+    elif name not in IN_BF16:
+        recipe, faster = OWN[name]() if name in OWN else recipe_of(name), name != mode.removesuffix(FP8_ATTENTION)
+        tokens = config.batch * config.context
+        report = convert(model, recipe, device=device, emulate=True, only_if_faster=faster, tokens=tokens)
+        converted = len(report.converted)
+    if mode.endswith(FP8_ATTENTION):
         use_fp8_attention(model, shortest=1, device=device)
     prepare_blocks(model, config)
     return model, converted
@@ -118,3 +122,8 @@ def make_model(mode: str, config: Config, device: torch.device) -> tuple[nn.Modu
 def normed_llama(config: Config) -> nn.Module:
     sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context")}
     return NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
+
+
+def padded(config: Config) -> int:
+    """The rows of the embedding: a multiple of 128, as fast GEMMs want it."""
+    return -(-config.vocabulary // 128) * 128

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu.runs import LARGEST_FILE, first
 from octavo.data import read_text
 from octavo.models.tokenizer import BpeTokenizer
 from octavo.train.config import Config
@@ -29,6 +28,7 @@ from octavo.train.loss import lay_out
 SUFFIXES = ("py", "pyi", "pyx", "c", "cpp", "cu", "h", "hpp", "cuh", "rst", "md")
 SOURCES = ("stdlib", *(f"{sysconfig.get_path('purelib')}/**/*.{suffix}" for suffix in SUFFIXES))
 SHORTEST_FILE = 400  # characters
+LARGEST_FILE = 1_000_000  # characters; longer files are tables of numbers and generated code
 SHORTEST_LINE = 20  # characters of a line that tells files apart
 SAMPLE = 30_000_000  # characters that train the tokenizer
 LONGEST_TOKEN = 4.0  # characters of a token on average, at the most: more text than this needs is not tokenized
@@ -66,6 +66,15 @@ def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> d
     np.savez(part, held_out=tokens[:held_out], training=tokens[held_out:])
     part.rename(folder / "tokens.npz")  # whole, or not there
     return facts
+
+
+def first(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts from the start until they have so many characters together."""
+    for text in texts:
+        if characters <= 0:
+            return
+        characters -= len(text)
+        yield text
 
 
 def without_copies(texts: Iterable[str]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from bench import record
 from bench.gpu.loss.model import IN_BF16, make_model
 from bench.gpu.loss.text import read_tokens, reading_order, write_whole
 from octavo.models.mixture import Mixture
+from octavo.nn.attention_layers import GradientScales
 from octavo.scales import load_scale_state, scale_state, update_scales
 from octavo.train.config import Config
 from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_state, set_learning_rate
@@ -57,10 +58,10 @@ class Study(NamedTuple):
 class Learner:
     """A model in one mode with its optimizer. They are compiled once, and every run puts its state in their place."""
 
-    def __init__(self, mode: str, config: Config, device: torch.device) -> None:
+    def __init__(self, mode: str, config: Config, device: torch.device, *, normed: bool = True) -> None:
         torch.manual_seed(0)
         self.mode, self.config, self.device = mode, config, device
-        self.model, self.converted = make_model(mode, config, device)
+        self.model, self.converted = make_model(mode, config, device, normed=normed)
         self.optimizer = make_optimizer(self.model, config)
         self.loss: Callable[..., Tensor] = torch.compile(loss_of) if config.compile.blocks else loss_of
 
@@ -75,10 +76,13 @@ class Learner:
 
     @torch.no_grad()
     def restart(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights and moments of `state`; histories of delayed scaling begin empty."""
+        """Take the weights and moments of `state`; the histories of delayed scaling and of attention begin empty."""
         for name, tensor in self.state().items():
             tensor.copy_(state[name])
         load_scale_state(self.model, {name: torch.zeros_like(t) for name, t in scale_state(self.model).items()})
+        for module in self.model.modules():
+            if isinstance(module, GradientScales):
+                module.amax.zero_()
 
     @torch.no_grad()
     def disturb(self, seed: int) -> None:
@@ -88,16 +92,22 @@ class Learner:
             p.mul_(1 + DISTURBANCE * torch.randn(p.shape, generator=generator, device=self.device))
 
     def step(self, index: int, sequences: Tensor, rate: float = 1.0) -> Tensor:
-        """One optimizer step on `sequences` [batch, context + 1], at `rate` times the learning rate; the loss."""
+        """One optimizer step on `sequences` [rows, context + 1], at `rate` times the learning rate; the mean loss.
+
+        More rows than the batch are several micro-batches.
+        """
         set_learning_rate(self.optimizer, rate * learning_rate(index, self.config))
-        loss = self.forward(self.model.train(), sequences)
-        balance = self.model.take_balance() if isinstance(self.model, Mixture) else None
-        (loss if balance is None else loss + balance).backward()  # type: ignore[no-untyped-call]
+        parts, losses = torch.split(sequences, self.config.batch), []
+        for part in parts:
+            loss = self.forward(self.model.train(), part)
+            balance = self.model.take_balance() if isinstance(self.model, Mixture) else None
+            ((loss if balance is None else loss + balance) / len(parts)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         update_scales(self.model)
-        return loss.detach()
+        return torch.stack(losses).mean()
 
     def gradients(self, sequences: Tensor) -> dict[str, Tensor]:
         """The gradient of each weight matrix on `sequences` [batch, context + 1], float32."""
@@ -167,41 +177,40 @@ def train_trunk(folder: Path, study: Study, device: torch.device) -> None:
     config, last = study.config, study.first
     learner = Learner("bf16", config, device)
     learner.warm_up()
-    training = wait_for_text(folder, "training", config, device)
+    training, held_out = texts(folder, config, device)
     began = time.monotonic()
     losses = list(steps(learner, training, reading_order(len(training), last, config.batch, None), 0, last))
-    evaluation = learner.evaluate(wait_for_text(folder, "held_out", config, device))
-    facts = {"losses": rounded(losses), "evaluation": evaluation, "seconds": time.monotonic() - began}
+    facts = {"losses": rounded(losses), "evaluation": learner.evaluate(held_out), "seconds": time.monotonic() - began}
     write_run(folder / "trunk.json", learner, facts)
     save_whole(learner.state(), path)
 
 
-def train_branches(folder: Path, mode: str, orders: list[int], study: Study, device: torch.device) -> None:
-    """Train a mode from the trunk to the end in each data order, without the runs that `folder` has."""
-    if all(branch_path(folder, mode, order).exists() for order in orders):
-        return
+def train_branches(folder: Path, study: Study, device: torch.device, modes: list[str], orders: list[int]) -> None:
+    """Train each mode from the trunk to the end in each data order, without the runs that `folder` has."""
     config, first = study.config, study.first
-    learner = Learner(mode, config, device)
-    learner.warm_up(both=True)
-    trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
-    training, held_out = (wait_for_text(folder, part, config, device) for part in ("training", "held_out"))
-    for order in orders:
-        path = branch_path(folder, mode, order)
-        if path.exists():
+    for mode in modes:
+        paths = {order: folder / f"branch-{mode}-{order}.json" for order in orders}
+        missing = {order: path for order, path in paths.items() if not path.exists()}
+        if not missing:
             continue
-        learner.restart(trunk)
-        if mode == "twin":
-            learner.disturb(order)
-        rows = reading_order(len(training), first, config.batch, order)
-        evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
-        for step in study.evaluation_steps():
-            losses += steps(learner, training, rows, done, step, study.rate)
-            evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
-            done = step
-        if mode == "bf16":
-            save_whole(dict(learner.model.named_parameters()), folder / f"final-{order}.safetensors")
-        facts = {"order": order, "first": first, "losses": rounded(losses), "evaluations": evaluations}
-        write_run(path, learner, facts | {"seconds": time.monotonic() - began})
+        learner = Learner(mode, config, device)
+        learner.warm_up(both=True)
+        trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
+        training, held_out = texts(folder, config, device)
+        for order, path in missing.items():
+            learner.restart(trunk)
+            if mode == "twin":
+                learner.disturb(order)
+            rows = reading_order(len(training), first, config.batch, order)
+            evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
+            for step in study.evaluation_steps():
+                losses += steps(learner, training, rows, done, step, study.rate)
+                evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
+                done = step
+            if mode == "bf16":
+                save_whole(dict(learner.model.named_parameters()), folder / f"final-{order}.safetensors")
+            facts = {"order": order, "first": first, "losses": rounded(losses), "evaluations": evaluations}
+            write_run(path, learner, facts | {"seconds": time.monotonic() - began})
 
 
 def check_rates(folder: Path, study: Study, device: torch.device) -> None:
@@ -220,7 +229,7 @@ def check_rates(folder: Path, study: Study, device: torch.device) -> None:
             learner = Learner("bf16", config, device)
             start = {name: tensor.clone() for name, tensor in learner.state().items()}
             learner.warm_up()
-            training, held_out = (wait_for_text(folder, part, config, device) for part in ("training", "held_out"))
+            training, held_out = texts(folder, config, device)
         learner.restart(start)
         learner.config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1))
         began = time.monotonic()
@@ -231,9 +240,9 @@ def check_rates(folder: Path, study: Study, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], study: Study, device: torch.device) -> None:
+def evaluate_frozen(folder: Path, study: Study, device: torch.device, modes: list[str], orders: list[int]) -> None:
     """The losses of the trunk and of the final BF16 models in the forward pass of each mode, without training."""
-    held_out = wait_for_text(folder, "held_out", study.config, device)
+    _, held_out = texts(folder, study.config, device)
     weights = [wait_for(folder / f"{name}.safetensors") for name in ("trunk", *(f"final-{order}" for order in orders))]
     for mode in modes:
         path = folder / f"frozen-{mode}.json"
@@ -250,7 +259,7 @@ def evaluate_frozen(folder: Path, modes: list[str], orders: list[int], study: St
         write_run(path, learner, {"losses": losses})
 
 
-def compare_gradients(folder: Path, modes: list[str], study: Study, device: torch.device) -> None:
+def compare_gradients(folder: Path, study: Study, device: torch.device, modes: list[str]) -> None:
     """The error of each gradient dw of a mode at the trunk's weights, against BF16's of the same batches.
 
     With the error d of a batch and the gradient g of BF16, over the batches:
@@ -260,7 +269,7 @@ def compare_gradients(folder: Path, modes: list[str], study: Study, device: torc
     """
     base = Learner("bf16", study.config, device)
     trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
-    training = wait_for_text(folder, "training", study.config, device)
+    training, _ = texts(folder, study.config, device)
     rows = reading_order(len(training), study.first, study.config.batch, 7).to(device)
     batches = torch.split(rows[study.first * study.config.batch :], study.config.batch)[:BATCHES]
     for mode in modes:
@@ -291,10 +300,6 @@ def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batc
 # --- Files -----------------------------------------------------------------------------------------------------
 
 
-def branch_path(folder: Path, mode: str, order: int) -> Path:
-    return folder / f"branch-{mode}-{order}.json"
-
-
 def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
     part = path.with_suffix(".part")
     save_file(tensors, part)
@@ -308,9 +313,11 @@ def wait_for(path: Path) -> Path:
     return path
 
 
-def wait_for_text(folder: Path, part: str, config: Config, device: torch.device) -> Tensor:
+def texts(folder: Path, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The sequences to train on, and those held out."""
     wait_for(folder / "tokens.npz")
-    return read_tokens(folder, part, config.context, device)
+    training, held_out = (read_tokens(folder, part, config.context, device) for part in ("training", "held_out"))
+    return training, held_out
 
 
 def rounded(losses: list[Tensor]) -> list[float]:

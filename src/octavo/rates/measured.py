@@ -401,7 +401,7 @@ def _filled_by(rows: int, columns: int, tile_rows: int, tile_columns: int) -> fl
 #
 # scheme_speeds.json holds, by tokens and scheme, the time of the linear layers of Llama-3-8B in BF16 over their time in
 # the scheme, with the quantization of their inputs (bench.gpu.linears; `make docs` writes the file). expert_speeds.json
-# holds the same of two layers of experts, by the sizes of their matrices (bench.gpu.packed_experts).
+# holds the same of two layers of experts, by the sizes of their matrices (bench.gpu.moe).
 
 
 SAME_CHIP = ("H100", "H200")  # parts of the names of GPUs that the file holds for
