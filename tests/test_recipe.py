@@ -98,13 +98,6 @@ def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name)
     assert recipe.in_bf16() is recipe
 
 
-def test_gradients_are_e5m2_where_the_scale_spans_the_tensor_and_e4m3_elsewhere():
-    casts = {name: preset().dy for name, preset in PRESETS.items() if name != "bf16"}
-    wide = {name for name, cast in casts.items() if cast.format == "e5m2"}
-    assert wide == {"tensorwise", "tensorwise_rotated", "delayed"}
-    assert {casts[name].format for name in casts.keys() - wide} == {"e4m3"}
-
-
 @pytest.mark.parametrize("name", [n for n in PRESETS if n != "bf16"])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m2fnuz"])
 def test_the_gradients_format_can_be_chosen(name, fmt):
@@ -210,13 +203,6 @@ def test_rotations_are_in_the_order_of_the_gemms_and_survive_json():
     assert recipe.rotate == ("y", "dw")
     assert json.loads(recipe.to_json())["rotate"] == ["y", "dw"]
     assert Recipe.from_json(recipe.to_json()) == recipe
-
-
-def test_a_gemm_in_bf16_is_not_rotated():
-    rotated = replace(rowwise(), rotate=("y", "dx", "dw"))
-    assert rotated.in_bf16("dw").rotate == ("y", "dx")
-    assert rotated.in_bf16("y", "dx").rotate == ("dw",)
-    assert rotated.in_bf16("y", "dx", "dw").rotate == ()
 
 
 def test_a_rotated_gradient_is_quantized_again():

@@ -141,20 +141,6 @@ def test_on_a_cpu_nothing_is_converted_and_the_report_says_why() -> None:
     assert octavo.convert(model).converted == ["0", "1"]
 
 
-def test_a_gpu_without_the_gemm_is_left_in_bf16(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(UNKNOWN)
-    none = dict.fromkeys(NATIVE, Backend("none", "needs compute capability 9.0"))
-    monkeypatch.setattr(conversion, "gemm_backends", lambda *_: none)
-    report = octavo.convert(mixed(), only_if_faster=True)
-    assert report.converted == []
-    assert "needs compute capability 9.0" in report.skipped["wide"]
-
-
-def test_a_model_whose_every_layer_is_skipped_is_still_an_error() -> None:
-    with pytest.raises(ValueError, match="every linear layer"):
-        octavo.convert(nn.ModuleDict({"lm_head": nn.Linear(4, 4)}), only_if_faster=True)
-
-
 def test_the_batch_gives_the_tokens_of_each_layer(pretend: Callable) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
