@@ -352,6 +352,7 @@ def changed(rank: int) -> None:
 
 
 QUICK = [all_recipes, traffic, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
+SLOW = [in_compiled_code, changed]
 
 
 @pytest.mark.parametrize(
