@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from cast_once_examples import (
     through_data,
     train,
 )
+from linear_examples import QUANTIZED, converted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import octavo
 from octavo.nn import SwiGLU, linear_function
-from octavo.recipe import Recipe, mxfp8, rowwise, tensorwise
+from octavo.recipe import mxfp8, rowwise, tensorwise
 
 STACKS = 4  # of `Net` by `rowwise`: first, left + right, gate + up, down
 
@@ -365,13 +367,7 @@ def test_a_model_is_pickled_inside_the_block_without_its_cache():
 
 
 T, K, N = 24, 160, 288
-QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
-
-
-def make(recipe: str | Recipe) -> octavo.Linear:
-    linear = nn.Linear(K, N, bias=False)
-    octavo.convert(linear, recipe)
-    return linear
+make = partial(converted, k=K, n=N)
 
 
 def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Delayed scaling: a step reads the scale and records amax; the scale changes in `update_scales`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -246,11 +247,6 @@ def rows(size: float, count: int = 8) -> torch.Tensor:
     return torch.randn(count, 32).clamp(-0.9, 0.9) * size + size * 0.1 * torch.eye(count, 32)
 
 
-class Calibration:
-    def __init__(self, **histories):
-        self.input_histories = histories
-
-
 def test_histories_learn_in_evaluation_where_asked():
     model = make_scale_learning().eval()
     x = rows(3.0)
@@ -327,7 +323,8 @@ def test_batches_are_tensors_tuples_or_mappings():
 
 def test_a_calibration_begins_the_histories():
     model = make_scale_learning(History(length=3))
-    octavo.scales.seed_scales(model, Calibration(**{"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]}))
+    calibration = SimpleNamespace(input_histories={"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]})
+    octavo.scales.seed_scales(model, calibration)
     x, w, dy = (model[0].histories[name] for name in ("x", "w", "dy"))
     assert x.recent.tolist() == [2.0, 4.0, 1.0]  # the newest first; 9 is too old
     assert (x.steps, float(x.scale) * 448) == (3, pytest.approx(4.0))
