@@ -112,11 +112,7 @@ def test_a_model_of_little_work_is_left_to_bf16(pretend: Callable) -> None:
     ("shapes", "hidden"),
     [
         ([(4096, 4096, 4096)], False),  # measured on an H200: 0.84x
-        ([(2048, 16384, 2048)], False),  # 0.83x
         ([(4096, 4096, 8192)], True),  # 1.19x
-        ([(2048, 8192, 8192)], True),  # 1.17x
-        ([(4096, 8192, 8192)], True),  # 1.55x
-        ([(2048, 4096, 32768)], True),  # 1.40x
         ([(4096, 4096, 2048)] * 12, False),
         ([(4096, 4096, 8192)] * 12, True),
     ],
