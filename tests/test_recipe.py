@@ -205,13 +205,6 @@ def test_rotations_are_in_the_order_of_the_gemms_and_survive_json():
     assert Recipe.from_json(recipe.to_json()) == recipe
 
 
-def test_a_gemm_in_bf16_is_not_rotated():
-    rotated = replace(rowwise(), rotate=("y", "dx", "dw"))
-    assert rotated.in_bf16("dw").rotate == ("y", "dx")
-    assert rotated.in_bf16("y", "dx").rotate == ("dw",)
-    assert rotated.in_bf16("y", "dx", "dw").rotate == ()
-
-
 def test_a_rotated_gradient_is_quantized_again():
     y, dx, rotated = (replace(rowwise(), rotate=(gemm,)) for gemm in ("y", "dx", "dw"))
     assert (rotated.quantizes_x_once, rotated.quantizes_w_once) == (False, True)

@@ -122,13 +122,7 @@ def freeze_scales(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]
 def observe_inputs(model: nn.Module, layers: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Tensor]:
     """Run `model` in evaluation mode on `batches`, and return the amax of the input of each layer, float32, 0-dim.
 
-    Args:
-        model: any module; its mode is as before in the end.
-        layers: modules of it, by name.
-        batches: see `freeze_scales`.
-
-    Raises:
-        ValueError: a layer saw no batch, inf or NaN, or zeros alone.
+    A ValueError if a layer saw no batch, inf or NaN, or zeros alone.
     """
     seen: dict[str, Tensor] = {}
 

@@ -2,14 +2,17 @@
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_examples import WIDTH, backward, batch, blocks, counted, equal, sharded, train, whole
+from fsdp_examples import WIDTH, backward, batch, blocks, converted, counted, equal, sharded, train, whole
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -30,58 +33,35 @@ RECIPES = [name for name in octavo.recipe.PRESETS if name != "bf16"]
 GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise")
 
 
-def of_recipe(recipe: str) -> tuple[bool, bool]:
-    """Whether the weights are gathered in eight bits, and whether training equals that of one rank."""
-    torch.manual_seed(0)
-    whole = blocks(256, count=1) if recipe == "blockwise" else blocks()
-    octavo.convert(whole, recipe, skip=("*plain", "*down_proj") if recipe == "blockwise" else ())
-    model = sharded(whole)
-    report = fp8_all_gather(model)
-    assert bool(report.gathered) != bool(report.wide)
-    return bool(report.gathered), equal(train(whole), train(model))
+def compare(block: nn.Module, whole: nn.Module) -> None:
+    """The gathered bytes and scales of each weight are those of one rank."""
+    for name, layer in block.named_modules():
+        if isinstance(layer, octavo.Linear):
+            expected = quantize(whole.get_submodule(name).weight.detach(), layer.recipe.w)
+            w: Any = layer.weight
+            assert isinstance(w, GatheredWeight)
+            assert torch.equal(w.data_bytes.view(torch.uint8), expected.data.view(torch.uint8))
+            assert torch.equal(w.scale, expected.scale)
+            assert w.scale.numel() > 1 or w.scale.data_ptr() % 16 == 0  # cuBLASLt demands it of one scale
 
 
-def bytes_of_recipe(recipe: str) -> list[bool]:
-    """Whether the gathered bytes and scales of each weight are those of one rank."""
-    torch.manual_seed(0)
-    whole = blocks(256, count=1) if recipe == "blockwise" else blocks(33, count=1)
-    octavo.convert(whole, recipe, skip=("*plain", "*down_proj") if recipe == "blockwise" else ())
-    model = sharded(whole)
-    fp8_all_gather(model)
-    same = []
-
-    def compare(block: nn.Module, *_: Any) -> None:
-        for name, layer in block.named_modules():
-            if isinstance(layer, octavo.Linear):
-                expected = quantize(whole[0].get_submodule(name).weight.detach(), layer.recipe.w)
-                w: Any = layer.weight
-                assert isinstance(w, GatheredWeight)
-                same.append(torch.equal(w.data_bytes.view(torch.uint8), expected.data.view(torch.uint8)))
-                same.append(torch.equal(w.scale, expected.scale))
-                same.append(w.scale.numel() > 1 or w.scale.data_ptr() % 16 == 0)  # cuBLASLt demands it of one scale
-
-    model[0].register_forward_pre_hook(compare)
-    model(batch())
-    return same
+def all_recipes(rank: int) -> None:
+    """In every recipe training is that of one rank, and so are the bytes that are gathered."""
+    for recipe in RECIPES:
+        whole, model = converted(recipe), sharded(converted(recipe))
+        report = fp8_all_gather(model)
+        assert bool(report.gathered) == (not report.wide) == (recipe in GATHERED)
+        assert equal(train(whole), train(model)), recipe
+    for recipe in GATHERED:
+        whole = converted(recipe, rows=33, count=1)
+        model = sharded(whole)
+        fp8_all_gather(model)
+        model[0].register_forward_pre_hook(lambda block, _, whole=whole: compare(block, whole[0]))
+        model(batch())
 
 
-def all_recipes(rank: int) -> dict[str, Any]:
-    return {recipe: of_recipe(recipe) for recipe in RECIPES} | {
-        f"bytes of {recipe}": bytes_of_recipe(recipe) for recipe in GATHERED
-    }
-
-
-def test_every_recipe_trains_as_on_one_rank() -> None:
-    for results in run_ranks(2, all_recipes):
-        assert {recipe for recipe in RECIPES if results[recipe][0]} == set(GATHERED)
-        assert all(results[recipe][1] for recipe in RECIPES), results
-        for recipe in GATHERED:
-            assert results[f"bytes of {recipe}"]
-            assert all(results[f"bytes of {recipe}"]), results
-
-
-def traffic(rank: int) -> dict[str, Any]:
-    """The bytes and number of the collectives of a step with two micro-batches, BF16 and FP8."""
+def traffic(rank: int) -> None:
+    """A step of two micro-batches sends half the bytes of BF16, in as many collectives."""
     sent = {}
     for kind in ("bf16", "fp8"):
         torch.manual_seed(0)
@@ -99,28 +79,20 @@ def traffic(rank: int) -> dict[str, Any]:
                         part(x).sum().backward()
                 optimizer.step()
         sent[kind] = now
-    return sent
+    assert len(sent["fp8"]["gather"]) == len(sent["bf16"]["gather"]) > 0
+    assert sum(sent["fp8"]["gather"]) <= 0.502 * sum(sent["bf16"]["gather"])
+    assert not sent["bf16"]["reduce"]
+    assert sent["fp8"]["reduce"] == [2 * 4]  # one number a weight, once
 
 
-def test_the_all_gather_sends_half_the_bytes_of_bf16_in_as_many_collectives() -> None:
-    for sent in run_ranks(2, traffic):
-        assert len(sent["fp8"]["gather"]) == len(sent["bf16"]["gather"]) > 0
-        assert sum(sent["fp8"]["gather"]) <= 0.502 * sum(sent["bf16"]["gather"])
-        assert not sent["bf16"]["reduce"]
-        assert sent["fp8"]["reduce"] == [2 * 4]  # one number a weight, once
-
-
-def bytes_held(rank: int) -> dict[str, list[int]]:
-    """The bytes that a rank holds of its rows after a forward pass, a backward pass and a step, and of all its rows."""
-    held, weights = {}, []
+def bytes_held(rank: int) -> None:
+    """The bytes of a rank's rows are freed once they are sent; those of square blocks stay."""
+    weights: list[Any] = []
     init: Any = ShardCache.__init__
     ShardCache.__init__ = lambda self, model, found: (weights.extend(found), init(self, model, found))[1]  # type: ignore
     for recipe in ("rowwise", "tensorwise", "blockwise"):
         weights.clear()
-        torch.manual_seed(0)
-        model = blocks(256, count=1)
-        octavo.convert(model, recipe, skip=("*plain", "*down_proj"))
-        model = sharded(model)
+        model = sharded(converted(recipe))
         fp8_all_gather(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
@@ -128,34 +100,11 @@ def bytes_held(rank: int) -> dict[str, list[int]]:
             loss = run()
             memory = {id(t): t.numel() for weight in weights for t in (weight.data, weight.sending) if t is not None}
             found.append(sum(memory.values()))
-        held[recipe] = [*found, sum(weight.local.numel() for weight in weights)]
-    return held
-
-
-def test_the_bytes_of_a_rank_are_freed_once_they_are_sent() -> None:
-    for held in run_ranks(2, bytes_held):
-        for recipe in ("rowwise", "tensorwise"):
-            forward, backward, stepped, whole = held[recipe]
-            assert forward == backward == 0
-            assert stepped == whole > 0
-        assert len(set(held["blockwise"])) == 1  # those of square blocks stay
+        held = sum(weight.local.numel() for weight in weights)
+        assert found == ([held] * 3 if recipe == "blockwise" else [0, 0, held])
 
 
 # ---- What `fp8_all_gather` reports, and what it refuses
-
-
-def made(recipe: str = "rowwise", **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = blocks()
-    octavo.convert(model, recipe, **options)
-    return model
-
-
-def refused(model: nn.Module, *inputs: Tensor) -> str:
-    """The error of `fp8_all_gather`, or of the forward pass of `inputs`."""
-    with pytest.raises(ValueError) as error:  # noqa: PT011, the caller compares the message
-        model(*inputs) if inputs else fp8_all_gather(model)
-    return str(error.value)
 
 
 def wide_settings() -> dict[str, dict[str, Any]]:
@@ -171,117 +120,87 @@ def hugging_face() -> Any:
     return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2))
 
 
-def reports(rank: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"train": {}, "reasons": {}}
+def reports(rank: int) -> None:
+    """What is gathered wide, and what is not fused, is named, and trains all the same."""
     for name, options in wide_settings().items():
-        model = sharded(made(), **options)
+        model = sharded(converted(), **options)
         report = fp8_all_gather(model)
-        results["reasons"][name] = (len(report.gathered), *set(report.wide.values()))
-        results["train"][name] = equal(train(made()), train(model))
-
-    unit: Any = made()
+        assert not report.gathered
+        assert all(name in reason for reason in report.wide.values())
+        assert equal(train(converted()), train(model))
+    unit: Any = converted()
     for block in unit:
         fully_shard(block.left)
         fully_shard(block.mlp.down_proj)
         fully_shard(block)
     report = fp8_all_gather(unit)
-    results["unfused"] = dict(report.unfused)
-    results["text"] = str(report)
+    assert report.unfused == {
+        "0.left": "0.both", "1.left": "1.both", "0.mlp.down_proj": "0.mlp", "1.mlp.down_proj": "1.mlp",
+    }  # fmt: skip
+    assert "not fused: 0.both, since 0.left is a unit of FSDP's" in str(report)
     unit(batch()).sum().backward()
-
     model = hugging_face()
     fully_shard(model.model.layers[0].self_attn)
     fully_shard(model.model.layers[0])
     fully_shard(model)
     octavo.convert(model)  # after fully_shard: the layers are no units of their own
     report = fp8_all_gather(model)
-    results["attention"] = (dict(report.unfused), len(report.gathered))
+    assert report.unfused == {"model.layers.0.self_attn": "model.layers.0.qkv"}
+    assert len(report.gathered) == 7
     model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
-    return results
 
 
-def test_what_is_gathered_wide_and_what_is_not_fused() -> None:
-    for results in run_ranks(2, reports):
-        assert all(results["train"].values()), results
-        assert {name: found[0] for name, found in results["reasons"].items()} == {"dimension": 0, "offloads": 0}
-        for name, (_, reason) in results["reasons"].items():
-            assert name in reason
-        assert results["unfused"] == {
-            "0.left": "0.both", "1.left": "1.both", "0.mlp.down_proj": "0.mlp", "1.mlp.down_proj": "1.mlp",
-        }  # fmt: skip
-        assert "not fused: 0.both, since 0.left is a unit of FSDP's" in results["text"]
-        assert results["attention"] == ({"model.layers.0.self_attn": "model.layers.0.qkv"}, 7)
-
-
-def neighbours(rank: int) -> dict[str, Any]:
-    """Two blocks that `fully_shard` takes as a list, which FSDP2 gathers and reduces together."""
+def neighbours(rank: int) -> None:
+    """Two blocks that `fully_shard` takes as a list are one unit, which FSDP2 gathers and reduces together."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    pair: Any = made()
+    pair: Any = converted()
     fully_shard([*pair], mp_policy=policy)
     fully_shard(pair, mp_policy=policy)
     report = fp8_all_gather(pair)
-    units = {unit.unit for unit in sharded_weights(pair).values()}
-    groups = {unit.group for unit in sharded_weights(pair).values()}
-    reducing = send_bf16_gradients(pair)
-    same = equal(train(made()), train(pair))
-    return {"report": report, "units": units, "groups": len(groups), "reducing": reducing, "same": same}
+    assert not report.wide
+    assert not report.unfused
+    assert {unit.unit for unit in sharded_weights(pair).values()} == {"0", "1"}
+    assert len({unit.group for unit in sharded_weights(pair).values()}) == send_bf16_gradients(pair) == 1
+    assert equal(train(converted()), train(pair))
 
 
-def test_a_list_of_modules_is_one_unit() -> None:
-    for found in run_ranks(2, neighbours):
-        assert not found["report"].wide
-        assert not found["report"].unfused
-        assert found["units"] == {"0", "1"}
-        assert found["groups"] == found["reducing"] == 1
-        assert found["same"]
-
-
-def errors(rank: int) -> dict[str, str]:
-    apart: Any = models.build(models.LlamaConfig(40, layers=1, width=32, heads=2, kv_heads=2, mlp_width=48, context=8))
-    octavo.convert(apart)
-    fully_shard(apart.model.layers[0].self_attn)  # its block reads q, k and v
-    fully_shard(apart)
-    ran = sharded(made())
-    ran(batch())
-    changed, restored, delayed = sharded(made()), sharded(made()), sharded(made("delayed"))
-    for model in (changed, restored, delayed):
-        fp8_all_gather(model)
-    octavo.convert(changed, "tensorwise")
-    octavo.restore(restored)
-    octavo.convert(delayed, "delayed")  # with new histories
-    return {
-        "converted again": refused(changed, batch()),
-        "new histories": refused(delayed, batch()),
-        "restored": refused(restored, batch()),
-        "not converted": refused(sharded(blocks())),
-        "BF16": refused(sharded(made("bf16"))),
-        "not sharded": refused(made()),
-        "has run": refused(ran),
-        "apart": refused(apart),
-    }
-
-
-def test_a_model_that_is_not_ready_is_refused() -> None:
-    for messages in run_ranks(2, errors):
-        assert "unit '0' was converted to tensorwise after fp8_all_gather" in messages["converted again"]
-        assert "unit '0' was converted to delayed after fp8_all_gather" in messages["new histories"]
-        assert "unit '0' was restored after fp8_all_gather" in messages["restored"]
-        assert "octavo.convert" in messages["not converted"]
-        assert "octavo.convert" in messages["BF16"]
-        assert "call fully_shard" in messages["not sharded"]
-        assert "before the first forward pass" in messages["has run"]
-        assert "model.layers.0.qkv reads the weight of model.layers.0.self_attn.q_proj" in messages["apart"]
-    with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
-        fp8_all_gather(Tensor())  # type: ignore[arg-type]
-
-
-# ---- A promoted layer whose weight FSDP2 gathers in eight bits computes with the numbers that these stand for
-
-
-def gradients(rank: int) -> bool:
-    torch.manual_seed(0)
-    model: Any = blocks(count=1)
+def apart() -> nn.Module:
+    """A model with a unit whose q, k and v its block reads."""
+    model: Any = models.build(models.LlamaConfig(40, layers=1, width=32, heads=2, kv_heads=2, mlp_width=48, context=8))
     octavo.convert(model)
+    fully_shard(model.model.layers[0].self_attn)
+    fully_shard(model)
+    return model
+
+
+def refusals(rank: int) -> None:
+    """A model that is not ready is refused, and one that changed after `fp8_all_gather`, at its next forward pass."""
+    ran = sharded(converted())
+    ran(batch())
+    for model, words in (
+        (sharded(blocks()), r"octavo\.convert"),
+        (sharded(converted("bf16")), r"octavo\.convert"),
+        (converted(), "call fully_shard"),
+        (ran, "before the first forward pass"),
+        (apart(), r"model\.layers\.0\.qkv reads the weight of model\.layers\.0\.self_attn\.q_proj"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            fp8_all_gather(model)
+    for recipe, change, words in (
+        ("rowwise", lambda m: octavo.convert(m, "tensorwise"), "converted to tensorwise"),
+        ("delayed", lambda m: octavo.convert(m, "delayed"), "converted to delayed"),  # with new histories
+        ("rowwise", octavo.restore, "restored"),
+    ):
+        model = sharded(converted(recipe))
+        fp8_all_gather(model)
+        change(model)
+        with pytest.raises(ValueError, match=f"unit '0' was {words} after fp8_all_gather"):
+            model(batch())
+
+
+def promoted(rank: int) -> None:
+    """A promoted layer whose weight is gathered in eight bits computes with the numbers that these stand for."""
+    model: Any = converted(count=1)
     split: Any = sharded(model)
     fp8_all_gather(split)
     backward(split, 0)
@@ -291,13 +210,8 @@ def gradients(rank: int) -> bool:
     with torch.no_grad():
         plain.weight.copy_(quantize(plain.weight, plain.recipe.w).dequantize(torch.float32))
     promote(plain, "bf16")
-    losses = backward(split, 1), backward(model, 1)
-    ours, theirs = (whole(p.grad for p in m.parameters()) for m in (split, model))
-    return torch.equal(*losses) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def test_gradients_are_those_of_one_rank() -> None:
-    assert run_ranks(2, gradients) == [True, True]
+    assert torch.equal(backward(split, 1), backward(model, 1))
+    assert equal(*(whole(p.grad for p in m.parameters()) for m in (split, model)))
 
 
 # ---- Under FSDP2 nothing of a whole weight is kept from the forward to the backward pass, in eager or compiled code
@@ -320,13 +234,8 @@ def kept(model: nn.Module) -> list[tuple[tuple[int, ...], torch.dtype]]:
     ]
 
 
-def made_saved_weight(recipe: str, *, gather: bool = True, compiled: bool = False) -> tuple[nn.Module, nn.Module]:
-    """A model on one rank, and the same one sharded."""
-    torch.manual_seed(0)
-    rows = 256 if recipe == "blockwise" else WIDTH
-    whole = blocks(rows, count=1)
-    octavo.convert(whole, recipe, skip=("*plain", "*down_proj") if recipe == "blockwise" else ())
-    model: Any = copy.deepcopy(whole)
+def of_recipe(recipe: str, *, gather: bool = True, compiled: bool = False) -> nn.Module:
+    model: Any = converted(recipe, count=1)
     for block in model:
         if compiled:
             block.compile(fullgraph=True, backend=BACKEND)
@@ -334,46 +243,30 @@ def made_saved_weight(recipe: str, *, gather: bool = True, compiled: bool = Fals
     fully_shard(model)
     if gather:
         fp8_all_gather(model)
-    return whole, model
+    return model
 
 
-def in_eager_code(rank: int) -> dict[str, Any]:
-    results = {}
-    for recipe in RECIPES:
-        for gather in (False, True):
-            _, model = made_saved_weight(recipe, gather=gather)
-            results[f"{recipe} {gather}"] = kept(model)
-            model(batch()).sum().backward()
-    return results
+def in_eager_code(rank: int) -> None:
+    """Eager code keeps no weight."""
+    for recipe, gather in product(RECIPES, (False, True)):
+        model = of_recipe(recipe, gather=gather)
+        assert kept(model) == [], (recipe, gather)
+        model(batch()).sum().backward()
 
 
-def test_eager_code_keeps_no_weight() -> None:
-    for results in run_ranks(2, in_eager_code):
-        assert len(results) == 2 * len(RECIPES)
-        assert not any(results.values()), results
-
-
-def in_compiled_code(rank: int) -> dict[str, Any]:
-    whole, model = made_saved_weight("rowwise", compiled=True)
-    saved = kept(model)
+def in_compiled_code(rank: int) -> None:
+    """Compiled blocks keep no weight, and equal one rank."""
+    model = of_recipe("rowwise", compiled=True)
+    assert kept(model) == []
     with torch._dynamo.config.patch(error_on_recompile=True):
-        return {"kept": saved, "equal": equal(train(whole), train(model))}
-
-
-@pytest.mark.slow
-def test_compiled_blocks_keep_no_weight_and_equal_one_rank() -> None:
-    for results in run_ranks(2, in_compiled_code):
-        assert results == {"kept": [], "equal": True}
+        assert equal(train(converted(count=1)), train(model))
 
 
 # ---- Loading, writing in place and moving a sharded model: the right bytes afterwards. The state has no trace of th
 
 
-def made_state(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    model = blocks(33)
-    octavo.convert(model)
-    return model
+def made(seed: int = 0) -> nn.Module:
+    return converted(rows=33, seed=seed)
 
 
 def gathered(model: nn.Module) -> nn.Module:
@@ -384,7 +277,7 @@ def gathered(model: nn.Module) -> nn.Module:
 
 def other_state(model: nn.Module) -> dict[str, Tensor]:
     """The state of another model, sharded as `model` is."""
-    mine, theirs = model.state_dict(), made_state(1).state_dict()
+    mine, theirs = model.state_dict(), made(1).state_dict()
     return {name: distribute_tensor(t, mine[name].device_mesh, mine[name].placements) for name, t in theirs.items()}
 
 
@@ -427,36 +320,48 @@ CHANGES: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
-def changed(rank: int, folder: Path) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+def changed(rank: int) -> None:
+    """A changed weight is quantized again, and the state has no trace of the hooks."""
     with torch.no_grad():
-        expected = made_state(1)(batch())
-    for name, change in CHANGES.items():
-        for trained in (False, True):
-            model = gathered(made_state())
+        expected = made(1)(batch())
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)  # that of rank 0
+        for (name, change), trained in product(CHANGES.items(), (False, True)):
+            model = gathered(made())
             if trained:
                 train(model, steps=1)
-            change(model, folder / str(trained))
+            change(model, Path(folder[0]) / str(trained))
             with torch.no_grad():
-                results[f"{name}, {trained}"] = torch.equal(model(batch()), expected)
-    moved = gathered(made_state())
+                assert torch.equal(model(batch()), expected), (name, trained)
+        dist.barrier()
+    moved = gathered(made())
     moved.to("cpu")
-    results["moved"] = equal(train(made_state()), train(moved))
+    assert equal(train(made()), train(moved))
     state = moved.state_dict()
-    results["plain"] = all(type(t) is DTensor and type(t._local_tensor) is Tensor for t in state.values())
+    assert all(type(t) is DTensor and type(t._local_tensor) is Tensor for t in state.values())
     if rank == 0:
         moved.state_dict()  # one rank may do so: the next forward pass must not wait for the others
     moved(batch())
     saved = io.BytesIO()
     torch.save(state, saved)
-    results["no hooks in a file"] = b"fsdp_pre_all_gather" not in saved.getvalue()
-    results["names"] = list(state) == list(made_state().state_dict())
+    assert b"fsdp_pre_all_gather" not in saved.getvalue()
+    assert list(state) == list(made().state_dict())
     copied = copy.deepcopy(state)
-    results["copied"] = all(torch.equal(copied[k].full_tensor(), state[k].full_tensor()) for k in state)
-    return results
+    assert all(torch.equal(copied[k].full_tensor(), state[k].full_tensor()) for k in state)
 
 
-@pytest.mark.slow
-def test_a_changed_weight_is_quantized_again_and_the_state_is_plain(tmp_path: Path) -> None:
-    for results in run_ranks(2, changed, tmp_path):
-        assert all(results.values()), results
+QUICK = [all_recipes, traffic, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
+SLOW = [in_compiled_code, changed]
+
+
+@pytest.mark.parametrize(
+    "check", QUICK + [pytest.param(each, marks=pytest.mark.slow) for each in (in_compiled_code, changed)]
+)
+def test_two_ranks(check: Callable[[int], None]) -> None:
+    run_ranks(2, check)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"takes a torch.nn.Module"):
+        fp8_all_gather(Tensor())  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """FSDP2 gathers stacks of experts as bytes: those of one rank, and with them the training of one rank."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,19 @@ from octavo.nn.selection import promote
 from octavo.watching.watched_layers import first_matrix
 
 
-def trained(rank: int) -> dict[str, Any]:
-    """For 4 experts, and 3 that two ranks cannot share evenly: the report, and whether training equals one rank's."""
-    found: dict[str, Any] = {}
-    for experts in (4, 3):
+def trained(rank: int) -> None:
+    """With 4 experts, and 3 that two ranks cannot share evenly, training equals one rank's; so in compiled code."""
+    for experts, compiled in ((4, False), (3, False), (4, True)):
         whole = model_of(experts)
         model = sharded(whole)
-        found[f"gathered {experts}"] = set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
-        found[f"equal {experts}"] = equal(train(whole), train(model))
-    return found
+        assert set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
+        for block in model if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        assert equal(train(whole), train(model)), (experts, compiled)
 
 
-def compiled(rank: int) -> bool:
-    whole = model_of(4)
-    model = sharded(whole)
-    fp8_all_gather(model)
-    for block in model:
-        block.compile(backend="aot_eager", fullgraph=True)
-    return equal(train(whole), train(model))
-
-
-def bytes_of_experts(rank: int) -> list[bool]:
+def bytes_of_experts(rank: int) -> None:
+    """The gathered bytes and scales are those of one rank."""
     whole = model_of(3, count=1)
     model = sharded(whole)
     fp8_all_gather(model)
@@ -54,40 +47,27 @@ def bytes_of_experts(rank: int) -> list[bool]:
     model[0].register_forward_pre_hook(lambda block, *_: same.extend(gathered_equal(block, whole[0])))
     model(batch())
     model(batch()[:0])  # no token: the weights are widened
-    return same
+    assert len(same) == 2 * 12
+    assert all(same)
 
 
-def traffic(rank: int) -> dict[str, Any]:
-    """The bytes of the all-gathers of a step, wide and in eight bits."""
-    sent = {}
-    for kind in ("wide", "fp8"):
+def traffic(rank: int) -> None:
+    """The all-gathers of a step send little more than half the bytes of BF16."""
+    sent = []
+    for gathers in (False, True):
         model = sharded(model_of(4, count=1).bfloat16())
-        if kind == "fp8":
+        if gathers:
             fp8_all_gather(model)
-        x = batch(rows=8).bfloat16()
         with counted() as now:
-            model(x).sum().backward()
-        sent[kind] = sum(now["gather"])
-    return sent
-
-
-def both(rank: int) -> dict[str, Any]:
-    return {
-        "trained": trained(rank),
-        "compiled": compiled(rank),
-        "bytes": bytes_of_experts(rank),
-        "traffic": traffic(rank),
-    }
+            model(batch(rows=8).bfloat16()).sum().backward()
+        sent.append(sum(now["gather"]))
+    assert sent[1] < 0.6 * sent[0]
 
 
 @pytest.mark.slow
-def test_experts_are_gathered_as_bytes() -> None:
-    for found in run_ranks(2, both):
-        assert all(found["trained"].values()), found
-        assert found["compiled"]
-        assert len(found["bytes"]) == 2 * 12
-        assert all(found["bytes"])
-        assert found["traffic"]["fp8"] < 0.6 * found["traffic"]["wide"]
+@pytest.mark.parametrize("check", [trained, bytes_of_experts, traffic])
+def test_experts_are_gathered_as_bytes(check: Callable[[int], None]) -> None:
+    run_ranks(2, check)
 
 
 # ---- Experts that FSDP2 shards in a watch, and promoted: what one rank with the same tokens finds
@@ -304,42 +284,39 @@ def mixtral() -> MixtralForCausalLM:
     return MixtralForCausalLM(config)
 
 
-def trained_expert_parallel(rank: int) -> tuple[list[float], list[str]]:
+def model_of_transformers(rank: int) -> None:
+    """Each of two ranks has the loss of one process, before the conversion, nearly after it, and restored."""
+    tokens = torch.arange(32).view(2, 16)[rank : rank + 1]
+    expected = mixtral()(tokens, labels=tokens).loss.item()
     model = mixtral()
     names = expert_parallel(model, init_device_mesh("cpu", (2,)))
-    tokens = torch.arange(32).view(2, 16)[rank : rank + 1]
+    assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     loss = model(tokens, labels=tokens).loss
     loss.backward()
     assert all(p.grad is not None for p in model.parameters())
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     octavo.convert(model)  # after the experts are shared
     after = model(tokens, labels=tokens).loss
     after.backward()
+    assert after.item() == pytest.approx(expected, rel=0.1)
     octavo.restore(model)
     assert torch.equal(model(tokens, labels=tokens).loss, loss)
-    return torch.stack([loss, after]).tolist(), names
 
 
 @pytest.mark.slow
 def test_a_model_of_transformers():
-    tokens = torch.arange(32).view(2, 16)
-    expected = [mixtral()(row[None], labels=row[None]).loss.item() for row in tokens]
-    for (found, names), loss in zip(run_ranks(2, trained_expert_parallel), expected, strict=True):
-        assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-        assert found[0] == pytest.approx(loss, rel=1e-5)
-        assert found[1] == pytest.approx(loss, rel=0.1)
+    run_ranks(2, model_of_transformers)
 
 
-def refused(rank: int) -> list[str]:
-    messages = []
-    for model, shape in ((nn.Linear(4, 4), (3,)), (layer("bf16"), (3,)), (layer("bf16"), (3, 1))):
-        with pytest.raises(ValueError) as error:  # noqa: PT011, the caller compares the message
+def refused(rank: int) -> None:
+    for model, shape, words in (
+        (nn.Linear(4, 4), (3,), "Linear has no experts that octavo.convert knows"),
+        (layer("bf16"), (3,), "experts has 8 experts, which 3 ranks cannot share evenly"),
+        (layer("bf16"), (3, 1), "expert parallelism needs a mesh of one dimension"),
+    ):
+        with pytest.raises(ValueError, match=words):
             expert_parallel(model, init_device_mesh("cpu", shape))
-        messages.append(str(error.value))
-    return messages
 
 
 def test_bad_input_is_named():
-    for none, uneven, mesh in run_ranks(3, refused):
-        assert none.startswith("Linear has no experts that octavo.convert knows")
-        assert uneven.startswith("experts has 8 experts, which 3 ranks cannot share evenly")
-        assert mesh.startswith("expert parallelism needs a mesh of one dimension")
+    run_ranks(3, refused)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_examples import backward, batch, blocks, counted, equal, sharded, train, whole
+from fsdp_examples import backward, batch, blocks, converted, counted, equal, sharded, train, whole
 from ranks import run_ranks, use_gpus
 from stream_order import has_run, ordered_streams, run
 from torch import Tensor, nn
@@ -26,13 +26,6 @@ from octavo.models import LlamaConfig, build
 from octavo.nn.parallel_weights import GatheredWeight
 
 Step = Callable[[nn.Module, int], Tensor]
-
-
-def converted(rows: int = 32, wrap: Callable[[nn.Module], nn.Module] | None = None) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = blocks(rows)
-    octavo.convert(model)
-    return model if wrap is None else nn.Sequential(*map(wrap, model))
 
 
 def gathered(model: nn.Module, **options: Any) -> nn.Module:
@@ -82,34 +75,20 @@ def selective(module: nn.Module) -> nn.Module:
     return checkpoint_wrapper(module, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
 
 
-def settings(rank: int) -> dict[str, bool]:
-    same: dict[str, bool] = {}
-    steps: dict[str, Step] = {
-        "plain": backward,
-        "accumulation": accumulate,
-        "autocast": under_autocast,
-        "cast_once": in_cast_once,
-        "evaluation": with_evaluation,
-        "empty input": with_empty_input,
-    }
-    for name, step in steps.items():
-        same[name] = equal(train(converted(), step), train(gathered(converted()), step))
+def settings(rank: int) -> None:
+    """Training equals that of one rank in every setting."""
+    steps: tuple[Step, ...] = (backward, accumulate, under_autocast, in_cast_once, with_evaluation, with_empty_input)
+    for step in steps:
+        assert equal(train(converted(), step), train(gathered(converted()), step)), step
     kept = gathered(converted(), reshard_after_forward=False)
-    same["unsharded until backward"] = equal(train(converted(), accumulate), train(kept, accumulate))
-    same["uneven rows"] = equal(train(converted(33)), train(gathered(converted(33))))
-    same["one row a rank, or none"] = equal(train(converted(1)), train(gathered(converted(1))))
-    for name, wrap in (("full", checkpoint_wrapper), ("selective", selective)):
-        same[f"{name} checkpointing"] = equal(train(converted()), train(gathered(converted(wrap=wrap))))
-    return same
+    assert equal(train(converted(), accumulate), train(kept, accumulate))
+    for rows in (33, 1):  # uneven rows; one row a rank, or none
+        assert equal(train(converted(rows=rows)), train(gathered(converted(rows=rows))))
+    for wrap in (checkpoint_wrapper, selective):
+        assert equal(train(converted()), train(gathered(nn.Sequential(*map(wrap, converted()))))), wrap
 
 
-@pytest.mark.slow
-def test_training_equals_one_rank_in_every_setting() -> None:
-    for same in run_ranks(2, settings):
-        assert all(same.values()), same
-
-
-def language_model(rank: int) -> dict[str, bool]:
+def language_model(rank: int) -> None:
     """A tied Llama made on the meta device; clipping; the hooks on a mesh of one."""
     config = LlamaConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=True)
     torch.manual_seed(0)
@@ -122,6 +101,7 @@ def language_model(rank: int) -> dict[str, bool]:
         fully_shard(block)
     fully_shard(model)
     report = fp8_all_gather(model)
+    assert (len(report.gathered), report.wide) == (14, {})
     model.to_empty(device="cpu")
     for name, p in model.named_parameters():
         full = whole.get_parameter(name).detach()
@@ -133,45 +113,31 @@ def language_model(rank: int) -> dict[str, bool]:
         loss.backward()
         return loss
 
-    wide = sharded(converted())
+    assert equal(train(whole, step), train(model, step))
     clipped = []
-    for other in (wide, gathered(converted())):
+    for other in (sharded(converted()), gathered(converted())):
         backward(other, 0)
         clipped.append([nn.utils.clip_grad_norm_(other.parameters(), 0.1).full_tensor()])
         clipped[-1] += [p.grad.full_tensor() for p in other.parameters()]
+    assert equal(*clipped)
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
-    return {
-        "all gathered": len(report.gathered) == 14 and not report.wide,
-        "tied, from the meta device": equal(train(whole, step), train(model, step)),
-        "clipping": equal(*clipped),
-        "a mesh of one": equal(train(converted()), train(gathered(converted(), mesh=alone))),
-    }
+    assert equal(train(converted()), train(gathered(converted(), mesh=alone)))
 
 
-@pytest.mark.slow
-def test_a_tied_model_from_the_meta_device_clipping_and_a_mesh_of_one() -> None:
-    for same in run_ranks(2, language_model):
-        assert all(same.values()), same
-
-
-def four_ranks(rank: int) -> dict[str, Any]:
+def four_ranks(rank: int) -> None:
+    """Two dimensions; fewer rows than ranks; shards of two ranks after the forward pass."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    assert equal(train(converted()), train(gathered(converted(), mesh=mesh)))
+    assert equal(train(converted(rows=5)), train(gathered(converted(rows=5))))
     reduced = sharded(converted(), reshard_after_forward=2)
-    report = fp8_all_gather(reduced)
-    return {
-        "HSDP": equal(train(converted()), train(gathered(converted(), mesh=mesh))),
-        "uneven rows": equal(train(converted(5)), train(gathered(converted(5)))),
-        "resharded to two": equal(train(converted()), train(reduced)),
-        "wide": set(report.wide.values()),
-    }
+    assert all("reshard_after_forward=int" in reason for reason in fp8_all_gather(reduced).wide.values())
+    assert equal(train(converted()), train(reduced))
 
 
 @pytest.mark.slow
-def test_four_ranks_in_two_dimensions_and_fewer_rows_than_ranks() -> None:
-    for same in run_ranks(4, four_ranks):
-        (reason,) = same.pop("wide")
-        assert "reshard_after_forward=int" in reason
-        assert all(same.values()), same
+@pytest.mark.parametrize(("world", "check"), [(2, settings), (2, language_model), (4, four_ranks)])
+def test_training_equals_one_rank(world: int, check: Callable[[int], None]) -> None:
+    run_ranks(world, check)
 
 
 @pytest.mark.slow
@@ -282,36 +248,30 @@ def test_gradients_in_fp32_are_not_rounded(policy: MixedPrecisionPolicy, accumul
         assert any((grad.view(np.uint32) & 0xFFFF).any() for grad in ours)  # more digits than BF16 has
 
 
-def trained(rank: int) -> bool:
-    """Whether three AdamW steps of a converted model, gathered in eight bits, end alike in both ways."""
-    torch.manual_seed(0)
-    model = blocks()
-    octavo.convert(model)
+def trained(rank: int) -> None:
+    """Three AdamW steps of a converted model, gathered in eight bits, end alike in both ways."""
     results = []
     for ours in (False, True):
-        shards = copy.deepcopy(model)
+        shards = converted()
         for module in (*shards, shards):
             fully_shard(module, mp_policy=BF16)
         assert fp8_all_gather(shards).gathered
         if ours:
             assert send_bf16_gradients(shards) == 2
         results.append(train(shards))
-    return equal(*results)
+    assert equal(*results)
+
+
+def unchanged(rank: int) -> None:
+    """Units that send nothing in FP32 stay as they are: those of one rank, and those with sums in BF16."""
+    policy = BF16 if dist.get_world_size() == 1 else ROUNDED
+    assert send_bf16_gradients(shard(made(), mp_policy=policy)) == 0
 
 
 @pytest.mark.slow
-def test_training_with_the_fp8_all_gather_keeps_its_bits() -> None:
-    assert run_ranks(2, trained) == [True, True]
-
-
-def unchanged(rank: int, policy: MixedPrecisionPolicy) -> tuple[int, int]:
-    return send_bf16_gradients(shard(made(), mp_policy=policy)), dist.get_world_size()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "policy"), [(1, BF16), (2, ROUNDED)], ids=["one rank", "sums in BF16"])
-def test_units_that_send_nothing_in_fp32_stay_as_they_are(world: int, policy: MixedPrecisionPolicy) -> None:
-    assert run_ranks(world, unchanged, policy) == [(0, world)] * world
+@pytest.mark.parametrize(("world", "check"), [(2, trained), (1, unchanged), (2, unchanged)])
+def test_ranks_that_send_bf16_gradients(world: int, check: Callable[[int], None]) -> None:
+    run_ranks(world, check)
 
 
 def test_a_model_without_units_is_refused() -> None:

@@ -158,10 +158,16 @@ def test_a_watch_and_delayed_scales_take_a_model_with_attention() -> None:
 # ---- `use_fp8_attention` on models of ours and of transformers: what runs in E4M3, what does not, and its undoing
 
 
-SIZES = {"vocabulary": 97, "layers": 2, "width": 64, "heads": 4, "mlp_width": 96, "context": 32}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES, kv_heads=2),
-    "gpt2": GPT2Config(**{name: size for name, size in SIZES.items() if name != "mlp_width"}),
+SIZES = {"vocabulary": 97, "layers": 2, "width": 64, "heads": 4, "context": 32}
+LLAMA = SIZES | {"kv_heads": 2, "mlp_width": 96}
+IMAGES = ImageConfig(image=8, patch=2, channels=3, classes=5, layers=2, width=64, heads=4)
+MODELS = {
+    "llama": lambda: build(LlamaConfig(**LLAMA)),
+    "mixture": lambda: build(MixtureConfig(**LLAMA, experts=4, top_k=2)),
+    "gpt2": lambda: build(GPT2Config(**SIZES)),
+    "vision": lambda: VisionTransformer(IMAGES),
+    "transformers": lambda: model_of("llama").train(),
+    "qwen3": lambda: model_of("qwen3").train(),
 }
 FORWARD, BACKWARD = "octavo::fp8_attention", "octavo::fp8_attention_backward"
 IDS = torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -177,15 +183,14 @@ def results(model, **inputs):
     return logits.detach(), weight.grad.clone()
 
 
-def models():
+def make(name: str) -> nn.Module:
     torch.manual_seed(0)
-    ours = {name: build(config) for name, config in CONFIGS.items()}
-    return ours | {"transformers": model_of("llama").train(), "qwen3": model_of("qwen3").train()}
+    return MODELS[name]()
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "transformers", "qwen3"])
 def test_both_passes_run_in_fp8_and_are_near_bf16(name):
-    model = models()[name]
+    model = make(name)
     expected, keys = results(model), list(model.state_dict())
     assert len(use_fp8_attention(model, shortest=16)) == 2
     seen = operations(lambda: results(model))
@@ -201,7 +206,7 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
 
 @pytest.mark.parametrize("name", ["llama", "transformers"])
 def test_short_texts_stay_in_bf16(name):
-    model = models()[name]
+    model = make(name)
     expected = results(model)
     use_fp8_attention(model)
     for one, other in zip(expected, results(model), strict=True):
@@ -209,7 +214,7 @@ def test_short_texts_stay_in_bf16(name):
 
 
 def test_padding_stays_in_bf16():
-    model, mask = models()["transformers"], torch.ones_like(IDS)
+    model, mask = make("transformers"), torch.ones_like(IDS)
     mask[0, :3] = 0
     expected = results(model, attention_mask=mask)
     use_fp8_attention(model, shortest=16)
@@ -218,7 +223,7 @@ def test_padding_stays_in_bf16():
 
 
 def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():
-    model = models()["llama"]
+    model = make("llama")
     plain = octavo.dtype_flow(model, IDS).flops
     use_fp8_attention(model, shortest=16)
     found = octavo.dtype_flow(model, IDS).flops
@@ -230,7 +235,7 @@ def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():
 
 def test_a_model_on_the_meta_device_gets_scales_of_zeros():
     with torch.device("meta"):
-        model = build(CONFIGS["llama"])
+        model = make("llama")
     use_fp8_attention(model)
     model.to_empty(device="cpu").bfloat16()
     scales = [m.fp8_gradients.amax for m in model.modules() if hasattr(m, "fp8_gradients")]
@@ -240,7 +245,7 @@ def test_a_model_on_the_meta_device_gets_scales_of_zeros():
 def test_a_gpu_without_it_is_refused(monkeypatch):
     monkeypatch.setattr("octavo.nn.attention_layers.fp8_attention_limit", lambda *_: "no cuDNN")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.self_attn: no cuDNN\. Leave attention in BF16"):
-        use_fp8_attention(models()["llama"], device="cuda")
+        use_fp8_attention(make("llama"), device="cuda")
 
 
 # ---- Attention in E4M3 with its gradient: against float64, over passes whose gradients grow, and in compiled code
@@ -303,21 +308,7 @@ def test_compiled():
 # ---- The layer after attention saves its input itself where PyTorch's attention saves it too
 
 
-SIZES_SAVED_INPUTS = {"vocabulary": 97, "layers": 2, "width": 64, "heads": 4, "context": 32}
-IMAGES = ImageConfig(image=8, patch=2, channels=3, classes=5, layers=2, width=64, heads=4)
-MODELS = {
-    "llama": lambda: build(LlamaConfig(**SIZES_SAVED_INPUTS, kv_heads=2, mlp_width=96)),
-    "mixture": lambda: build(MixtureConfig(**SIZES_SAVED_INPUTS, kv_heads=2, mlp_width=96, experts=4, top_k=2)),
-    "gpt2": lambda: build(GPT2Config(**SIZES_SAVED_INPUTS)),
-    "vision": lambda: VisionTransformer(IMAGES),
-    "transformers": lambda: model_of("llama").train(),
-}
 AFTER = ("o_proj", "out_proj", "attention.proj")  # names of the layers after attention
-
-
-def make(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]()
 
 
 def marked(model: nn.Module) -> list[str]:
@@ -394,14 +385,3 @@ def test_a_layer_whose_linear_layers_are_skipped_keeps_the_fast_path() -> None:
     model = nn.ModuleDict({"encoder": encoder_layer(), "body": nn.Linear(8, 8)})
     octavo.convert(model, skip=["encoder.*"])
     assert type(model["encoder"]) is nn.TransformerEncoderLayer
-
-
-def test_restore_gives_the_fast_path_back() -> None:
-    model, x = nn.TransformerEncoder(encoder_layer(), 2).eval(), torch.randn(2, 6, 32)
-    with torch.no_grad():
-        before = model(x)
-        octavo.convert(model)
-        assert set(octavo.restore(model)) >= {"", "layers.0", "layers.1", "layers.0.linear1"}
-        assert torch.equal(model(x), before)
-    assert type(model) is nn.TransformerEncoder
-    assert type(model.layers[0]) is nn.TransformerEncoderLayer

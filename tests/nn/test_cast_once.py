@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from cast_once_examples import (
     through_data,
     train,
 )
+from linear_examples import QUANTIZED, converted
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -31,7 +33,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import octavo
 from octavo.nn import SwiGLU, linear_function
-from octavo.recipe import Recipe, mxfp8, rowwise, tensorwise
+from octavo.recipe import mxfp8, rowwise, tensorwise
 
 STACKS = 4  # of `Net` by `rowwise`: first, left + right, gate + up, down
 
@@ -62,32 +64,13 @@ def test_a_weight_that_scales_by_its_history_is_not_cached() -> None:
             assert not torch.equal(model(batch()), before)
 
 
-def test_a_write_through_shared_memory_is_seen_when_the_block_is_entered_again() -> None:
-    """It leaves no trace on the parameter (docs/training_loop.md)."""
-    model = net("rowwise")
-    weight = model.mlp.down_proj.weight
-    with octavo.scales.cast_once(model), torch.no_grad():
-        before = model(batch())
-        weight.detach().numpy()[...] *= 2
-        assert torch.equal(model(batch()), before)
-    with octavo.scales.cast_once(model), torch.no_grad():
-        assert not torch.equal(model(batch()), before)
-
-
 @pytest.mark.parametrize("skip", ["*down_proj", "*gate_proj", "right"])
 def test_layers_that_are_not_fused_for_a_neighbour_are_cached_one_by_one(skip: str) -> None:
     model = Net()
     octavo.convert(model, skip=(skip,))
     with octavo.scales.cast_once(model):
         assert casts_of_weights(model, lambda: train(model)) == 0
-        assert is_fresh_skipping(model, skip)
-
-
-def is_fresh_skipping(model: Net, skip: str) -> bool:
-    fresh = Net()
-    fresh.load_state_dict(model.state_dict())
-    octavo.convert(fresh, skip=(skip,))
-    return torch.equal(model(batch()), fresh(batch()))
+        assert is_fresh(model, skip)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "blockwise"])
@@ -384,13 +367,7 @@ def test_a_model_is_pickled_inside_the_block_without_its_cache():
 
 
 T, K, N = 24, 160, 288
-QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
-
-
-def make(recipe: str | Recipe) -> octavo.Linear:
-    linear = nn.Linear(K, N, bias=False)
-    octavo.convert(linear, recipe)
-    return linear
+make = partial(converted, k=K, n=N)
 
 
 def step(linear: octavo.Linear) -> tuple[Tensor, Tensor]:

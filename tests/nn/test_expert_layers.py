@@ -244,11 +244,11 @@ def test_unknown_experts_are_left_alone():
     assert {entry.kind for entry in report.coverage.left} == {"expert stack"}
 
 
-def on_gpu(monkeypatch, capability, **options):
+def on_gpu(monkeypatch, capability=(9, 0), k=64, n=64, **options):
     """The report of a model that is converted for a GPU that is not here."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 64))
+        model = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, k, n))
     return octavo.convert(model, device="cuda", **options)
 
 
@@ -266,28 +266,18 @@ def test_the_kernels_of_experts_are_in_the_report(monkeypatch):
     report = on_gpu(monkeypatch, (8, 9))
     assert report.converted == ["0", "1.weight"]
     assert names in report.summary()
-    summary = on_gpu(monkeypatch, (9, 0), recipe=rowwise("e5m2")).summary()
+    summary = on_gpu(monkeypatch, recipe=rowwise("e5m2")).summary()
     assert "  y, dx, dw of experts triton: row x row scales, in groups\n" in summary
 
 
-def test_sides_that_no_kernel_takes_are_named(monkeypatch):
+def test_sides_that_no_kernel_takes_and_narrow_ones_are_named(monkeypatch):
     monkeypatch.setattr(backend, "HAS_TRITON", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "no multiples of 16" in on_gpu(monkeypatch, n=40).skipped["1.weight"]
+    slower = "with sides below 2048 they are slower"
+    assert [slower in on_gpu(monkeypatch, k=2048, n=n).summary() for n in (768, 4096)] == [True, False]
     with torch.device("meta"):
-        uneven = nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 64, 40))
-    assert "no multiples of 16" in octavo.convert(uneven, device="cuda").skipped["1.weight"]
-
-
-def test_narrow_experts_are_slower_and_the_report_says_so(monkeypatch):
-    monkeypatch.setattr(backend, "HAS_TRITON", True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with torch.device("meta"):
-        narrow, wide = (nn.Sequential(nn.Linear(64, 64), GroupedLinear(2, 2048, n)) for n in (768, 4096))
-    assert "with sides below 2048 they are slower" in octavo.convert(narrow, device="cuda").summary()
-    assert "slower" not in octavo.convert(wide, device="cuda").summary()
-    rows = [
-        expert_rows(find_experts(m), rowwise(), torch.device("cuda"), (), only_if_faster=True) for m in (narrow, wide)
-    ]
+        found = [{"0": GroupedLinear(2, 2048, n)} for n in (768, 4096)]
+    rows = [expert_rows(each, rowwise(), torch.device("cuda"), (), only_if_faster=True) for each in found]
     assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower on an H200: left in BF16", ""]
 
 
@@ -365,10 +355,3 @@ def test_autocast_decides_the_dtype():
         y = experts(x, offsets_of([5, 7]))
     y.backward(dy.bfloat16())
     assert (y.dtype, x.grad.dtype, experts.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
-
-
-def test_from_linears():
-    linears = [nn.Linear(K_GROUPED_LINEAR, N, bias=False) for _ in range(3)]
-    experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, torch.float32)
-    expected = torch.cat([linears[0](x[:5]), linears[2](x[5:])])
-    torch.testing.assert_close(experts(x, offsets_of([5, 0, 7])), expected)

@@ -18,7 +18,6 @@ E4M3_DB = 27  # at least, with both operands in e4m3
 E5M2_DB = 23  # at least, with gradients in e5m2
 QUANTIZED_DB = 40  # at most, with anything quantized
 FLOAT32_DB = 100  # at least, with nothing quantized
-FOLDING_DB = 0.5  # lost at most by folding scales
 
 
 @pytest.mark.parametrize(("t", "k", "n"), [(96, 80, 112), (1, 1, 1), (33, 17, 5)])
@@ -37,23 +36,6 @@ def test_rowwise_is_the_formula_of_its_operands(t: int, k: int, n: int) -> None:
     h = (g_q.data.double() * (c / c.max())).float().clamp(-448, 448).to(torch.float8_e4m3fn).double()  # [T,N]
     exact = h.t() @ x_q.data.double() * (c.max() / w_q.scale.double())
     assert worst_row(dw, exact.numpy()) < 1e-6
-
-
-@pytest.mark.parametrize("kind", ["gaussian", "log-normal channels", "scaled tokens"])
-@pytest.mark.parametrize(("t", "k", "n"), [(1024, 512, 768), (513, 387, 259)])
-def test_rowwise_keeps_the_accuracy_of_separate_row_scaling(kind: str, t: int, k: int, n: int) -> None:
-    x, w, dy = torch.randn(t, k), torch.randn(n, k) * 0.02, torch.randn(t, n) * 1e-3
-    if kind == "log-normal channels":
-        x *= torch.randn(1, k).exp()
-    if kind == "scaled tokens":  # over eight binades each; were one token to dominate dw: docs/decisions.md
-        x *= torch.exp2(8 * torch.rand(t, 1))
-        dy *= torch.exp2(8 * torch.rand(t, 1))
-    linear = converted("rowwise", k=k, n=n)
-    linear.weight.data.copy_(w)
-    exact = exact_gradients(x, w, dy)
-    ours, usual = run(linear, x, dy), separately_by_row(x, w, dy)
-    for name, e, o, u in zip(("y", "dx", "dw"), exact, ours, usual, strict=True):
-        assert sqnr(e, o) > sqnr(e, u) - FOLDING_DB, name
 
 
 @pytest.mark.parametrize(
@@ -121,17 +103,6 @@ def test_a_non_finite_value_never_turns_into_a_number(recipe: str, bad: float) -
     assert not dw[1].isfinite().any()
 
 
-def test_rotation_saves_the_other_tokens_from_an_outlier() -> None:
-    """One element of 2^20 takes the range of a tensor-wide scale: the other tokens vanish. A rotation saves them."""
-    x, dy = torch.randn(T, 128), torch.randn(T, N)
-    x[0, 5] = 2.0**20
-    plain, rotated = converted("tensorwise", k=128), converted("tensorwise_rotated", k=128)
-    rotated.weight = plain.weight
-    exact = exact_gradients(x, plain.weight.detach(), dy)[0][1:]
-    assert sqnr(exact, run(plain, x, dy)[0][1:]) < 1
-    assert sqnr(exact, run(rotated, x, dy)[0][1:]) > 15
-
-
 def test_stochastic_rounding_of_gradients_is_unbiased_and_follows_the_seed() -> None:
     c = replace(rowwise().dy, rounding="stochastic")
     recipe = rowwise()
@@ -180,11 +151,23 @@ def test_micro_batches_add_up_in_float32(recipe: str) -> None:
 
 T_FOLD, K_FOLD, N_FOLD, SEEDS = 512, 256, 384, 4
 
-KINDS = ("w rows, sigma 1", "w rows, sigma 2", "dy channels, sigma 1", "dy channels, sigma 2", "student")
-# The recipe -> the dB that y, dx and dw may lose on average, for each of KINDS.
+# The recipe -> the dB that y, dx and dw may lose on average, by kind.
 MOST = {
-    "rowwise": [(0.05, 0.8, 0.1), (0.05, 2.2, 0.1), (0.05, 0.8, 0.2), (0.05, 2.2, 0.4), (0.05, 0.6, 0.6)],
-    "rowwise_dw_bf16": [(0.05, 0.2, 0.0), (0.05, 0.4, 0.0), (0.05, 0.2, 0.0), (0.05, 0.4, 0.0), (0.05, 0.2, 0.0)],
+    "rowwise": {
+        "w rows, sigma 1": (0.05, 0.8, 0.1),
+        "w rows, sigma 2": (0.05, 2.2, 0.1),
+        "dy channels, sigma 1": (0.05, 0.8, 0.2),
+        "dy channels, sigma 2": (0.05, 2.2, 0.4),
+        "student": (0.05, 0.6, 0.6),
+        "tokens": (0.5, 0.5, 0.5),
+    },
+    "rowwise_dw_bf16": {
+        "w rows, sigma 1": (0.05, 0.2, 0.0),
+        "w rows, sigma 2": (0.05, 0.4, 0.0),
+        "dy channels, sigma 1": (0.05, 0.2, 0.0),
+        "dy channels, sigma 2": (0.05, 0.4, 0.0),
+        "student": (0.05, 0.2, 0.0),
+    },
 }
 
 
@@ -195,6 +178,9 @@ def make(kind: str) -> tuple[Tensor, Tensor, Tensor]:
         w *= (sigma * torch.randn(N_FOLD, 1)).exp()
     elif kind.startswith("dy channels"):
         dy *= (sigma * torch.randn(1, N_FOLD)).exp()
+    elif kind == "tokens":  # over eight binades each; were one token to dominate dw: docs/decisions.md
+        x *= torch.exp2(8 * torch.rand(T_FOLD, 1))
+        dy *= torch.exp2(8 * torch.rand(T_FOLD, 1))
     else:
         student = torch.distributions.StudentT(3.0)
         x, w, dy = (
@@ -205,23 +191,15 @@ def make(kind: str) -> tuple[Tensor, Tensor, Tensor]:
     return x, w, dy
 
 
-def octavos(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    linear = nn.Linear(K_FOLD, N_FOLD, bias=False)
-    linear.weight.data.copy_(w)
-    octavo.convert(linear, recipe)
-    x = x.clone().requires_grad_()
-    y = linear(x)
-    return y.detach(), *torch.autograd.grad(y, [x, linear.weight], dy)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", list(MOST))
+@pytest.mark.parametrize(("recipe", "kind"), [(recipe, kind) for recipe, kinds in MOST.items() for kind in kinds])
 def test_what_folding_costs_is_bounded(recipe: str, kind: str) -> None:
     losses = torch.zeros(SEEDS, 3)
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         x, w, dy = make(kind)
         exact = exact_gradients(x, w, dy)
-        pairs = zip(exact, separately_by_row(x, w, dy), octavos(recipe, x, w, dy), strict=True)
+        linear = converted(recipe, k=K_FOLD, n=N_FOLD)
+        linear.weight.data.copy_(w)
+        pairs = zip(exact, separately_by_row(x, w, dy), run(linear, x, dy), strict=True)
         losses[seed] = torch.tensor([sqnr(e, s) - sqnr(e, o) for e, s, o in pairs])
-    assert (losses.mean(0) <= torch.tensor(MOST[recipe][KINDS.index(kind)])).all(), losses.mean(0)
+    assert (losses.mean(0) <= torch.tensor(MOST[recipe][kind])).all(), losses.mean(0)

@@ -1,6 +1,7 @@
 """Delayed scaling: a step reads the scale and records amax; the scale changes in `update_scales`."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,12 +31,6 @@ def step(model: nn.Sequential, size: float) -> float:
     return float(model[0].histories["x"].scale)
 
 
-def test_the_scale_follows_the_largest_of_the_history() -> None:
-    model, _ = make(History(length=3))
-    scales = [step(model, size) for size in (1.0, 8.0, 2.0, 2.0, 2.0)]
-    torch.testing.assert_close(torch.tensor(scales) * 448, torch.tensor([1.0, 8.0, 8.0, 8.0, 2.0]))
-
-
 def test_all_three_operands_keep_a_history() -> None:
     model, linear = make()
     step(model, 2.0)
@@ -44,12 +39,6 @@ def test_all_three_operands_keep_a_history() -> None:
     assert seen["w"] == float(linear.weight.detach().abs().max())
     assert seen["dy"] == 1.0
     assert linear.histories["dy"].cast.format == "e5m2"
-
-
-def test_a_scale_holds_for_the_interval() -> None:
-    model, linear = make(History(rule="most_recent", interval=2))
-    assert [round(step(model, size) * 448, 4) for size in (1.0, 2.0, 4.0, 8.0)] == [1.0, 1.0, 4.0, 4.0]
-    assert linear.histories["x"].recent[:4].tolist() == [8.0, 4.0, 2.0, 1.0]
 
 
 def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
@@ -258,11 +247,6 @@ def rows(size: float, count: int = 8) -> torch.Tensor:
     return torch.randn(count, 32).clamp(-0.9, 0.9) * size + size * 0.1 * torch.eye(count, 32)
 
 
-class Calibration:
-    def __init__(self, **histories):
-        self.input_histories = histories
-
-
 def test_histories_learn_in_evaluation_where_asked():
     model = make_scale_learning().eval()
     x = rows(3.0)
@@ -310,8 +294,6 @@ def test_a_frozen_row_gives_the_same_bits_in_every_call_and_batch():
 
 def test_what_saturates_is_counted():
     model = make_scale_learning(History())
-    with pytest.raises(ValueError, match="no layer of Sequential holds a scale of its input"):
-        octavo.scales.saturation(model, [rows(1.0)])
     x = rows(1.0)
     octavo.scales.freeze_scales(model, [x])
     assert octavo.scales.saturation(model, [x, x[:2]]) == {"0": 0, "2": 0}
@@ -341,7 +323,8 @@ def test_batches_are_tensors_tuples_or_mappings():
 
 def test_a_calibration_begins_the_histories():
     model = make_scale_learning(History(length=3))
-    octavo.scales.seed_scales(model, Calibration(**{"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]}))
+    calibration = SimpleNamespace(input_histories={"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]})
+    octavo.scales.seed_scales(model, calibration)
     x, w, dy = (model[0].histories[name] for name in ("x", "w", "dy"))
     assert x.recent.tolist() == [2.0, 4.0, 1.0]  # the newest first; 9 is too old
     assert (x.steps, float(x.scale) * 448) == (3, pytest.approx(4.0))

@@ -42,6 +42,15 @@ def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequenti
     return model
 
 
+def converted(recipe: str = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
+    """Blocks with the same numbers at each call; of `blockwise`, one whose rows two ranks share by whole squares."""
+    torch.manual_seed(seed)
+    square = recipe == "blockwise"
+    model = blocks(256, count=1) if square else blocks(rows, count)
+    octavo.convert(model, recipe, skip=("*plain", "*down_proj") if square else ())
+    return model
+
+
 def batch(seed: int = 0, rows: int = 6, width: int = WIDTH) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from octavo.architectures import ARCHITECTURES, Architecture, Block
-from octavo.distributed.parallel_layers import Column, Row
+from octavo.distributed.parallel_layers import Column, ParallelLayer, Row
 from octavo.distributed.ranks import Ranks, own_rows
 from octavo.nn import Linear
 from octavo.nn.fused_modules import DecoderLayer, fuse_decoder_layers, is_known
-from octavo.nn.parallel_weights import Parallel, ParallelLinear
+from octavo.nn.parallel_weights import ParallelLinear
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = True, asynchronous: bool = False) -> None:
@@ -166,6 +166,7 @@ def _check_tokens(tokens: Tensor, ranks: Ranks) -> None:
 
 class _LinearStyle(ParallelStyle):
     weight_axis: int  # of the weight [N, K], the one that is cut
+    way: type[ParallelLayer]
 
     def __init__(self, *, sequence: bool = True, asynchronous: bool = False) -> None:
         super().__init__()
@@ -185,13 +186,10 @@ class _LinearStyle(ParallelStyle):
             )
         distribute(module, "weight", device_mesh, Shard(axis), self.src_data_rank)
         distribute(module, "bias", device_mesh, Shard(0) if axis == 0 else Replicate(), self.src_data_rank)
-        layer.parallel = self.parallel(ranks)
+        layer.parallel = self.way(ranks)
         if type(module) is nn.Linear:
             layer.__class__ = ParallelLinear
         return module
-
-    def parallel(self, ranks: Ranks) -> Parallel:
-        raise NotImplementedError
 
 
 class ColumnParallel(_LinearStyle):
@@ -214,10 +212,7 @@ class ColumnParallel(_LinearStyle):
         >>> octavo.convert(model)
     """
 
-    weight_axis = 0
-
-    def parallel(self, ranks: Ranks) -> Parallel:
-        return Column(ranks)
+    weight_axis, way = 0, Column
 
 
 class RowParallel(_LinearStyle):
@@ -234,10 +229,7 @@ class RowParallel(_LinearStyle):
         ValueError: the mesh has more than one dimension, or its size does not divide the inputs.
     """
 
-    weight_axis = 1
-
-    def parallel(self, ranks: Ranks) -> Parallel:
-        return Row(ranks)
+    weight_axis, way = 1, Row
 
 
 class NormParallel(ParallelStyle):

@@ -266,35 +266,26 @@ class Stack:
         pairs = zip(self.weights, self.biases, strict=True)
         return torch.cat([given.new_zeros(w.shape[0]) if b is None else b for w, b in pairs])
 
-
-@dataclass(frozen=True)
-class StackInfo:
-    """The facts of a stack that the backward pass needs: sizes N_i and dtype of the weights, dtypes of the biases."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype | None, ...]
-
-    @classmethod
-    def of(cls, stack: Stack) -> Self:
-        dtypes = tuple(None if bias is None else bias.dtype for bias in stack.biases)
-        return cls(tuple(w.shape[0] for w in stack.weights), stack.weights[0].dtype, dtypes)
-
     @property
-    def biased(self) -> bool:
-        return any(dtype is not None for dtype in self.bias_dtypes)
+    def bias_dtypes(self) -> BiasDtypes:
+        return tuple(None if bias is None else bias.dtype for bias in self.biases)
 
-    def bias_gradient(self, dy: Tensor) -> Tensor:
-        """The gradient of the stacked biases, float32 [sum of N_i], from dy [T, sum of N_i]; empty without biases."""
-        return dy.sum(0, dtype=torch.float32) if self.biased else dy.new_empty(0)
 
-    def gradients(self, dw: Tensor, dbias: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of `Stack.arguments`, from stacked dw [sum of N_i, K] and dbias [sum of N_i]."""
-        biases: list[Tensor | None] = [None] * len(self.sizes)
-        if self.biased:
-            parts = torch.split(dbias, list(self.sizes))
-            biases = [None if d is None else p.to(d) for p, d in zip(parts, self.bias_dtypes, strict=True)]
-        return None, None, *torch.split(dw, list(self.sizes)), *biases
+BiasDtypes = tuple[torch.dtype | None, ...]  # of the layers of a stack, None for one without a bias
+
+
+def bias_gradient(dy: Tensor, dtypes: BiasDtypes) -> Tensor:
+    """The gradient of the stacked biases, float32 [sum of N_i], from dy [T, sum of N_i]; empty without biases."""
+    return dy.sum(0, dtype=torch.float32) if any(dtypes) else dy.new_empty(0)
+
+
+def stack_gradients(dw: Tensor, db: Tensor, weights: Sequence[Tensor], dtypes: BiasDtypes) -> tuple[Tensor | None, ...]:
+    """The gradients of `Stack.arguments`, from stacked dw [sum of N_i, K] and db, as `bias_gradient` gives it."""
+    sizes = [w.shape[0] for w in weights]
+    biases: list[Tensor | None] = [None] * len(sizes)
+    if any(dtypes):
+        biases = [None if d is None else part.to(d) for part, d in zip(torch.split(db, sizes), dtypes, strict=True)]
+    return None, None, *torch.split(dw, sizes), *biases
 
 
 # ---- The two functions.
@@ -341,7 +332,7 @@ class _NormLinear(torch.autograd.Function):
         s_n, y = exchange.y(sent, w_q, stack.bias(), call)  # [T,K] @ [N,K]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, stack.weights, w_q, recipe.w)
-        ctx.call, ctx.exchange, ctx.input, ctx.stack = call, exchange, given.info, StackInfo.of(stack)
+        ctx.call, ctx.exchange, ctx.input, ctx.bias_dtypes = call, exchange, given.info, stack.bias_dtypes
         n_data = n_q.data if norm is None or exchange.resends_x else None
         ctx.save_for_backward(n_data, s_n, w_q.scale, layers[0], *given.saved, *stack.weights)
         return given.outputs(y)
@@ -358,15 +349,15 @@ class _NormLinear(torch.autograd.Function):
         own_s_n = exchange.own(s_n)
         g = quantize_folded(dy, s_w, own_s_n, recipe.dy)
         sent = exchange.send_g(g)
-        db = ctx.stack.bias_gradient(dy)
-        observe_dy(call.observer, [dy], ctx.stack.sizes, g, recipe.dy, s_w=s_w, s_x=own_s_n)
+        db = bias_gradient(dy, ctx.bias_dtypes)
+        observe_dy(call.observer, [dy], [w.shape[0] for w in weights], g, recipe.dy, s_w=s_w, s_x=own_s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         sent_n = exchange.send_bytes(n_data, g)
         g, scales, dn = exchange.dx(sent, w_t, s_n, s_w, call)  # [T,N] @ [K,N]^T
         n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
-        dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, ctx.stack.dtype)  # [N,T] @ [K,T]^T
+        dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, weights[0].dtype)  # [N,T] @ [K,T]^T
         gradients = ctx.input.gradients(exchange.arrived(dn), dtotal, saved)
-        return None, None, None, *gradients, *ctx.stack.gradients(dw, db)
+        return None, None, None, *gradients, *stack_gradients(dw, db, weights, ctx.bias_dtypes)
 
 
 def mlp(
@@ -431,7 +422,7 @@ class _MLP(torch.autograd.Function):
         observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
         ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
-        ctx.inner, ctx.outer = StackInfo.of(inner), StackInfo.of(outer)
+        ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
         n_data = n_q.data if norm is None or inner_exchange.resends_x else None
         scales = (s_n, s_h, w_in.scale, w_out.scale)
         ctx.save_for_backward(n_data, u, *scales, layers[4], layers[0], *outer.weights, *given.saved, *inner.weights)
@@ -449,21 +440,26 @@ class _MLP(torch.autograd.Function):
         own_s_h = outer_exchange.own(s_h)
         g = quantize_folded(dy, s_out, own_s_h, recipe.dy)
         sent = outer_exchange.send_g(g)
-        observe_dy(call.outer_observer, [dy], ctx.outer.sizes, g, recipe.dy, s_w=s_out, s_x=own_s_h)
+        observe_dy(call.outer_observer, [dy], [w.shape[0]], g, recipe.dy, s_w=s_out, s_x=own_s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
         du, h_q, dbias = ops.activation_backward(
             dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=ctx.inner.biased,
+            column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h,
+            biased=any(ctx.inner_bias),
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
-        observe_dy(call.observer, [dh, u], ctx.inner.sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)
-        dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), ctx.outer.dtype)  # [K,T] @ [F,T]^T
+        observe_dy(call.observer, [dh, u], [w.shape[0] for w in weights], du, recipe.dy, kind, s_w=s_in, s_x=s_n)
+        dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), w.dtype)  # [K,T] @ [F,T]^T
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         sent_n = inner_exchange.send_bytes(n_data, du)
         du, scales, dn = inner_exchange.dx(du, w_in_t, s_n, s_in, call)  # [T,2F] @ [K,2F]^T
         n_t = ctx.input.transposed(sent_n, du, saved, s_n, recipe.x, inner_exchange)
-        dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, ctx.inner.dtype)  # [2F,T] @ [K,T]^T
-        layers = (*ctx.outer.gradients(dw_out, ctx.outer.bias_gradient(dy)), *ctx.inner.gradients(dw_in, dbias))
+        dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, weights[0].dtype)  # [2F,T] @ [K,T]^T
+        db = bias_gradient(dy, ctx.outer_bias)
+        layers = (
+            *stack_gradients(dw_out, db, [w], ctx.outer_bias),
+            *stack_gradients(dw_in, dbias, weights, ctx.inner_bias),
+        )
         gradients = ctx.input.gradients(inner_exchange.arrived(dn), dtotal, saved)
         return None, None, None, None, *gradients, *layers
