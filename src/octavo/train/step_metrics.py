@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from octavo.checkpoint.folder import write_error
+from octavo.checkpoint.folder import writing
 from octavo.checkpoint.run import RunFolder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
@@ -93,11 +93,9 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None
-        try:
+        with writing(self._path):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise write_error(Path(self._file.name), error) from error
         self.draw(step, record)
 
     def draw(self, step: int, numbers: Mapping[str, Any]) -> None:
