@@ -93,7 +93,7 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None
-        with writing(self._path):
+        with writing(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
         self.draw(step, record)
