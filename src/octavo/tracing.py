@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -164,7 +164,7 @@ class Fakes:
 
 
 @contextmanager
-def clear_errors(model: nn.Module) -> Iterator[None]:
+def _clear_errors(model: nn.Module) -> Iterator[None]:
     """Say in an error that it comes from a trace of `model`; PyTorch logs none of its own about fake tensors."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -226,23 +226,28 @@ class _Owner(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records the `operations`, and the names of the modules that are `called`.
+    """A context in which `model` runs on the fake `tensors`, its parameters and buffers by name, and on arguments from
+    `fake`. It records the `operations`, and the names of the modules that are `called`.
 
-    `tensors` are the fake parameters of `model`, by name. Views, casts and quantized bytes of one stand for it.
+    In the context `autocast` it casts as on a GPU, to the dtype `to`; None leaves it off. Views, casts and quantized
+    bytes of a parameter stand for it.
     """
 
-    def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor], autocast: "GpuAutocast", fakes: Fakes) -> None:
+    def __init__(self, model: nn.Module, to: torch.dtype | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._autocast, self._fakes = model, autocast, fakes
+        self._model, self._autocast, self._fakes = model, GpuAutocast(to), Fakes()
+        self.autocast, self.fake, self.tensors = self._autocast.enabled, self._fakes.fake, self._fakes.tensors_of(model)
         self.operations: list[Operation] = []
         self.called: set[str] = set()
-        self._parameters: dict[int, tuple[str, ...]] = {id(tensors[n]): (n,) for n, _ in model.named_parameters()}
+        self._parameters: dict[int, tuple[str, ...]] = {id(self.tensors[n]): (n,) for n, _ in model.named_parameters()}
         self._derived: list[Any] = []  # what stands for parameters: alive, so that no other tensor gets its id
         self._stack: list[str] = []
         self._owners: dict[int, _Owner] = {}  # by the sequence number of the autograd node
 
     def __enter__(self) -> Self:
         self._hooks = ExitStack()
+        for context in (_clear_errors(self._model), self._autocast.kernels(), self._fakes.mode):
+            self._hooks.enter_context(context)
         for name, module in self._model.named_modules():
             # Calls are counted by a stack: a hook that is always called takes the name off again, when recomputation
             # stops early too.
@@ -253,7 +258,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.close()
+        self._hooks.__exit__(*error)
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)

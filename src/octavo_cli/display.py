@@ -180,15 +180,13 @@ def check_output(path: Path | None, option: str, kind: str) -> None:
 def write_output(path: Path, text: str) -> None:
     """Write a file that `check_output` allowed, whole or not at all. Raises a WriteError, which names it."""
     from octavo.checkpoint.files import replace_file
-    from octavo.checkpoint.folder import write_error
+    from octavo.checkpoint.folder import writing
 
-    try:
+    with writing(path):
         if _is_stream(path):
             path.write_text(text, encoding="utf-8")
         else:
             replace_file(Path(os.path.realpath(path)), text)
-    except OSError as error:
-        raise write_error(path, error) from error
 
 
 def _is_stream(path: Path) -> bool:

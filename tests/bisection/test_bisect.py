@@ -122,34 +122,39 @@ def test_it_starts_from_a_checkpoint_of_any_recipe(settings, tmp_path, recipe):
         assert made[0].losses == pytest.approx(losses, rel=1e-6)  # the same weights, moments, scales and batches
 
 
-def test_what_cannot_be_bisected(settings, tmp_path):
-    out = tmp_path / "out"
-    with pytest.raises(ConfigError, match="recipe bf16 runs no GEMM in FP8"):
-        bisect(settings(recipe="bf16"), out)
-    with pytest.raises(ConfigError, match="seeds must be at least 2"):
-        bisect(settings(), out, seeds=1)
-    with pytest.raises(ConfigError, match="steps of a short run must be at least 1"):
-        bisect(settings(), out, steps=0)
-    with pytest.raises(ConfigError, match="the smallest gap .* must be 0 or more; got -0.1"):
-        bisect(settings(), out, least=-0.1)
+@pytest.mark.parametrize(
+    ("changed", "options", "message"),
+    [
+        ({"recipe": "bf16"}, {}, "recipe bf16 runs no GEMM in FP8"),
+        ({}, {"seeds": 1}, "seeds must be at least 2"),
+        ({}, {"steps": 0}, "steps of a short run must be at least 1"),
+        ({}, {"least": -0.1}, "the smallest gap .* must be 0 or more; got -0.1"),
+    ],
+)
+def test_what_cannot_be_bisected(settings, tmp_path, changed, options, message):
+    with pytest.raises(ConfigError, match=message):
+        bisect(settings(**changed), tmp_path / "out", **options)
+
+
+def test_a_folder_of_something_else(settings, tmp_path):
+    def search(message, steps=1, **changed):
+        with pytest.raises((ConfigError, ArtifactError, FileExistsError), match=message):
+            bisect(settings(**changed), tmp_path / "out", seeds=2, steps=steps)
+
     with pytest.raises(ArtifactError, match="no run of octavo train"):
         find_checkpoint(tmp_path)
-    bisect(settings(), out, seeds=2, steps=1)
-    with pytest.raises(ConfigError, match=r"short runs of other settings: batch is 4 there and 2 here. Choose another"):
-        bisect(settings(batch=2), out, seeds=2, steps=1)
-    with pytest.raises(ConfigError, match="other settings: steps is 1 there and 2 here"):
-        bisect(settings(), out, seeds=2, steps=2)
-    log = out / "runs.jsonl"
+    (tmp_path / "out").mkdir()
+    thesis, log = tmp_path / "out" / "thesis.txt", tmp_path / "out" / "runs.jsonl"
+    thesis.touch()
+    search("is not empty and has no short runs")
+    thesis.unlink()
+    bisect(settings(), tmp_path / "out", seeds=2, steps=1)
+    search(r"short runs of other settings: batch is 4 there and 2 here. Choose another", batch=2)
+    search("other settings: steps is 1 there and 2 here", steps=2)
     log.write_text('{"gemms": ["y"]}\n' + log.read_text())
-    with pytest.raises(ArtifactError, match=r"runs.jsonl, line 1 is damaged .* move that line to another file"):
-        bisect(settings(), out, seeds=2, steps=1)
-    (out / "bisect.json").write_text("{")
-    with pytest.raises(ArtifactError, match=r"bisect.json"):
-        bisect(settings(), out, seeds=2, steps=1)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").touch()
-    with pytest.raises(FileExistsError, match="is not empty and has no short runs"):
-        bisect(settings(), tmp_path / "full", seeds=2, steps=1)
+    search(r"runs.jsonl, line 1 is damaged .* move that line to another file")
+    (tmp_path / "out" / "bisect.json").write_text("{")
+    search("bisect.json")
 
 
 def test_bf16_that_diverges_is_not_blamed_on_fp8(settings, tmp_path):

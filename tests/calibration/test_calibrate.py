@@ -424,6 +424,11 @@ def test_a_mixture_has_the_statistics_of_the_folder_that_transformers_writes(mix
     assert same(found, expected)
     expected_names = {f"model.layers.0.block_sparse_moe.experts.{e}.w{i}" for e in (2, 3) for i in (1, 2, 3)}
     assert {name for name in found.unseen if ".layers.0." in name} == expected_names
+    assert found.record["unseen_experts"] == found.unseen
+    path = "model.layers.0.block_sparse_moe.experts"
+    for leaf in ("w1", "w2"):  # an expert without tokens has the scale of the others
+        seen = [float(found.scale(f"{path}.{e}.{leaf}")) for e in (0, 1)]
+        assert float(found.scale(f"{path}.2.{leaf}")) == max(seen) > min(seen) > 0
 
 
 def test_a_mixture_with_a_shared_expert(tmp_path, data):
@@ -433,8 +438,17 @@ def test_a_mixture_with_a_shared_expert(tmp_path, data):
     report = pack(run, tmp_path / "packed", experts=True, scheme="static", calibration=tmp_path / "calibrated")
     assert sum(".experts." in name for name in report.packed) == 2 * 4 * 3
     assert json.loads((report.folder / "octavo.json").read_text())["calibration"]["unseen_experts"] == found.unseen
-    assert isinstance(octavo.load(report.folder).model.layers[1].mlp.experts.down_proj, PackedGroupedLinear)
+    tensors = load_file(report.folder / "model.safetensors")
+    scales = {name: t for name, t in tensors.items() if name.endswith("input_scale") and ".experts." in name}
+    assert len(scales) == 2 * 4 * 3
+    assert all(t.shape == (1,) and float(t) > 0 and bool(t.isfinite()) for t in scales.values())
+    stack = octavo.load(report.folder).model.layers[1].mlp.experts.down_proj
+    assert isinstance(stack, PackedGroupedLinear)
+    down = [scales[f"model.layers.1.mlp.experts.{e}.down_proj.input_scale"] for e in range(4)]
+    assert torch.equal(stack.input_scale, torch.cat(down))
     assert verify(report.folder, run).ok
+    with pytest.raises(ValueError, match="those of experts come from a calibration alone: give --calibration"):
+        pack(run, tmp_path / "none", experts=True, layers={"*.experts.*": "static"})
 
 
 def test_a_warm_up_refuses_experts_before_the_model_runs(mixture, tmp_path, monkeypatch, data):

@@ -1,26 +1,20 @@
 """Streaming statistics against the same numbers computed at once, and the sites of a model, experts among them."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from calibration_examples import whole_model, write_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import Tensor, nn
 
-import octavo
-from octavo.calibration import Calibration, calibrate
+from octavo.calibration import calibrate
 from octavo.calibration.site_statistics import OUTLIER_MULTIPLE, PERCENTILES, Observer, Statistics
 from octavo.checkpoint.files import ArtifactError
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.hf.block_by_block import BlockModel
-from octavo.inference.packed_experts import PackedGroupedLinear
-from octavo.packing import pack
-from octavo.verification import verify
 
 BOUND = 2.0**-8  # what the module promises of percentiles; the issue asks for 1%
 
@@ -247,19 +241,6 @@ SIZES = {"moe_intermediate_size": 48, "intermediate_size": 48}
 NAMES = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2"), "qwen3moe": ("mlp", "gate_proj", "up_proj", "down_proj")}
 
 
-@pytest.fixture(scope="module")
-def unreached(tmp_path_factory, data):
-    """A Mixtral whose first router never chooses experts 2 and 3, and its calibration."""
-    root = tmp_path_factory.mktemp("unreached")
-    folder = make_model(root / "model", "mixtral", **SIZES, num_experts_per_tok=1)
-    tensors = load_file(folder / "model.safetensors")
-    router = tensors["model.layers.0.block_sparse_moe.gate.weight"]
-    router[1], router[2:] = -router[0], 0  # of the first two one is above zero
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    calibrate(folder, data, root / "calibrated", prompts=PROMPTS)
-    return folder, root / "calibrated"
-
-
 @pytest.mark.parametrize("kind", NAMES)
 def test_the_amax_of_every_expert_is_that_of_the_model_run_at_once(kind, tmp_path, data):
     folder = make_model(tmp_path / kind, kind, **SIZES)
@@ -294,37 +275,3 @@ def test_the_amax_of_every_expert_is_that_of_the_model_run_at_once(kind, tmp_pat
         assert statistics.amax == x.max().item(), name
     assert found.layers[f"model.layers.1.{block}.experts.2.{up}"] == f"model.layers.1.{block}.experts.2.{gate}.input"
     assert found.unseen == []
-
-
-def test_an_expert_without_tokens_is_named_and_has_the_scale_of_others(unreached):
-    found = Calibration.load(unreached[1])
-    path = "model.layers.0.block_sparse_moe.experts"
-    assert sorted(found.unseen) == [f"{path}.{e}.{leaf}" for e in (2, 3) for leaf in ("w1", "w2", "w3")]
-    assert found.record["unseen_experts"] == found.unseen
-    for leaf in ("w1", "w2"):
-        seen = [float(found.scale(f"{path}.{e}.{leaf}")) for e in (0, 1)]
-        assert float(found.scale(f"{path}.2.{leaf}")) == max(seen) > min(seen) > 0
-
-
-def test_static_experts_run_and_verify(unreached, tmp_path):
-    folder, calibrated = unreached
-    report = pack(folder, tmp_path / "packed", experts=True, scheme="static", calibration=calibrated)
-    tensors = load_file(report.folder / "model.safetensors")
-    scales = {name: t for name, t in tensors.items() if name.endswith("input_scale") and ".experts." in name}
-    assert len(scales) == 2 * 4 * 3
-    assert all(t.shape == (1,) and float(t) > 0 and bool(t.isfinite()) for t in scales.values())
-    recorded = json.loads((report.folder / "octavo.json").read_text())["calibration"]["unseen_experts"]
-    assert len(recorded) == 6
-    model = octavo.load(report.folder)
-    stack = model.model.layers[1].mlp.experts.down_proj
-    assert isinstance(stack, PackedGroupedLinear)
-    stored = [scales[f"model.layers.1.block_sparse_moe.experts.{e}.w2.input_scale"] for e in range(4)]
-    assert torch.equal(stack.input_scale, torch.cat(stored))
-    found = verify(report.folder, folder)
-    assert found.ok, [str(finding) for finding in found.findings]
-    assert [reader.outcome for reader in found.readers] == ["agrees", "agrees", "not run"]
-
-
-def test_static_experts_are_not_packed_without_a_calibration(unreached, tmp_path):
-    with pytest.raises(ValueError, match="those of experts come from a calibration alone: give --calibration"):
-        pack(unreached[0], tmp_path / "packed", experts=True, layers={"*.experts.*": "static"})

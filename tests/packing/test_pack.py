@@ -388,11 +388,16 @@ def test_the_record_has_the_hash_of_the_source(made, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("scheme", ["channel", "tensor", "block", "group64"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_transformers_saves_and_loads_it_again(made, tmp_path, name, scheme):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, {"scheme": each}) for name in ("llama", "bert") for each in ("channel", "tensor", "block", "group64")),
+        ("qwen2", {"scheme": "channel", "kv_cache": "fp8"}),
+    ],
+)
+def test_transformers_saves_and_loads_it_again(made, tmp_path, name, how):
     """In float32, in which scales stay what they are."""
-    out, again = made(name, scheme=scheme), tmp_path / "again"
+    out, again = made(name, **how), tmp_path / "again"
     theirs = open_theirs(out, torch.float32)
     theirs.save_pretrained(again)
     logits = outputs(theirs)

@@ -15,7 +15,7 @@ import torch
 from metrics import distance
 from packed_examples import LLAMA, lively, write_run
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, open_theirs, outputs, write_text
+from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
 from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
@@ -34,6 +34,7 @@ from octavo.verification import verify
 from octavo_cli.app import app
 
 KINDS = ["mixtral", "qwen3moe"]
+LINEAR_EXPERT = "encoder.block.1.layer.1.mlp.experts.expert_0.wi"
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,13 @@ def test_experts_of_several_blocks_open_in_the_layout_fp8_and_are_refused_in_the
     assert same_stacks(out)
     pack(source, tmp_path / "mixed", experts=True, scheme="block", layers={"*.experts.*": "channel"})
     assert same_stacks(tmp_path / "mixed")
+
+
+def test_experts_that_are_linear_layers_of_several_blocks_are_packed_and_converted(made, tmp_path):
+    packed = made("switch", scheme="block")
+    assert load_file(packed / "model.safetensors")[f"{LINEAR_EXPERT}.weight_scale"].shape == (2, 1)
+    assert convert_layout(packed, tmp_path / "again").lossless
+    assert same_bytes(packed, tmp_path / "again")
 
 
 def same_stacks(folder: Path) -> bool:

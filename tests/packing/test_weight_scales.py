@@ -158,6 +158,9 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
     with pytest.raises(ValueError, match="--kv-cache stores scales of keys and values: give --calibration"):
         pack(run, tmp_path / "none", kv_cache="fp8")
     calibrated = {"calibration": tmp_path / "calibrated", "kv_cache": "fp8"}
+    ones = dict.fromkeys(found.layers, torch.ones(1))
+    without = pack(run, tmp_path / "without static", scheme="channel", input_scales=ones, **calibrated)
+    assert (set(without.packed.values()), without.cached) == ({"channel"}, 2)
     report = pack(run, tmp_path / "cache", **calibrated)
     pack(run, tmp_path / "asked", scheme="static", **calibrated)
     own, cache, asked = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "cache", "asked"))

@@ -4,14 +4,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from browser import Browser, chromium
-from report_examples import make_run, watched_of, write_metrics
+from report_examples import make_run, write_metrics
 from selenium.webdriver.common.keys import Keys
 
 from octavo.report.page import page_of_report
-from octavo.report.runs import RunData, read_runs
+from octavo.report.runs import read_runs
 from octavo.report.training_page import page_of_runs
 from octavo.verification.findings import Invocation, LayerReport, Report
 
@@ -168,30 +167,6 @@ def test_each_chart_has_its_data_as_a_table(browser: Browser, page: Path) -> Non
     assert rows["heat"][-1][:2] == ["lm_head", "none"]
     assert len(rows["histogram"]) == 41
     assert rows["histogram"][1][1] == "50 %"
-
-
-def test_a_phone_shows_the_page_without_scrolling_sideways(browser: Browser, page: Path) -> None:
-    browser.open(page, width=360, height=700)
-    assert browser.run("document.documentElement.scrollWidth") <= 360
-    widths = browser.run("[...document.querySelectorAll('figure canvas')].map(c => c.getBoundingClientRect().right)")
-    assert max(widths) <= 360
-
-
-def test_a_thousand_layers(browser: Browser, tmp_path: Path) -> None:
-    run = RunData(tmp_path, "large", {}, {}, watched=watched_of(1000, np.arange(170)))
-    path = tmp_path / "page.html"
-    path.write_text(page_of_runs([run]).html(), encoding="utf-8")
-    assert path.stat().st_size < 20e6
-    browser.open(path)
-    assert (
-        browser.run("JSON.parse(document.getElementById('data').textContent).watched[0].columns.length") < 170
-    )  # full
-    assert browser.text("#shown") == "1000 of 1000 layers"
-    choose(browser, "operand", "dy")
-    browser.run("document.querySelector('#heat .plot').focus()")
-    browser.press(Keys.END, Keys.PAGE_UP * 100, Keys.ARROW_DOWN * 2)
-    assert browser.text("#heat .readout") == "model.layers.0.attn.v_proj, step 169: saturated share 20 %"
-    browser.check()
 
 
 def test_inf_and_nan_are_said(browser: Browser, tmp_path: Path) -> None:

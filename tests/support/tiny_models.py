@@ -53,6 +53,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "t5 encoder": ("T5EncoderModel", T5),
     "t5": ("T5ForConditionalGeneration", T5 | {"tie_word_embeddings": False, "feed_forward_proj": "gated-gelu"}),
     "t5 trunk": ("T5Model", T5),
+    "switch": (
+        "SwitchTransformersForConditionalGeneration",
+        T5 | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2},
+    ),
     "bart": ("BartForConditionalGeneration", BART),
     "bart trunk": ("BartModel", BART),
     "whisper": ("WhisperForConditionalGeneration", BART | SOUNDS),

@@ -54,6 +54,13 @@ def remarks(report: Report) -> list[str]:
     return [remark for remark in report.remarks if "was not judged: give --calibration" not in remark]
 
 
+def complaints(folder: Path, model: Path, calibration: Path | None = None) -> list[str]:
+    """The findings and the remarks of a folder."""
+    report = verify(folder, model, calibration=calibration)
+    assert all(layer.weight_sqnr is not None for layer in report.layers)
+    return [*map(str, report.findings), *remarks(report)]
+
+
 def change_config(folder: Path, **settings: Any) -> None:
     """Change settings in quantization_config; None removes one."""
     path = folder / "config.json"

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import golden_models
 import pytest
 import torch
 from packed_examples import Example, small_shards
 from safetensors.torch import load_file, save_file
 from tiny_models import IMAGE_MODELS, MODELS, Folders, make_model
 from torch import Tensor, nn
-from verify_examples import change_tensors, remarks, run_verify
+from verify_examples import change_tensors, complaints, run_verify
 
 import octavo
 from octavo.calibration import calibrate
-from octavo.checkpoint.files import SHARD_BYTES, ShardReader, read_json
+from octavo.checkpoint.files import ShardReader, read_json
 from octavo.evaluation import Budget, PromptOptions
 from octavo.evaluation.metrics import EmbeddingQuality, LogitQuality
 from octavo.hf.meta_model import MetaModel, compute_buffers, transformers_meta_model
@@ -272,39 +271,6 @@ def test_weights_are_widened_one_at_a_time(made: Folders, tmp_path: Path, monkey
 
 
 # ---- Right folders of every family, scheme and layout: `verify` has no finding, and no remark that something is off
-
-
-def complaints(folder: Path, model: Path, **how: Any) -> list[str]:
-    report = verify(folder, model, **how)
-    assert all(layer.weight_sqnr is not None for layer in report.layers)
-    return [*map(str, report.findings), *remarks(report)]
-
-
-@pytest.mark.usefixtures("no_readers")
-@pytest.mark.parametrize("name", golden_models.MODELS)
-def test_packings_of_fixed_models(tmp_path: Path, name: str) -> None:
-    model = golden_models.write_model(tmp_path / "model", name)
-    calibration = golden_models.write_calibration(tmp_path / "calibration", model, name)
-    wrong = {}
-    for i, (case, how) in enumerate(golden_models.model_cases(name).items()):
-        options = {option: value for option, value in how.items() if option != "shard_bytes"}
-        with small_shards(how.get("shard_bytes", SHARD_BYTES)):
-            folder = pack(model, tmp_path / f"packed {i}", calibration=calibration, **options).folder
-        wrong[case] = complaints(folder, model, calibration=calibration)
-    assert not {case: found for case, found in wrong.items() if found}
-
-
-@pytest.mark.usefixtures("no_readers")
-@pytest.mark.parametrize("name", ["llama", "llama untied", "qwen2"])
-def test_packings_of_runs(tmp_path: Path, name: str) -> None:
-    wrong = {}
-    for i, (case, how) in enumerate(golden_models.run_cases(name).items()):
-        run = golden_models.write_run(tmp_path / f"run {i}", name, how["recipe"])
-        options = {option: value for option, value in how.items() if option != "recipe"}
-        found = complaints(pack(run, tmp_path / f"packed {i}", **options).folder, run)
-        clips = "although each byte is rounded as its scale says"  # the scales in the histories are by formula
-        wrong[case] = [each for each in found if how["recipe"] != "delayed" or clips not in each]
-    assert not {case: found for case, found in wrong.items() if found}
 
 
 @pytest.mark.usefixtures("no_readers")

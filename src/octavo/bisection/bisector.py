@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 
 from octavo.bisection.search import Finding, Gap, Part, Search, Trial
-from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.folder import locked_folder, write_error
+from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
+from octavo.checkpoint.folder import locked_folder, writing
 from octavo.checkpoint.run import RunFolder
 from octavo.nn import select_linears
 from octavo.nn.linear import RecipeLayer
@@ -183,10 +183,9 @@ class ShortRuns:
             raise FileExistsError(f"{self.out} is not empty and has no short runs: choose another --out")
         else:
             self._append_text(path, json.dumps(described, indent=1))
-        lines = log.read_text().splitlines(keepends=True) if log.is_file() else []
-        whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):  # the last run was killed while it wrote
-            log.write_text("".join(whole))
+        whole = whole_lines(log)
+        if log.is_file():  # without the line that a run was killed in
+            replace_file(log, "".join(whole))
         return [_from_line(line, f"{log}, line {number}") for number, line in enumerate(whole, 1)]
 
     def _append(self, run: ShortRun) -> None:
@@ -195,12 +194,10 @@ class ShortRuns:
         self._append_text(self.out / "runs.jsonl", json.dumps(fields))
 
     def _append_text(self, path: Path, text: str) -> None:
-        try:
+        with writing(self.out):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 file.write(text + "\n")
-        except OSError as error:
-            raise write_error(self.out, error) from error
 
 
 def _from_line(line: str, where: str) -> ShortRun:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
-from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, write_error
+from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
 from octavo.checkpoint.run import find_model
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
@@ -283,11 +283,10 @@ class CalibrationWorkdir:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
-            raise WriteError(
-                f"{write_error(self.path, error)}. The same command continues with the part of the work that it was in"
-            ) from error
+            with writing(self.path):
+                yield
+        except WriteError as error:
+            raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
 
 
 def _flush(file: BinaryIO) -> None:

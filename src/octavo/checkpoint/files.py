@@ -81,6 +81,15 @@ def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], whe
             raise ArtifactError(f"{where}: {name} must be {tensor.dtype}, the file has {found[name].dtype}")
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a text file, each with its end; none of a file that is not there.
+
+    A last line that is being written, or was cut short, is left out. Bytes that are not UTF-8 are replaced.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [f"{line}\n" for line in text.split("\n")[:-1]]
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. An ArtifactError if it is not JSON, or no object."""
     if not path.is_file():

@@ -45,13 +45,12 @@ def locked_folder(folder: Path) -> Iterator[None]:
     descriptor: int | None = None
     while descriptor is None:
         try:
-            descriptor = _attempt(folder, path)
+            with writing(folder):
+                descriptor = _attempt(folder, path)
         except LockedError:
             if time.monotonic() > patience:
                 raise
             time.sleep(_PATIENCE / 5)
-        except OSError as error:
-            raise write_error(folder, error) from error
     try:
         yield
     finally:
@@ -156,13 +155,12 @@ def whole_folder(target: Path) -> Iterator[Path]:
         _check_new(target)  # the last holder of the lock may have made it
         try:
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            yield partial
-            _flush(partial)
-            partial.rename(target)
-            _flush_entry(target.parent)
-        except OSError as error:
-            raise write_error(target, error) from error
+            with writing(target):
+                partial.mkdir()
+                yield partial
+                _flush(partial)
+                partial.rename(target)
+                _flush_entry(target.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
@@ -172,6 +170,15 @@ def remove_folder(folder: Path) -> None:
     hidden = partial_folder(folder)
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """In this block, an OSError becomes the WriteError of `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def write_error(path: Path, error: OSError) -> WriteError:

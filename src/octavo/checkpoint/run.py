@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file
-from octavo.checkpoint.folder import write_error
+from octavo.checkpoint.folder import writing
 from octavo.util import build, hub_hint
 
 BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what the settings of a run call Octavo's own models
@@ -108,10 +108,8 @@ class RunFolder:
 
     def write_actions(self, actions: Actions) -> None:
         """Replace actions.json."""
-        try:
+        with writing(self.path):
             replace_file(self.path / "actions.json", json.dumps(asdict(actions), indent=2) + "\n")
-        except OSError as error:
-            raise write_error(self.path, error) from error
 
     def promoted(self, step: int) -> dict[str, str]:
         """The layers that the run had moved to BF16 by `step`, and why."""

@@ -15,7 +15,7 @@ from octavo.nn.conversion import find_experts
 from octavo.nn.linear import RecipeLayer, is_gemm
 from octavo.nn.module_tools import check_module
 from octavo.nn.selection import select_linears
-from octavo.tracing import NAMES, PHASES, WIDTHS, Fakes, GpuAutocast, Operation, Tracer, clear_errors
+from octavo.tracing import NAMES, PHASES, WIDTHS, Operation, Tracer
 from octavo.util import plural, some_of
 
 # ---- Folding the operations of repeated modules into one row.
@@ -372,13 +372,11 @@ def dtype_flow(
     check_module(model, "dtype_flow")
     if autocast not in _AUTOCAST:
         raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
-    fakes, gpu = Fakes(), GpuAutocast(autocast)
-    tensors = fakes.tensors_of(model)
-    tracer = Tracer(model, tensors, gpu, fakes)
-    given = fakes.fake((inputs, keywords))
-    both = _Pass(model, loss, gpu, backward)
-    with clear_errors(model), fakes.mode, torch.set_grad_enabled(backward), tracer:
-        torch.func.functional_call(both, {f"model.{name}": t for name, t in tensors.items()}, given[0], given[1])
+    tracer = Tracer(model, autocast)
+    given = tracer.fake((inputs, keywords))
+    both, tensors = _Pass(model, loss, tracer, backward), {f"model.{name}": t for name, t in tracer.tensors.items()}
+    with torch.set_grad_enabled(backward), tracer:
+        torch.func.functional_call(both, tensors, *given)
     operations, patterns = tuple(tracer.operations), patterns_of(model)
     left_out = find_left_out(model, operations, patterns)
     never_called = find_never_called(model, tracer.called, operations, patterns)
@@ -400,19 +398,16 @@ def _notes_on_inference(model: nn.Module) -> tuple[str, ...]:
 class _Pass(nn.Module):
     """A forward and backward pass, as one module: recomputation in the backward pass needs the fake parameters too."""
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[Any], Tensor] | None, gpu: GpuAutocast, backward: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, tracer: Tracer, backward: bool) -> None:
         super().__init__()
-        self.model, self.loss, self.gpu, self.backward = model, loss, gpu, backward
+        self.model, self.loss, self.tracer, self.backward = model, loss, tracer, backward
 
     def forward(self, *inputs: Any, **keywords: Any) -> None:
-        with self.gpu.kernels():
-            with self.gpu.enabled():
-                output = self.model(*inputs, **keywords)
-                output = output if self.loss is None else self.loss(output)
-            if self.backward:
-                _run_backward(self.model, output)
+        with self.tracer.autocast():
+            output = self.model(*inputs, **keywords)
+            output = output if self.loss is None else self.loss(output)
+        if self.backward:
+            _run_backward(self.model, output)
 
 
 def _run_backward(model: nn.Module, output: Any) -> None:

@@ -16,7 +16,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from octavo.nn.experts import LEAST_SIDE
 from octavo.ops import Backend
 from octavo.recipe import Recipe
-from octavo.tracing import Fakes, GpuAutocast, Operation, Tracer, clear_errors
+from octavo.tracing import Operation, Tracer
 from octavo.util import plural
 
 # ---- A traced forward pass: the FLOPs of each parameter, and the rows that it is multiplied by.
@@ -61,16 +61,15 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
     Gradients are on, so that a module in evaluation mode takes none of PyTorch's fast paths, which compute a whole
     layer in one operation. `batch` is a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
     """
-    fakes, gpu = Fakes(), GpuAutocast(torch.bfloat16)
-    tensors, named = fakes.tensors_of(model), dict(model.named_parameters())
+    tracer, named = Tracer(model, torch.bfloat16), dict(model.named_parameters())
     for name, parameter in named.items():
         if parameter.is_floating_point():
-            tensors[name].requires_grad_()  # a frozen layer in evaluation mode would take a fast path
-    tracer = Tracer(model, tensors, gpu, fakes)
+            tracer.tensors[name].requires_grad_()  # a frozen layer in evaluation mode would take a fast path
     args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args)
-    with clear_errors(model), fakes.mode, torch.enable_grad(), gpu.kernels(), gpu.enabled(), tracer:
-        torch.func.functional_call(model, tensors, *fakes.fake((args, keywords)))
+    given = tracer.fake((args, keywords))
+    with torch.enable_grad(), tracer, tracer.autocast():
+        torch.func.functional_call(model, tracer.tensors, *given)
     names = {id(parameter): name for name, parameter in named.items()}
     return ForwardPass(tuple(tracer.operations), frozenset(tracer.called), names)
 

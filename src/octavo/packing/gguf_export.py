@@ -17,6 +17,7 @@ In its architecture "qwen2" llama.cpp rotates halves too.
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from octavo.architectures import ARCHITECTURES
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.folder import check_links, locked_folder, write_error
+from octavo.checkpoint.folder import check_links, locked_folder, writing
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, import_extra, no_progress
 
@@ -240,7 +241,10 @@ def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterabl
     gguf, partial = model.gguf, path.parent / f".{path.name}.partial"
     writer = gguf.GGUFWriter(partial, model.architecture)
     values, types = gguf.GGUFValueType, gguf.GGMLQuantizationType
-    try:
+    with ExitStack() as stack:
+        stack.callback(partial.unlink, missing_ok=True)
+        stack.callback(writer.close)
+        stack.enter_context(writing(path))
         for key, value in metadata.items():
             if value not in ("", []):  # an empty list would have no type of its elements
                 writer.add_key_value(key, value, values.UINT32 if type(value) is int else values.get_type(value))
@@ -255,11 +259,6 @@ def _write(model: _Model, path: Path, metadata: Mapping[str, Any], data: Iterabl
         writer.close()
         partial.rename(path)
         return path.stat().st_size
-    except OSError as error:
-        raise write_error(path, error) from error
-    finally:
-        writer.close()
-        partial.unlink(missing_ok=True)
 
 
 # ---- A tokenizer.json as the metadata of a GGUF file.

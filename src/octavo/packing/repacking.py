@@ -176,7 +176,11 @@ def _target(
     }
     kv_cache = bool(packed.kv_scales)
     check_layout(layout, schemes.values(), kv_cache)
-    layout.check_experts(schemes, shapes)
+    try:
+        layout.check_experts(schemes, shapes)
+    except ValueError:  # transformers stacks the experts of most models; those that are linear layers fit
+        stacked = read_meta_model(packed.config, packed.folder).experts.experts
+        layout.check_experts({name: schemes[name] for name in stacked if name in schemes}, shapes)
     for name, new in schemes.items():
         same = new.weight == packed.packing.schemes[name].weight
         if not same and (reason := new.misfit(*shapes[name])):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
 from octavo.checkpoint.run import RunFolder
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
@@ -94,9 +94,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl. A last line that is being written, or was cut short, is left out."""
     if not path.is_file():
         raise ArtifactError(f"{path} is missing: the run has logged nothing")
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    whole = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.endswith("\n")]
-    return [read_record(line, where) for where, line in whole]
+    return [read_record(line, f"{path}, line {number}") for number, line in enumerate(whole_lines(path), 1)]
 
 
 def read_record(line: str | bytes, where: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from octavo.checkpoint.files import (
     model_tensors,
     read_json,
 )
-from octavo.checkpoint.folder import WriteError, remove_folder, write_error
+from octavo.checkpoint.folder import WriteError, remove_folder, write_error, writing
 from octavo.checkpoint.run import RunFolder
 from octavo.scales import load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
@@ -292,12 +292,10 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size() > 1 else None
         self._copy = HostCopy()
         self._pending: _Background | None = None
-        with same_outcome():  # each rank writes a part of a checkpoint: learn now, and not after many steps
-            try:
-                run.path.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=run.path).close()
-            except OSError as error:
-                raise write_error(run.path, error) from error
+        # Each rank writes a part of a checkpoint: learn now, and not after many steps.
+        with same_outcome(), writing(run.path):
+            run.path.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=run.path).close()
         if rank() == 0:
             for leftover in run.path.glob(".step-*.partial"):  # of a run that was killed while it saved
                 shutil.rmtree(leftover)

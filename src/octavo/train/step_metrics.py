@@ -38,7 +38,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from octavo.checkpoint.folder import write_error
+from octavo.checkpoint.folder import writing
 from octavo.checkpoint.run import RunFolder
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
@@ -94,11 +94,9 @@ class Metrics:
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
                 record[name] = None
-        try:
+        with writing(Path(self._file.name)):
             self._file.write(json.dumps({"step": step, **record}) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise write_error(Path(self._file.name), error) from error
         self.draw(step, record)
 
     def draw(self, step: int, numbers: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import check_links, locked_folder, write_error
+from octavo.checkpoint.folder import check_links, locked_folder, writing
 from octavo.checkpoint.run import RunFolder
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
@@ -450,12 +450,10 @@ def _check_empty(run: RunFolder) -> None:
 def _describe(trainer: Trainer) -> None:
     """Write the settings of a new run and the description of its model to the run's folder."""
     run = trainer.run_folder
-    try:
+    with writing(run.path):
         run.path.mkdir(parents=True, exist_ok=True)
         write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
         save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
-    except OSError as error:
-        raise write_error(run.path, error) from error
 
 
 class RunData(NamedTuple):

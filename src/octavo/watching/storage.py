@@ -8,16 +8,15 @@ between samples doubles, so that the samples stay evenly spaced.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from octavo.checkpoint.files import ArtifactError, read_json, replace_file
-from octavo.checkpoint.folder import write_error
+from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
+from octavo.checkpoint.folder import writing
 from octavo.util import build
 
 # ---- The records of a watched run.
@@ -234,7 +233,7 @@ class WatchWriter:
         self._layers = layers
         if not resumed_at:
             self._check_empty()
-        with self._writing():
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if resumed_at and (self.folder / "layers.json").exists():
                 self.interval = max(interval, self._former_interval(run))
@@ -250,7 +249,7 @@ class WatchWriter:
 
     def write(self, operands: Records, layer_records: Records, experts: Records = NO_EXPERTS) -> None:
         """Append the records [n] `OPERAND`, [m] `LAYER` and [k] `EXPERTS` of one step."""
-        with self._writing():
+        with writing(self.folder):
             for path, records in zip(self._files, (operands, layer_records, experts), strict=True):
                 _append(path, records.tobytes())
             while sum(path.stat().st_size for path in self._files) > self.limit and self._thin():
@@ -258,7 +257,7 @@ class WatchWriter:
 
     def write_event(self, event: Event) -> None:
         """Append an event."""
-        with self._writing():
+        with writing(self.folder):
             _append(self._events, _line(event).encode())
 
     def drop_after(self, step: int) -> None:
@@ -279,13 +278,6 @@ class WatchWriter:
             for line, event in _read_events(self._events)
         ]
         replace_file(self._events, "".join(lines))
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise write_error(self.folder, error) from error
 
     def _check_empty(self) -> None:
         if not any(path.is_file() and path.stat().st_size for path in (*self._files, self._events)):
@@ -374,14 +366,11 @@ def _read_records(path: Path, dtype: np.dtype[Any]) -> Records:
 
 
 def _read_events(path: Path) -> list[tuple[str, Event | None]]:
-    """The whole lines of a file with their events; the last, which is being written or was cut short, is left out."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return [(line, _event_of(line)) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def _event_of(line: str) -> Event | None:
-    """The event that a line of events.jsonl holds; None if it is damaged."""
-    try:
-        return build(Event, json.loads(line))
-    except (ValueError, TypeError):
-        return None
+    """The whole lines of a file with their events; None for a line that is damaged."""
+    found: list[tuple[str, Event | None]] = []
+    for line in whole_lines(path):
+        try:
+            found.append((line, build(Event, json.loads(line))))
+        except (ValueError, TypeError):
+            found.append((line, None))
+    return found
