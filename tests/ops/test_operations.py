@@ -173,20 +173,19 @@ def test_an_operation_is_registered():
 
 
 def calls_of_operations(source: str) -> Iterator[tuple[str, list[ast.expr]]]:
-    """Each operation that a file calls, or gives to `partial`, as torch.ops.octavo.NAME, and its arguments."""
+    """Each operation that a file calls as torch.ops.octavo.NAME, and its arguments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
-            function, *values = node.args if ast.unparse(node.func) == "partial" else (node.func, *node.args)
-            prefix, _, name = ast.unparse(function).rpartition(".")
+            prefix, _, name = ast.unparse(node.func).rpartition(".")
             if prefix == "torch.ops.octavo":
-                yield name, values
+                yield name, node.args
 
 
 def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
     root = Path(__file__).parents[2]
     files = [*root.glob("tests/**/*_gpu.py"), *root.glob("bench/gpu/**/*.py")]
     calls = [(path.name, *call) for path in files for call in calls_of_operations(path.read_text())]
-    assert {name for _, name, _ in calls} >= {"norm_quantize", "quantize"}  # the first called, the second in `partial`
+    assert {name for _, name, _ in calls} >= {"norm_quantize", "transpose"}
     for path, name, values in calls:
         if not any(isinstance(value, ast.Starred) for value in values):
             count = len(getattr(torch.ops.octavo, name).default._schema.arguments)
