@@ -1,8 +1,8 @@
 """The figures and the printed text of plans against those of figures.json: of all models, GPUs, recipes and settings.
 
 The other files say what is right, by measurements and counts; this one says that nothing else moved. A change of the
-planner, of a measured rate or of a list of names moves figures on purpose: `python tests/plan/test_plan_golden.py` writes
-the file again, and its difference shows them.
+planner, of a measured rate or of a list of names moves figures on purpose. Then `python tests/plan/test_plan_golden.py`
+writes the file again, and its difference shows them.
 """
 
 import json
