@@ -325,8 +325,8 @@ def advice(source: str) -> list[str]:
 
 
 def test_no_message_advises_to_remove_something_or_to_install_from_an_index() -> None:
-    """What Octavo cannot read may be whole, and what it does not know may be dear: both can be moved elsewhere. And pip
-    finds no distribution of its name."""
+    """A file that Octavo cannot read may be whole, and one that it does not know may be dear: both can be moved
+    elsewhere. And pip finds no distribution of the name octavo."""
     assert broken(lambda name: advice(ALL_SOURCES[name]), ALL_SOURCES) == {}
 
 

@@ -100,14 +100,6 @@ def test_damage(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r.json").read_text())["findings"][0]["kind"] == "file"
 
 
-def test_structure_alone(octavo: Any, folders: dict[str, Path]) -> None:
-    code, out, err = octavo("verify", folders["packed"], "--against", folders["model"])
-    assert (code, err) == (0, "")
-    assert "Quality" not in out
-    assert "weight dB" in out
-    assert "output dB" not in out
-
-
 def test_errors_are_one_line(refused: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     weights = folders["packed"] / "model.safetensors"
     before = {path: path.read_bytes() for path in folders["packed"].iterdir()}

@@ -1,7 +1,8 @@
 """The figures and the printed text of plans against those of figures.json: of all models, GPUs, recipes and settings.
 
-A change of the planner, or of a measured rate, changes them on purpose: `python tests/plan/test_plan_golden.py` writes
-the file again, and its difference says which figures moved.
+The other files say what is right, by measurements and counts; this one says that nothing else moved. A change of the
+planner, of a measured rate or of a list of names moves figures on purpose. Then `python tests/plan/test_plan_golden.py`
+writes the file again, and its difference shows them.
 """
 
 import json

@@ -16,7 +16,6 @@ from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import (
     Server,
     ServingPlan,
-    cache_bytes,
     find_scheme,
     find_speeds,
     plan_serving,
@@ -100,8 +99,7 @@ def test_keys_and_values_by_context_and_batch():
 
 
 def test_latent_attention_caches_the_latents():
-    deepseek = find_architecture("deepseek-v3", Config())
-    assert cache_bytes(deepseek, "bf16") == 61 * (512 + 64) * 2
+    assert Case("deepseek-v3").serving().cache_a_token == 61 * (512 + 64) * 2
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():

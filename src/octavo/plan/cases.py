@@ -20,22 +20,14 @@ from typing import Any, NamedTuple
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.run import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
 from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, Scheme
-from octavo.ops.dispatch import Backend
+from octavo.ops.dispatch import GRADIENT_TILE, Backend
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
 from octavo.plan.serving import NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
-from octavo.plan.setup import (
-    Setup,
-    chosen_recipe,
-    find_gemms,
-    find_origins,
-    make_setup,
-    speed_if_fp8,
-    training_limit,
-)
+from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup, training_limit
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
-from octavo.rates.measured import Gpu, find_gpu, layer_speedup
-from octavo.train.config import PRESETS, Config
+from octavo.rates.measured import Gpu, find_gpu, fp8_speed, layer_speedup
+from octavo.train.config import PRESETS, AttentionSettings, Config
 from octavo.train.processes import find_degrees
 from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
 from octavo.util import hub_hint
@@ -129,8 +121,11 @@ class TrainingPlan:
 
     @property
     def fp8_attention_speed(self) -> float | None:
-        """The speed of attention in FP8 as a multiple of that in BF16; None where it is not meant for FP8."""
-        return speed_if_fp8(self.setup)
+        """The speed of attention in FP8, forward and backward, as a multiple of that in BF16. None where attention does
+        not run in FP8, or texts are shorter than those that it is meant for."""
+        setup, context = self.setup, self.setup.config.context
+        long = context >= AttentionSettings().shortest and context % GRADIENT_TILE == 0
+        return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None
 
     @property
     def largest_batch(self) -> int:

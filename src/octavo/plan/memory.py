@@ -203,16 +203,12 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
 
 def _hidden_bytes(setup: Setup, block: Block) -> float:
     """What the activation and, in a block of experts, the last layer save."""
-    u, routed, compiled = block.activated, _routed(block), setup.config.compile.blocks
+    u, compiled = block.activated, setup.config.compile.blocks
+    routed = max((layer.active for layer in block.layers if layer.copies > 1), default=0)  # experts of a token
     fused = setup.fp8_experts if routed else is_fused(setup.model, setup.recipe)
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
     outputs = 2.0 if setup.fp8_experts else 0.0 if compiled else 4.0  # bytes of each expert's
     return 2.0 * (u + activated) + outputs * routed * setup.model.width
-
-
-def _routed(block: Block) -> int:
-    """Experts of a token."""
-    return max((layer.active for layer in block.layers if layer.copies > 1), default=0)
 
 
 def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
@@ -228,20 +224,12 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
         return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0
     if name == "o" and (not converted or recipe.dw is None):
         return 2.0 * elements if fp8_attention else 0.0
-    if name == "o" and not fp8_attention and _casts_again(recipe):
-        return element_bytes(elements, recipe) - elements  # only the scales
-    times = 1 if setup.config.compile.blocks and not _has_history(recipe) else len(group)
+    dw_x = recipe.dw.b if recipe.dw is not None else None
+    if name == "o" and not fp8_attention and recipe.quantizes_x_once and dw_x and dw_x.rounding == "nearest":
+        return element_bytes(elements, recipe) - elements  # dw casts the saved input again: only the scales
+    has_history = dw_x is not None and dw_x.history is not None  # each layer casts its input by a scale of its own
+    times = 1 if setup.config.compile.blocks and not has_history else len(group)
     return times * (element_bytes(elements, recipe) if converted else 2.0 * elements)
-
-
-def _casts_again(recipe: Recipe) -> bool:
-    """True if dw can read bytes that are made of a saved input again."""
-    return recipe.quantizes_x_once and recipe.dw is not None and recipe.dw.b.rounding == "nearest"
-
-
-def _has_history(recipe: Recipe) -> bool:
-    """True if each layer casts its input by a scale of its own, so that layers with the same input save other bytes."""
-    return recipe.dw is not None and recipe.dw.b.history is not None
 
 
 def element_bytes(elements: int, recipe: Recipe) -> float:

@@ -211,12 +211,8 @@ class Server:
     @property
     def cache_bytes(self) -> float:
         """Bytes of the keys and values of one token on one GPU."""
-        return cache_bytes(self.model, self.cache) / self.gpus
-
-
-def cache_bytes(model: Architecture, cache: str) -> float:
-    """Bytes of the keys and values of one token."""
-    return sum(block.count * block.attention.cache_features for block in model.blocks) * float(CACHE_BYTES[cache])
+        features = sum(block.count * block.attention.cache_features for block in self.model.blocks)
+        return features * float(CACHE_BYTES[self.cache]) / self.gpus
 
 
 def check_server(server: Server) -> None:

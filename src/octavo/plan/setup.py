@@ -13,9 +13,9 @@ from octavo.ops.dispatch import (
 )
 from octavo.ops.launching import ARCHITECTURES
 from octavo.plan.model_shape import Architecture, Attention, Block
-from octavo.rates.measured import Gpu, Shape, fp8_speed, product_origin
+from octavo.rates.measured import Gpu, Shape, product_origin
 from octavo.recipe import Recipe, get_recipe
-from octavo.train.config import AttentionSettings, Config, OptimizerSettings
+from octavo.train.config import Config, OptimizerSettings
 from octavo.train.processes import Degrees, find_degrees
 
 # ---- The GEMMs that a recipe runs on the GPU of a plan, by the table that decides on a machine too.
@@ -275,11 +275,3 @@ def training_limit(setup: Setup) -> str:
     if context % GRADIENT_TILE:
         return f"{context:,} tokens are no multiple of {GRADIENT_TILE}"
     return fp8_limit(setup.model, setup.gpu)
-
-
-def speed_if_fp8(setup: Setup) -> float | None:
-    """The speed of attention in FP8, forward and backward, as a multiple of that in BF16. None where attention does not
-    run in FP8, or texts are shorter than those that it is meant for."""
-    context = setup.config.context
-    long = context >= AttentionSettings().shortest and context % GRADIENT_TILE == 0
-    return fp8_speed("forward and backward", context) if long and not fp8_limit(setup.model, setup.gpu) else None
