@@ -12,7 +12,7 @@ The model is trained once, in BF16. Everything is measured on the same held-out 
 
     folds        the model as it is, and with planted outliers, as large models have them: one channel in 17 of each
                  norm and of `up` is 64 times larger, and the weights that read it are 64 times smaller, so that the
-                 model computes the same. Each is smoothed, rotated or both, packed, and verified against the model
+                 model computes the same. Each is smoothed, rotated or both, packed, and verified against its source
 
     python -m bench.cpu.quality
 """
@@ -134,12 +134,12 @@ def schemes(folder: Path) -> dict[str, Any]:
     }
 
 
-def judge(scheme: str, folder: Path, source: str = "model") -> Report:
+def judge(scheme: str, folder: Path, source: str = "model", model: str = "model") -> Report:
     """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
     began, out = time.perf_counter(), folder / f"{source} {scheme}"
     calibration = calibrated(folder, source) if scheme == "static" else None
     pack(folder / source, out, scheme=scheme, calibration=calibration)
-    report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
+    report = verify(out, folder / model, [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
     if not report.ok:
         raise SystemExit("\n".join(map(str, report.findings)))
     print(f"{out.name}: {time.perf_counter() - began:.0f} s", flush=True)
@@ -176,7 +176,7 @@ def folds(folder: Path) -> list[dict[str, Any]]:
             else:
                 shutil.copytree(folder / model, folder / source)
             for scheme in FOLDED:
-                quality = judge(scheme, folder, source).quality
+                quality = judge(scheme, folder, source, model).quality
                 assert isinstance(quality, LogitQuality)
                 kl, ppl = quality.kl, quality.perplexity_ratio.value
                 found = {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high, "ppl": ppl}

@@ -37,7 +37,7 @@ from bench.gpu import llama, ranks
 from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, medians, once, peak_of, summary
 from bench.gpu.llama import Fused, LanguageModel, Plain
-from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE
+from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.gpu.peers import update_torchao, use_torchao
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
 from octavo.models.llama import LlamaConfig
@@ -211,9 +211,9 @@ class Bench:
         found = interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
         times = {mode: ranks.slowest(each) for mode, each in found.items()}
         speed = self.tokens * 1e3 / statistics.median(times[name])
-        row = {**summary(times[name]), "tokens_per_second": speed, "rounds": times}
+        row: ranks.Row = {**summary(times[name]), "tokens_per_second": speed, "rounds": times}
         if name != BASE and beside:
-            row["ratio"] = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
+            row["ratio"] = speedup(row, name, BASE)
         return row
 
     def with_ratios(self) -> list[ranks.Row]:

@@ -11,7 +11,6 @@ with those of BF16. The time of a step is that of the slowest rank.
 """
 
 import importlib
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +33,7 @@ from bench.gpu import llama
 from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, Passes, decibels, draw_matrices, interleaved, own_code, sized, summary
 from bench.gpu.llama import Fused, Plain
+from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.ranks import Row, attempt, bandwidth, chosen, read_options, setting_of, slowest, start, write
 from octavo.distributed import tensor_parallel
@@ -173,8 +173,7 @@ class Bench:
 
     def row(self, name: str, times: dict[str, list[float]]) -> Row:
         """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
-        ratio = statistics.median(b / a for a, b in zip(times[name], times[BASE], strict=True))
-        kernels = profiled(self.runners[name].step)
+        kernels, ratio = profiled(self.runners[name].step), speedup({"rounds": times}, name, BASE)
         return {**summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
 
 

@@ -45,7 +45,8 @@ def main() -> None:
     plots.draw(results, ROOT / "docs" / "performance")
     performance.write_grids(results, ROOT / "docs" / "performance")
     readme = ROOT / "README.md"
-    readme.write_text(with_loss(with_gains(readme.read_text(), results), results))
+    decided = "\n\n".join(filter(None, (loss.decided(results), loss.peers(results))))
+    readme.write_text(with_part(with_gains(readme.read_text(), results), "loss", decided))
 
 
 def page(name: str, results: dict[str, Result]) -> str:
@@ -88,11 +89,6 @@ def with_gains(readme: str, results: dict[str, Result]) -> str:
     """`readme` with the picture and the table of gains."""
     picture = "![Speed over compiled BF16](docs/performance/gains.svg)"
     return with_part(readme, "gains", f"{picture}\n\n{markdown(gain.row() for gain in front(results))}")
-
-
-def with_loss(readme: str, results: dict[str, Result]) -> str:
-    """`readme` with what the study of the loss decides."""
-    return with_part(readme, "loss", "\n\n".join(filter(None, (loss.decided(results), loss.peers(results)))))
 
 
 def with_part(readme: str, name: str, part: str) -> str:
