@@ -413,7 +413,6 @@ def test_the_branch_of_a_twin_is_no_twin(branch, tmp_path):
 
 
 def test_a_branch_resumes_in_its_own_folder(branch, go_on, tmp_path, records):
-    branch("--out", str(tmp_path / "whole"), "--save-every", "6").run()
     branch("--out", str(tmp_path / "parts"), "--save-every", "6", "--steps", "8").run()
     run = RunFolder(tmp_path / "parts")
     assert [run.step_of(path) for path in run.checkpoints()] == [6, 8]

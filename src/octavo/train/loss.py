@@ -1,9 +1,9 @@
-"""What a language model is trained on: text in batches of token ids, and the loss of a batch.
+"""The text that a language model is trained on, in batches of token ids, and the loss of a batch.
 
     loss = mean over tokens of -log p(token | tokens before it)        perplexity = exp(loss)
 
-`whole_loss` computes all logits. `ChunkedLoss` puts itself in the place of the model's head, so that the head's inputs
-go to `linear_cross_entropy`, which computes the logits of some tokens at a time. The head's weight is read within the
+`whole_loss` computes all logits. `ChunkedLoss` replaces the model's head, so that the head's inputs go to
+`linear_cross_entropy`, which computes the logits of some tokens at a time. The head's weight is read within the
 model's forward pass: there FSDP2 has gathered it. The gradient of a mixture includes that of its balance loss; the
 value of the loss does not.
 """

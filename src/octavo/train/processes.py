@@ -1,5 +1,4 @@
-"""The processes of a run that `torchrun` starts: how they join, their devices, their agreement, what
-they print, and the signals that stop them."""
+"""The processes of a run: `torchrun` starts them, they agree, rank 0 prints, and signals stop them."""
 
 import functools
 import gc
