@@ -355,3 +355,10 @@ def test_autocast_decides_the_dtype():
         y = experts(x, offsets_of([5, 7]))
     y.backward(dy.bfloat16())
     assert (y.dtype, x.grad.dtype, experts.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_from_linears():
+    linears = [nn.Linear(K_GROUPED_LINEAR, N, bias=False) for _ in range(3)]
+    experts, (x, _) = GroupedLinear.from_linears(linears), given_grouped_linear(12, torch.float32)
+    expected = torch.cat([linears[0](x[:5]), linears[2](x[5:])])
+    torch.testing.assert_close(experts(x, offsets_of([5, 0, 7])), expected)

@@ -64,6 +64,10 @@ def grouped(recipe: Any, offsets: Tensor = OFFSETS) -> object:
     return module(ROWS, offsets)
 
 
+def linears(*shapes: tuple[int, int], bias: bool = False) -> object:
+    return GroupedLinear.from_linears([nn.Linear(k, n, bias=bias) for k, n in shapes])
+
+
 def geglu() -> object:
     block = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(8, 16)})
     block["a"].parallel = "a way"
@@ -115,6 +119,9 @@ REFUSED = [
       for recipe in (None, rowwise()) for offsets in (OFFSETS[:1], OFFSETS.long())),
     *((lambda recipe=recipe: grouped(recipe), f"grouped layers run recipes with row scales.*got {recipe}:")
       for recipe in (tensorwise(), rowwise_dw_bf16())),
+    (lambda: linears((4, 8), (4, 6)), r"got \[\[6, 4\], \[8, 4\]\]: leave"),
+    (lambda: linears((4, 8), bias=True), r"got \[\[8, 4\]\] with biases: leave"),
+    (linears, r"got \[\]: leave"),
     (lambda: SwiGLU(16, 16)(ROWS, residual=ROWS), "a residual needs a norm: pass both, or add it to x"),
     (geglu, "cuts the first layer of a GEGLU between up and gate"),
     (lambda: layer()(PrecomputedProjections(ROWS, [], [])), "another one was given its output"),

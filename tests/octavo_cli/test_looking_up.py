@@ -299,8 +299,8 @@ def test_a_run_keeps_its_recipe_without_the_file(octavo, here):
     code, out, err = octavo("train", "--resume", "run", "--steps", "4")
     assert (code, err) == (0, "")
     assert "mine: 7 linear layers converted" in out
-    code, out, _ = octavo("evaluate", "run", "--json")
-    assert code == 0
+    code, out, err = octavo("evaluate", "run", "--json")
+    assert (code, err) == (0, "")
     code, out, _ = octavo("report", "run", "--json")
     assert '"recipe": "mine"' in out
     code, out, _ = octavo("pack", "run", "packed")  # by the scales of its histories, as delayed

@@ -7,7 +7,7 @@ Every token is computed, however many of them choose one expert: nothing is drop
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -255,6 +255,24 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(groups, out_features, in_features))
         nn.init.normal_(self.weight, std=in_features**-0.5)
+
+    @classmethod
+    def from_linears(cls, linears: Sequence[nn.Linear]) -> Self:
+        """A layer with copies of the weights of `linears`, one group each.
+
+        Raises:
+            ValueError: the layers have unequal shapes, or biases, or there is none.
+        """
+        shapes = sorted({tuple(linear.weight.shape) for linear in linears})
+        if len(shapes) != 1 or any(linear.bias is not None for linear in linears):
+            raise ValueError(
+                f"the experts of a grouped layer have one shape [N, K] and no bias, got {[list(s) for s in shapes]}"
+                f"{' with biases' if len(shapes) == 1 else ''}: leave them as separate layers"
+            )
+        n, k = shapes[0]
+        layer = cls(0, k, n)
+        layer.weight = nn.Parameter(torch.stack([linear.weight.detach() for linear in linears]))
+        return layer
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K].

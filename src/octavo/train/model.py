@@ -36,6 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
+from octavo.hf.inputs import token_embedding
 from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
@@ -150,10 +151,10 @@ def _count_parameters(config: ModelConfig) -> int | None:
     return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
 
 
-def check_vocabulary(model: Any, highest: int) -> None:
+def check_vocabulary(model: nn.Module, highest: int) -> None:
     """Raise a ConfigError unless the model has an embedding for the token `highest`."""
-    embedding = model.get_input_embeddings()
-    if highest >= embedding.num_embeddings:
+    embedding = token_embedding(model)
+    if embedding is not None and highest >= embedding.num_embeddings:
         raise ConfigError(
             f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
