@@ -270,7 +270,7 @@ def test_files_are_chapters():
 
 
 # Lines of Python. They only fall, to 45,000 of src and of tests: a feature pays by removing.
-BUDGETS = {"src": 51_100, "tests": 52_300, "bench": 10_200}
+BUDGETS = {"src": 47_150, "tests": 47_700, "bench": 9_100}
 
 
 @pytest.mark.parametrize("folder", BUDGETS)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bench.gpu.loss.training import SHARE
 from bench.report.filler import MISSING, Fields, Result
 
 NAMES = {
@@ -19,13 +20,14 @@ FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
 def studies(results: Mapping[str, Result]) -> list[Fields]:
-    """The results of the study: those of a GPU first, and of these the largest model."""
+    """The results of the study, the largest model first. Those of a CPU are shown while no GPU has run it."""
     found = [
         Fields({**result, "name": name, "model": label(result)})
         for name, result in results.items()
         if "_loss_" in name and "branch" in result
     ]
-    return sorted(found, key=lambda study: (study.machine.gpu is None, -study.parameters))
+    shown = [study for study in found if study.machine.gpu] or found
+    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters))
 
 
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
@@ -51,7 +53,11 @@ def frozen(results: Mapping[str, Result]) -> list[Fields]:
 
 
 def label(study: Any) -> str:
-    return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}"
+    """The model and the machine, and what is not as in the main study: the step of the branches and their rate."""
+    rate = study.branch.get("rate", 1.0)
+    at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
+    faster = "" if rate == 1 else f", {rate:g}x of the rate"
+    return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
 
 
 def where(machine: Fields) -> str:
