@@ -75,10 +75,15 @@ def percent(half: float | None) -> str:
     return MISSING if half is None else f"± {half:.3%}"
 
 
+def deciding(results: Mapping[str, Result]) -> Fields | None:
+    """The study of the largest model on a GPU that has `rowwise`."""
+    return next((study for study in studies(results) if study.machine.gpu and "rowwise" in study.modes), None)
+
+
 def decided(results: Mapping[str, Result]) -> str:
-    """What the largest model on a GPU says about `rowwise`, in one sentence; "" without such a study."""
-    found = [study for study in studies(results) if study.machine.gpu and "rowwise" in study.modes]
-    return sentence(found[0]) if found else ""
+    """What the study that decides says about `rowwise`, in one sentence; "" without such a study."""
+    study = deciding(results)
+    return sentence(study) if study is not None else ""
 
 
 def sentence(study: Fields) -> str:
@@ -96,10 +101,10 @@ def sentence(study: Fields) -> str:
 
 def peers(results: Mapping[str, Result]) -> str:
     """A sentence on torchao's recipes in the study that decides; "" without them."""
-    found = [study for study in studies(results) if study.machine.gpu and "torchao_rowwise" in study.modes]
-    if not found:
+    study = deciding(results)
+    if study is None or "torchao_rowwise" not in study.modes:
         return ""
-    modes = found[0].modes
+    modes = study.modes
     named = ((NAMES[mode], modes[mode]) for mode in ("torchao_rowwise", "torchao_tensorwise") if mode in modes)
     costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in named)
     return f"In the same runs, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
