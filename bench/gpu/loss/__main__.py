@@ -80,9 +80,7 @@ def study_of(
 ) -> Study:
     """The study that `folder` was begun with; what these are if it is new."""
     path = folder / "size.json"
-    begun = {"size": size, "steps": SIZES[size].steps} | {
-        name: Study._field_defaults[name] for name in ("share", "rate")
-    }
+    begun = {"size": size, "steps": SIZES[size].steps, "share": SHARE, "rate": 1.0}
     given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
     if not path.exists():
         text.write_whole(path, json.dumps(begun | given).encode())
