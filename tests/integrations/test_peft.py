@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo.inference.packed_linear import PackedLinear
-from octavo.integrations.peft import support_packed
+from octavo.integrations.peft import support
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 LAYERS, STEPS = 14, 3
@@ -59,12 +59,12 @@ def test_adapters_train_around_a_packed_model(made: Folders, tmp_path: Path, sch
     base = octavo.load(folder)
     before = outputs(base)
     torch.manual_seed(0)
-    model = peft.get_peft_model(base, support_packed(settings()))
+    model = peft.get_peft_model(base, support(settings()))
     assert torch.equal(outputs(model), outputs(base))
     check_training(model, gemms)
 
     model.save_pretrained(tmp_path)
-    config = support_packed(peft.LoraConfig.from_pretrained(tmp_path))
+    config = support(peft.LoraConfig.from_pretrained(tmp_path))
     opened = peft.PeftModel.from_pretrained(octavo.load(folder), tmp_path, config=config)
     assert torch.equal(outputs(opened), outputs(model.eval()))
     with pytest.raises(NotImplementedError, match="cannot be merged into a weight of eight bits"):
@@ -76,7 +76,7 @@ def test_adapters_train_around_a_packed_model(made: Folders, tmp_path: Path, sch
 
 def test_a_variant_that_reads_the_weight_is_refused_on_a_packed_model(made: Folders) -> None:
     with pytest.raises(ValueError, match="unsupported variant"):
-        peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support_packed(settings(use_dora=True)))
+        peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings(use_dora=True)))
 
 
 def test_adapters_train_around_a_converted_model(made: Folders) -> None:
@@ -116,7 +116,7 @@ def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> 
     found = []
     for checkpoints in (False, True):
         torch.manual_seed(0)
-        model = peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support_packed(settings())).train()
+        model = peft.get_peft_model(octavo.load(made("llama", scheme="channel")), support(settings())).train()
         if checkpoints:
             model.activation_checkpointing_enable()
         model(input_ids=IDS, labels=IDS).loss.backward()

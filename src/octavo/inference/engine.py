@@ -32,7 +32,7 @@ from octavo.inference.session import (
     pad_prompts,
 )
 from octavo.models.decoder import Decoder
-from octavo.nn.fused_modules import watched
+from octavo.nn.module_tools import watched
 from octavo.ops import fp8_attention_limit
 from octavo.ops.launching import compile_only, has_kernels
 

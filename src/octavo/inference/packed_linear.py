@@ -17,21 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
 from octavo.inference.kv_cache import ModelKVCache
+from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.nn import FusedMLP, NormLinear
+from octavo.nn.adapters import Adapter, frozen_mlp, frozen_norm_linear, parts_of_layer, reads
 from octavo.nn.fused import Norm, Stack, rows, wider_first
-from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm, watched
+from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
-from octavo.nn.linear_function import quantize_folded, transposed
+from octavo.nn.linear_function import FusedCall
 from octavo.nn.module_tools import (
     PrecomputedProjections,
     ScaleBuffers,
     check_width,
-    differentiable_once,
     mix_classes,
+    watched,
 )
-from octavo.numerics import ROW, TENSOR, Cast, QTensor, scale_from_amax
+from octavo.numerics import Cast, QTensor, scale_from_amax
 from octavo.ops import (
     activation_quantize,
     norm_quantize_inference,
@@ -42,7 +44,6 @@ from octavo.ops import (
 )
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
-from octavo.recipe import BLOCK_X, ROW_X
 from octavo.util import plural
 
 
@@ -117,6 +118,13 @@ class PackedLinear(PackedModule):
         y: Tensor = PackedProduct.apply(x, w_q.data, w_q.scale, w_q, product, self.input_cast is None)  # type: ignore[no-untyped-call]
         return y
 
+    def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
+        """The layer and its call for the input x, as `octavo.nn.adapters` takes them; None unless its scheme is
+        `channel` and the device has its GEMM."""
+        if self.scheme != CHANNEL or self.input_cast is None:
+            return None
+        return Stack([self.weight], [self.bias], self.packed_weight()), packed_call(x)
+
     def operand(self, x: Tensor) -> QTensor | Tensor:
         """x [T, K] as the GEMM takes it: cast by its own amax or by the scale that is stored, or as it is."""
         cast = self.input_cast
@@ -186,66 +194,6 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
         assert isinstance(linear, nn.Linear)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, name))
-
-
-# ---- The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.
-#
-# The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, transposed:
-#
-#     row or tensor scales   g = dy * s_w[N] -> g_q, s_g[T];  dx = g_q[T,N] @ wT_q[K,N]^T * s_g[T]
-#     square blocks          dx = dy_q[T,N] @ wT_q[K,N]^T, each with the scales of its blocks
-#     groups along K         dx = dy[T,N] @ w[N,K], with w widened: these scales vary along N too, and cannot be taken
-#                            out of the sum
-#     weight-only, INT8,     dx = dy[T,N] @ w[N,K], with w widened, of any scales
-#     FNUZ
-#
-# s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
-# (`octavo.nn.linear_function`).
-
-
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """True if autograd records an operation on `tensors`."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-class PackedProduct(torch.autograd.Function):
-    """y of an input x [..., K], computed by `product(x)`, with the gradient of x. The weight is w [N, K].
-
-    If the GEMM is `weight_only`, dy is not quantized either.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w_data: Tensor, w_scale: Tensor, w: QTensor, product: Any, weight_only: bool
-    ) -> Tensor:
-        ctx.format, ctx.granularity, ctx.x_dtype, ctx.shape = w.format, w.granularity, x.dtype, x.shape
-        ctx.weight_only = weight_only
-        ctx.save_for_backward(w_data, w_scale)
-        y: Tensor = product(x)
-        return y
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        data, scale = ctx.saved_tensors
-        w = QTensor(data, scale, ctx.format, ctx.granularity)
-        dx = input_gradient(dy.reshape(-1, dy.shape[-1]).contiguous(), w, ctx.weight_only)
-        return dx.to(ctx.x_dtype).view(ctx.shape), None, None, None, None, None
-
-
-def input_gradient(dy: Tensor, w: QTensor, weight_only: bool) -> Tensor:
-    """dx [T, K] of dy [T, N] and the packed weight w [N, K], in the dtype of dy."""
-    if weight_only or w.format.name != "e4m3":
-        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
-    if w.granularity == TENSOR:
-        w = QTensor(w.data, w.scale.expand(len(w.data), 1).contiguous(), w.format, ROW)
-    if w.granularity == ROW:
-        g = quantize_folded(dy, w.scale, None, ROW_X)
-    elif w.granularity.transposes:
-        g = quantize(dy, BLOCK_X)
-    else:
-        return dy @ w.dequantize(dy.dtype)  # [T,N] @ [N,K]
-    return scaled_mm(g, transposed(w), out_dtype=dy.dtype, fast_accumulation=True)  # [T,N] @ [K,N]^T
 
 
 # ---- The GEMM that a packed layer runs on a device, by its scheme.
@@ -344,23 +292,24 @@ class Stacked:
     def __reduce__(self) -> Any:
         return Stacked, ()
 
-    def update(self, modules: Sequence[nn.Module]) -> bool:
-        """True if `modules` run as one GEMM: packed layers of one scheme that is fused, without hooks. Compiled code
-        does not stack: there, layers with other buffers run one by one."""
-        if any(map(watched, modules)):
-            return False
-        layers = [layer for layer in modules if isinstance(layer, PackedLinear) and layer.is_fusable]
+    def update(self, modules: Sequence[nn.Module]) -> list[list[Adapter]] | None:
+        """The adapters around each of `modules` if these run as one GEMM: packed layers of one scheme that is fused,
+        without hooks. Compiled code does not stack: there, layers with other buffers run one by one."""
+        parts = [found for found in map(parts_of_layer, modules) if found is not None]
+        if len(parts) < len(modules):
+            return None
+        layers = [layer for layer, _ in parts if isinstance(layer, PackedLinear) and layer.is_fusable]
         if len(layers) < len(modules) or len({layer.scheme.name for layer in layers}) > 1:
             self.__dict__ = {"views": []}
-            return False
-        views = _buffers_of(layers)
+            return None
+        views, adapters = _buffers_of(layers), [each for _, each in parts]
         if len(views) == len(self.views) and all(a is b for a, b in zip(views, self.views, strict=True)):
-            return True
+            return adapters
         if torch.compiler.is_compiling():
-            return False
+            return None
         with torch.inference_mode(False):  # a later call may save them for the backward pass
             self._stack(layers)
-        return True
+        return adapters
 
     def _stack(self, layers: Sequence[PackedLinear]) -> None:
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
@@ -369,11 +318,16 @@ class Stacked:
         self.weight = layers[0].scheme.packed_weight(data.view(weights[0].dtype), scale)
         self.bias = Stack(weights, biases).bias()
         self.cast, self.sizes = layers[0].input_cast, tuple(map(len, weights))
+        self.trains = self.cast is not None and layers[0].scheme == CHANNEL
         for layer, end in zip(layers, accumulate(self.sizes), strict=True):
             rows = slice(end - layer.out_features, end)
             layer.weight, layer.weight_scale = self.weight.data[rows], self.weight.scale[rows]
             layer.bias = None if layer.bias is None or self.bias is None else self.bias[rows]
         self.views = _buffers_of(layers)
+
+    def stack(self) -> Stack:
+        """The layers as `octavo.nn.adapters` takes them."""
+        return Stack(self.views[0::3], self.views[2::3], self.weight)  # type: ignore[arg-type]
 
     def product(self, x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
         """y [T, sum of N] of x [T, K], cast by `cast`."""
@@ -392,9 +346,10 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 #                   y = h_q @ w_down^T
 #
 # This holds for layers of the schemes `channel`, `int8` and `weight`, in our models and in the decoder layers of
-# transformers that `octavo.architectures` names. All other layers run one by one, and so do these where autograd
-# records: the fused operations have no gradient. The operations and their order are those of training, so the packed
-# model of a run gives the same bits as the run. Where the GEMM is weight-only, PyTorch computes norms and activations.
+# transformers that `octavo.architectures` names. All other layers run one by one. Where autograd records, and with
+# adapters around them, layers of the scheme `channel` run as `octavo.nn.adapters` says, others one by one. The
+# operations and their order are those of training, so the packed model of a run gives the same bits as the run. Where
+# the GEMM is weight-only, PyTorch computes norms and activations.
 
 
 class _OneInput(nn.Module):
@@ -418,8 +373,14 @@ class PackedNormLinear(_OneInput, NormLinear):
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         norm, stacked = read_norm(self.norm, backward=False), self.stacked
-        if x.numel() == 0 or norm is None or not stacked.update(self.linears) or wants_gradient(x, residual, *norm[1:]):
+        adapters = None if x.numel() == 0 or norm is None else stacked.update(self.linears)
+        if adapters is None or norm is None:
             return None
+        if any(adapters) or wants_gradient(x, residual, *norm[1:]):
+            if not stacked.trains or read_norm(self.norm) is None or not reads(adapters, norm, compute_dtype(x)):
+                return None
+            y, total = frozen_norm_linear(x, residual, norm, stacked.stack(), adapters, packed_call(x))
+            return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
         y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
         return torch.split_with_sizes(y, stacked.sizes, -1), x if residual is None else total.view(x.shape)
@@ -438,7 +399,8 @@ class PackedMLP(_OneInput, FusedMLP):
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self._hidden(x, norm, residual)
         if found is None:
-            return super().run(x, norm, residual)
+            trained = self._trained(x, norm, residual)
+            return super().run(x, norm, residual) if trained is None else trained
         total, h = found
         return self._last(h, x), x if residual is None else total.view(x.shape)
 
@@ -449,7 +411,8 @@ class PackedMLP(_OneInput, FusedMLP):
         known, stacked = None if norm is None else read_norm(norm, backward=False), self.stacked
         outer: Any = self.outer
         alone = isinstance(outer, PackedLinear) and outer.is_fusable and not watched(outer)
-        if x.numel() == 0 or (norm is not None and known is None) or not alone or not stacked.update(self.inner):
+        adapters = stacked.update(self.inner) if alone and x.numel() else None
+        if adapters is None or any(adapters) or (norm is not None and known is None):
             return None
         if wants_gradient(x, residual, *(() if known is None else known[1:])):
             return None
@@ -459,6 +422,20 @@ class PackedMLP(_OneInput, FusedMLP):
         if cast is None:
             return total, self.activate(*torch.split_with_sizes(u, stacked.sizes, -1))
         return total, activation_quantize(u, self.activation, cast)
+
+    def _trained(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """`run` where autograd records or layers have adapters; None if the layers cannot run fused."""
+        known, outer = None if norm is None else read_norm(norm), parts_of_layer(self.outer)
+        adapters = self.stacked.update(self.inner) if x.numel() else None
+        layer = outer[0] if outer is not None and isinstance(outer[0], PackedLinear) else None
+        found = None if layer is None else layer.frozen(x)
+        if adapters is None or outer is None or found is None or (norm is not None and known is None):
+            return None
+        adapters = [*adapters, outer[1]]
+        if not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
+            return None
+        stacks = self.stacked.stack(), found[0]
+        return frozen_mlp(x, residual, known, self.activation, stacks, adapters, found[1])
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
@@ -475,7 +452,7 @@ def fuse(model: nn.Module) -> None:
         stacked = Stacked()
         if not isinstance(module, NormLinear | FusedMLP) or isinstance(module, _OneInput):
             continue
-        if stacked.update(_layers_of(module)):
+        if stacked.update(_layers_of(module)) is not None:
             fused: Any = module
             fused.__class__ = mix_classes(PackedMLP, type(module)) if isinstance(module, FusedMLP) else PackedNormLinear
             fused.stacked = stacked

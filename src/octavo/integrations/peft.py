@@ -1,8 +1,10 @@
-"""LoRA adapters of PEFT on the packed layers of `octavo.load`. On converted layers PEFT works as it is.
+"""LoRA adapters of PEFT on converted layers and on the packed layers of `octavo.load`.
 
 model = octavo.load("packed/qwen")
-config = support_packed(LoraConfig(target_modules=["q_proj", "v_proj"]))
+config = support(LoraConfig(target_modules=["q_proj", "v_proj"]))
 model = get_peft_model(model, config)
+
+On converted layers PEFT works as it is too, outside of the passes that fuse norms, layers and activations.
 """
 
 from typing import Any, TypeVar
@@ -10,26 +12,55 @@ from typing import Any, TypeVar
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.inference.packed_linear import PackedLinear
+from octavo.nn.adapters import AdaptedLayer, Adapter
+from octavo.nn.linear import adapted_output
+from octavo.nn.module_tools import PrecomputedProjections
 
 ConfigT = TypeVar("ConfigT", bound=LoraConfig)
 
 
-def support_packed(config: ConfigT) -> ConfigT:
-    """Let adapters of this configuration wrap packed layers, and return it.
+def support(config: ConfigT) -> ConfigT:
+    """Let adapters of this configuration wrap packed layers and run in fused passes, and return it.
 
     PEFT does not save this setting: a saved adapter is opened by
 
-        PeftModel.from_pretrained(model, folder, config=support_packed(LoraConfig.from_pretrained(folder)))
+        PeftModel.from_pretrained(model, folder, config=support(LoraConfig.from_pretrained(folder)))
     """
-    config._register_custom_module({PackedLinear: PackedLoraLinear})
+    config._register_custom_module({PackedLinear: PackedLoraLinear, nn.Linear: FusedLoraLinear})
     return config
 
 
-class PackedLoraLinear(LoraLinear):  # type: ignore[misc]
-    """A packed layer, y = x_q @ w_q^T * scales, plus an adapter, B(A(x)) * alpha / r, in high precision."""
+class FusedLoraLinear(AdaptedLayer, LoraLinear):  # type: ignore[misc]
+    """A linear layer plus adapters, B(A(x)) * alpha / r: by PEFT, or in the passes of a converted, frozen layer.
+
+    PEFT computes dropout, variants of LoRA and adapters of its mixed batches.
+    """
+
+    def forward(self, x: Tensor | PrecomputedProjections, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(x, PrecomputedProjections):
+            return x.output_of(self)
+        y = None if args or kwargs else adapted_output(self, x)
+        return super().forward(x, *args, **kwargs) if y is None else y
+
+    def parts(self) -> tuple[nn.Module, list[Adapter]] | None:
+        base: nn.Module = self.base_layer
+        if self.disable_adapters or self.merged:
+            return None if self.disable_adapters and self.merged else (base, [])
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        layers = [(self.lora_A[name], self.lora_B[name]) for name in active]
+        dropped = self.training and any(getattr(self.lora_dropout[name], "p", 0) for name in active)
+        plain = all(type(a) is type(b) is nn.Linear and b.bias is None for a, b in layers)
+        if dropped or not plain or any(name in self.lora_variant for name in active):
+            return None
+        scales = [float(self.scaling[name]) for name in active]
+        return base, [Adapter(a.weight, b.weight, s) for (a, b), s in zip(layers, scales, strict=True)]
+
+
+class PackedLoraLinear(FusedLoraLinear):
+    """The same around a packed layer."""
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:

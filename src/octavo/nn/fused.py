@@ -317,7 +317,7 @@ def norm_linear(
 )
 def _norm_linear(*arguments: Any) -> Any:
     *tensors, layers, eps, center, recipe, dtype = arguments
-    call, norm = LinearCall(_fusable(recipe), dtype), NormSpec(eps, center)
+    call, norm = LinearCall(read_fusable(recipe), dtype), NormSpec(eps, center)
     return _NormLinear.apply(call, ALONE, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
@@ -393,11 +393,12 @@ def mlp(
 )
 def _mlp(*arguments: Any) -> Any:
     *tensors, layers, eps, center, activation, recipe, dtype = arguments
-    call, norm = LinearCall(_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
+    call, norm = LinearCall(read_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
     return _MLP.apply(call, (ALONE, ALONE), norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
-def _fusable(text: str) -> FusableRecipe:
+def read_fusable(text: str) -> FusableRecipe:
+    """The recipe of `FusableRecipe.text`, cached."""
     recipe = read_recipe(text).fusable
     assert recipe is not None  # the layers were fused by it
     return recipe

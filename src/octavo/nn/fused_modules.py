@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
+from octavo.nn.adapters import Adapter, frozen_mlp, frozen_norm_linear, is_frozen, parts_of_layer, reads
 from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
@@ -18,6 +19,7 @@ from octavo.nn.module_tools import (
     is_of_library,
     library_of,
     mix_into,
+    watched,
 )
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import parallel_of
@@ -79,11 +81,14 @@ class NormLinear(nn.Module):
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
         exchange, layers, norm = exchange_of(self, self.linears), fusable_layers(self.linears), read_norm(self.norm)
-        if layers is None or norm is None or x.numel() == 0:
+        if layers is None or norm is None or x.numel() == 0 or not layers.take(norm, x):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
-        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange)
+        if layers.frozen:
+            y, total = frozen_norm_linear(x, residual, norm, stack, layers.adapters, call)
+        else:
+            y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange)
         parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
         return tuple(exchange.output(part, x) for part in parts), total
 
@@ -112,36 +117,38 @@ def child(module: nn.Module, name: str) -> Any:
 
 
 class FusableLayers(NamedTuple):
-    """Converted layers that can run as one, and their recipe."""
+    """Converted layers that can run as one, their recipe, and the adapters around each."""
 
     linears: Sequence[Linear]
     recipe: FusableRecipe
+    adapters: Sequence[Sequence[Adapter]]
+
+    @property
+    def frozen(self) -> bool:
+        return all(map(is_frozen, self.linears))
+
+    def take(self, norm: Norm | None, x: Tensor) -> bool:
+        """True if the adapters, if there are any, run in the pass of the layers, for the input `x` of `norm`."""
+        return not any(self.adapters) or (self.frozen and reads(self.adapters, norm, compute_dtype(x)))
 
 
 def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
     """The layers, if they can run as one: all converted with the same fusable recipe, and none watched."""
-    linears = [module for module in modules if isinstance(module, Linear) and not watched(module)]
+    parts = [found for found in map(parts_of_layer, modules) if found is not None]
+    linears = [linear for linear, _ in parts if isinstance(linear, Linear)]
     if len(linears) < len(modules):
         return None
     first = linears[0].recipe  # mostly that of all layers: torch.compile takes long to trace a comparison of recipes
     if not all(linear.recipe is first or linear.recipe == first for linear in linears):
         return None
     recipe = first.fusable
-    return None if recipe is None else FusableLayers(linears, recipe)
+    return None if recipe is None else FusableLayers(linears, recipe, [adapters for _, adapters in parts])
 
 
 def is_fusable(cls: str, ending: str) -> bool:
     """True if a class of transformers, as LlamaRMSNorm with the ending RMSNorm, is of an architecture that is fused."""
     known = ARCHITECTURES.get(cls.removesuffix(ending)) if cls.endswith(ending) else None
     return known is not None and known.fusable
-
-
-def watched(module: nn.Module) -> bool:
-    """True if a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
-    own = module.__dict__
-    return "forward" in own or bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    )
 
 
 def exchange_of(module: nn.Module, linears: Sequence[nn.Module]) -> Exchange:
@@ -229,7 +236,8 @@ class FusedMLP(nn.Module):
         """y and x + residual, in one pass where that is possible."""
         exchange, layers = exchange_of(self, self.inner), fusable_layers((*self.inner, self.outer))
         known_norm = None if norm is None else read_norm(norm)
-        if layers is None or x.numel() == 0 or (norm is not None and known_norm is None):
+        unknown = norm is not None and known_norm is None
+        if layers is None or x.numel() == 0 or unknown or not layers.take(known_norm, x):
             total = x if residual is None else x + residual
             n = exchange.input(norm, total)
             return self.outer(self.activate(*(exchange.run(linear, n) for linear in self.inner))), total
@@ -238,13 +246,16 @@ class FusedMLP(nn.Module):
         call = fused_call(layers, x, exchange, observer_of(self), observer_of(outer))
         inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
+        if layers.frozen:
+            stacks = inner_stack, outer_stack
+            return frozen_mlp(x, residual, known_norm, self.activation, stacks, layers.adapters, call)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
         return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges)
 
-    def cached_weights(self) -> tuple[tuple[nn.Linear, ...], Cast] | None:
+    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""
         layers = fusable_layers((*self.inner, self.outer))
-        return None if layers is None else (self.inner, layers.recipe.w)
+        return None if layers is None else (layers.linears[:-1], layers.recipe.w)
 
 
 class SwiGLU(FusedMLP):

@@ -9,9 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.nn.adapters import AdaptedLayer, frozen_norm_linear, is_frozen, parts_of_layer, reads
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
-from octavo.nn.linear_function import LinearCall, linear
-from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_into, parts_of, unsupported
+from octavo.nn.fused import Stack
+from octavo.nn.linear_function import FusedCall, LinearCall, linear
+from octavo.nn.module_tools import (
+    PrecomputedProjections,
+    check_call,
+    check_input,
+    mix_into,
+    parts_of,
+    unsupported,
+)
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import GatheredWeight, Parallel, ParallelLinear, local_part
 from octavo.numerics.qtensor import Cast, QTensor
@@ -208,12 +217,34 @@ class Linear(RecipeLayer, nn.Linear):
         cast = self.recipe.repeatable_w
         return None if cast is None else self.weight_cache.get([w], cast)
 
+    def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
+        """The layer and its call for the input x, as `frozen_norm_linear` takes them; None where it cannot."""
+        recipe = self.recipe.fusable
+        if recipe is None or not is_frozen(self):
+            return None
+        check_call(self, x, self.weight)
+        stack = Stack([self.weight], [self.bias], self.quantized_weight(self.weight))
+        return stack, LinearCall(recipe, compute_dtype(x), observer=observer_of(self))
+
     def cached_weights(self) -> tuple[list[nn.Linear], Cast] | None:
         """This layer and the cast of its weight, if `octavo.scales.cast_once` can cache it."""
         cast = self.recipe.repeatable_w
         if self.parallel is not None and self.recipe.fusable is None:
             return None
         return None if cast is None else ([self], cast)
+
+
+def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
+    """The output [..., N] of a frozen layer in adapters for x [..., K], in one pass; None where that is not possible.
+
+    The layer is a `Linear`, or another class with its method `frozen`.
+    """
+    parts = parts_of_layer(layer)
+    if parts is None or x.numel() == 0 or not reads([parts[1]], None, compute_dtype(x)):
+        return None
+    base, adapters = parts
+    found = getattr(base, "frozen", lambda x: None)(x)
+    return None if found is None else frozen_norm_linear(x, None, None, found[0], [adapters], found[1])[0]
 
 
 L = TypeVar("L", bound=RecipeLayer)

@@ -164,6 +164,14 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
     return any_layer.out_features, any_layer.in_features
 
 
+def watched(module: nn.Module) -> bool:
+    """True if a call of `module` does more than its class's forward: it has hooks, or a `forward` of its own."""
+    own = module.__dict__
+    return "forward" in own or bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    )
+
+
 def is_fsdp_module(module: nn.Module) -> bool:
     """True if FSDP manages this module."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         find_weight_only_backend,
         fp8_attention_limit,
     )
-    from octavo.ops.gemm import scaled_mm
+    from octavo.ops.gemm import add_product, scaled_mm
     from octavo.ops.grouped_gemm import grouped_mm, grouped_mm_dw
     from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
     from octavo.ops.permutation import (
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attended", "Backend", "FoldedScales", "Rows", "activation_backward", "activation_quantize",
-    "activation_quantize_scaled", "activation_scales", "aligned_groups", "append_kv", "cached_attention", "combine",
-    "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales",
+    "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv",
+    "cached_attention", "combine", "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales",
     "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
     "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "norm_backward", "norm_quantize",
     "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_scaled", "quantize_stack",
