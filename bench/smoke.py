@@ -30,6 +30,7 @@ COMMANDS = [
     "-m bench.gpu.generate --folder {out}/models" + ("" if GPU else " --only prompt"),
     "-m bench.gpu.start --folder {out}/models",
     "-m bench.gpu.vision",
+    "-m bench.gpu.lora",
     "-m bench.gpu.compile_time",
     "-m bench.gpu.watch",
     "-m bench.gpu.plan",

@@ -115,11 +115,11 @@ def test_compiled_code_has_the_gradient_too() -> None:
     assert torch.equal(eager, gradients(layer)[0])
 
 
-@pytest.mark.parametrize("scheme", ["channel", "mx"])  # without gradients, the first is fused with quantization
+@pytest.mark.parametrize("scheme", ["channel", "mx"])  # the first is fused with quantization
 def test_the_gradient_goes_through_a_whole_model(made: Folders, scheme: str) -> None:
     model = octavo.load(made("llama", scheme=scheme))
     assert not model(IDS).logits.requires_grad
-    before = logits(layer_by_layer(model), IDS)
+    before = logits(model, IDS)
     source = AutoModelForCausalLM.from_pretrained(made("llama"), dtype=torch.float32)
     found = []
     for each in (model, source):

@@ -79,7 +79,7 @@ def stack_adapters(layers: Sequence[Sequence[Adapter]], stack: Stack, dtype: tor
         columns = [(each.b * each.scale).to(dtype) for each in adapters]
         blocks.append(torch.cat(columns, 1) if columns else w.new_empty((w.shape[0], 0), dtype=dtype))
     a = torch.cat([each.a.to(dtype) for adapters in layers for each in adapters])
-    return [a, blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)]
+    return [a, blocks[0] if len(blocks) == 1 else torch.block_diag(*blocks)]  # type: ignore[no-untyped-call]
 
 
 # ---- The products with A and B. Without adapters A, B and u are None, and so are results.
@@ -91,18 +91,18 @@ def _read(given: FusedInput, a: Tensor | None) -> Tensor | None:
         return None
     _, _, rstd, gamma, _ = given.saved
     total = given.total.to(a.dtype)
-    if rstd is None:
+    if rstd is None or gamma is None:
         return total @ a.t()  # [T,K] @ [R,K]^T
     return ((total @ (a * gamma).to(a.dtype).t()) * rstd).to(a.dtype)
 
 
-def _read_gradient(du: Tensor | None, total: Tensor | None, saved: Sequence[Any]) -> Tensor | None:
+def _read_gradient(du: Tensor | None, total: Tensor | None, saved: Sequence[Tensor]) -> Tensor | None:
     """dA [R, K] of `_read`; `total` is x, saved where there is no norm."""
     if du is None:
         return None
-    normed, _, rstd, gamma, _ = saved
     if total is not None:
         return du.t() @ total.to(du.dtype)  # [T,R]^T @ [T,K]
+    normed, _, rstd, gamma, _ = saved
     return ((du * rstd).to(du.dtype).t() @ normed.to(du.dtype) * gamma).to(du.dtype)
 
 

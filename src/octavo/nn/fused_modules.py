@@ -121,7 +121,7 @@ class FusableLayers(NamedTuple):
 
     linears: Sequence[Linear]
     recipe: FusableRecipe
-    adapters: Sequence[Sequence[Adapter]]
+    adapters: Sequence[Sequence[Adapter]] = ()
 
     @property
     def frozen(self) -> bool:
