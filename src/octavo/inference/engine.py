@@ -198,9 +198,8 @@ class Engine:
         self.check_length(begin, new)
         with self._alone():
             session = self._session(batch, begin + new - 1)
+            self._refresh()
             logits = session.prefill(prompts, piece)
-            if new > 1:  # while the device works on the prompt
-                self._refresh()
             yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
 
     def generate(
@@ -330,7 +329,7 @@ class Engine:
             self.parts = parts
             self.hooked = any(watched(module) for module in self.model.modules())
             for session in self.sessions:
-                session.forget_graph(captures=not self.hooked)
+                session.forget_graphs(captures=not self.hooked)
 
 
 def parts_of(model: nn.Module) -> list[Any]:

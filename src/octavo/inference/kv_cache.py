@@ -417,6 +417,18 @@ class ModelKVCache:
             store.warming |= scales and self.scales is None and store.k_scale is not None
             store.reset()
 
+    @property
+    def warms_up(self) -> bool:
+        """True if the scales follow from the tokens."""
+        return self.scales is None and DTYPES.get(self.dtype or "") in LARGEST
+
+    def set_host_count(self, tokens: int) -> None:
+        """Tell the host how many tokens are stored, after a capture or before a replay of a CUDA graph."""
+        assert self.length is not None
+        self.length.host = tokens
+        for store in self.stores:
+            store.empty = not tokens
+
     def crop(self, tokens: int) -> None:
         """Forget the last tokens."""
         if self.length is not None:
