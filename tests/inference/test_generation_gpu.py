@@ -149,9 +149,8 @@ def test_prompts_of_any_length_are_replayed(ours):
             prompts, found = pad_prompts(torch.randint(97, (1, length)).tolist(), torch.device("cuda")), []
             for each in sessions:
                 logits = [each.prefill(prompts).clone()]
-                logits += [each.step(torch.tensor([token], device="cuda")).clone() for token in (3, 4, 5)][
-                    : 2048 - length
-                ]
+                for token in (3, 4, 5)[: 2048 - length]:
+                    logits.append(each.step(torch.tensor([token], device="cuda")).clone())
                 found.append(torch.stack(logits))
             assert torch.equal(*found)
     assert {n for n, found in sessions[0].passes.items() if found.graph is not None} >= {1, 64, 96, 2048}
