@@ -50,6 +50,7 @@ from octavo.inference.transformers_generate import accelerate_generate
 from octavo.loading import load
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.ops import index_of_largest
 from octavo.speed import Cell, Generate, Grid, Row, release
 from octavo.util import open_config, open_local
 
@@ -335,7 +336,7 @@ def step_of(model: Any, shape: LlamaConfig, batch: int) -> Result:
 
     def step() -> None:
         nonlocal logits
-        logits = session.step(logits.argmax(-1))
+        logits = session.step(index_of_largest(logits))
 
     took = interleaved({"step": step}, rounds=4, repeat=TOKENS // 4)["step"]
     weights = models.held(model, linears=False) - model.model.embed_tokens.weight.nbytes

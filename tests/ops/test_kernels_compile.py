@@ -228,6 +228,7 @@ def calls_of_steps() -> Iterator[Call]:
     cache, turn = Cache(keys, keys, None, None, torch.tensor(5)), Turn(angles, angles, None, None, 1e-6)
     yield "norm", "norm_quantize", (x, x, ones(4096), None, 1e-5, cast, False, False)
     yield "quantization", "quantize", (x, cast, None, None, None)
+    yield "largest", "index_of_largest", (on_cpu(1, 128256, dtype=HALF),)
     yield "activation", "activation_quantize", (x, "swiglu", cast)
     yield "rotary", "rotate_append", (*(on_cpu(1, 1, 256, dtype=HALF) for _ in "qkv"), turn, cache, ones(2), False)
     yield "attention", "cached_attention", (on_cpu(1, 2, 1, 128, dtype=HALF), cache, None, 1.0)
