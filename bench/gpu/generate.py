@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.engine import Engine
-from octavo.inference.packed_linear import fuse
+from octavo.inference.packed_linear import fuse, quantize_head
 from octavo.inference.session import Prompts, key_shape
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.loading import load
@@ -319,10 +318,13 @@ def rows(shape: LlamaConfig) -> Result:
     packed.octavo_engine.sessions.clear()
     copied = sized(2**31, 2**20)
     result["copy_bytes_per_second"] = copy = 1e3 * copied / copy_ms(copied)
-    for batch, (name, model) in product((1, MANY), {"BF16 in octavo's engine": wide, OCTAVO: packed}.items()):
-        found = step_of(model, shape, batch)
-        result["decoding"].append({"mode": name, **found, "share": 1e3 * found["bytes"] / found["ms"] / copy})
-        show(result["decoding"][-1])
+    for name, model in {"BF16 in octavo's engine": wide, OCTAVO: packed, f"{OCTAVO}, head in E4M3": packed}.items():
+        if "head" in name:
+            quantize_head(packed)
+        for batch in (1, MANY):
+            found = step_of(model, shape, batch)
+            result["decoding"].append({"mode": name, **found, "share": 1e3 * found["bytes"] / found["ms"] / copy})
+            show(result["decoding"][-1])
     return result
 
 

@@ -163,8 +163,8 @@ class Decoder(nn.Module, ABC):
         logits [B, n, V] of the tokens with the indices `kept`, int64 [n], are computed; None keeps the last."""
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's Parameter, if the configuration ties them."""
-        if self.config.tied:
+        """Make the head's weight the embedding's Parameter, if the configuration ties them; not of a packed head."""
+        if self.config.tied and isinstance(self.lm_head, nn.Linear):
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
