@@ -276,6 +276,7 @@ class Session:
                     graph.capture_end()
             found.graph, found.logits = graph, logits
         except RuntimeError as error:
+            self.pool = None  # without a graph: PyTorch takes it for no other
             if found.kept is None:
                 self.captures = False
             else:
