@@ -187,7 +187,7 @@ FEW_ROWS = 128  # of a decoding step
 def begins_early(device: torch.device, rows: int) -> bool:
     """True if a kernel over so many rows begins while those before it end: programmatic dependent launch, from Hopper
     on (CUDA C++ Programming Guide). It reads nothing that they write, and writes nothing, before it waits for them."""
-    return rows <= FEW_ROWS and has_kernels(device, (9, 0))
+    return type(rows) is int and rows <= FEW_ROWS and has_kernels(device, (9, 0))
 
 
 @cache
