@@ -34,6 +34,7 @@ from octavo.ops import (
     grouped_mm,
     grouped_mm_dw,
     grouped_weight_only_mm,
+    index_of_largest,
     norm_backward,
     norm_quantize,
     quantize,
@@ -171,6 +172,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("rotate", lambda: rotate(ones(3, 8)), True),
     ("rotate", lambda: rotate(ones(3, 7)), False),
     ("rotate", lambda: rotate(ones(3, 2 * LONGEST_ROW)), False),
+    ("index_of_largest", lambda: index_of_largest(ones(3, 7)), True),
+    ("index_of_largest", lambda: index_of_largest(ones(0, 7)), False),
     ("transpose", lambda: transpose(zeros(4, 8).to(E8)), True),
     ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
     ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
@@ -335,6 +338,8 @@ BAD = [  # a call, and the message of its error
     (lambda: transpose(zeros(4, 8).to(E8), place=zeros(6, dtype=torch.int64)), r"place must be torch.int32 \[6\]"),
     (lambda: folds(s_g=ones(3, 1)), rf"s_g must be {F32} \[4, 1\], got {F32} \[3, 1\]"),
     (lambda: folds(s_w=ones(6, 1).double()), rf"s_w must be {F32} \[6, 1\], got torch.float64 \[6, 1\]"),
+    *((lambda x=x: index_of_largest(x), r"index_of_largest takes a matrix \[M, N\]")
+      for x in (ones(3), ones(3, 0), ones(3, 4, dtype=INT))),
     *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
     (lambda: gathers(slot=zeros(4, dtype=torch.int64)), r"slot must be torch.int32 \[4\], got torch.int64"),

@@ -41,6 +41,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for seed in seeds:
         yield "quantize_scaled", (x, one, "e4m3", seed)
     yield "rotate", (x, None)
+    yield "index_of_largest", (x,)
     for s_w in (None, column.t().contiguous()):
         yield "fold_scales", (row, row.exp2(), s_w)
     q = quantize(x, Cast())

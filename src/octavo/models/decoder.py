@@ -158,13 +158,13 @@ class Decoder(nn.Module, ABC):
         """The token embedding, whose weight [V, width] a tied head shares."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of int64 tokens [B, T]. With a cache, the T tokens follow those that it holds, and only the
-        logits [B, 1, V] of the last are computed."""
+        logits [B, n, V] of the tokens with the indices `kept`, int64 [n], are computed; None keeps the last."""
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's Parameter, if the configuration ties them."""
-        if self.config.tied:
+        """Make the head's weight the embedding's Parameter, if the configuration ties them; not of a packed head."""
+        if self.config.tied and isinstance(self.lm_head, nn.Linear):
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
@@ -205,6 +205,16 @@ class Decoder(nn.Module, ABC):
                 "pass fewer tokens"
             )
         return torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions(tokens)
+
+    def last_states(self, x: Tensor, delta: Tensor | None, cache: KVCache | None, kept: Tensor | None) -> Tensor:
+        """x + delta of the tokens whose logits `forward` computes, [B, n, width], contiguous: the head would multiply a
+        slice [B, 1, width] of more tokens as B products, and read its weight B times."""
+        assert delta is not None
+        if cache is None:
+            return x + delta
+        if kept is None:
+            return x[:, -1:] + delta[:, -1:]
+        return x.index_select(1, kept) + delta.index_select(1, kept)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         # A move from the meta device gives every module its own Parameter, and so undoes the tie.
