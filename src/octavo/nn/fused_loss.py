@@ -5,9 +5,9 @@
 
 With a vocabulary V of 128k, z and the tensors of its size that autograd saves are the peak of a training step: 4 GB
 each for 8,192 tokens in FP32. Here the forward pass goes over chunks of tokens, turns z into g in place
-(`octavo.ops.cross_entropy`) and computes dx and dw too. So z is computed once and never exists as a whole (Hsu et al.
-2024, Liger Kernel, arXiv:2410.10989). dw has the dtype of the weight: of 8,192 tokens in chunks of 2,048 it is rounded
-four times in BF16, whose rounding of z moves it more.
+(`octavo.ops.softmax_loss`) and computes dx and dw too. So z is computed once and never exists as a whole (Hsu et al.
+2024, Liger Kernel, arXiv:2410.10989). dw is summed in float32 where there are more than two chunks: each sum in BF16
+rounds it once more.
 
 With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange two numbers a
 token, the logarithm of their sum over v and the logit of the label, and add up dx.
@@ -36,8 +36,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import ops
 from octavo.nn.module_tools import mix_into, unmix
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
-from octavo.ops.cross_entropy import ELSEWHERE, IGNORED, cross_entropy
 from octavo.ops.registration import operation
+from octavo.ops.softmax_loss import ELSEWHERE, IGNORED, cross_entropy
 
 CHUNK = 2048  # tokens whose logits are in memory at a time
 HeadRecipe = Literal["bf16", "rowwise"]
@@ -141,8 +141,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _like(x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, dtype: torch.dtype, *options: Any) -> Any:
     _, wants_x, wants_w, *_ = options
-    dx = x.new_empty(x.shape if wants_x else (0,), dtype=dtype)
-    return count.new_empty(()), dx, weight.new_empty(weight.shape if wants_w else (0,))
+    dx = x.new_empty(x.shape, dtype=dtype) if wants_x else x.new_empty(0)
+    return count.new_empty(()), dx, weight.new_empty(weight.shape) if wants_w else x.new_empty(0)
 
 
 @operation(like=_like)
@@ -167,7 +167,8 @@ def _linear_cross_entropy(
     head = _Fp8Head(weight.to(dtype)) if fp8 else _Head(weight.to(dtype))
     x = x.to(dtype)
     dx = torch.empty_like(x) if wants_x else None
-    dw = torch.zeros_like(weight) if wants_w else None
+    wide = weight.dtype if len(x) <= 2 * chunk else torch.promote_types(weight.dtype, torch.float32)
+    dw = torch.zeros_like(weight, dtype=wide) if wants_w else None
     factor = torch.ones_like(count) if dtype == torch.float16 else count.reciprocal()
     total, ranks = torch.zeros_like(count), _resolve_process_group(group) if group else None
     for start in range(0, len(x), chunk):
@@ -186,7 +187,7 @@ def _linear_cross_entropy(
         if dw is not None:
             head.add_dw(dw, z, rows)
         del z
-    return total, dx, dw  # type: ignore[return-value]
+    return total, dx, None if dw is None else dw.to(weight.dtype)  # type: ignore[return-value]
 
 
 def _joined(lse: Tensor, group: ProcessGroup) -> Tensor:
@@ -241,12 +242,12 @@ class _Fp8Head(_Head):
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
-        dw += ops.scaled_mm(g_t, x_t, out_dtype=dw.dtype)  # [V,c] @ [K,c]^T
+        dw += ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
 
 
 def _by_row(data: Tensor, q: QTensor) -> QTensor:
     """Bytes of q with its one scale, a row each."""
-    return QTensor(data, q.scale.expand(len(data), 1).contiguous(), q.fmt, ROW)
+    return QTensor(data, q.scale.expand(len(data), 1).contiguous(), q.format, ROW)
 
 
 # ---- Finding out how a model computes its logits: from the operations, and not from the model's name.

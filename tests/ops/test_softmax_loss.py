@@ -10,7 +10,7 @@ from interpreted_triton import interpreter
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3
-from octavo.ops.cross_entropy import ELSEWHERE, IGNORED, cross_entropy, cross_entropy_reference
+from octavo.ops.softmax_loss import ELSEWHERE, IGNORED, cross_entropy, cross_entropy_reference
 
 FACTOR = 0.125
 FORMULAS = {"plain": (1.0, 0.0), "scaled": (0.0625, 0.0), "capped": (1 / 30, 30.0)}
@@ -44,7 +44,7 @@ def by_reference(z: Tensor, labels: Tensor, scale: float, cap: float, fp8: bool)
 
 def by_kernel(z: Tensor, labels: Tensor, scale: float, cap: float, fp8: bool) -> tuple[Tensor | None, ...]:
     """Run in the interpreter."""
-    from octavo.ops.kernels.cross_entropy import cross_entropy as kernel
+    from octavo.ops.kernels.softmax_loss import cross_entropy as kernel
 
     z = z.clone()
     return z, *kernel(z, labels, torch.tensor(FACTOR), None, scale, cap, fp8)

@@ -117,10 +117,10 @@ def _check(z: Tensor, labels: Tensor, factor: Tensor | None, lse: Tensor | None,
 
 def _like(z: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *_, fp8 = rest
-    wide = torch.promote_types(z.dtype, _WIDE)
-    data = z.new_empty(z.shape if fp8 else (0,), dtype=E4M3.dtype)
-    scales = z.new_empty((z.shape[0] if fp8 else 0, 1), dtype=_WIDE)
-    return z.new_empty(len(z), dtype=wide), z.new_empty(len(z), dtype=wide), data, scales
+    lse = z.new_empty(len(z), dtype=torch.promote_types(z.dtype, _WIDE))
+    if not fp8:
+        return lse, lse.new_empty(len(z)), z.new_empty(0), z.new_empty(0)
+    return lse, lse.new_empty(len(z)), z.new_empty(z.shape, dtype=E4M3.dtype), lse.new_empty((len(z), 1))
 
 
 def _runs(z: Tensor, *rest: Any) -> bool:
