@@ -57,16 +57,16 @@ SMALL = {
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
 }  # fmt: skip
 BASE, LIGER = "bf16", " + Liger's loss"
-MODES: dict[str, Prepare] = {
+MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes after it
     BASE: lambda model: None,
-    BASE + LIGER: lambda model: use_liger_loss(model),
+    BASE + LIGER: lambda model: None,
     "bf16 + fuse_loss": lambda model: octavo.convert(model, "bf16", fuse_loss=True),
     "torchao tensorwise": lambda model: use_torchao(model, "tensorwise"),
-    "torchao tensorwise" + LIGER: lambda model: (use_torchao(model, "tensorwise"), use_liger_loss(model)),
-    "octavo": lambda model: octavo.convert(model),
-    "octavo" + LIGER: lambda model: (octavo.convert(model), use_liger_loss(model)),
-    "octavo + fuse_loss": lambda model: octavo.convert(model, fuse_loss=True),
-    "octavo + fuse_loss, head rowwise": lambda model: octavo.convert(model, fuse_loss=True, head="rowwise"),
+    "torchao tensorwise" + LIGER: lambda model: use_torchao(model, "tensorwise"),
+    "octavo": octavo.convert,
+    "octavo" + LIGER: octavo.convert,
+    "octavo + fuse_loss": partial(octavo.convert, fuse_loss=True),
+    "octavo + fuse_loss, head rowwise": partial(octavo.convert, fuse_loss=True, head="rowwise"),
 }
 CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
 NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
@@ -112,9 +112,11 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
         self.ids = torch.randint(sizes["vocab_size"], (batch, tokens), device=DEVICE)
 
-    def step_of(self, prepare: Prepare, compiled: bool) -> "Step":
+    def step_of(self, mode: str, compiled: bool) -> "Step":
         model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
-        prepare(model)
+        MODES[mode](model)
+        if mode.endswith(LIGER):
+            use_liger_loss(model)
         if compiled:
             for layer in model.model.layers:
                 layer.compile()
@@ -151,10 +153,12 @@ class Step:
 def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     """The SQNR of each mode's gradients against BF16's, its milliseconds and its peak."""
     training, modes = Training(shape), available(MODES)
-    found = {mode: made(mode, partial(training.step_of, MODES[mode], compiled)) for mode in modes}
-    steps = {mode: step for mode, step in found.items() if step is not None}
-    exact = steps[BASE].gradients()
-    sqnr = {mode: harness.each_decibels(exact, step.gradients()) for mode, step in steps.items() if mode != BASE}
+    steps = {mode: training.step_of(mode, compiled) for mode in modes}
+    gradients = {mode: made(mode, step.gradients) for mode, step in steps.items()}
+    steps = {mode: step for mode, step in steps.items() if gradients[mode] is not None}
+    exact = gradients[BASE] or []
+    sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
+    del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
     base = harness.medians(times)[BASE]
@@ -217,7 +221,8 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 def losses_alone(*, cce: bool) -> dict[str, Any]:
     found = losses(cce=cce)
     x, w, labels = given(CHECKED)
-    exact = gradients_of(plain, *(t.detach().double().requires_grad_() for t in (x, w)), labels)
+    wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = gradients_of(plain, wide_x, wide_w, labels)
     checked = {name: errors(gradients_of(loss, x, w, labels), exact) for name, loss in found.items()}
     for chunks in (2, 4):
         ours = partial(linear_cross_entropy, chunk=CHECKED // chunks)
@@ -227,7 +232,7 @@ def losses_alone(*, cce: bool) -> dict[str, Any]:
         if name.startswith("ours") and "rowwise" not in name:
             limits = [1.25 * limit + floor for limit, floor in zip(checked["bf16"], (1e-5, 0, 0), strict=True)]
             assert all(a <= b for a, b in zip(each, limits, strict=True)), (name, each, limits)
-    del exact
+    del exact, wide_x, wide_w
     x, w, labels = given(TOKENS)
     steps = {name: partial(backward, loss, x, w, labels) for name, loss in found.items()}
     peaks = {name: harness.peak_of(step, harness.allocated()) / 2**30 for name, step in steps.items()}
@@ -251,9 +256,10 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
     rows, some, factor = x[:chunk], labels[:chunk], torch.tensor(1 / TOKENS, device=DEVICE)
     z, dw = rows @ w.t(), torch.zeros_like(w)
     g = z.clone()
-    found = cross_entropy(g, some, factor, fp8=True)
+    g_q = cross_entropy(g, some, factor, fp8=True).g
+    assert g_q is not None
     x_q, w_q = ops.quantize(rows, Cast()), ops.quantize(w, Cast(granularity=TENSOR))
-    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), w_q.format, found.g.granularity)
+    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), w_q.format, g_q.granularity)
               for t in (w_q.data, ops.transpose(w_q.data))]  # fmt: skip
     g_t, x_t = ops.quantize_transposed(g, Cast()), ops.quantize_transposed(rows, Cast())
     wide = torch.zeros_like(w, dtype=torch.float32)
@@ -267,7 +273,7 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
         "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, fp8=True),
         "quantize x": lambda: ops.quantize(rows, Cast()),
         "z, FP8": lambda: ops.scaled_mm(x_q, by_row[0], fast_accumulation=True),
-        "dx, FP8": lambda: ops.scaled_mm(found.g, by_row[1]),
+        "dx, FP8": lambda: ops.scaled_mm(g_q, by_row[1]),
         "quantize g by column": lambda: ops.quantize_transposed(g, Cast()),
         "dw, FP8": lambda: ops.scaled_mm(g_t, x_t),
         "dw, FP8, added": lambda: dw.add_(ops.scaled_mm(g_t, x_t)),

@@ -18,7 +18,7 @@ names keeps its small gradient.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -29,8 +29,6 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
@@ -170,18 +168,16 @@ def _linear_cross_entropy(
     wide = weight.dtype if len(x) <= 2 * chunk else torch.promote_types(weight.dtype, torch.float32)
     dw = torch.zeros_like(weight, dtype=wide) if wants_w else None
     factor = torch.ones_like(count) if dtype == torch.float16 else count.reciprocal()
-    total, ranks = torch.zeros_like(count), _resolve_process_group(group) if group else None
+    total = torch.zeros_like(count)
     for start in range(0, len(x), chunk):
         rows, some = x[start : start + chunk], labels[start : start + chunk]
-        z = head.products(rows)
-        lse, own = None, None
-        if ranks is not None:
+        z, lse, picked = head.products(rows), None, None
+        if group:
             own = cross_entropy(z, some, None, scale=scale, cap=cap)
-            lse = _joined(own.lse, ranks)
-        wanted = None if dx is None and dw is None else factor
-        found = cross_entropy(z, some, wanted, lse, scale=scale, cap=cap, fp8=fp8 and wanted is not None)
-        picked = found.picked if own is None or ranks is None else _sum(own.picked, ranks)
-        total += torch.where(some == IGNORED, 0, found.lse - picked).sum()
+            lse, picked = _joined(own.lse, own.picked, group)
+        wanted = factor if wants_x or wants_w else None
+        found = cross_entropy(z, some, wanted, lse, scale=scale, cap=cap, fp8=fp8 and wants_x)
+        total += torch.where(some == IGNORED, 0, found.lse - (found.picked if picked is None else picked)).sum()
         if dx is not None:
             dx[start : start + chunk] = head.dx(z, found.g)
         if dw is not None:
@@ -190,15 +186,15 @@ def _linear_cross_entropy(
     return total, dx, None if dw is None else dw.to(weight.dtype)  # type: ignore[return-value]
 
 
-def _joined(lse: Tensor, group: ProcessGroup) -> Tensor:
-    """The logarithm [c] of the sum over the parts of the vocabulary that the ranks have."""
-    every = lse.new_zeros(group.size(), len(lse))
-    every[group.rank()] = lse
-    return torch.logsumexp(_sum(every, group), 0)
+def _joined(lse: Tensor, picked: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Both [c], of all parts of the vocabulary that the ranks have, from those of this rank."""
+    most = _reduced(lse, "max", group)
+    total, picked = _reduced(torch.stack(((lse - most).exp(), picked)), "sum", group)
+    return most + total.log(), picked
 
 
-def _sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return collectives.wait_tensor(collectives.all_reduce(tensor, "sum", group))  # type: ignore[no-any-return, no-untyped-call]
+def _reduced(tensor: Tensor, by: str, group: Any) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(tensor, by, group))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Head:
@@ -302,19 +298,15 @@ def find_head(model: nn.Module) -> Head | None:
 
     Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
     """
-    following, training, hooks = _Following(), model.training, []
-    for name, module in model.named_modules():
-        if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
-            hooks.append(module.register_forward_hook(following.note(name)))
-    model.eval()
-    try:
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-        with following:
-            output = model(tokens)
-    finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
+    following = _Following()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
+                stack.enter_context(module.register_forward_hook(following.note(name)))
+        stack.callback(model.train, model.training)
+        model.eval()
+        stack.enter_context(following)
+        output = model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device))
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return following.made.get(id(logits), (None, None))[1]
 
