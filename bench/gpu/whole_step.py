@@ -32,7 +32,8 @@ from bench.gpu.harness import DEVICE, made, once, parser_of, show, sized
 from bench.gpu.peers import use_liger_loss, use_torchao
 from octavo import ops
 from octavo.nn.fused_loss import CHUNK, _Head, linear_cross_entropy
-from octavo.numerics import TENSOR, Cast
+from octavo.numerics import ROW, TENSOR, Cast
+from octavo.numerics.formats import E4M3
 from octavo.ops.softmax_loss import cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -187,7 +188,7 @@ def losses(*, cce: bool) -> dict[str, Loss]:
     for chunk in sized((1024, 2048, 4096, 8192), (16, 64)):
         found[f"ours, {chunk}"] = partial(linear_cross_entropy, chunk=chunk)
     for chunk in sized((2048, 4096), (32,)):
-        found[f"ours, rowwise, {chunk}"] = partial(linear_cross_entropy, chunk=chunk, head="rowwise")
+        found[f"ours, rowwise, {chunk}"] = partial(linear_cross_entropy, chunk=chunk, recipe="rowwise")
     if record.installed("liger-kernel"):
         liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
         found["Liger"] = lambda x, w, labels: liger(w, x, labels)
@@ -256,21 +257,21 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
     rows, some, factor = x[:chunk], labels[:chunk], torch.tensor(1 / TOKENS, device=DEVICE)
     z, dw = rows @ w.t(), torch.zeros_like(w)
     g = z.clone()
-    g_q = cross_entropy(g, some, factor, fp8=True).g
-    assert g_q is not None
+    in_fp8 = None, 1.0, 0.0, True
+    g_q = octavo.QTensor(*cross_entropy(g, some, factor, *in_fp8)[2:], E4M3, ROW)
     x_q, w_q = ops.quantize(rows, Cast()), ops.quantize(w, Cast(granularity=TENSOR))
-    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), w_q.format, g_q.granularity)
+    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), E4M3, ROW)
               for t in (w_q.data, ops.transpose(w_q.data))]  # fmt: skip
     g_t, x_t = ops.quantize_transposed(g, Cast()), ops.quantize_transposed(rows, Cast())
     wide = torch.zeros_like(w, dtype=torch.float32)
     each: dict[str, Callable[[], Any]] = {
         "z, BF16": lambda: torch.mm(rows, w.t(), out=z),
-        "softmax, loss and gradient": lambda: cross_entropy(z, some, factor),
+        "softmax, loss and gradient": lambda: cross_entropy(z, some, factor, None, 1.0, 0.0, False),
         "copy of z (as many bytes as one read and one write)": lambda: g.copy_(z),
         "dx, BF16": lambda: g @ w,
         "dw, BF16, added": lambda: dw.addmm_(g.t(), rows),
         "dw, BF16, added in FP32": lambda: _Head(w).add_dw(wide, g, rows),
-        "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, fp8=True),
+        "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, *in_fp8),
         "quantize x": lambda: ops.quantize(rows, Cast()),
         "z, FP8": lambda: ops.scaled_mm(x_q, by_row[0], fast_accumulation=True),
         "dx, FP8": lambda: ops.scaled_mm(g_q, by_row[1]),

@@ -88,7 +88,7 @@ def test_bf16_weights_get_a_gradient_that_is_as_exact_as_that_of_the_plain_loss(
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs FP8 GEMMs")
 def test_a_head_in_fp8_is_as_exact_as_a_layer_in_fp8():
     exact = bf16(plain)
-    loss, *gradients = bf16(linear_cross_entropy, chunk=1000, head="rowwise")  # the last chunk is no multiple of 16
+    loss, *gradients = bf16(linear_cross_entropy, chunk=1000, recipe="rowwise")  # the last chunk is no multiple of 16
     assert abs(float(loss - exact[0])) < 2e-2 * float(exact[0])
     for found, expected in zip(gradients, exact[1:], strict=True):
         assert float((found - expected).float().norm() / expected.float().norm()) < 0.06  # 24 dB

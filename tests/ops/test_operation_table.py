@@ -160,6 +160,7 @@ def turns(heads: int, kv_heads: int, dim: int) -> None:
     rotate_append(q, k, k, angle, angle, *stored(width=dim), clipped())
 
 
+LOSS = None, None, 1.0, 0.0, False  # no gradient
 RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast("e4m3", block(4, 4)), column_scale=ones(1, 8)), False),
     ("quantize", lambda: quantize(ones(4, 8), Cast("int8")), True),
@@ -187,9 +188,9 @@ RUNS = [  # a call, and whether the kernel runs
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
-    ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), None), True),
-    ("cross_entropy", lambda: cross_entropy(ones(2, 8).double(), zeros(2).long(), None), False),
-    ("cross_entropy", lambda: cross_entropy(ones(0, 8), zeros(0).long(), None), False),
+    ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
+    ("cross_entropy", lambda: cross_entropy(ones(2, 8).double(), zeros(2).long(), *LOSS), False),
+    ("cross_entropy", lambda: cross_entropy(ones(0, 8), zeros(0).long(), *LOSS), False),
     ("rotate_append", lambda: turns(4, 2, 16), True),
     ("rotate_append", lambda: turns(2, 2, 264), False),
 ]
@@ -269,7 +270,7 @@ def attends(**changed: Tensor | None) -> None:
 
 def losses(**changed: Tensor) -> None:
     given = {"z": ones(3, 8), "labels": zeros(3, dtype=torch.int64), "factor": torch.tensor(1.0), "lse": ones(3)}
-    cross_entropy(**given | changed)
+    cross_entropy(*(given | changed).values(), 1.0, 0.0, False)
 
 
 def rotates(**changed: Tensor) -> None:

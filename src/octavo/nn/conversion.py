@@ -199,7 +199,7 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
         elif isinstance(module, FusedMLP) and fusable_layers((*module.inner, module.outer)):
             fused[name] = f"{module.activation} MLP"
         elif isinstance(module, LossHead):
-            fused[name] = f"head + loss, {module.precision}"
+            fused[name] = f"head + loss, {module.options[2]}"
     return fused
 
 

@@ -9,17 +9,13 @@ each for 8,192 tokens in FP32. Here the forward pass goes over chunks of tokens,
 2024, Liger Kernel, arXiv:2410.10989). dw is summed in float32 where there are more than two chunks: each sum in BF16
 rounds it once more.
 
-With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange two numbers a
-token, the logarithm of their sum over v and the logit of the label, and add up dx.
-
-With a head in FP8, w has one scale, and its bytes serve z and, transposed, dx. Rows of x and of g have scales of their
-own. For dw both are quantized again with a scale for each column, so that a token of the vocabulary that no label
-names keeps its small gradient.
+With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange lse and the logit
+of the label of each token, and add up dx.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
 from typing import Any, ClassVar, Literal
@@ -33,9 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
 from octavo.nn.module_tools import mix_into, unmix
+from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
-from octavo.ops.softmax_loss import ELSEWHERE, IGNORED, cross_entropy
+from octavo.ops.softmax_loss import IGNORED, cross_entropy
 
 CHUNK = 2048  # tokens whose logits are in memory at a time
 HeadRecipe = Literal["bf16", "rowwise"]
@@ -48,10 +45,10 @@ def linear_cross_entropy(
     *,
     chunk: int = CHUNK,
     num_items: Tensor | int | None = None,
-    ignore_index: int = IGNORED,
+    ignore_index: int = -100,
     scale: float = 1.0,
     cap: float = 0.0,
-    head: HeadRecipe = "bf16",
+    recipe: HeadRecipe = "bf16",
 ) -> Tensor:
     """The cross-entropy, 0-dim, of the logits of `x @ weight.T` [..., V] and int64 `labels` [...].
 
@@ -66,7 +63,7 @@ def linear_cross_entropy(
         num_items: the sum over tokens is divided by this; None divides by the number of labels that are not ignored.
         ignore_index: the label of tokens that have no loss.
         scale, cap: the logits are scale * z, or cap * tanh(scale * z) if cap is not 0, of the products z.
-        head: "rowwise" computes the three products in FP8.
+        recipe: "rowwise" computes the three products in FP8.
 
     Raises:
         ValueError: another number of labels than of tokens, or a weight that is sharded in another way.
@@ -82,22 +79,16 @@ def linear_cross_entropy(
     ignored = labels == ignore_index
     count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
     count = count.to(torch.promote_types(dtype, torch.float32)).view(())
-    labels = labels - first
-    if group:
-        labels = torch.where((labels >= 0) & (labels < len(weight)), labels, ELSEWHERE)
-    else:
-        labels = torch.where(labels < 0, len(weight), labels)  # it is none, so that the loss is NaN
-    labels = labels.masked_fill(ignored, IGNORED)
+    labels = (labels - first).masked_fill(ignored, IGNORED)
     # within Function.forward gradients are always disabled
     wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     with torch.autocast(device, enabled=False):
-        options = (dtype, chunk, *wants, scale, cap, group, head == "rowwise")
+        options = (dtype, chunk, *wants, scale, cap, group, recipe == "rowwise")
         return _LinearCrossEntropy.apply(rows, weight, labels, count, options)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor, Tensor, str, int]:
-    """All tokens, this rank's rows of the weight, the name of the group that shares the weight, and the number of the
-    first row."""
+    """All tokens, this rank's rows of the weight, the name of the ranks' group, and the number of the first row."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh, placements = weight.device_mesh, weight.placements
@@ -117,12 +108,12 @@ def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, options: tuple[Any, ...]) -> Tensor:
-        dtype, _, wants_x, wants_w, *_ = options
         # Compiled code calls one operation, so that it has no copy of the logits; what traces eager code sees all.
         run = _linear_cross_entropy if torch.compiler.is_compiling() else _linear_cross_entropy.function
         total, dx, dw = run(x, weight, labels, count, *options)
-        ctx.save_for_backward(dx if wants_x else None, dw if wants_w else None, count)
+        dtype, _, wants_x, wants_w, *_ = options
         ctx.late, ctx.dtype = dtype == torch.float16, x.dtype
+        ctx.save_for_backward(dx if wants_x else None, dw if wants_w else None, count)
         return total / count
 
     @staticmethod
@@ -168,18 +159,20 @@ def _linear_cross_entropy(
     wide = weight.dtype if len(x) <= 2 * chunk else torch.promote_types(weight.dtype, torch.float32)
     dw = torch.zeros_like(weight, dtype=wide) if wants_w else None
     factor = torch.ones_like(count) if dtype == torch.float16 else count.reciprocal()
-    total = torch.zeros_like(count)
+    total, wanted = torch.zeros_like(count), factor if wants_x or wants_w else None
     for start in range(0, len(x), chunk):
         rows, some = x[start : start + chunk], labels[start : start + chunk]
-        z, lse, picked = head.products(rows), None, None
+        z, joined = head.products(rows), None
         if group:
-            own = cross_entropy(z, some, None, scale=scale, cap=cap)
-            lse, picked = _joined(own.lse, own.picked, group)
-        wanted = factor if wants_x or wants_w else None
-        found = cross_entropy(z, some, wanted, lse, scale=scale, cap=cap, fp8=fp8 and wants_x)
-        total += torch.where(some == IGNORED, 0, found.lse - (found.picked if picked is None else picked)).sum()
+            joined = _joined(*cross_entropy(z, some, None, None, scale, cap, False)[:2], group)
+        lse, picked, *g = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
+        if joined:
+            picked = joined[1]
+        else:  # of a label that is none, the loss is NaN
+            picked.masked_fill_((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
+        total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if dx is not None:
-            dx[start : start + chunk] = head.dx(z, found.g)
+            dx[start : start + chunk] = head.dx(z, *g)
         if dw is not None:
             head.add_dw(dw, z, rows)
         del z
@@ -206,7 +199,7 @@ class _Head:
     def products(self, x: Tensor) -> Tensor:
         return x @ self.w.t()  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, _: QTensor | None) -> Tensor:
+    def dx(self, g: Tensor, *_: Tensor) -> Tensor:
         return g @ self.w  # [c,V] @ [V,K]
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
@@ -220,30 +213,30 @@ class _Head:
 
 
 class _Fp8Head(_Head):
-    """The three products in e4m3, with results in the dtype of the weight."""
+    """The three products in e4m3. The weight has one scale: its bytes serve z and, transposed, dx.
+
+    Rows of x and g have scales of their own. For dw both are quantized again, with a scale for each column: a token of
+    the vocabulary that is no label keeps its small gradient.
+    """
 
     def __init__(self, w: Tensor) -> None:
         super().__init__(w)
         q = ops.quantize(w, Cast(granularity=TENSOR))
-        self.q, self.q_t = (_by_row(data, q) for data in (q.data, ops.transpose(q.data)))
+        scales = [q.scale.expand(size, 1).contiguous() for size in w.shape]
+        self.q = QTensor(q.data, scales[0], E4M3, ROW)
+        self.q_t = QTensor(ops.transpose(q.data), scales[1], E4M3, ROW)
 
     def products(self, x: Tensor) -> Tensor:
         x_q = ops.quantize(x, Cast())
         return ops.scaled_mm(x_q, self.q, out_dtype=self.w.dtype, fast_accumulation=True)  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, quantized: QTensor | None) -> Tensor:
-        assert quantized is not None
+    def dx(self, g: Tensor, *quantized: Tensor) -> Tensor:
         # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
-        return ops.scaled_mm(quantized, self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
+        return ops.scaled_mm(QTensor(*quantized, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
         dw += ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
-
-
-def _by_row(data: Tensor, q: QTensor) -> QTensor:
-    """Bytes of q with its one scale, a row each."""
-    return QTensor(data, q.scale.expand(len(data), 1).contiguous(), q.format, ROW)
 
 
 # ---- Finding out how a model computes its logits: from the operations, and not from the model's name.
@@ -251,22 +244,20 @@ def _by_row(data: Tensor, q: QTensor) -> QTensor:
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer `name` of a model, and what the model does with its outputs z to make the logits of them.
-
-    These are scale * z, or cap * tanh(scale * z) if cap is not 0.
-    """
+    """The linear layer `name` of a model, and how the model makes the logits of its outputs z: scale * z, or
+    cap * tanh(scale * z) if cap is not 0."""
 
     name: str
     scale: float = 1.0
     cap: float = 0.0
 
     def then(self, step: str, number: Any) -> "Head | None":
-        """This head with one more operation behind it; None for one that no scale or cap stands for."""
+        """With one more operation behind it; None for one that no scale or cap stands for."""
         if step in ("mul", "div") and isinstance(number, int | float):
             factor = float(number) if step == "mul" else 1 / float(number)
-            return Head(self.name, self.scale, self.cap * factor) if self.cap else Head(self.name, self.scale * factor)
+            return replace(self, cap=self.cap * factor) if self.cap else replace(self, scale=self.scale * factor)
         if step == "tanh" and not self.cap:
-            return Head(self.name, self.scale, 1.0)
+            return replace(self, cap=1.0)
         return self if step in ("_to_copy", "slice", "alias", "view", "clone", "detach") else None
 
 
@@ -285,10 +276,9 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if args and id(args[0]) in self.made and isinstance(output, Tensor) and output.shape == args[0].shape:
             step = func.overloadpacket.__name__.removesuffix("_")
             head = self.made[id(args[0])][1].then(step, args[1] if len(args) > 1 else None)
+            self.made.pop(id(output), None)
             if head is not None:
                 self.made[id(output)] = output, head
-            elif output is args[0]:
-                del self.made[id(output)]
         return output
 
 
@@ -314,16 +304,26 @@ def find_head(model: nn.Module) -> Head | None:
 # ---- A model that computes its loss so.
 
 
-class Labels:
-    """The labels of a forward pass, and the loss, which the head computes where it has the weight and its inputs.
+@dataclass
+class Task:
+    """The labels of a forward pass, and their loss, which the head computes where it has its inputs and its weight.
 
-    There FSDP2 has gathered the weight. The loss then takes the place of the logits.
+    There FSDP2 has gathered the weight.
     """
 
-    def __init__(self, labels: Tensor, num_items: Tensor | int | None = None, ignore_index: int = IGNORED) -> None:
-        self.labels, self.num_items, self.ignore_index = labels, num_items, ignore_index
-        self.loss: Tensor | None = None
-        self.logits: object = None  # what the model takes for its logits
+    labels: Tensor
+    num_items: Tensor | int | None = None
+    ignore_index: int = -100
+    loss: Tensor | None = None
+    logits: object = None  # what the model takes for its logits
+
+    def run(self, x: Tensor, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Tensor:
+        """Compute the loss; returns what takes the place of the logits."""
+        self.loss = linear_cross_entropy(
+            x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
+            scale=head.scale, cap=head.cap, recipe=recipe,
+        )  # fmt: skip
+        return self.loss.detach()
 
     def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
         """The loss, for a model that asks a function for it."""
@@ -331,50 +331,26 @@ class Labels:
         return self.loss
 
 
-class LossHead:
-    """A head that computes the loss of its outputs while it has labels. It is mixed into a linear layer."""
+class _StandIn(nn.Module):
+    """In place of a head, whose hooks, as tensor parallelism has them, do not see the loss."""
 
-    added: ClassVar[tuple[str, ...]] = ("labels", "head", "chunk", "precision")
-    labels: Labels | None
-    head: Head
-    chunk: int
-    precision: HeadRecipe
-    weight: Tensor
+    def __init__(self, layer: Any, task: Task, *options: Any) -> None:
+        super().__init__()
+        self.layer, self.task, self.options = layer, task, options
 
     def forward(self, x: Tensor) -> Tensor:
-        given = self.labels
-        if given is None:
-            plain: Any = super()
-            return plain.forward(x)  # type: ignore[no-any-return]
-        given.loss = linear_cross_entropy(
-            x, self.weight, given.labels, chunk=self.chunk, num_items=given.num_items, ignore_index=given.ignore_index,
-            scale=self.head.scale, cap=self.head.cap, head=self.precision,
-        )  # fmt: skip
-        return given.loss.detach()  # in place of the logits
-
-
-class _StandIn(LossHead, nn.Module):
-    """A `LossHead` in place of a linear layer, whose hooks, as tensor parallelism has them, do not see the loss."""
-
-    def __init__(self, layer: Any, labels: Labels, head: Head, chunk: int) -> None:
-        super().__init__()
-        self.layer, self.labels, self.head, self.chunk, self.precision = layer, labels, head, chunk, "bf16"
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        weight: Tensor = self.layer.weight
-        return weight
+        return self.task.run(x, self.layer.weight, *self.options)
 
 
 @contextmanager
-def computing_loss(model: nn.Module, head: Head, labels: Labels, chunk: int) -> Iterator[None]:
-    """Within the block a call of `model` returns the loss of `labels`, whatever the class of `model` returns else."""
+def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
     parent, _, name = head.name.rpartition(".")
     owner = model.get_submodule(parent)
     layer = getattr(owner, name)
-    setattr(owner, name, _StandIn(layer, labels, head, chunk))
+    setattr(owner, name, _StandIn(layer, task, head, chunk, "bf16"))
     # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
-    hook = model.register_forward_hook(lambda *_: labels.loss, prepend=True)
+    hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
     try:
         yield
     finally:
@@ -382,8 +358,21 @@ def computing_loss(model: nn.Module, head: Head, labels: Labels, chunk: int) -> 
         setattr(owner, name, layer)
 
 
+class LossHead:
+    """Mixed into the head of a model whose loss is fused."""
+
+    added: ClassVar[tuple[str, ...]] = ("task", "options")
+    task: Task | None
+    options: tuple[Head, int, HeadRecipe]
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        theirs: Any = super()
+        return theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)  # type: ignore[no-any-return]
+
+
 class LossModel:
-    """A causal model whose head is a `LossHead`. It is mixed into the class of the model."""
+    """Mixed into a causal model whose head is a `LossHead`."""
 
     added: ClassVar[tuple[str, ...]] = ("loss_head",)
     loss_head: str
@@ -397,9 +386,9 @@ class LossModel:
     def loss_function(self) -> Any:
         """What a model of transformers computes its loss by."""
         module: Any = self
-        labels = module.get_submodule(self.loss_head).labels
+        task = module.get_submodule(self.loss_head).task
         theirs: Any = super()
-        return theirs.loss_function if labels is None else labels.result
+        return theirs.loss_function if task is None else task.result
 
     @loss_function.setter
     def loss_function(self, function: Any) -> None:
@@ -425,25 +414,21 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 f"{self.loss_head} was replaced by a {type(head).__name__} after octavo.convert, which had fused it "
                 "with the loss: call octavo.restore first, or convert with fuse_loss=False"
             )
-        ignore = kwargs.get("ignore_index", IGNORED)
-        shifted = kwargs.get("shift_labels")
+        ignore, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
-        head.labels = given = Labels(shifted, kwargs.get("num_items_in_batch"), ignore)
+        head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
         try:
             output = theirs(self, *args, **kwargs)
         finally:
-            head.labels = None
-        return given.loss if place is None else _without_logits(output, given)
+            head.task = None
+        if place is None:
+            return task.loss
+        if isinstance(output, tuple):
+            return tuple(value for value in output if value is not task.logits)
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     return forward
-
-
-def _without_logits(output: Any, given: Labels) -> Any:
-    """The output of a model of transformers, whose logits are the loss, without them."""
-    if isinstance(output, tuple):
-        return tuple(value for value in output if value is not given.logits)
-    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
 def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
@@ -451,29 +436,25 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
 
     Raises a ValueError for a model whose logits or whose loss are computed in another way.
     """
-    owner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
-    loss: Any = getattr(owner, "loss_function", None)
-    if loss is not None and (getattr(loss, "__name__", "") != "ForCausalLMLoss" or hasattr(owner, "_loss_function")):
-        raise ValueError(
-            f"fuse_loss=True requires a causal model with transformers' own loss; {type(owner).__name__} has "
-            f"{getattr(loss, '__name__', loss)}: leave fuse_loss out"
-        )
-    head = find_head(owner)
+    owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
+    known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
+    head = find_head(owner) if known and not hasattr(owner, "_loss_function") else None
     if head is None:
         raise ValueError(
-            "fuse_loss=True requires a model whose logits are the outputs of a linear layer without bias, scaled or "
-            f"capped; {type(owner).__name__} computes them in another way: leave fuse_loss out"
+            "fuse_loss=True requires a causal model with transformers' own loss, whose logits are the outputs of a "
+            f"linear layer without bias, scaled or capped; {type(owner).__name__} computes them in another way: leave "
+            "fuse_loss out"
         )
     return owner, head
 
 
-def join_loss(owner: Any, head: Head, precision: HeadRecipe) -> None:
+def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     """Make the causal model `owner` compute its loss from the inputs of its `head`."""
     mix_into(owner, LossModel)
     owner.loss_head = head.name
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
-    module.labels, module.head, module.chunk, module.precision = None, head, CHUNK, precision
+    module.task, module.options = None, (head, CHUNK, recipe)
 
 
 def separate_loss(model: nn.Module) -> None:

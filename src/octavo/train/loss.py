@@ -32,7 +32,7 @@ from octavo.models.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from octavo.nn.fused_loss import Head, Labels, computing_loss, find_head
+from octavo.nn.fused_loss import Head, Task, computing_loss, find_head
 from octavo.train.config import Config, ConfigError
 
 # ---- Text to batches of token ids, where one integer is the position in the data.
@@ -225,7 +225,7 @@ class ChunkedLoss:
     chunk: int
 
     def __call__(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        with computing_loss(model, self.head, Labels(targets), self.chunk):
+        with computing_loss(model, self.head, Task(targets), self.chunk):
             loss: Tensor = model(inputs)
         return _balanced(loss, model)
 
