@@ -74,7 +74,7 @@ class ParallelLayer(Exchange):
 
     def fused(self, layer: Linear, recipe: FusableRecipe, x: Tensor) -> Tensor:
         """y of one layer by a recipe of row scales, with the rows that the exchange gives."""
-        call = fused_call(FusableLayers([layer], recipe), x, self, observer_of(layer))
+        call = fused_call(FusableLayers([layer], recipe, []), x, self, observer_of(layer))
         return norm_linear(x, None, None, self.stack([layer], recipe.w, layer.weight_cache), call, self)[0]
 
 

@@ -22,8 +22,8 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import Adapter, frozen_mlp, frozen_norm_linear, parts_of_layer, reads
-from octavo.nn.fused import Norm, Stack, rows, wider_first
+from octavo.nn.adapters import Adapter, parts_of_layer, reads, stack_adapters
+from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
 from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
@@ -397,7 +397,9 @@ class PackedNormLinear(_OneInput, NormLinear):
         if any(adapters) or wants_gradient(x, residual, *norm[1:]):
             if not stacked.trains or read_norm(self.norm) is None or not reads(adapters, norm, compute_dtype(x)):
                 return None
-            y, total = frozen_norm_linear(x, residual, norm, stacked.stack(), adapters, packed_call(x))
+            stack, call = stacked.stack(), packed_call(x)
+            pair = stack_adapters(adapters, stack.weights, call.dtype)
+            y, total = norm_linear(x, residual, norm, stack, call, pair=pair)
             return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
         y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
@@ -452,8 +454,12 @@ class PackedMLP(_OneInput, FusedMLP):
         adapters = [*adapters, outer[1]]
         if not self.stacked.trains or not reads(adapters, known, compute_dtype(x)):
             return None
-        stacks = self.stacked.stack(), found[0]
-        return frozen_mlp(x, residual, known, self.activation, stacks, adapters, found[1])
+        (last, call), stack = found, self.stacked.stack()
+        pairs = (
+            stack_adapters(adapters[:-1], stack.weights, call.dtype),
+            stack_adapters(adapters[-1:], last.weights, call.dtype),
+        )
+        return mlp(x, residual, known, self.activation, stack, last, call, pairs=pairs)
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""

@@ -11,7 +11,8 @@ inside the MLP:
                   dx = norm'(dn) + the gradient of the residual stream
 
 x + residual is computed in the norm's pass, and its gradient is added in the norm's backward pass. Saved for backward
-are x + residual and u; the bytes of n, h and w are computed again.
+are x + residual and u; the bytes of n, h and w are computed again. Where no weight is trained there is no dw, and
+`octavo.nn.adapters` are added to the GEMMs.
 
 Where several ranks each have a part of a layer, an `Exchange` sends operands and sums results between them.
 """
@@ -26,6 +27,17 @@ import torch
 from torch import Tensor
 
 from octavo import ops
+from octavo.nn.adapters import (
+    NO_PAIR,
+    Pair,
+    add,
+    bytes_gradient,
+    bytes_output_gradients,
+    output_gradients,
+    read_bytes,
+    read_gradient,
+    read_input,
+)
 from octavo.nn.linear_function import (
     FusedCall,
     LinearCall,
@@ -292,19 +304,25 @@ def stack_gradients(dw: Tensor, db: Tensor, weights: Sequence[Tensor], dtypes: B
 
 
 def norm_linear(
-    x: Tensor, residual: Tensor | None, norm: Norm | None, stack: Stack, call: FusedCall, exchange: Exchange = ALONE
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Norm | None,
+    stack: Stack,
+    call: FusedCall,
+    exchange: Exchange = ALONE,
+    pair: Pair = NO_PAIR,
 ) -> tuple[Tensor, Tensor]:
     """y [..., sum of N_i] of the stacked layers, and x + residual [..., K] (x itself without a residual).
 
     `norm` is of x + residual [..., K]; None feeds x itself to the layers. y is [T, sum of N_i] where `exchange` changes
-    the number of rows.
+    the number of rows. `pair` is that of the adapters of frozen layers.
     """
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
-    tensors = x, residual, gamma, beta
-    if call.is_operation and exchange is ALONE and spec is not None:
-        constants = spec.eps, spec.center, call.recipe.text, call.dtype
-        result = _norm_linear(*tensors, stack.arguments(), *constants)
+    tensors = x, residual, gamma, beta, *pair
+    if call.is_operation and exchange is ALONE:
+        norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
+        result = _norm_linear(*tensors, stack.arguments(), *norm_constants, call.recipe.text, call.dtype)
     else:
         result = _NormLinear.apply(call, exchange, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
     y, *rest = result
@@ -312,29 +330,32 @@ def norm_linear(
 
 
 @composite(
-    "norm_linear(Tensor x, Tensor? residual, Tensor gamma, Tensor? beta, Tensor?[] layers, "
-    "float eps, bool center, str recipe, ScalarType dtype) -> Tensor[]"
+    "norm_linear(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a, Tensor? b, Tensor?[] layers, "
+    "float? eps, bool center, str recipe, ScalarType dtype) -> Tensor[]"
 )
 def _norm_linear(*arguments: Any) -> Any:
     *tensors, layers, eps, center, recipe, dtype = arguments
-    call, norm = LinearCall(read_fusable(recipe), dtype), NormSpec(eps, center)
+    call, norm = LinearCall(read_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
     return _NormLinear.apply(call, ALONE, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: FusedCall, exchange: Exchange, norm: NormSpec | None, *tensors: Any) -> Any:
-        recipe, layers = call.recipe, tensors[4:]
+        recipe, (a, b), layers = call.recipe, tensors[4:6], tensors[6:]
         stack = Stack.from_arguments(layers, recipe.w)
         given = FusedInput.of(norm, tensors[:4], recipe.x, exchange)
         n_q, sent = given.q, exchange.send_x(given.q)
         w_q = stack.quantize(recipe.w, exchange)
         s_n, y = exchange.y(sent, w_q, stack.bias(), call)  # [T,K] @ [N,K]^T
+        add(y, read := read_input(given.total, given.saved, a), b)  # [T,R] @ [N,R]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, stack.weights, w_q, recipe.w)
         ctx.call, ctx.exchange, ctx.input, ctx.bias_dtypes = call, exchange, given.info, stack.bias_dtypes
-        n_data = n_q.data if norm is None or exchange.resends_x else None
-        ctx.save_for_backward(n_data, s_n, w_q.scale, layers[0], *given.saved, *stack.weights)
+        ctx.trained = any(ctx.needs_input_grad[9:])
+        n_data = n_q.data if ctx.trained and (norm is None or exchange.resends_x) else None
+        kept = a, b, read, given.total if norm is None and a is not None else None
+        ctx.save_for_backward(n_data, s_n, w_q.scale, layers[0], *kept, *given.saved, *stack.weights)
         return given.outputs(y)
 
     @staticmethod
@@ -343,21 +364,29 @@ class _NormLinear(torch.autograd.Function):
         call: FusedCall = ctx.call
         exchange: Exchange = ctx.exchange
         recipe = call.recipe
-        n_data, s_n, s_w, w_data, *rest = ctx.saved_tensors
+        n_data, s_n, s_w, w_data, a, b, read, x, *rest = ctx.saved_tensors
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
+        dread, db_pair = output_gradients(dy, read, b)
+        pair = read_gradient(dread, x, saved), db_pair
+        layers: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
+        if not (ctx.trained or any(ctx.needs_input_grad[3:7])):  # nothing before these adapters is trained
+            return *[None] * 7, *pair, *layers
         own_s_n = exchange.own(s_n)
         g = quantize_folded(dy, s_w, own_s_n, recipe.dy)
         sent = exchange.send_g(g)
-        db = bias_gradient(dy, ctx.bias_dtypes)
+        db = bias_gradient(dy, ctx.bias_dtypes) if ctx.trained else None
         observe_dy(call.observer, [dy], [w.shape[0] for w in weights], g, recipe.dy, s_w=s_w, s_x=own_s_n)
         w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
         sent_n = exchange.send_bytes(n_data, g)
         g, scales, dn = exchange.dx(sent, w_t, s_n, s_w, call)  # [T,N] @ [K,N]^T
-        n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
-        dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, weights[0].dtype)  # [N,T] @ [K,T]^T
+        add(dn, dread, None if a is None else a.t())  # [T,R] @ [K,R]^T
+        if db is not None:
+            n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
+            dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, weights[0].dtype)  # [N,T] @ [K,T]^T
+            layers = stack_gradients(dw, db, weights, ctx.bias_dtypes)
         gradients = ctx.input.gradients(exchange.arrived(dn), dtotal, saved)
-        return None, None, None, *gradients, *stack_gradients(dw, db, weights, ctx.bias_dtypes)
+        return None, None, None, *gradients, *pair, *layers
 
 
 def mlp(
@@ -369,15 +398,17 @@ def mlp(
     outer: Stack,
     call: FusedCall,
     exchanges: Exchanges = (ALONE, ALONE),
+    pairs: tuple[Pair, Pair] = (NO_PAIR, NO_PAIR),
 ) -> tuple[Tensor, Tensor]:
     """y [..., K] of a two-layer MLP, and x + residual [..., K] (x itself without a residual).
 
     `norm` is of x + residual [..., K]; None, only without a residual, feeds x itself to the layers `inner` before the
     activation: "swiglu", "geglu" or "gelu", as in `octavo.ops.activation_quantize`. `outer` is the layer after it.
+    `pairs` are those of the adapters of frozen layers, of the inner ones and of the outer one.
     """
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
-    tensors, layers = (x, residual, gamma, beta), (*outer.arguments(), *inner.arguments())
+    tensors, layers = (x, residual, gamma, beta, *pairs[0], *pairs[1]), (*outer.arguments(), *inner.arguments())
     if call.is_operation and exchanges[0] is ALONE:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
         result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
@@ -388,8 +419,9 @@ def mlp(
 
 
 @composite(
-    "mlp(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor?[] layers, "
-    "float? eps, bool center, str activation, str recipe, ScalarType dtype) -> Tensor[]"
+    "mlp(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a_in, Tensor? b_in, Tensor? a_out, "
+    "Tensor? b_out, Tensor?[] layers, float? eps, bool center, str activation, str recipe, ScalarType dtype) "
+    "-> Tensor[]"
 )
 def _mlp(*arguments: Any) -> Any:
     *tensors, layers, eps, center, activation, recipe, dtype = arguments
@@ -409,24 +441,29 @@ class _MLP(torch.autograd.Function):
     def forward(
         ctx: Any, call: FusedCall, exchanges: Exchanges, norm: NormSpec | None, activation: str, *tensors: Any
     ) -> Any:
-        recipe, layers = call.recipe, tensors[4:]
+        recipe, (a_in, b_in, a_out, b_out), layers = call.recipe, tensors[4:8], tensors[8:]
         inner_exchange, outer_exchange = exchanges
         outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
         given = FusedInput.of(norm, tensors[:4], recipe.x, inner_exchange)
         n_q, sent = given.q, inner_exchange.send_x(given.q)
         w_in, w_out = inner.quantize(recipe.w, inner_exchange), outer.quantize(recipe.w, outer_exchange)
         s_n, u = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [2F,K]^T
+        add(u, read_in := read_input(given.total, given.saved, a_in), b_in)  # [T,R] @ [2F,R]^T
         h_q = outer_exchange.quantize_activation(u, activation, recipe.x)
         s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
+        add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
         observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
         observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
         ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
         ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
-        n_data = n_q.data if norm is None or inner_exchange.resends_x else None
+        ctx.trained = any(ctx.needs_input_grad[12:])
+        n_data = n_q.data if ctx.trained and (norm is None or inner_exchange.resends_x) else None
         scales = (s_n, s_h, w_in.scale, w_out.scale)
-        ctx.save_for_backward(n_data, u, *scales, layers[4], layers[0], *outer.weights, *given.saved, *inner.weights)
+        x = given.total if norm is None and a_in is not None else None
+        kept = n_data, u, *scales, a_in, b_in, read_in, x, a_out, b_out, read_out, layers[4], layers[0]
+        ctx.save_for_backward(*kept, *outer.weights, *given.saved, *inner.weights)
         return given.outputs(y)
 
     @staticmethod
@@ -435,15 +472,18 @@ class _MLP(torch.autograd.Function):
         call: FusedCall = ctx.call
         inner_exchange, outer_exchange = ctx.exchanges
         recipe = call.recipe
-        n_data, u, s_n, s_h, s_in, s_out, in_data, out_data, w, *rest = ctx.saved_tensors
+        n_data, u, s_n, s_h, s_in, s_out, a_in, b_in, read_in, x, a_out, b_out, read_out, *rest = ctx.saved_tensors
+        in_data, out_data, w, *rest = rest
         saved, weights = rest[:5], rest[5:]
         dy = rows(dy.contiguous())
+        dread_out, db_out = output_gradients(dy, read_out, b_out)
         own_s_h = outer_exchange.own(s_h)
         g = quantize_folded(dy, s_out, own_s_h, recipe.dy)
         sent = outer_exchange.send_g(g)
         observe_dy(call.outer_observer, [dy], [w.shape[0]], g, recipe.dy, s_w=s_out, s_x=own_s_h)
         w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
         g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
+        add(dh, dread_out, None if a_out is None else a_out.t())  # [T,R] @ [F,R]^T
         du, h_q, dbias = ops.activation_backward(
             dh, u, ctx.activation, recipe.dy,
             column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h,
@@ -451,16 +491,20 @@ class _MLP(torch.autograd.Function):
         )  # fmt: skip
         kind = f"{ctx.activation}_gradient"
         observe_dy(call.observer, [dh, u], [w.shape[0] for w in weights], du, recipe.dy, kind, s_w=s_in, s_x=s_n)
-        dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), w.dtype)  # [K,T] @ [F,T]^T
+        outer: Sequence[Tensor | None] = [None] * 4
+        inner: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
+        if ctx.trained:
+            dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), w.dtype)  # [K,T] @ [F,T]^T
+            outer = stack_gradients(dw_out, bias_gradient(dy, ctx.outer_bias), [w], ctx.outer_bias)
         w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
         sent_n = inner_exchange.send_bytes(n_data, du)
         du, scales, dn = inner_exchange.dx(du, w_in_t, s_n, s_in, call)  # [T,2F] @ [K,2F]^T
-        n_t = ctx.input.transposed(sent_n, du, saved, s_n, recipe.x, inner_exchange)
-        dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, weights[0].dtype)  # [2F,T] @ [K,T]^T
-        db = bias_gradient(dy, ctx.outer_bias)
-        layers = (
-            *stack_gradients(dw_out, db, [w], ctx.outer_bias),
-            *stack_gradients(dw_in, dbias, weights, ctx.inner_bias),
-        )
+        dread_in, db_in = bytes_output_gradients(rescaled(du, scales.dx), s_in, read_in, b_in)
+        add(dn, dread_in, None if a_in is None else a_in.t())  # [T,R] @ [K,R]^T
+        pairs = read_gradient(dread_in, x, saved), db_in, bytes_gradient(h_q, dread_out), db_out
+        if ctx.trained:
+            n_t = ctx.input.transposed(sent_n, du, saved, s_n, recipe.x, inner_exchange)
+            dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, weights[0].dtype)  # [2F,T] @ [K,T]^T
+            inner = stack_gradients(dw_in, dbias, weights, ctx.inner_bias)
         gradients = ctx.input.gradients(inner_exchange.arrived(dn), dtotal, saved)
-        return None, None, None, None, *gradients, *layers
+        return None, None, None, None, *gradients, *pairs, *outer, *inner

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import Adapter, frozen_mlp, frozen_norm_linear, is_frozen, parts_of_layer, reads
+from octavo.nn.adapters import Adapter, Pair, is_frozen, parts_of_layer, reads, stack_adapters
 from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
@@ -85,10 +85,7 @@ class NormLinear(nn.Module):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
-        if layers.frozen:
-            y, total = frozen_norm_linear(x, residual, norm, stack, layers.adapters, call)
-        else:
-            y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange)
+        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange, layers.pair(x))
         parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
         return tuple(exchange.output(part, x) for part in parts), total
 
@@ -121,15 +118,17 @@ class FusableLayers(NamedTuple):
 
     linears: Sequence[Linear]
     recipe: FusableRecipe
-    adapters: Sequence[Sequence[Adapter]] = ()
-
-    @property
-    def frozen(self) -> bool:
-        return all(map(is_frozen, self.linears))
+    adapters: Sequence[Sequence[Adapter]]
 
     def take(self, norm: Norm | None, x: Tensor) -> bool:
         """True if the adapters, if there are any, run in the pass of the layers, for the input `x` of `norm`."""
-        return not any(self.adapters) or (self.frozen and reads(self.adapters, norm, compute_dtype(x)))
+        frozen = not any(self.adapters) or all(map(is_frozen, self.linears))
+        return frozen and reads(self.adapters, norm, compute_dtype(x))
+
+    def pair(self, x: Tensor, some: slice = slice(None)) -> Pair:
+        """The adapters of `some` of the layers as one pair, for the input `x`."""
+        weights = [linear.weight for linear in self.linears[some]]
+        return stack_adapters(self.adapters[some], weights, compute_dtype(x))
 
 
 def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
@@ -246,11 +245,9 @@ class FusedMLP(nn.Module):
         call = fused_call(layers, x, exchange, observer_of(self), observer_of(outer))
         inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
-        if layers.frozen:
-            stacks = inner_stack, outer_stack
-            return frozen_mlp(x, residual, known_norm, self.activation, stacks, layers.adapters, call)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
-        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges)
+        pairs = layers.pair(x, slice(-1)), layers.pair(x, slice(-1, None))
+        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges, pairs)
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked inner layers and their cast, where they are fused."""

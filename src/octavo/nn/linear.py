@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adapters import AdaptedLayer, frozen_norm_linear, is_frozen, parts_of_layer, reads
+from octavo.nn.adapters import AdaptedLayer, is_frozen, parts_of_layer, reads, stack_adapters
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
-from octavo.nn.fused import Stack
+from octavo.nn.fused import Stack, norm_linear
 from octavo.nn.linear_function import FusedCall, LinearCall, linear
 from octavo.nn.module_tools import (
     PrecomputedProjections,
@@ -218,7 +218,7 @@ class Linear(RecipeLayer, nn.Linear):
         return None if cast is None else self.weight_cache.get([w], cast)
 
     def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
-        """The layer and its call for the input x, as `frozen_norm_linear` takes them; None where it cannot."""
+        """The layer and its call for the input x, as `norm_linear` takes them; None if it is trained or not fusable."""
         recipe = self.recipe.fusable
         if recipe is None or not is_frozen(self):
             return None
@@ -244,7 +244,10 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
         return None
     base, adapters = parts
     found = getattr(base, "frozen", lambda x: None)(x)
-    return None if found is None else frozen_norm_linear(x, None, None, found[0], [adapters], found[1])[0]
+    if found is None:
+        return None
+    stack, call = found
+    return norm_linear(x, None, None, stack, call, pair=stack_adapters([adapters], stack.weights, call.dtype))[0]
 
 
 L = TypeVar("L", bound=RecipeLayer)
