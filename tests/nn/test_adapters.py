@@ -1,0 +1,93 @@
+"""Adapters around frozen layers in the fused passes: their numbers, what is kept for backward, and where they go."""
+
+import pytest
+import torch
+from adapter_oracle import exact_adapted, run_adapted, wrap
+from fused_oracle import BFLOAT16_DB, FLOAT32_DB, check, check_equal, gelu, is_fused, linears, swiglu, tokens
+from operation_counts import operations
+from torch import Tensor, nn
+
+import octavo
+
+BLOCKS = pytest.mark.parametrize(
+    ("build", "kind", "without"),
+    [(linears, "rms", ""), (linears, "llama", "layers.1"), (swiglu, "rms", ""), (swiglu, "llama", "mlp.down_proj"),
+     (swiglu, "rms", "mlp.up_proj"), (swiglu, "none", ""), (gelu, "none", "mlp.fc1")],
+)  # fmt: skip
+
+
+def adapted(build, kind: str, without: str = "", recipe: str = "rowwise", dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    block = build(kind).to(dtype)
+    octavo.convert(block, recipe)
+    return wrap(block, without)
+
+
+def inputs(kind: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor | None]:
+    return tokens(33, dtype=dtype), None if kind == "none" else tokens(33, dtype=dtype)
+
+
+@BLOCKS
+def test_outputs_and_gradients_are_the_formulas_of_their_bytes(build, kind: str, without: str) -> None:
+    block = adapted(build, kind, without)
+    x, residual = inputs(kind)
+    assert is_fused(block, x)
+    check(exact_adapted(block, x, residual, torch.float32), run_adapted(block, x, residual), FLOAT32_DB)
+
+
+@pytest.mark.parametrize("build", [linears, swiglu])
+def test_adapters_in_float32_around_layers_in_bf16_compute_in_bf16(build) -> None:
+    block = adapted(build, "rms", dtype=torch.bfloat16)
+    x, residual = inputs("rms", torch.bfloat16)
+    actual = run_adapted(block, x, residual)
+    assert {t.dtype for name, t in actual.items() if name.endswith((".a", ".b"))} == {torch.float32}
+    check(exact_adapted(block, x, residual, torch.bfloat16), actual, BFLOAT16_DB - 10)  # bytes of h fall either way
+
+
+@BLOCKS
+def test_compiled_equals_eager_in_one_graph(build, kind: str, without: str) -> None:
+    block = adapted(build, kind, without)
+    x, residual = inputs(kind)
+    eager = run_adapted(block, x, residual)
+    block.compile(fullgraph=True, backend="aot_eager")
+    check_equal(eager, run_adapted(block, x, residual))
+
+
+def test_there_is_no_gradient_of_a_weight_and_none_below_the_first_adapter() -> None:
+    """Four GEMMs: y and dx of the inner layers and of the outer one; three where x has no gradient."""
+    block = adapted(swiglu, "rms")
+    x = tokens(33)
+
+    def step(x: Tensor) -> None:
+        block(x)[0].sum().backward()
+
+    gemms = [operations(lambda x=x: step(x))["octavo::scaled_mm"] for x in (x.clone().requires_grad_(), x)]
+    assert gemms == [4, 4]
+    block = adapted(linears, "rms")
+    gemms = [operations(lambda x=x: step(x))["octavo::scaled_mm"] for x in (x.clone().requires_grad_(), x)]
+    assert gemms == [2, 1]
+
+
+def test_adapters_keep_their_ranks_for_the_backward_pass() -> None:
+    """Of an MLP: x + residual, u in BF16, a float32 a token for each norm and scale, and the ranks of two products."""
+    block, kept = adapted(swiglu, "rms", dtype=torch.bfloat16), []
+    known = {p.data_ptr() for p in block.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        block(tokens(33, dtype=torch.bfloat16).requires_grad_(), tokens(33, dtype=torch.bfloat16))
+    activations = {t.data_ptr(): t for t in kept if t.shape[:1] == (33,) and t.data_ptr() not in known}
+    floats = 4 * (2 + 2)  # mean, rstd, and the scales of n and h
+    ranks = 2 * (2 * 4 + 4)
+    assert sum(t.nbytes for t in activations.values()) == 33 * (2 * 64 + 2 * 2 * 96 + floats + ranks)
+
+
+def test_what_only_the_library_computes_runs_one_by_one() -> None:
+    for change in (
+        lambda block: setattr(block.layers[0], "parts", lambda: None),
+        lambda block: block.layers[0].register_forward_hook(lambda *args: None),
+        lambda block: block.layers[0].base_layer.weight.requires_grad_(),
+        lambda block: block.half(),
+        lambda block: setattr(block, "norm", nn.LayerNorm(64)),
+    ):
+        block = adapted(linears, "rms")
+        change(block)
+        assert not is_fused(block, tokens(33, dtype=next(block.parameters()).dtype))
