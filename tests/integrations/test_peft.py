@@ -1,12 +1,15 @@
 """LoRA adapters of PEFT on converted and on packed layers, with the library itself."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from metrics import sqnr
 from operation_counts import operations
+from other_writers import WRITERS
 from tiny_models import IDS, Folders, outputs
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -14,8 +17,10 @@ from transformers import AutoModelForCausalLM
 import octavo
 from octavo.inference.packed_linear import PackedLinear
 from octavo.integrations.peft import support
+from octavo.packing import unpack
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
+LINEARS = [*TARGETS, "k_proj", "o_proj", "gate_proj", "up_proj"]
 LAYERS, STEPS = 14, 3
 FUSED = 4 + 4 + 4 + 3  # GEMMs of two blocks: q, k, v as one and gate, up as one; no dx of the first q, k, v
 
@@ -124,3 +129,52 @@ def test_activation_checkpointing_computes_the_same_gradients(made: Folders) -> 
         model(input_ids=IDS, labels=IDS).loss.backward()
         found.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# ---- The gradients of adapters against PEFT in float64, on the numbers that the bytes of the base stand for
+
+
+def filled(model: Any) -> Any:
+    """The model with adapters that change its output: PEFT begins with B = 0."""
+    generator = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            p.data.copy_(torch.randn(p.shape, generator=generator) * (0.1 if "lora_A" in name else 0.05))
+    return model
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def check_gradients(packed: nn.Module, plain: Path, weights: dict[str, torch.Tensor], targets: list[str]) -> None:
+    """Those around a packed model against those around its `weights`, put into the model of the folder `plain`."""
+    exact = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float64, experts_implementation="eager")
+    for name, w in weights.items():
+        exact.get_submodule(name).weight.data.copy_(w)
+    configs = [peft.LoraConfig(r=4, target_modules=targets) for _ in range(2)]
+    expected = gradients(filled(peft.get_peft_model(exact, configs[0])))
+    actual = gradients(filled(peft.get_peft_model(packed, support(configs[1]))))
+    assert expected.keys() == actual.keys()
+    for name, g in expected.items():
+        assert sqnr(g, actual[name]) > 12, (name, sqnr(g, actual[name]))
+
+
+@pytest.mark.parametrize(
+    "writer",
+    ["compressed-tensors FP8", "compressed-tensors FP8_DYNAMIC", "compressed-tensors MXFP8", "DeepSeek", "Qwen3",
+     "ModelOpt"],
+)  # fmt: skip
+def test_gradients_around_folders_of_other_programs(writer: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the other programs
+        weights = WRITERS[writer](tmp_path / "packed")
+    unpack(tmp_path / "packed", tmp_path / "plain")
+    check_gradients(octavo.load(tmp_path / "packed"), tmp_path / "plain", weights, LINEARS)
+
+
+def test_gradients_around_packed_experts(made: Folders, tmp_path: Path) -> None:
+    folder = made("qwen3moe", scheme="channel")
+    unpack(folder, tmp_path / "plain")
+    check_gradients(octavo.load(folder), tmp_path / "plain", {}, ["q_proj", "k_proj", "v_proj", "o_proj"])
