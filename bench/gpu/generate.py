@@ -36,9 +36,9 @@ from bench.gpu import serve_models as models
 from bench.gpu.harness import DEVICE, allocated, parser_of, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
+from octavo import load
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.packed_linear import fuse
-from octavo.loading import load
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.speed import Cell, Generate, Grid, Row, release

@@ -14,7 +14,7 @@ from torch import nn
 from verify_examples import change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.hf.inputs import (
+from octavo.hf.meta_model import (
     IMAGES,
     SOUNDS,
     TOKENS,
@@ -23,9 +23,9 @@ from octavo.hf.inputs import (
     image_shape,
     main_input,
     random_inputs,
+    read_meta_model,
     token_embedding,
 )
-from octavo.hf.meta_model import read_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
 from octavo.models import GPT2, GPT2Config

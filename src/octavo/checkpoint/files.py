@@ -97,6 +97,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path), ArtifactError)
 
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
+
+
+def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
+    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
+    used = config.get("num_experts_per_tok")
+    if count is not None and isinstance(used, int) and used > max(count, 1):
+        raise ArtifactError(
+            f"{where}: num_experts_per_tok must be at most the number of experts, got {used} of {count}"
+        )
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all: a full disk must not destroy the old one."""
     partial = path.with_name(f".{path.name}.partial")

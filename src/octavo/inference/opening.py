@@ -31,8 +31,15 @@ from octavo.checkpoint.scheme import (
     take_kv_scales,
     unused_scales,
 )
-from octavo.hf.inputs import has_decoder, is_language_model
-from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import (
+    MetaModel,
+    fill_model,
+    has_decoder,
+    is_language_model,
+    our_meta_model,
+    read_meta_model,
+    transformers_meta_model,
+)
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -44,7 +51,7 @@ from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.ops.launching import compile_only, has_kernels
+from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
 from octavo.util import choose_device, plural
@@ -70,6 +77,11 @@ def load_transformers(
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
         accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
     return model
+
+
+def is_gpu(device: torch.device) -> bool:
+    """True if kernels run on `device`, and the speed of layers there is worth a warning."""
+    return device.type == "cuda"
 
 
 class Loaded(NamedTuple):
@@ -111,12 +123,12 @@ def fill(
     model, kv_scales = _filled(meta_model, packing, reader, experts, device, kv_cache)
     _check_scales(model, folder)
     use_formats_of(model, device)
-    of_experts = set(experts.names)
-    linears = {name: scheme for name, scheme in packing.schemes.items() if name not in of_experts}
-    schemes = Counter(scheme_on(scheme, device) for scheme in linears.values())
-    weight_only, widened = gemm_notes(schemes, device)
-    for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
-        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    if is_gpu(device):  # a CPU emulates every scheme
+        linears = packing.schemes.keys() - experts.names
+        schemes = Counter(scheme_on(packing.schemes[name], device) for name in packing.schemes if name in linears)
+        weight_only, widened = gemm_notes(schemes, device)
+        for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
+            warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) if kv_scales else None
@@ -401,12 +413,12 @@ def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
 def compile_meanwhile(
     meta_model: MetaModel, packing: Packing, folder: Path, device: torch.device, kv_cache: str
 ) -> Iterator[None]:
-    """Compile the kernels of a model in another thread; at the end, wait for it. Nothing happens without kernels.
+    """Compile the kernels of a model for a GPU in another thread; at the end, wait for it.
 
     An error is not reported: the kernels are then compiled at their first launch.
     """
     try:
-        small = small_model(meta_model, folder) if has_kernels(device) else None
+        small = small_model(meta_model, folder) if is_gpu(device) else None
         if small is not None:
             swap_linears(small.model, _packed_layers(small, packing, folder / "config.json"))
     except Exception:  # a model that cannot be that small

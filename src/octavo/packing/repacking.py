@@ -33,8 +33,7 @@ from octavo.checkpoint.scheme import (
 )
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
-from octavo.hf.inputs import arguments_of, measured_part, predicts_tokens
-from octavo.hf.meta_model import read_meta_model
+from octavo.hf.meta_model import arguments_of, measured_part, predicts_tokens, read_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear

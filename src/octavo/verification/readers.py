@@ -35,8 +35,7 @@ from torch import Tensor
 
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.layouts import read_config
-from octavo.hf.inputs import arguments_of, model_outputs
-from octavo.hf.meta_model import quiet_transformers, read_meta_model
+from octavo.hf.meta_model import arguments_of, model_outputs, quiet_transformers, read_meta_model
 from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
 from octavo.util import open_config, open_local, plural

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.checkpoint.files import model_tensors
-from octavo.hf.inputs import model_outputs, predicts_tokens
-from octavo.hf.meta_model import ExpertMatrices, MetaModel, compute_buffers, expert_matrices, transformers_meta_model
+from octavo.hf.meta_model import (
+    ExpertMatrices,
+    MetaModel,
+    compute_buffers,
+    expert_matrices,
+    model_outputs,
+    predicts_tokens,
+    transformers_meta_model,
+)
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 
@@ -78,7 +85,7 @@ class StreamedModel:
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The outputs float32 (`octavo.hf.inputs.model_outputs`) of token ids int64 [B, T] or of images."""
+        """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
