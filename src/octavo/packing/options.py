@@ -134,9 +134,9 @@ def static_scales(
     inputs: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
     rule, others = "", names
-    if options.input_scales is not None:
+    if names and options.input_scales is not None:
         inputs, rule, others = _given(options.input_scales, names), "frozen", []
-        weights = _histories(source, names)[1] if names and source.recipe == "delayed" else {}
+        weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
     # Without --scheme a run keeps the scales that it was trained with.
     elif source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
         (inputs, weights), rule, others = _histories(source, layers), "history", names[len(layers) :]
