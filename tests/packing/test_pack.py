@@ -181,7 +181,7 @@ def test_a_calibration_runs_with_them(source):
     parts = BlockModel(source, "cpu")
     with parts.loaded_frame(), parts.loaded_block(1):
         assert torch.equal(parts.model.get_buffer(NAME), BIAS)
-        assert parts.embed(IDS).shape == (*IDS.shape, 128)
+        assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)
 
 
 # ---- Hugging Face folders packed by every scheme and in every layout, opened by transformers and by us

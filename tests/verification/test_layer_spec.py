@@ -1,6 +1,5 @@
 """The reference of verification: the settings of several writers, the numbers they stand for, and the quality."""
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,26 +17,22 @@ from quality import compare_embeddings, compare_logits
 from safetensors.torch import load_file
 from tiny_models import TEXT, Folders, open_theirs, outputs
 from torch import Tensor
-from verify_examples import change_config, change_tensors, run_verify
+from verify_examples import change_tensors, run_verify
 
 from octavo.checkpoint.scheme import SCHEMES, Scheme
 from octavo.evaluation.metrics import Estimate, LogitQuality
-from octavo.hf.meta_model import transformers_meta_model
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
-from octavo.verification.checks import check_folder
 from octavo.verification.findings import LayerReport, Report
 from octavo.verification.layer_spec import (
     LayerSpec,
-    PackedLayers,
     SpecError,
     cache_scales,
     read_specs,
     round_input,
     widen,
 )
-from octavo.verification.stored_files import CheckpointFiles, read_files
-from octavo.verification.streamed_model import StreamedModel, required_by
+from octavo.verification.stored_files import read_files
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
@@ -218,47 +213,6 @@ def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path
     assert cache_scales(read_files(renamed)) == {name: (k, k) for name, (k, _) in scales.items()}
     change_tensors(renamed, lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
     assert cache_scales(read_files(renamed)) == {}
-
-
-def test_layouts_of_other_writers(made: Folders, tmp_path: Path) -> None:
-    """ModelOpt and transformers name and shape the scale of a tensor in their own way."""
-    folder = made("mistral", scheme="static")
-    ours = read_files(folder)
-    meta_model = partial(transformers_meta_model, ours.config, folder)
-    required = required_by(meta_model())
-    ids = torch.randint(256, (2, 20))
-
-    def logits(files: CheckpointFiles) -> Tensor:
-        layers = check_folder(files, required)
-        assert not files.findings, [str(finding) for finding in files.findings]
-        assert len(layers) == 14
-        return StreamedModel(meta_model(), files.get, files.shapes, PackedLayers(files, layers, "cpu"))(ids)
-
-    expected = logits(ours)
-    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}
-    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": []}
-    for name, settings in (("modelopt", modelopt), ("fp8", fp8)):
-        theirs = shutil.copytree(folder, tmp_path / name)
-        change_config(theirs, config_groups=None, format=None, quantization_status=None, **settings)
-
-        def flatten(tensors: dict[str, Tensor], name: str = name) -> None:
-            tensors.update({key: t.reshape(()) for key, t in tensors.items() if key.endswith("_scale")})
-            for key in list(tensors) if name == "fp8" else ():
-                module, _, leaf = key.rpartition(".")
-                if other := {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}.get(leaf):
-                    tensors[f"{module}.{other}"] = tensors.pop(key)
-            if name == "modelopt":
-                tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
-
-        change_tensors(theirs, flatten)
-        assert torch.equal(logits(read_files(theirs)), expected)
-    side = shutil.copytree(tmp_path / "modelopt", tmp_path / "side")
-    config = json.loads((side / "config.json").read_text())
-    ignored = config.pop("quantization_config")["ignore"]
-    (side / "config.json").write_text(json.dumps(config))
-    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ignored}
-    (side / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
-    assert torch.equal(logits(read_files(side)), expected)
 
 
 # ---- The quality of the model and of each layer is that of transformers' models, and of NumPy

@@ -5,7 +5,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
@@ -94,28 +93,21 @@ class PackedTensors:
         return take_kv_scales(found, linears, packing.kv_cache, self.folder), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
-        where, weight, dtype = self.folder, self.reader.specs.get(f"{name}.weight"), scheme.weight.fmt.dtype
-        if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
-            is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
-            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {dtype}, it {is_there}")
-        n, k = weight.shape
+        stored = self.reader.specs.get(f"{name}.weight")
+        n, k = stored.shape if stored is not None and len(stored.shape) == 2 else (0, 0)
         if reason := scheme.unreadable(n, k):
-            raise ArtifactError(f"{where}: {name}.weight: {reason}")
-        required = Spec.of(scheme.empty_scale(n, k))
-        self._check_scale(name, SCALE_NAME, required)
-        if scheme.static:
-            self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
-
-    def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
-        ours = f"{name}.{leaf}"
-        if ours not in self._scales:
-            raise ArtifactError(f"{self.folder}: {ours} is missing, and {name}.weight is packed: pack it again")
-        spec = self.reader.specs[self._scales[ours]]
-        if (found := Spec.of(self.packing.from_files({self._scales[ours]: spec.meta()})[ours])) != required:
-            raise ArtifactError(
-                f"{self.folder}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
-                f"{found.dtype} {list(found.shape)}"
-            )
+            raise ArtifactError(f"{self.folder}: {name}.weight: {reason}")
+        for leaf, tensor in scheme.tensors(n, k).items():
+            ours = f"{name}.{leaf}"
+            disk = self._scales.get(ours, ours)
+            spec = self.reader.specs.get(disk)
+            found = None if spec is None else Spec.of(self.packing.from_files({disk: spec.meta()})[ours])
+            if found != (required := Spec.of(tensor)):
+                is_there = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+                raise ArtifactError(
+                    f"{self.folder}: {disk} must be {required.dtype} {list(required.shape)}, it {is_there}: pack the "
+                    "model again"
+                )
 
     def _scale(self, name: str, leaf: str) -> Tensor:
         ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
@@ -153,13 +145,9 @@ class PackedTensors:
         specs = {name: self.reader.specs[name] for name in self.others}
         specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
         for name, scheme in packing.schemes.items():
-            weight = self.reader.specs[f"{name}.weight"]
-            n, k = weight.shape
-            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
-            if scheme.static:
-                scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
-            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()}
-            specs[f"{name}.weight"] = Spec(scheme.weight.fmt.dtype, weight.shape)
+            tensors = scheme.tensors(*self.reader.specs[f"{name}.weight"].shape)
+            stored = packing.to_files({f"{name}.{leaf}": t for leaf, t in tensors.items()})
+            specs |= {disk: Spec.of(t) for disk, t in stored.items()}
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:

@@ -145,33 +145,26 @@ class BlockModel:
         module, _, leaf = name.rpartition(".")
         return self.model.get_submodule(module), leaf
 
-    def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """The input of the first block, [B, T, width], from ids int64 [B, T]."""
+    def run_part(self, part: int, ids: Tensor, hidden: Tensor | None, looking: Looking = nullcontext) -> Tensor:
+        """The hidden states [B, T, width] after a part, from the `hidden` ones before it and ids int64 [B, T].
 
-        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Stop(passed)
-
-        with looking():
-            return self._run(ids, 0, block)
-
-    def run_block(self, index: int, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """The output of block `index`, which must be loaded, for `hidden` [B, T, width]; the same shape."""
-
-        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with looking():
-                raise _Stop(real(hidden.to(self.device), *args, **kwargs))
-
-        return self._run(ids, index, block)
-
-    def finish(self, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> None:
-        """Run the modules between the last block and the head on `hidden`, the output of the last block."""
-        with ExitStack() as later:
+        Part 0 is the embeddings, parts 1 to L are the blocks, each of which must be loaded. Part L + 1 is what lies
+        between the last block and the head, and returns no hidden states. The part runs within a `looking` block.
+        """
+        last = len(self.blocks)
+        with ExitStack() as seen:
 
             def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                later.enter_context(looking())
-                return hidden.to(self.device)
+                if hidden is None:
+                    raise _Stop(passed)
+                seen.enter_context(looking())
+                if part > last:
+                    return hidden.to(self.device)
+                raise _Stop(real(hidden.to(self.device), *args, **kwargs))
 
-            self._run(ids, len(self.blocks) - 1, block)
+            if hidden is None:
+                seen.enter_context(looking())
+            return self._run(ids, min(max(part, 1), last) - 1, block)
 
     @torch.no_grad()
     def _run(self, ids: Tensor, index: int, block: Callable[..., Tensor]) -> Tensor:

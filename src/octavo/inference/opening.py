@@ -285,19 +285,12 @@ class ExpertLoading:
             layers = []
             for stack, weight in stacks.items():
                 scheme = self._stacks[stack] = self._schemes[self._parts[stack][0]]
-                self._require(stack, weight, scheme)
+                tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
+                self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
                 layers.append(PackedGroupedLinear(weight, scheme))
                 if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in self._weight_only:
                     self._weight_only.append(name)
             self._model.set_submodule(name, PackedExperts(*layers))
-
-    def _require(self, stack: str, weight: Tensor, scheme: Scheme) -> None:
-        with torch.device("meta"):
-            n, k = self._rows(stack, weight), weight.shape[2]
-            tensors = {"weight": torch.empty(n, k, dtype=EXPERT_DTYPE), SCALE_NAME: scheme.empty_scale(n, k)}
-            if scheme.static:
-                tensors[INPUT_SCALE_NAME] = torch.empty(1)
-        self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
 
     def _reason(self, stack: str, weight: Any) -> str:
         """Why a stack [E, N, K] does not run in FP8, or ""."""
