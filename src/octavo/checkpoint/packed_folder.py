@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
+from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import (
     HEADS,
@@ -101,12 +101,12 @@ class PackedTensors:
             ours = f"{name}.{leaf}"
             disk = self._scales.get(ours, ours)
             spec = self.reader.specs.get(disk)
-            found = None if spec is None else Spec.of(self.packing.from_files({disk: spec.meta()})[ours])
-            if found != (required := Spec.of(tensor)):
+            found = None if spec is None else self.packing.from_files({disk: spec})[ours]
+            if found is None or not same_spec(found, tensor):
                 is_there = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
                 raise ArtifactError(
-                    f"{self.folder}: {disk} must be {required.dtype} {list(required.shape)}, it {is_there}: pack the "
-                    "model again"
+                    f"{self.folder}: {disk} must be {tensor.dtype} {list(tensor.shape)}, it {is_there}: pack the model "
+                    "again"
                 )
 
     def _scale(self, name: str, leaf: str) -> Tensor:
@@ -140,14 +140,12 @@ class PackedTensors:
         scales = self.kv_scales.items() if packing.kv_cache else ()
         return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
 
-    def specs_as(self, packing: Packing) -> dict[str, Spec]:
-        """The specs of the files' tensors if the layers were packed by `packing`."""
-        specs = {name: self.reader.specs[name] for name in self.others}
-        specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
+    def specs_as(self, packing: Packing) -> dict[str, Tensor]:
+        """The files' tensors, without their data, if the layers were packed by `packing`."""
+        specs = {name: self.reader.specs[name] for name in self.others} | self.kv_tensors(packing)
         for name, scheme in packing.schemes.items():
             tensors = scheme.tensors(*self.reader.specs[f"{name}.weight"].shape)
-            stored = packing.to_files({f"{name}.{leaf}": t for leaf, t in tensors.items()})
-            specs |= {disk: Spec.of(t) for disk, t in stored.items()}
+            specs |= packing.to_files({f"{name}.{leaf}": t for leaf, t in tensors.items()})
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:

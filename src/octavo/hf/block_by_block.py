@@ -107,7 +107,7 @@ class BlockModel:
                 disk = next((name for name in names if name in specs), names[0])
                 self._on_disk |= dict.fromkeys(needed, disk)
                 required[disk] = parameter
-        found = {disk: specs[disk].meta() for disk in required if disk in specs}
+        found = {disk: specs[disk] for disk in required if disk in specs}
         check_match(found, required, str(self._files.folder))
 
     def outside(self, names: Iterable[str]) -> list[str]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -420,12 +420,9 @@ def compile_meanwhile(
         yield
         return
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
-    thread = threading.Thread(target=_compile, args=(small, device, dtype), daemon=True)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_compile, small, device, dtype)
         yield
-    finally:
-        thread.join()
 
 
 def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> None:

@@ -314,7 +314,7 @@ def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int,
     if not files.stacks:
         raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
-    stacked = {name: source.specs[name].meta() for name in files.stacks}
+    stacked = {name: source.specs[name] for name in files.stacks}
     modules = {name: name.rpartition(".")[0] for name in stacked}
     stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
     shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import Spec, read_json, write_shards
+from octavo.checkpoint.files import read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -73,7 +73,7 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
     packed = _open(folder)
     specs = {name: packed.reader.specs[name] for name in packed.others}
     weights = [f"{name}.weight" for name in packed.packing.schemes]
-    specs |= {weight: Spec(UNQUANTIZED_DTYPE, packed.reader.specs[weight].shape) for weight in weights}
+    specs |= {weight: packed.reader.specs[weight].to(UNQUANTIZED_DTYPE) for weight in weights}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from ((name, packed.other(name)) for name in packed.others)
