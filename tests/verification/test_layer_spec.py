@@ -86,29 +86,6 @@ def test_a_quantization_without_a_name_is_described() -> None:
     assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
 
 
-def test_other_layouts() -> None:
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
-    assert one(fp8 | {"weight_block_size": [128, 128]}) == LayerSpec(128, 128, "token", 128, scale="weight_scale_inv")
-    names = {"flat": True, "scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    of_tensor = fp8 | {"weight_block_size": None}
-    assert one(of_tensor) == LayerSpec.per_tensor("token", **names)
-    assert one(of_tensor | {"activation_scheme": "static"}) == LayerSpec.per_tensor("static", **names)
-    with pytest.raises(SpecError, match="must state a weight_block_size, or null: this is AutoFP8"):
-        one(fp8)
-    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_*"]}
-    assert one(modelopt) == LayerSpec.per_tensor("static", flat=True)
-    assert one(modelopt, "lm_head") is None
-    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == LayerSpec.per_channel("token", flat=True)
-    assert LayerSpec.per_tensor("static", flat=True).scale_shapes(8, 8)[0] == ()
-    blocks = one(modelopt | {"quant_algo": "fp8_pb_wo"})
-    assert blocks == LayerSpec(128, 128, "token", 128, flat=True)
-    assert blocks.scale_shapes(256, 128) == [(2, 1, 1, 1), (2, 1)]
-    scale = torch.tensor([2.0, 3.0]).view(2, 1, 1, 1)
-    assert widen(torch.ones(256, 128), scale, blocks)[[0, 127, 128, 255], 5].tolist() == [2, 2, 3, 3]
-    with pytest.raises(SpecError, match="quant_algo must be one of FP8, .* it is 'NVFP4'"):
-        one(modelopt | {"quant_algo": "NVFP4"})
-
-
 def test_targets_by_name_come_before_patterns_and_classes() -> None:
     groups = {
         str(i): {"targets": targets, "weights": EIGHT | {"strategy": strategy}}

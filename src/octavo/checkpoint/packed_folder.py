@@ -29,9 +29,11 @@ from octavo.checkpoint.scheme import (
     Scheme,
     check_finite,
     check_scale,
+    check_tensors,
     is_kv_scale,
+    kv_pairs,
+    kv_tensors,
     suspected,
-    take_kv_scales,
     unused_scales,
 )
 from octavo.numerics import QTensor
@@ -90,7 +92,9 @@ class PackedTensors:
         """The scales of a cache, checked, and their names in the files."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
-        return take_kv_scales(found, linears, packing.kv_cache, self.folder), disks
+        required = kv_tensors(linears, packing.kv_cache)
+        check_tensors(found, required, self.folder)
+        return kv_pairs(found, required), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
         stored = self.reader.specs.get(f"{name}.weight")

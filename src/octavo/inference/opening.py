@@ -25,10 +25,11 @@ from octavo.checkpoint.scheme import (
     Scheme,
     check_scale,
     check_tensors,
+    kv_pairs,
+    kv_tensors,
     reciprocal_warning,
     scheme_on,
     suspected,
-    take_kv_scales,
     unused_scales,
 )
 from octavo.hf.meta_model import (
@@ -151,7 +152,7 @@ def _filled(
     # The stacks of experts need room beside their parts, which a GPU may lack.
     place = torch.device("cpu") if meta_model.experts.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
-        tensors, kv_scales = _read_tensors(packing, reader, disks, place)
+        tensors = _read_tensors(packing, reader, place)
     experts.widen(tensors)
     widen_layers(tensors, kept, packing.schemes)
     if kept:
@@ -161,11 +162,14 @@ def _filled(
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
-    required = meta_model.experts.split(others) | experts.required
+    cache = kv_tensors(disks, packing.kv_cache)
+    required = meta_model.experts.split(others) | experts.required | cache
     for name, tensor in tensors.items():
         if name in unpacked and tensor.dtype in FLOATS:  # other programs write float16 and float32
             tensors[name] = tensor.to(unpacked[name].dtype)
     check_tensors(tensors, required, folder)
+    kv_scales = kv_pairs(tensors, cache)
+    tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
     return fill_model(meta_model, meta_model.experts.merge(tensors) | stacks), kv_scales
 
@@ -176,13 +180,9 @@ def _plain(disks: list[str], reader: ShardReader) -> set[str]:
     return {disk for disk, spec in specs.items() if spec is None or spec.dtype not in WEIGHT_DTYPES}
 
 
-def _read_tensors(
-    packing: Packing, reader: ShardReader, disks: list[str], device: torch.device
-) -> tuple[dict[str, Tensor], KvScales]:
-    """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
-    them; and the scales of keys and values."""
+def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor that is read, on `device`, by its name in the files, with scales as `PackedLinear` holds them."""
     tensors = packing.from_files(reader.get_all(device))
-    kv_scales = take_kv_scales(tensors, disks, packing.kv_cache, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]
@@ -191,7 +191,7 @@ def _read_tensors(
             f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
             stacklevel=2,
         )
-    return tensors, kv_scales
+    return tensors
 
 
 def _check_scales(model: nn.Module, folder: Path) -> None:
