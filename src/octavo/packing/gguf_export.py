@@ -57,14 +57,8 @@ def export_gguf(
     step: int | None = None,
     progress: Progress = no_progress,
 ) -> GgufReport:
-    """Write a model to one GGUF file, which appears whole or not at all. Memory: about one tensor.
-
-    Args:
-        source: the folder of a run of `octavo train`, of which `step` counts, or the newest checkpoint, or of a Hugging
-            Face model: Llama, Mistral or Qwen2.
-        out: the file to make.
-        weights: the type of linear weights, q8_0 or f16.
-        tokenizer: write the tokenizer too.
+    """Write a run or a Hugging Face folder of a Llama, Mistral or Qwen2 to one GGUF file `out`, which appears whole or
+    not at all, with linear weights in q8_0 or f16. Memory: about one tensor.
 
     Raises the errors of `octavo.packing.pack`. A ValueError names an architecture, a feature of it, or a size that is
     not supported; an ArtifactError names a number beyond F16, or a tokenizer of another kind.
