@@ -98,7 +98,7 @@ class Scheme:
         return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
 
     def tensors(self, n: int, k: int) -> dict[str, Tensor]:
-        """What a packed weight [N, K] is stored as, by the last parts of the names, on the meta device."""
+        """The tensors of a packed weight [N, K], by the last parts of their names, on the meta device."""
         with torch.device("meta"):
             found = {"weight": torch.empty(n, k, dtype=self.weight.fmt.dtype), SCALE_NAME: self.empty_scale(n, k)}
             return found | ({INPUT_SCALE_NAME: torch.empty(1)} if self.static else {})
