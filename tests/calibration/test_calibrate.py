@@ -304,7 +304,7 @@ def test_bad_models(model, tmp_path, data):
     before = sorted(tmp_path.iterdir())
     for folder, error, message in (
         (model, ArtifactError, rf"{name} must have shape .* the file has \[3\]"),
-        (tmp_path / "packed", ArtifactError, "calibrate the BF16 model that it was packed from"),
+        (tmp_path / "packed", ArtifactError, "is quantized already: give the model in BF16"),
         (small, ArtifactError, "the model has 50 embeddings: the tokenizer is of another model"),
         (no_words, FileNotFoundError, "no tokenizer"),
     ):

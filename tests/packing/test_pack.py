@@ -29,6 +29,7 @@ from octavo.calibration import Calibration
 from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.scheme import SCHEME_OF, SCHEMES
 from octavo.hf.block_by_block import BlockModel
+from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.models import Llama, LlamaConfig
 from octavo.nn import convert
@@ -178,7 +179,7 @@ def test_they_are_packed_and_read_as_they_are(source, tmp_path):
 
 
 def test_a_calibration_runs_with_them(source):
-    parts = BlockModel(source, "cpu")
+    parts = BlockModel(open_source(source), "cpu")
     with parts.loaded_frame(), parts.loaded_block(1):
         assert torch.equal(parts.model.get_buffer(NAME), BIAS)
         assert parts.run_part(0, IDS, None).shape == (*IDS.shape, 128)

@@ -26,9 +26,9 @@ from torch import Tensor
 from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
 from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
-from octavo.checkpoint.run import find_model
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
+from octavo.hf.source import open_source
 from octavo.nn import select_linears
 from octavo.util import Progress, choose_device, no_progress
 from octavo.version import __version__
@@ -267,15 +267,15 @@ def calibrate(
     model, out = Path(model), Path(out)
     check_absent(out)
     place = choose_device(device)
-    described, stored = find_model(model, step)
-    parts = BlockModel(described, place, stored)
-    chosen = open_prompts(data, described, prompts, parts.meta_model, on_read)
+    source = open_source(model, step)
+    parts = BlockModel(source, place)
+    chosen = open_prompts(data, source.description, prompts, parts.meta_model, on_read)
     settings: dict[str, Any] = {
         "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
         "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,
     }  # fmt: skip
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
-    model_hash = hash_model(stored, described)
+    model_hash = hash_model(source.origin, source.description)
     workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating")
     with locked_folder(workdir.path):
         workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})

@@ -360,6 +360,14 @@ def _counts(described: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
             yield from ((key, number) for number in stated if isinstance(number, int))
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """For the name of each parameter, all names of it."""
+    names: dict[Tensor, list[str]] = {}  # tensors as keys compare by identity
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return {name: group for group in names.values() for name in group}
+
+
 def compute_buffers(model: Any, device: torch.device | str) -> None:
     """Let transformers compute, on `device`, the buffers that no file holds (rotary frequencies), as its own loading
     does; an ArtifactError if it does not. It initializes the parameters of the same module too, so call this before any
