@@ -30,8 +30,8 @@ from bench.gpu import llama
 from bench.gpu.generate import folder_of, generation, make_folders, open_bf16
 from bench.gpu.harness import DEVICE, in_new_process, parser_of, show, sized
 from bench.gpu.modes import EAGER, OCTAVO
+from octavo import load
 from octavo.hf.meta_model import quiet_transformers
-from octavo.loading import load
 from octavo.speed import timed
 
 NEW_MACHINE = "octavo, new machine"
