@@ -14,7 +14,6 @@ attention, and to the outputs of attention and MLP. It draws from torch's global
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -231,10 +230,10 @@ def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
     module.tie_weights()
 
 
-# ---- Finding out how a language model computes its logits, from the logits and not from the model's name.
+# ---- Finding out if a language model is causal, from its logits and not from its name.
 #
 # In an encoder the logits of a token depend on the later tokens too, so that training on the next token sees the
-# answer. The logits need not be in memory as a whole if they are the outputs of a linear layer.
+# answer.
 
 
 _TOKENS = 8
@@ -266,22 +265,3 @@ def logits_of(output: object) -> Tensor:
     if not isinstance(logits, Tensor):
         raise ValueError(f"a language model must return logits, got {type(output).__name__}")
     return logits
-
-
-@torch.no_grad()
-def head_name(model: nn.Module) -> str | None:
-    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does. Runs
-    `model` once, in evaluation mode, on two tokens; it may be on the meta device."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        outputs[module] = output
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
-                stack.enter_context(module.register_forward_hook(note))
-        stack.callback(model.train, model.training)
-        model.eval()
-        logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
-    return next((name for name, module in model.named_modules() if outputs.get(module) is logits), None)
