@@ -72,6 +72,7 @@ def load(
     *,
     kv_cache: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "auto",
     attention: Literal["bf16", "fp8"] = "bf16",
+    head: Literal["bf16", "rowwise"] = "bf16",
 ) -> PreTrainedModel:
     """Open a packed folder as a model of transformers. Its packed layers compute with the bytes of the folder.
 
@@ -83,6 +84,8 @@ def load(
         attention: of prompts in `generate`: "bf16" or "fp8". "fp8" attends in E4M3 where that is faster: texts of 4,096
             tokens and more without padding, heads of 128 elements, on a Hopper GPU with the extra `cudnn`. Other
             prompts attend in BF16. If the GPU, its libraries or the size of the heads exclude FP8, a warning says so.
+        head: of a language model. "rowwise" rounds its weight to E4M3 by row, and its inputs by token, as the scheme
+            `channel`: a decoding step then reads half its bytes. What this costs in quality was not measured.
 
     Returns:
         The model in evaluation mode, of the class that config.json names, with its `generate` and `config`. Its packed
@@ -91,8 +94,8 @@ def load(
     Raises:
         FileNotFoundError: a file of the folder is missing.
         ArtifactError: a file is damaged or does not fit; the message names the tensor or the setting.
-        ValueError: the device does not exist, the dtype or the attention is unknown, or one of them is given for a
-            model that is no language model.
+        ValueError: the device does not exist, the dtype, the attention or the head is unknown, or one of them is given
+            for a model that is no language model.
         ImportError: transformers is not installed.
 
     Example:
@@ -107,7 +110,7 @@ def load(
     import_extra("transformers", "hf", f"octavo.load opens {os.fspath(folder)} as a model of transformers")
     from octavo.inference.opening import load_transformers
 
-    model: PreTrainedModel = load_transformers(os.fspath(folder), device, kv_cache, attention)
+    model: PreTrainedModel = load_transformers(os.fspath(folder), device, kv_cache, attention, head)
     return model
 
 

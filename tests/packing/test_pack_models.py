@@ -79,7 +79,7 @@ def test_generate_is_transformers_own(made, name, beams):
 @pytest.mark.parametrize("options", [{"kv_cache": "fp8"}, {"attention": "fp8"}])
 @pytest.mark.parametrize("name", ["t5", "bert"])
 def test_options_of_a_language_model_are_refused(made, name, options):
-    with pytest.raises(ValueError, match=r"holds a (T5|Bert)\w+, and kv_cache and attention are for the text"):
+    with pytest.raises(ValueError, match=r"holds a (T5|Bert)\w+, and kv_cache, attention and head are for the text"):
         octavo.load(made(name, scheme="channel"), **options)
 
 

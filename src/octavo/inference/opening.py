@@ -45,7 +45,7 @@ from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, expert_input_cast
-from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, swap_linears, use_formats_of
+from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, quantize_head, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models.decoder import Decoder, is_causal
@@ -59,22 +59,30 @@ from octavo.util import choose_device, plural
 
 
 def load_transformers(
-    folder: str | Path, device: str | torch.device = "cpu", kv_cache: str = AUTO, attention: str = "bf16"
+    folder: str | Path,
+    device: str | torch.device = "cpu",
+    kv_cache: str = AUTO,
+    attention: str = "bf16",
+    head: str = "bf16",
 ) -> Any:
     """`octavo.load`. Only the files of the folder are read, and none of them is a pickle."""
     check_settings(None if kv_cache == AUTO else kv_cache, attention=attention)
+    if head not in ("bf16", "rowwise"):
+        raise ValueError(f"head must be one of bf16, rowwise, got {head!r}")
     place, path = choose_device(device), Path(folder)
     meta_model = transformers_meta_model(read_config(path), path)
     model: Any = meta_model.model
     accelerated = model.can_generate() and not has_decoder(model)
-    if not accelerated and (kv_cache, attention) != (AUTO, "bf16"):
+    if not accelerated and (kv_cache, attention, head) != (AUTO, "bf16", "bf16"):
         raise ValueError(
-            f"{path} holds a {type(model).__name__}, and kv_cache and attention are for the text that a language model "
-            "generates: leave them out"
+            f"{path} holds a {type(model).__name__}, and kv_cache, attention and head are for the text that a language "
+            "model generates: leave them out"
         )
     model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if head == "rowwise":
+        quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
         accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
     return model
