@@ -16,8 +16,11 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from multiprocessing import get_context
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -77,6 +80,23 @@ def in_new_process(module: str, *words: str, **environment: str) -> Any:
     *others, last = done.stdout.splitlines()
     print(*others, sep="\n", end="")
     return json.loads(last)
+
+
+def in_processes(count: int, calls: Iterable[Callable[[], Any]]) -> int:
+    """Make the calls, `count` at a time, each in a process of its own. Prints the errors, and returns their number."""
+    failed = 0
+    with ProcessPoolExecutor(count, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for done in as_completed([pool.submit(_alone, call) for call in calls]):
+            if error := done.exception():
+                failed += 1
+                print(*traceback.format_exception(error), sep="", flush=True)
+    return failed
+
+
+def _alone(call: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    call()
 
 
 # --- Time ------------------------------------------------------------------------------------------------------

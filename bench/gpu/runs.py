@@ -27,13 +27,10 @@ import math
 import statistics
 import sysconfig
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +39,7 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, parser_of, show, summary
+from bench.gpu.harness import DEVICE, allocated, in_processes, interleaved, parser_of, show, summary
 from bench.gpu.loss.model import padded
 from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first
 from bench.gpu.loss.training import Learner, write_run
@@ -189,21 +186,15 @@ def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = N
         for mode, each in seeds.items():
             train_mode(study, mode, each, out, stop)
         return
-    with ProcessPoolExecutor(gpus * processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for place, (mode, each) in enumerate(seeds.items()):
-            pool.submit(work, place % gpus, study, mode, each, out, stop)
+    calls = [partial(work, i % gpus, study, mode, each, out, stop) for i, (mode, each) in enumerate(seeds.items())]
+    in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
 
 
-def work(gpu: int, study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
-    """Train the runs of one mode on a GPU, in a process of their own."""
+def work(gpu: int, *task: Any) -> None:
+    """`train_mode` on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(gpu)
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    try:
-        train_mode(study, mode, seeds, out, stop)
-    except Exception:  # a mode that does not run has no row in the table
-        print(f"{mode} failed:\n{traceback.format_exc()}", flush=True)
+    train_mode(*task)
 
 
 def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
