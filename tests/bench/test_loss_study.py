@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 
 from bench.gpu.loss import __main__ as command
 from bench.gpu.loss import result, text, training
-from bench.gpu.loss.model import MODES, SIZES, make_model
+from bench.gpu.loss.model import CONFIGS, MODES, make_model
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
 from octavo.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
-CONFIG = SIZES["tiny"].change(warmup=1)  # as `study_of` has it
+CONFIG = CONFIGS["tiny"].change(warmup=1)  # as `study_of` has it
 STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")

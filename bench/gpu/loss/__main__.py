@@ -21,9 +21,10 @@ import torch
 from bench import record
 from bench.gpu.harness import in_processes
 from bench.gpu.loss import result, text, training
-from bench.gpu.loss.model import SIZES
+from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import SHARE, Study
 
+SIZES = [name for name, config in CONFIGS.items() if config.schedule == "wsd"]
 MAIN = ("bf16", "twin", "rowwise", "rowwise_y_only", "torchao_rowwise", "torchao_tensorwise")
 OTHERS = (
     "tensorwise", "delayed_e5m2_margin_1", "rowwise_dw_bf16", "blockwise", "tensorwise_e4m3", "rowwise_exact",
@@ -74,7 +75,7 @@ def study_of(
 ) -> Study:
     """The study that `folder` was begun with; what these are if it is new."""
     path = folder / "size.json"
-    begun = {"size": size, "steps": SIZES[size].steps, "share": SHARE, "rate": 1.0}
+    begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE, "rate": 1.0}
     given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
     if not path.exists():
         text.write_whole(path, json.dumps(begun | given).encode())
@@ -83,7 +84,7 @@ def study_of(
         if value != chosen[name]:
             raise SystemExit(f"{folder} was begun with {chosen[name]} {name}: leave --{name} out, or give a new folder")
     steps = int(chosen["steps"])
-    config = SIZES[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
+    config = CONFIGS[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
     return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
 
 
