@@ -9,9 +9,8 @@ import pytest
 
 from bench.gpu import plan as planned
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, PLAIN, speedup
-from bench.report import pages, performance, plots, scaling, shipped
+from bench.report import pages, performance, plan, plots, scaling, shipped
 from bench.report.filler import Fields, fill, load
-from bench.report.plan import image_errors
 from bench.report.training import mean_of
 from octavo.plan.step_time import Links, Training
 from octavo.recipe import PRESETS
@@ -161,11 +160,23 @@ def test_the_plan_is_within_its_aims_of_what_was_measured():
             names = [name for name, error in row["errors"].items() if abs(error) > planned.AIMS[name]]
             missed |= {(row["model"], row["gpus"], row["recipe"], row["checkpointing"], name) for name in names}
     assert not missed
-    for row in image_errors(RESULTS):
-        assert row["ms"].planned == pytest.approx(row["ms"].measured, rel=planned.AIMS["time"])
-        assert row["gb"].planned == pytest.approx(row["gb"].measured, rel=planned.AIMS["memory"])
     with pytest.raises(ValueError, match="no configuration"):
         planned.planned_again({"model": "8b", "recipe": "bf16", "checkpointing": "selective", "gpus": 4, "gpu": "h200"})
+
+
+@pytest.mark.parametrize(
+    ("errors_of", "most"),
+    [
+        (plan.stack_errors, 0.05), (plan.fsdp_errors, 0.05), (plan.tensor_parallel_errors, 0.1),
+        (plan.expert_errors, 0.1), (plan.image_errors, 0.05), (plan.gpt2_errors, 0.05), (plan.serving_errors, 0.1),
+    ],
+)  # fmt: skip
+def test_the_plan_is_near_each_step_that_was_measured(errors_of, most):
+    """But for short kernels, which decide small experts, and a mode whose code was replaced."""
+    for row in errors_of(RESULTS):
+        if not {performance.REPLACED, "small experts"} & {row.get("mode"), row.get("experts")}:
+            speed = row.get("ms") or row["rate"]
+            assert speed.planned == pytest.approx(speed.measured, rel=most), row
 
 
 def test_readme_gets_its_parts_between_the_comments():

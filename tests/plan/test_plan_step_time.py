@@ -2,25 +2,22 @@
 
 import heapq
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from octavo.plan.cases import Case, TrainingPlan, find_architecture
-from octavo.plan.model_shape import Architecture, Block
-from octavo.plan.setup import Setup, attention_seconds, gradient_bytes, make_setup
+from octavo.plan.cases import Case, TrainingPlan
+from octavo.plan.model_shape import Block
+from octavo.plan.setup import Setup, attention_seconds, gradient_bytes
 from octavo.plan.step_time import (
     GELU,
     LAYER_NORM,
     STACKED_GATE,
     Pass,
-    StepTime,
     bias_bytes,
     block_passes,
     block_products,
-    plan_step,
 )
 from octavo.rates.measured import (
     MEASURED,
@@ -30,45 +27,13 @@ from octavo.rates.measured import (
     grouped_seconds,
     layer_speedup,
     linear_seconds,
-    product_seconds,
     slowdowns,
 )
 from octavo.recipe import get_recipe
-from octavo.train.config import Config
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
-
-
-def layer_stack(*, fused: bool) -> Architecture:
-    """The four blocks of bench/gpu/stack.py, without embedding and head."""
-    llama = find_architecture("llama-3.1-8b", Config())
-    blocks = (replace(llama.blocks[0], count=4),)
-    return replace(llama, blocks=blocks, vocabulary=0, head=0, embeddings=0, others=0, fused=fused)
-
-
-@pytest.mark.parametrize(
-    ("mode", "recipe", "fused"),
-    [
-        ("bf16, compile", "bf16", False),
-        ("ours fused: rowwise, compile", "rowwise", True),
-        ("ours plain: tensorwise, compile", "tensorwise", False),
-        ("ours plain: rowwise_dw_bf16, compile", "rowwise_dw_bf16", False),
-        ("ours plain: blockwise, compile", "blockwise", False),
-    ],
-)
-def test_the_measured_stack_of_layers(mode, recipe, fused):
-    rows = json.loads((RESULTS / "gpu_stack.json").read_text())["modes"]
-    measured = next(row["median"] for row in rows if row["mode"] == mode)
-    settings = {"batch": 1, "context": 8192, "compile.blocks": True, "optimizer.weights": "bf16"}
-    config = Config(recipe=recipe).change(**settings)
-    time = plan_step(make_setup(layer_stack(fused=fused), config, find_gpu("h100"), 1), 0.0)
-    assert 1e3 * (time.total - time.optimizer) == pytest.approx(measured, rel=0.1)
-
-
-def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.0) -> StepTime:
-    return Case("llama-3.1-8b", settings, gpu, gpus, network).training().time
 
 
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
@@ -97,14 +62,6 @@ def test_the_time_of_smaller_layers_than_measured_is_extrapolated():
     assert half > least / 2  # a lower rate
     narrow, corner = (linear_seconds(gpu, rowwise, (32768, 512, n)) for n in (1024, 512))
     assert narrow / 2 < corner < narrow
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-def test_the_measured_steps_of_gpt2(recipe):
-    runs = json.loads((RESULTS / "gpt_parity.json").read_text())["runs"]
-    measured = statistics.median(run["tokens_per_second"] for run in runs if run["mode"] == recipe)
-    settings = ("--recipe", recipe, "--batch", "64", "--context", "1024", "--loss.logits", "whole")
-    assert Case("gpt2", settings).training().tokens_per_second == pytest.approx(measured, rel=0.1)
 
 
 def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
@@ -243,19 +200,6 @@ def test_the_measured_rates_of_experts(shape, recipe, ways):
     planned = grouped_seconds(find_gpu("h200"), get_recipe(recipe), (rows, k, n), 8) / 8
     casts = 5 * (rows * (k + n) + k * n) / find_gpu("h200").copy_rate if recipe == "rowwise" else 0.0
     assert planned - casts == pytest.approx(products, rel=1e-3)
-
-
-def test_the_measured_layer_of_mixtrals_experts():
-    row = json.loads((RESULTS / "gpu_moe.json").read_text())["mixtral"]
-    for recipe, mode in (("bf16", "bf16"), ("rowwise", "ours")):
-        plan = Case("mixtral-8x7b", ("--recipe", recipe, "--batch", "2"), gpus=1).training()
-        setup, block = plan.setup, plan.setup.model.blocks[0]
-        assert setup.tokens == row["shape"]["tokens"]
-        layers = [each for each in block_products(setup, block) if each.count > 1]
-        used = setup.recipe
-        linear = sum(product_seconds(setup.gpu, used, each.shape, each.count) for each in layers)
-        assert 1e3 * linear < row["ms"][mode]
-        assert 1e3 * linear == pytest.approx(row["ms"][mode], rel=0.15)  # the layer also sorts, and computes SwiGLU
 
 
 def test_few_rows_of_experts_take_the_time_of_reading_the_weights():
