@@ -9,7 +9,7 @@ import pytest
 import torch
 from code_blocks import DOCS, ROOT
 
-from bench.figures import accumulation, formats, rotation, rounding, scales
+from bench.figures import accumulation, formats, rounding, scales
 from bench.figures.__main__ import FIGURES, FOLDER, main
 from bench.report.filler import load
 from octavo.numerics.formats import E4M3, E5M2
@@ -80,13 +80,3 @@ def test_an_outlier_costs_a_tensor_its_bits_and_a_row_only_that_row() -> None:
     row = 10 * np.log10(256)  # one row of 256 is lost
     found = scales.others(x, scales.octavo.quantize(x).dequantize())
     assert found == pytest.approx(row, abs=1)
-
-
-def test_a_rotation_helps_integers_most() -> None:
-    x, w = rotation.tokens(), torch.randn(32, rotation.WIDTH, generator=torch.Generator().manual_seed(1))
-    gain = {
-        integers: rotation.product_sqnr(x, w, rotate=True, eight_bit_integers=integers)
-        - rotation.product_sqnr(x, w, rotate=False, eight_bit_integers=integers)
-        for integers in (True, False)
-    }
-    assert gain[True] > 10 > gain[False] > -3

@@ -15,7 +15,6 @@ from octavo.plan.step_time import (
     LAYER_NORM,
     STACKED_GATE,
     Pass,
-    bias_bytes,
     block_passes,
     block_products,
 )
@@ -62,12 +61,6 @@ def test_the_time_of_smaller_layers_than_measured_is_extrapolated():
     assert half > least / 2  # a lower rate
     narrow, corner = (linear_seconds(gpu, rowwise, (32768, 512, n)) for n in (1024, 512))
     assert narrow / 2 < corner < narrow
-
-
-def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
-    shape, bf16 = (8192, 4096, 4096), get_recipe("bf16")
-    a100, h100 = (linear_seconds(find_gpu(name), bf16, shape) for name in ("a100", "h100"))
-    assert a100 / h100 == pytest.approx(989.4 / 312)
 
 
 # ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu
@@ -171,20 +164,6 @@ def test_the_gradient_of_gate_and_up_as_one_tensor():
     assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
 
 
-def test_the_gradients_of_biases_read_the_gradients_of_outputs():
-    setup, block = setup_of("gpt2", "rowwise")
-    assert bias_bytes(setup, block) == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # dh and u of the fused MLP
-    without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
-    assert bias_bytes(setup, without) == 0
-
-
-def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied():
-    setup, block = setup_of("gpt2", "bf16")
-    forward, backward = (passes[-1].moved for passes in block_passes(setup, block))
-    assert forward == 0
-    assert backward - bias_bytes(setup, block) == 4 * 3 * 768
-
-
 # ---- Planned experts against the measured grouped GEMMs of bench/results, and what runs in FP8 of a mixture
 
 
@@ -234,12 +213,6 @@ def test_the_speeds_are_those_of_the_benchmark(cell):
     ]:
         ms = cell[key]["ms"]
         assert fp8_speed(passes, cell["tokens"]) == pytest.approx(ms["BF16, cuDNN"] / ms[mode], rel=0.01)
-
-
-def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_longest():
-    short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
-    assert middle == pytest.approx((short + long) / 2)
-    assert beyond == long
 
 
 def test_attention_computes_whole_tiles():
