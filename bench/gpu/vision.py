@@ -8,9 +8,8 @@ Each block is compiled by itself. First come the outputs and gradients against B
 The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
 GPU.
 
-"ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. `only_if_faster_to_best`
-is its speed as a multiple of the faster one of BF16 and "ours": below 0.97 it chose wrongly. At the end the profiler
-sums the kernels of BF16 and "ours" by kind.
+"ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. At the end the
+profiler sums the kernels of BF16 and "ours" by kind.
 
     python -m bench.gpu.vision
 """
@@ -155,8 +154,6 @@ def measure(shape: Shape) -> dict[str, Any]:
     steps = {mode: step(make(shape, mode)[0], shape) for mode in modes}
     result["rounds"] = harness.interleaved(steps, rounds=15, repeat=3)
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
-    best = max(1.0, result["speedup"]["ours"])
-    result["only_if_faster_to_best"] = result["speedup"]["ours, only if faster"] / best
     result["profiles"] = {mode: categories(steps[mode]) for mode in PROFILED}
     show(result)
     return result
