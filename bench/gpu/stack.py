@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness, llama
-from bench.gpu.communication import kind_of
 from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
+from bench.gpu.ranks import kind_of
 from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=sized(4, 2))

@@ -30,12 +30,11 @@ from torch.distributed.tensor.parallel import (
 
 import octavo
 from bench.gpu import llama
-from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, Passes, decibels, draw_matrices, interleaved, own_code, sized, summary
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Row, attempt, bandwidth, chosen, read_options, setting_of, slowest, start, write
+from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, read_options, setting_of, slowest, start, write
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
