@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from bench import record
@@ -60,16 +60,11 @@ class Runner(harness.Passes):
         harness.draw_matrices(model)
         if convert is not None:
             convert(model, recipe)
-        self.delayed = convert is octavo.convert and recipe == "delayed"
         model.__class__ = harness.own_code(type(model))
-        super().__init__(model, config, tokens, DEVICE)
+        super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE))
         self.call = torch.compile(model) if compiled else model
-
-    def step(self) -> list[Tensor]:
-        found = super().step()
-        if self.delayed:
-            octavo.scales.update_scales(self.model)
-        return found
+        if convert is octavo.convert and recipe == "delayed":
+            self.after = octavo.scales.update_scales
 
 
 def main() -> None:

@@ -117,21 +117,9 @@ def make(shape: Shape, mode: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def step(model: nn.Module, shape: Shape) -> Callable[[], list[Tensor]]:
     """A forward and backward pass; returns y, dx and the gradient of the first weight matrix."""
-    x, *text = inputs(shape)
-    x.requires_grad_()
-    dy = torch.randn_like(x)
+    given = inputs(shape)
     weight = next(p for p in model.parameters() if p.ndim == 2)
-
-    def run() -> list[Tensor]:
-        model.zero_grad()
-        x.grad = None
-        y = model(x, *text)
-        y.backward(dy)
-        assert x.grad is not None
-        assert weight.grad is not None
-        return [y.detach(), x.grad, weight.grad]
-
-    return run
+    return harness.Passes(model, given, torch.randn_like(given[0]), [weight]).step
 
 
 def measure(shape: Shape) -> dict[str, Any]:
