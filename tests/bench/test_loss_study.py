@@ -183,6 +183,25 @@ def test_recipes_of_few_orders_have_one_deviation() -> None:
         assert row["fp8"]["half_pooled"] == pytest.approx(half, rel=1e-6)
 
 
+def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
+    """Errors of a known mean and deviation, in 64 batches."""
+    torch.manual_seed(0)
+    g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
+    errors = mean + deviation * torch.randn(batches, 256, 64)
+    found = training.error_of(
+        g * batches, g.square().sum() * batches, errors.sum(0), errors.square().sum(), batches=batches
+    )
+    assert found["bias"] == pytest.approx((mean / 2) ** 2, rel=0.2)  # the mean of the errors alone has 2.6 times that
+    assert found["noise"] == pytest.approx((deviation / 2) ** 2, rel=0.02)
+
+
+def test_gradients_in_fp8_have_an_error_and_bf16_has_none(folder: Path, found: dict[str, Any]) -> None:
+    command.main(["gradients", str(folder), "rowwise,bf16_rounded"])
+    rows = result.merge(folder, STUDY)["gradients"]
+    assert rows["bf16_rounded"]["noise"]["worst"] == 0
+    assert 1e-4 < rows["rowwise"]["noise"]["median"] < 1e-1  # 40 to 10 dB
+
+
 def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
     folder: Path, found: dict[str, Any]
 ) -> None:

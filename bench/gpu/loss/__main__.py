@@ -3,8 +3,8 @@
     python -m bench.gpu.loss all FOLDER                   everything, in several processes on the GPU
     python -m bench.gpu.loss merge FOLDER                 FOLDER to bench/results/gpu_loss_SIZE.json, or cpu_
 
-`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS` and `frozen MODES:ORDERS`.
-Each writes a file when a run ends and skips runs whose file is there, so `all` goes on where it was
+`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS`, `frozen MODES:ORDERS` and
+`gradients MODES`. Each writes a file when a run ends and skips runs whose file is there, so `all` goes on where it was
 ended. The settings of the first command stay with FOLDER.
 """
 
@@ -32,11 +32,11 @@ OTHERS = (
 )  # fmt: skip
 FROZEN = ",".join(("bf16", "rowwise", "torchao_rowwise", "torchao_tensorwise", *OTHERS))
 PLAN = (
-    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10",
+    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10", f"gradients {FROZEN}",
     *(f"branch {mode}:7,8" for mode in OTHERS),
 )  # fmt: skip
 # The commands of a stage need the files of those before it: the tokens, the trunk and the final weights.
-STAGE = {"prepare": 0, "trunk": 1, "rates": 2, "branch": 2, "frozen": 3}
+STAGE = {"prepare": 0, "trunk": 1, "rates": 2, "branch": 2, "frozen": 3, "gradients": 3}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -93,6 +93,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "trunk": training.train_trunk,
     "rates": training.check_rates,
     "branch": training.train_branches,
+    "gradients": training.compare_gradients,
     "frozen": training.evaluate_frozen,
 }
 

@@ -70,6 +70,7 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         **curve,
         "modes": modes,
         "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
+        "gradients": {run["mode"]: gradient_row(run) for run in read(folder, "gradients-*.json")},
         "runs": {"trunk": trunk, "rates": rates, "branches": list(runs.values()), "frozen": list(frozen.values())},
     }
 
@@ -188,3 +189,10 @@ def frozen_row(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         found = ratio([a - b for a, b in zip(losses, bases, strict=True)], bases)
         rows[name] = {"gap": found.value, "text_half": None if found.high is None else found.high - found.value}
     return rows
+
+
+def gradient_row(run: dict[str, Any]) -> dict[str, Any]:
+    """The bias and the noise of dw, relative and squared: the median over the weights, and the worst."""
+    weights = run["weights"].values()
+    rows = {kind: [each[kind] for each in weights] for kind in ("bias", "noise")}
+    return {kind: {"median": statistics.median(found), "worst": max(found)} for kind, found in rows.items()}

@@ -33,6 +33,7 @@ from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_stat
 
 SHARE = 0.6  # of the steps, after which branches leave the trunk, where a folder was not begun with another
 DISTURBANCE = 2e-3  # of each weight of a twin, relative, one standard deviation
+BATCHES = 64  # whose gradients are compared
 LAST = 3  # evaluations at the end of a run, whose mean is its loss
 SERVED_AS = "rowwise"  # the FP8 in which weights that were trained in BF16 are evaluated
 
@@ -263,6 +264,44 @@ def evaluate_frozen(folder: Path, study: Study, device: torch.device, modes: lis
                 p.copy_(found[name])
             losses[file.stem] = learner.evaluate(held_out)[form]
         write_run(path, learner, {"losses": losses})
+
+
+def compare_gradients(folder: Path, study: Study, device: torch.device, modes: list[str]) -> None:
+    """The error of each gradient dw of a mode at the trunk's weights, against BF16's of the same batches.
+
+    With the error d of a batch and the gradient g of BF16, over the batches:
+
+        bias   |mean d|^2 / |mean g|^2, less what chance alone gives, |d - mean d|^2 / (batches - 1): it stays
+        noise  mean |d - mean d|^2 / mean |g|^2: the part of one batch that averages out
+    """
+    base = Learner("bf16", study.config, device)
+    trunk = load_file(folder / "trunk.safetensors", device=str(device))
+    training, _ = texts(folder, study.config, device)
+    rows = reading_order(len(training), study.first, study.config.batch, 7).to(device)
+    batches = torch.split(rows[study.first * study.config.batch :], study.config.batch)[:BATCHES]
+    for mode in modes:
+        path = folder / f"gradients-{mode}.json"
+        if path.exists() or mode in IN_BF16:
+            continue
+        learner = Learner(mode, study.config, device)
+        sums: dict[str, list[Tensor]] = {}  # of g, |g|^2, d and |d|^2
+        for each in (base, learner):
+            each.restart(trunk)
+        for batch in batches:
+            exact, found = (each.gradients(training[batch]) for each in (base, learner))
+            for name, g in exact.items():
+                d = found[name] - g
+                added = [g, g.square().sum(), d, d.square().sum()]
+                sums[name] = [a + b for a, b in zip(sums[name], added, strict=True)] if name in sums else added
+        weights = {name: error_of(*of_weight, batches=len(batches)) for name, of_weight in sums.items()}
+        write_run(path, learner, {"batches": len(batches), "weights": weights})
+
+
+def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batches: int) -> dict[str, float]:
+    """The bias and the noise of one weight, from sums over the batches of g, |g|^2, d and |d|^2."""
+    around = max(float(d_squared) - float(d.square().sum()) / batches, 0.0)  # sum |d - mean d|^2
+    bias = float((d / batches).square().sum()) - around / batches / max(batches - 1, 1)
+    return {"bias": bias / float((g / batches).square().sum()), "noise": around / float(g_squared)}
 
 
 # --- Files -----------------------------------------------------------------------------------------------------
