@@ -8,7 +8,7 @@ from quantize_oracle import casts_of_the_presets, name_of
 from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
-from octavo.observation.operand_statistics import MAXIMA, WIDTH, clear_statistics, sampled_rows
+from octavo.observation.operand_statistics import MAXIMA, WIDTH, clear, sampled_rows
 from octavo.observation.operands import Sampling, numbers_of_rows, observe
 from octavo.ops import quantize, quantize_scaled
 from octavo.watching.records import combined, operand_records
@@ -25,7 +25,7 @@ def _sampling():
 
 
 def empty(rows=1):
-    return clear_statistics(torch.empty(rows, WIDTH, dtype=torch.float64))
+    return clear(torch.empty(rows, WIDTH, dtype=torch.float64))
 
 
 def record(stats):

@@ -1,138 +1,81 @@
 """Statistics of sampled rows of a tensor, in a form in which those of several samples and ranks can be combined.
 
-Statistics are float64 [WIDTH]: maxima, then sums, then a histogram of exponents. Those of two samples are combined by
-the maximum of the maxima and the sum of the rest. `octavo.watching` computes from them the numbers that people read.
+The statistics of a tensor are a row of a table, float64: maxima, then sums (`FIELD`), and in a full sample a histogram
+of exponents. Two rows are combined by the maximum of the maxima and the sum of the rest. `octavo.watching` computes
+from them the numbers that people read.
 
-The moments are sums of powers. In float64 the fourth power of a gradient of 1e-30 is still a normal number. The
-histogram counts the exponents of float32 as they are: it is shifted when the amax of all samples is known.
+A full sample has every field. Its moments are sums of powers in float64, where the fourth power of a gradient of 1e-30
+is still a normal number. A brief one leaves out what the rules do not judge (x1, x3, rows, zero_rows, noise, the
+exponents), and its sums are float32. The histogram counts the exponents of float32 as they are: it is shifted when the
+amax of all samples is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import Format, widen
+from octavo.numerics.formats import widen
 from octavo.numerics.scaling import SMALLEST_SCALE
 
 # amax: of the sampled rows; all_amax: of all rows, where the quantization found it
 MAXIMA = ("amax", "all_amax", "scale", "minus_smallest_scale", "minus_gap", "recomputed")
 SUMS = (
-    *("elements", "x1", "x2", "x3", "x4", "nonfinite", "rows", "zero_rows"),  # of the tensor; x3: the sum of its cubes
-    *("scales", "nan_scales", "saturated", "flushed", "noise"),  # of its quantization; noise: the sum of squared errors
-    *("codes", "lost"),  # bytes of g that are not zero, and those of them that are zero in h
+    *("elements", "rows", "zero_rows", "nonfinite", "nonzero", "x1", "x2", "x3", "x4"),  # x3: the sum of the cubes
+    *("scales", "bad_scales", "saturated", "noise"),  # of its quantization; noise: the sum of squared errors
+    *("codes", "lost"),  # bytes that are not zero, and those of them that are zero in h
 )
-_GOLDEN = (math.sqrt(5) - 1) / 2
+FIELD = {name: i for i, name in enumerate((*MAXIMA, *SUMS))}
+HEAD = len(FIELD)
 EXPONENTS = 256  # biased exponents of float32: 0 is that of zero, and of numbers below 2^-126
-FIELD = {name: i for i, name in enumerate((*MAXIMA, *SUMS, "exponents"))}
-WIDTH = FIELD["exponents"] + EXPONENTS
-
-# The fields of a brief sample, which buffers hold after the WIDTH others.
-BRIEF_MAXIMA = ("amax", "all_amax", "scale", "minus_gap")
-# nonfinite: 0, or NaN where an element or a scale is not finite; scales: the number of operands that are quantized
-BRIEF_SUMS = ("elements", "nonfinite", "x2", "x4", "nonzero", "codes", "lost", "saturated", "scales")
-BRIEF_FIELD = {name: i for i, name in enumerate((*BRIEF_MAXIMA, *BRIEF_SUMS))}
-BRIEF_WIDTH = len(BRIEF_FIELD)
+WIDTH = HEAD + EXPONENTS
 # A scale computed from the amax maps it onto the largest code, up to a rounding of float32: that is no saturation.
 ROUNDING = 1 + 2.0**-20
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
-Found = dict[str, Tensor]  # maxima float32 and sums float64, without dimensions; exponents [EXPONENTS]
+Found = dict[str, Tensor]  # fields [n] of n tensors, or of all of them alike without dimensions
 
 
-def clear_statistics(stats: Tensor) -> Tensor:
-    """Make `stats` [n, WIDTH + BRIEF_WIDTH] those of no sample, in place."""
+def clear(stats: Tensor) -> Tensor:
+    """Make a table [n, HEAD or WIDTH] that of no sample, in place."""
     stats.zero_()
     stats[:, : len(MAXIMA)] = -torch.inf
-    stats[:, WIDTH : WIDTH + len(BRIEF_MAXIMA)] = -torch.inf
     return stats
 
 
-class Rows(NamedTuple):
-    """R sampled rows of a quantized operand [M, K].
-
-    x [R, K] in high precision, None where only bytes exist; numbers [R, K], float32, are those of the bytes: x is about
-    numbers * scales. Numbers up to least [R, 1] become zero where the bytes are shifted for dw; None without a shift.
-    """
-
-    x: Tensor | None
-    numbers: Tensor
-    scales: Tensor
-    least: Tensor | None = None
+def combine_all(stats: Tensor) -> Tensor:
+    """The statistics [n, fields] of [n, parts, fields]."""
+    k = len(MAXIMA)
+    return torch.cat([stats[:, :, :k].amax(1), stats[:, :, k:].sum(1)], 1)
 
 
-def add_statistics(stats: Tensor, found: Found) -> None:
-    """Add what the functions below found to `stats` [WIDTH + BRIEF_WIDTH], in place."""
-    n, lowest, zero = len(MAXIMA), _constant(-torch.inf, stats.device), _constant(0, stats.device)
-    maxima = torch.stack([found.get(name, lowest) for name in MAXIMA])
-    sums = torch.stack([found.get(name, zero) for name in SUMS])
-    torch.maximum(stats[:n], maxima, out=stats[:n])
-    stats[n : WIDTH - EXPONENTS] += sums
-    stats[WIDTH - EXPONENTS : WIDTH] += found["exponents"]
+def add_statistics(stats: Tensor, found: Tensor) -> None:
+    """Add the table `found` [n, HEAD or WIDTH] to `stats` [n, WIDTH], in place."""
+    mine = stats[:, : found.shape[1]]
+    mine.copy_(combine_all(torch.stack([mine, found], 1)))
 
 
-def tensor_statistics(x: Tensor) -> tuple[Tensor, Found]:
-    """Sampled rows [R, K], float32, with zeros in place of inf and NaN; and the statistics of the finite elements."""
-    finite = x.nan_to_num(0, 0, 0)
-    magnitude = finite.abs()
-    largest = magnitude.amax(1)  # of each row
-    wide = finite.double().flatten()
-    square = wide * wide
-    return finite, {
-        "amax": largest.amax(),
-        "elements": _constant(x.numel(), x.device),
-        "x1": wide.sum(),
-        "x2": square.sum(),
-        "x3": square.dot(wide),
-        "x4": square.dot(square),
-        "nonfinite": _count(finite != x),
-        "rows": _constant(x.shape[0], x.device),
-        "zero_rows": _count(largest == 0),
-        "exponents": _histogram(magnitude.view(torch.int32) >> 23),
-    }
+def table_of(found: Mapping[str, Tensor], n: int, device: torch.device) -> Tensor:
+    """The fields that were found of n tensors as a table [n, HEAD]. A missing one is of no sample: of noise NaN."""
+    missing = dict.fromkeys(MAXIMA, -math.inf) | dict.fromkeys(SUMS, 0.0) | {"noise": math.nan}
+    columns = [found[name] if name in found else constant(value, device, n) for name, value in missing.items()]
+    columns = [column if column.ndim else column.expand(n) for column in columns]
+    return torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), columns), 1)
 
 
-def row_statistics(rows: Rows, of_scales: Found, fmt: Format) -> tuple[Tensor, Found]:
-    """The rows [R, K], finite, and all their statistics; the errors of bytes alone are unknown."""
-    x, found = tensor_statistics(rows.numbers * rows.scales if rows.x is None else rows.x.float())
-    found |= of_scales
-    if rows.x is None:
-        found |= dict.fromkeys(("saturated", "flushed", "noise"), _constant(math.nan, x.device))
-    else:
-        error = (x - rows.numbers * rows.scales).double().flatten().nan_to_num_(0, 0, 0)
-        found["saturated"] = _count(x.abs() > rows.scales * (fmt.max * ROUNDING))
-        found["flushed"] = _count((rows.numbers == 0) & (x != 0))
-        found["noise"] = error.dot(error)
-    if rows.least is not None:
-        codes = torch.linalg.vector_norm(rows.numbers, 0).double()  # that are not zero
-        found |= {"codes": codes, "lost": codes - _count(rows.numbers.abs() > rows.least)}
-    return x, found
-
-
-def histogram_statistics(x: Tensor) -> Found:
-    """Count, histogram and non-finite count of rows [R, K], float32."""
-    finite = x.nan_to_num(0, 0, 0)
-    return {
-        "elements": _constant(x.numel(), x.device),
-        "nonfinite": _count(finite != x),
-        "exponents": _histogram(finite.abs().view(torch.int32) >> 23),
-    }
-
-
-def scale_statistics(scale: Tensor) -> Found:
-    """The range of all scales of a tensor; the smallest is that of the blocks that are not all zero."""
-    scale = scale.float()
-    return {
-        "scale": scale.nan_to_num(-torch.inf).amax(),
-        "minus_smallest_scale": torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf).amax(),  # NaN compares as false
-        "scales": _constant(scale.numel(), scale.device),
-        "nan_scales": _count(scale.isnan()),
-    }
+def by_dtype(function: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The result of an operation on lists for each tensor. It is called once for each dtype, which makes it fast."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(t.dtype for t in tensors):
+        of_dtype = [i for i, t in enumerate(tensors) if t.dtype == dtype]
+        found |= zip(of_dtype, function([tensors[i] for i in of_dtype]), strict=True)
+    return [found[i] for i in range(len(tensors))]
 
 
 @lru_cache(maxsize=256)
@@ -153,33 +96,84 @@ def numbers_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes if codes.is_cuda else widen(codes)).to(dtype)
 
 
-def _count(holds: Tensor) -> Tensor:
-    return holds.sum(dtype=torch.float64)
+@lru_cache(maxsize=1024)
+def constant(value: float, device: torch.device, *shape: int) -> Tensor:
+    """A number on the device, float64; float32 if it is not finite or 0, as maxima are."""
+    dtype = torch.float64 if value and math.isfinite(value) else torch.float32
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
-def _histogram(exponents: Tensor) -> Tensor:
+# ---- The statistics of one operand, or of each expert's part of it, now.
+
+
+@dataclass(frozen=True)
+class Rows:
+    """n blocks of R sampled rows; [n, R, K] in float32, and what broadcasts against that.
+
+    Where the operand is quantized, x is about numbers * scales, and the numbers are those of its bytes. Numbers up to
+    `least` become zero where the bytes are shifted for dw; None without a shift.
+    """
+
+    x: Tensor | None  # None where only bytes exist: their errors are unknown
+    numbers: Any = None
+    scales: Any = None
+    least: Tensor | None = None
+    largest: float = 0.0  # number of the format
+
+
+def rows_statistics(rows: Rows, of_scales: Found, *, full: bool) -> tuple[Tensor, Tensor]:
+    """The table [n, HEAD] of the finite elements, and the magnitudes [n, R, K], zero in place of inf and NaN."""
+    x = rows.x
+    if x is None:
+        x = rows.numbers * rows.scales
+    n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
+    magnitude = finite.abs()
+    largest = magnitude.amax(2)  # of each row
+    wide = (finite.double() if full else finite).flatten(1)
+    square = wide * wide
+    found = of_scales | {
+        "amax": largest.amax(1),
+        "elements": constant(x[0].numel(), device, n),
+        "nonfinite": _count(finite != x),
+        "nonzero": _count(finite != 0),
+        "x2": square.sum(1),
+        "x4": (square * square).sum(1),
+    }
+    if full:
+        count = constant(x.shape[1], device, n)
+        found |= {"x1": wide.sum(1), "x3": (square * wide).sum(1), "rows": count, "zero_rows": _count(largest == 0)}
+    if rows.numbers is not None and rows.x is None:
+        found |= dict.fromkeys(("saturated", "codes"), constant(math.nan, device, n))
+    elif rows.numbers is not None:
+        codes = found["codes"] = _count(rows.numbers != 0)
+        if rows.least is not None:
+            found["lost"] = codes - _count(rows.numbers.abs() > rows.least)
+        if full:
+            error = (finite - rows.numbers * rows.scales).double().nan_to_num_(0, 0, 0).flatten(1)
+            found["saturated"] = _count(magnitude > rows.scales * (rows.largest * ROUNDING))
+            found["noise"] = (error * error).sum(1)
+    return table_of(found, n, device), magnitude
+
+
+def histogram(magnitude: Tensor) -> Tensor:
+    """The number of elements, float32 and not negative, by exponent: [EXPONENTS]."""
+    exponents = magnitude.view(torch.int32) >> 23
     if not exponents.is_cuda:
         return torch.bincount(exponents.flatten(), minlength=EXPONENTS)
     # bincount would wait for the device, and of floats this is not deterministic.
     return torch.histc(exponents, EXPONENTS, 0, EXPONENTS)
 
 
-@lru_cache(maxsize=1024)
-def _constant(value: float, device: torch.device) -> Tensor:
-    """A number on the device, float64; float32 if it is infinite, as maxima are."""
-    dtype = torch.float32 if math.isinf(value) else torch.float64
-    return torch.full((), value, dtype=dtype, device=device)
+def _count(holds: Tensor) -> Tensor:
+    return holds.flatten(1).sum(1, dtype=torch.float64)
 
 
-# ---- Brief samples: the numbers that rules judge, for all operands of a step at once.
+# ---- The statistics of all operands of a step at once, in a brief sample.
 #
 # A GPU takes longer to launch an operation on some rows than to run it. So an operand only has its rows copied when it
 # is observed. At the end of the step, operations on lists of tensors find the numbers of all of them.
-#
-# The moments are those about zero.
 
 
-ROWS = 16
 _MOST_BYTES = 1 << 25  # of rows that wait for the end of the step
 
 
@@ -197,80 +191,74 @@ class Operand:
 
 
 class BriefStore:
-    """The operands of a step that belong to the rows of some buffers of statistics, float64 [n_i, fields]."""
+    """The operands of a step that belong to the rows of some tables of statistics [n_i, WIDTH]."""
 
-    _of_buffer: ClassVar[dict[int, BriefStore]] = {}
+    _of_table: ClassVar[dict[int, BriefStore]] = {}
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, tables: Sequence[Tensor]) -> None:
         self._first, self._rows = {}, 0
-        for buffer in buffers:
-            self._first[buffer.data_ptr()] = self._rows
-            self._of_buffer[buffer.data_ptr()] = self
-            self._rows += len(buffer)
+        for table in tables:
+            self._first[table.data_ptr()] = self._rows
+            self._of_table[table.data_ptr()] = self
+            self._rows += len(table)
         self.clear()
 
     @classmethod
-    def of(cls, buffer: Tensor) -> BriefStore | None:
-        """The store of a buffer; None for a copy of one, which a compiler may pass in its place."""
-        return cls._of_buffer.get(buffer.data_ptr())
+    def of(cls, table: Tensor) -> BriefStore | None:
+        """The store of a table; None for a copy of one, which a compiler may pass in its place."""
+        return cls._of_table.get(table.data_ptr())
 
     def clear(self) -> None:
         """Forget the step."""
         self._places: list[int] = []
         self._waiting: list[Operand] = []
-        self._tables: list[Tensor] = []
+        self._found: list[Tensor] = []
         self._bytes = 0
 
     def close(self) -> None:
-        """Forget the buffers."""
+        """Forget the tables."""
         for address in self._first:
-            self._of_buffer.pop(address, None)
+            self._of_table.pop(address, None)
         self.clear()
 
-    def add(self, buffer: Tensor, slot: int, operand: Operand) -> None:
-        self._places.append(self._first[buffer.data_ptr()] + slot)
+    def add(self, table: Tensor, slot: int, operand: Operand) -> None:
+        self._places.append(self._first[table.data_ptr()] + slot)
         self._waiting.append(operand)
         self._bytes += sum(t.nbytes for t in (operand.x, operand.numbers, operand.shifted) if t is not None)
         if self._bytes > _MOST_BYTES:
             self._settle()
 
-    def add_to(self, table: Tensor) -> Tensor:
-        """`table` [rows of the buffers, fields] with the numbers of the step added."""
+    def add_to(self, stats: Tensor) -> Tensor:
+        """`stats` [rows of the tables, HEAD] with the numbers of the step added."""
         self._settle()
-        if not self._tables:
-            return table
-        nothing = clear(torch.empty_like(table[:1]))
-        found = torch.cat([*self._tables, nothing])[_indices(tuple(self._places), self._rows, table.device)]
-        return combine(table, combine_all(found))
+        if not self._found:
+            return stats
+        found = torch.cat([*self._found, clear(torch.empty_like(stats[:1]))])
+        return combine_all(torch.cat([stats.unsqueeze(1), found[self._indices(stats.device)]], 1))
 
     def _settle(self) -> None:
         if self._waiting:
-            self._tables.append(statistics(self._waiting))
+            self._found.append(statistics(self._waiting))
         self._waiting, self._bytes = [], 0
 
-
-def combine_all(found: Tensor) -> Tensor:
-    """The statistics [n, fields] of [n, parts, fields]."""
-    k = len(BRIEF_MAXIMA)
-    return torch.cat([found[:, :, :k].amax(1), found[:, :, k:].sum(1)], 1)
+    def _indices(self, device: torch.device) -> Tensor:
+        return _indices(tuple(self._places), self._rows, device)
 
 
-def combine(a: Tensor, b: Tensor) -> Tensor:
-    """The statistics of both, [n, fields]."""
-    return combine_all(torch.stack([a, b], 1))
-
-
-def clear(table: Tensor) -> Tensor:
-    """Make `table` [n, fields] that of no sample, in place."""
-    table.zero_()
-    table[:, : len(BRIEF_MAXIMA)] = -torch.inf
-    return table
+@lru_cache(maxsize=16)
+def _indices(places: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
+    """For each row the positions in `places` that name it, int64 [rows, most of a row]; filled up with their number."""
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for i, place in enumerate(places):
+        found[place].append(i)
+    most = max(map(len, found))
+    return torch.tensor([each + [len(places)] * (most - len(each)) for each in found], device=device)
 
 
 def statistics(operands: Sequence[Operand]) -> Tensor:
-    """The `BRIEF_MAXIMA` and `BRIEF_SUMS` of operands, float64 [n, fields]."""
+    """The table [n, HEAD] of a brief sample of n operands."""
     device = operands[0].x.device
-    nan, zero, low = _numbers((math.nan, 0.0, -math.inf), device)
+    nan, zero, low = (constant(value, device) for value in (math.nan, 0.0, -math.inf))
     xs = [each.x for each in operands]
     scale = torch.stack([low if each.scale is None else each.scale for each in operands])
     known = torch.stack([low if each.known is None else each.known for each in operands])
@@ -283,13 +271,14 @@ def statistics(operands: Sequence[Operand]) -> Tensor:
     ]
     norm, codes = _norms(xs, 2), _of_some(_counts, [each.numbers for each in operands], nan)
     left = _of_some(_counts_above_one, [each.shifted for each in operands], zero)
-    columns = {
+    found = {
         "amax": _norms(xs, math.inf),
         "all_amax": torch.where(is_amax, torch.where(scale > SMALLEST_SCALE, expected, zero), known),
         "scale": scale,
         "minus_gap": torch.where(known == low, low, torch.log2(known / expected)),
         "elements": _numbers(tuple(float(x.numel()) for x in xs), device),
-        "nonfinite": norm - norm + torch.where(scale == low, zero, scale - scale),
+        # One element at least, where any is inf or NaN.
+        "nonfinite": (norm - norm + torch.where(scale == low, zero, scale - scale)).isnan(),
         "x2": norm.double().square(),
         "x4": _norms(by_dtype(lambda some: torch._foreach_mul(some, some), xs), 2).double().square(),
         "nonzero": _counts(xs),
@@ -298,7 +287,7 @@ def statistics(operands: Sequence[Operand]) -> Tensor:
         "saturated": _of_some(_counts_above_one, over, zero),
         "scales": torch.where(scale == low, zero, zero + 1),
     }
-    return torch.stack([columns[name].double() for name in BRIEF_FIELD], 1)
+    return table_of(found, len(operands), device)
 
 
 def _norms(tensors: Sequence[Tensor], order: float) -> Tensor:
@@ -316,15 +305,6 @@ def _counts_above_one(tensors: Sequence[Tensor]) -> Tensor:
     return _counts(above)
 
 
-def by_dtype(function: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The result of an operation on lists for each tensor. It is called once for each dtype, which makes it fast."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        of_dtype = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        found |= zip(of_dtype, function([tensors[i] for i in of_dtype]), strict=True)
-    return [found[i] for i in range(len(tensors))]
-
-
 def _of_some(
     function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor | None], default: Tensor
 ) -> Tensor:
@@ -338,13 +318,3 @@ def _of_some(
 def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Float32 [n]. Equal ones are copied to the device once."""
     return torch.tensor(values, device=device)
-
-
-@lru_cache(maxsize=16)
-def _indices(places: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """For each row the positions in `places` that name it, int64 [rows, most of a row]; filled up with their number."""
-    found: list[list[int]] = [[] for _ in range(rows)]
-    for i, place in enumerate(places):
-        found[place].append(i)
-    most = max(map(len, found))
-    return torch.tensor([each + [len(places)] * (most - len(each)) for each in found], device=device)

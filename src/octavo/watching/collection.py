@@ -29,35 +29,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
-from octavo.observation.operand_statistics import (
-    BRIEF_MAXIMA,
-    BRIEF_WIDTH,
-    MAXIMA,
-    WIDTH,
-    BriefStore,
-    clear,
-    clear_statistics,
-)
-from octavo.observation.operands import Sampling
+from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, BriefStore, clear
+from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
-    Table,
     alignment_records,
     combined,
+    expert_record,
     layer_records,
+    of_stack,
     operand_records,
     transfer,
 )
-from octavo.watching.storage import LIMIT, NO_EXPERTS, Event, Records, WatchedLayer, WatchWriter
+from octavo.watching.storage import EXPERTS, LIMIT, NO_EXPERTS, OPERANDS, Event, Records, WatchedLayer, WatchWriter
 from octavo.watching.watched_layers import (
     Layers,
     WeightStatistics,
-    brief_expert_records,
-    brief_tables,
     expert_alignments,
-    expert_records,
-    expert_sums,
-    first_numbers,
     gate_and_up,
 )
 
@@ -284,18 +272,19 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-# ---- The measurement of a training step: from the buffers of the layers to the records of a sample.
+# ---- The measurement of a training step: from the tables of statistics to the records of a sample.
 #
 # A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the
-# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
+# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels. Where a
+# step is to have both, the full one is taken, and the rules judge its numbers.
 
 
 @dataclass(frozen=True)
 class Sample:
     """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
 
-    Those of a brief sample are NaN where it has no number: `octavo.watching.records.operand_records`. It has
-    records of single experts, numbered after the layers, and none of the stacks of their matrices.
+    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
+    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
     """
 
     step: int
@@ -305,7 +294,7 @@ class Sample:
 
 
 Finished = tuple[Sample | None, Sample | None, int]
-"""the full and the brief sample of a step, and the steps between full samples"""
+"""the full sample of a step, its numbers for the rules, and the steps between full samples"""
 
 
 class Measurement:
@@ -319,10 +308,10 @@ class Measurement:
         self.full = self.brief = False
         layers.attach(self._device)
         self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
-        self._firsts = first_numbers(len(layers.modules), layers.stacks)
-        self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
         self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
-        self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
+        self._experts = [(place, observer.experts) for place, observer in layers.experts]
+        self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
+        self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
         self._store = BriefStore(layers.stats)
         self._hooks = [
             register_optimizer_step_pre_hook(self._around_update(self._weights.before_update)),
@@ -337,16 +326,11 @@ class Measurement:
     def begin(self, *, full: bool, brief: bool) -> None:
         """Decide about the step that comes next."""
         self.full, self.brief = full, brief
-        if (full or brief) and self._cleared:
-            torch._foreach_copy_(self._layers.stats, self._cleared)
-        for _, observer in self._layers.experts:
-            if full:
-                torch._foreach_zero_(list(observer.sums.values()))
-            for table in observer.brief.values() if brief else ():
-                clear(table)
+        if (full or brief) and self._tables:
+            torch._foreach_copy_(self._tables, self._cleared)
         self._weights.clear()
         self._store.clear()
-        Sampling.request(self, self._rows if full else 0, brief=brief)
+        Sampling.request(self, self._rows if full else BRIEF if brief else 0)
 
     def read_gradients(self) -> None:
         """Read the gradients of the weights, if the step has a full sample."""
@@ -357,33 +341,27 @@ class Measurement:
     def end(self, step: int, interval: int) -> Callable[[], Finished]:
         """Combine the statistics of all ranks, and begin to copy them to the host.
 
-        The result waits for the copy, and gives the full and the brief sample of `step`, and the largest `interval` of
-        the ranks.
+        The result waits for the copy, and gives the full sample of `step`, its numbers for the rules, and the largest
+        `interval` of the ranks.
         """
-        nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
+        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
-        observers = [observer for _, observer in self._layers.experts]
-        full: list[Table] = []
-        brief: list[Table] = []
+        stats = stats if self.full else self._store.add_to(stats[:, :HEAD])
+        stacks = [stack for _, stack in self._gate_and_up]
+        alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
+        tables = [(stats, len(MAXIMA)), (alignments, 0)]
         if self.full:
-            sums = expert_sums(observers, self._device)
-            full = [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
-        if self.brief:
-            stacks = [stack for _, stack in self._gate_and_up]
-            alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
-            of_experts = brief_tables(observers, self._device)
-            numbers = self._store.add_to(stats[:, WIDTH:])
-            brief = [(numbers, len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
-        wait = transfer([*full, *brief], interval)
+            tables.append((self._weights.stats(), len(LAYER_MAXIMA)))
+        tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
+        wait, full, brief = transfer(tables, interval), self.full, self.brief
 
         def finish() -> Finished:
-            found, largest = wait()
-            of_full, of_brief = found[: len(full)], found[len(full) :]
-            return (
-                self._full(step, *of_full) if full else None,
-                self._brief(step, *of_brief) if brief else None,
-                largest,
-            )
+            (stats, alignments, *others), largest = wait()
+            of_layers = others.pop(0) if full else None
+            experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
+            alignment = self._alignment(alignments)
+            judged = self._judged(step, stats, experts, alignment) if brief else None
+            return self._full(step, stats, experts, of_layers, alignment) if full else None, judged, largest
 
         return finish
 
@@ -395,22 +373,40 @@ class Measurement:
             hook.remove()
         self._layers.detach()
 
-    def _operands(self, step: int, stats: Any, maxima: int) -> Records:
+    def _alignment(self, sums: Any) -> Any:
+        """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
+        found, firsts = np.full(self._layers.count, np.nan), self._layers.firsts
+        numbers = [(firsts[i] + e,) for i, stack in self._gate_and_up for e in range(stack.count)]
+        for each, (cosine, rows) in zip([*self._weights.pairs, *numbers], sums, strict=True):
+            found[list(each)] = cosine / rows if rows else np.nan
+        return found
+
+    def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
+        """The numbers for the rules. A brief sample has moments about zero, and so have these."""
         layers, operands, places = self._layers.operands()
-        return operand_records(step, layers, operands, combined(stats, places, maxima))
+        records = [operand_records(step, layers, operands, combined(stats, places, len(MAXIMA)), about_zero=True)]
+        for (place, _), each in zip(self._experts, experts, strict=True):
+            layers, operands = np.indices(each.shape[:2]).reshape(2, -1)
+            layers += self._layers.firsts[place.layers[0]]
+            records.append(operand_records(step, layers, operands, each.reshape(-1, HEAD), about_zero=True))
+        return Sample(step, np.concatenate(records), alignment_records(step, alignment))
 
-    def _full(self, step: int, operand_stats: Any, layer_stats: Any, sums: Any) -> Sample:
-        of_layers = layer_records(step, self._layers.sizes(), layer_stats)
-        experts = expert_records(step, self._recorded, sums)
-        return Sample(step, self._operands(step, operand_stats, len(MAXIMA)), of_layers, experts)
-
-    def _brief(self, step: int, operand_stats: Any, alignments: Any, of_experts: Any) -> Sample:
-        firsts = [(self._firsts[layer], count) for layer, count in self._recorded]
-        experts = brief_expert_records(step, firsts, of_experts)
-        operands = np.concatenate([self._operands(step, operand_stats, len(BRIEF_MAXIMA)), experts])
-        numbers = [(self._firsts[layer] + e,) for layer, stack in self._gate_and_up for e in range(stack.count)]
-        aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
-        return Sample(step, operands, aligned)
+    def _full(self, step: int, stats: Any, experts: Sequence[Any], of_layers: Any, alignment: Any) -> Sample:
+        stats = stats.copy()
+        for (place, _), each in zip(self._experts, experts, strict=True):
+            own = stats[place.row : place.row + len(OPERANDS)]
+            own[:, :HEAD] = of_stack(np.concatenate([own[None, :, :HEAD], each]))
+        layers, operands, places = self._layers.operands()
+        records = operand_records(step, layers, operands, combined(stats, places, len(MAXIMA)))
+        of_experts = [
+            expert_record(step, place.layers[0], each) for (place, _), each in zip(self._experts, experts, strict=True)
+        ]
+        return Sample(
+            step,
+            records,
+            layer_records(step, self._layers.sizes(), of_layers, alignment),
+            np.array(of_experts, EXPERTS),
+        )
 
     def _around_update(self, read: Callable[[set[int]], None]) -> Callable[..., None]:
         """The hook of optimizers that calls `read` with the ids of the parameters in a step with a full sample."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,11 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import BRIEF_WIDTH, EXPONENTS, by_dtype, histogram_statistics, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, by_dtype, histogram, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, operand_records
-from octavo.watching.storage import EXPERTS, OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
+from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
@@ -36,6 +35,7 @@ class Place:
     name: str
     module: Any
     layers: tuple[int, ...]
+    row: int  # the first of its rows of statistics: x, w of each layer, dy of each layer
 
 
 class Layers:
@@ -44,6 +44,9 @@ class Layers:
     `modules` are `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of
     experts' matrices. `names` have no prefixes of wrappers. Each converted layer has one of the `places`, and each
     fused module one more. `dtype` is that of GEMMs that are not quantized.
+
+    The rules take single experts, which are numbered after the layers, in the order of the stacks: `firsts` has the
+    number of expert 0 of each stack, by the number of its layer, and `count` is that of layers and experts.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -61,13 +64,18 @@ class Layers:
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
         converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
-        self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
+        self.places = [Place(self.names[i], self.modules[i], (i,), 3 * at) for at, i in enumerate(converted)]
+        row = 3 * len(converted)
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
             if isinstance(fused, NormLinear | FusedMLP):
                 linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
                 if all(isinstance(linear, RecipeLayer) for linear in linears):
-                    self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
-
+                    layers = tuple(numbers[id(linear)] for linear in linears)
+                    self.places.append(Place(_plain(name), fused, layers, row))
+                    row += 1 + 2 * len(layers)
+        self.firsts, self.count = dict[int, int](), len(self.modules)
+        for i, stack in self.stacks:
+            self.firsts[i], self.count = self.count, self.count + stack.count
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
         # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
@@ -90,10 +98,10 @@ class Layers:
             owner.__dict__.pop(name, None)
 
     @property
-    def experts(self) -> list[tuple[int, ExpertObserver]]:
-        """The observer of each stack of experts that is recorded, with the number of its layer."""
-        stacks = ((place.layers[0], place.module.observer) for place in self.places)
-        return [(layer, observer) for layer, observer in stacks if isinstance(observer, ExpertObserver)]
+    def experts(self) -> list[tuple[Place, ExpertObserver]]:
+        """The stacks of experts that are recorded."""
+        stacks = ((place, place.module.observer) for place in self.places)
+        return [(place, observer) for place, observer in stacks if isinstance(observer, ExpertObserver)]
 
     @property
     def stacks(self) -> list[tuple[int, ExpertStack]]:
@@ -112,13 +120,10 @@ class Layers:
         These are rows [n, 2] of the concatenated `stats`, of the layer's own place and of the fused module's; -1: none.
         """
         rows: dict[tuple[int, int], list[int]] = {}
-        start = 0
         for place in self.places:
-            count = len(place.layers)
             for i, layer in enumerate(place.layers):
-                for operand, slot in enumerate((0, 1 + i, 1 + count + i)):  # the layers share x
-                    rows.setdefault((layer, operand), []).append(start + slot)
-            start += 1 + 2 * count
+                for operand, slot in enumerate((0, 1 + i, 1 + len(place.layers) + i)):  # the layers share x
+                    rows.setdefault((layer, operand), []).append(place.row + slot)
         keys = sorted(rows)
         places = [(*rows[key], -1)[:2] for key in keys]
         shape = (len(keys), 2)
@@ -258,32 +263,6 @@ class ExpertStack:
         self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
 
 
-def first_numbers(layers: int, stacks: Sequence[tuple[int, ExpertStack]]) -> dict[int, int]:
-    """The number of expert 0 of each stack, by the number of its layer.
-
-    The records of brief samples number single experts after the layers, in the order of the stacks.
-    """
-    ends = accumulate((stack.count for _, stack in stacks), initial=layers)
-    return {layer: first for (layer, _), first in zip(stacks, ends, strict=False)}
-
-
-def brief_tables(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
-    """The numbers of brief samples [3 * experts of all stacks, BRIEF_WIDTH]: of each expert x, w and dy."""
-    nothing = torch.empty(0, BRIEF_WIDTH, dtype=torch.float64, device=device)
-    each = (torch.stack([observer.brief[name] for name in OPERANDS], 1).flatten(0, 1) for observer in observers)
-    return torch.cat([nothing, *each])
-
-
-def brief_expert_records(step: int, firsts: Sequence[tuple[int, int]], tables: Array) -> Array:
-    """The `OPERAND` records of single experts in a brief sample, from `brief_tables`.
-
-    `firsts` has of each stack that is recorded the number of its expert 0, and its experts.
-    """
-    numbers = np.concatenate([np.empty(0, int), *(np.arange(first, first + count) for first, count in firsts)])
-    operands = np.tile(np.arange(len(OPERANDS)), len(numbers))
-    return operand_records(step, numbers.repeat(len(OPERANDS)), operands, tables)
-
-
 def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
     """The sum of |cosine| of rows of gate and up, and their number, by expert: float64 [experts of all stacks, 2].
 
@@ -309,30 +288,6 @@ def first_matrix(weight: Any) -> int:
         return 0
     [chunk] = weight.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
     return int(chunk.offsets[0])
-
-
-def expert_sums(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
-    """The sums of all experts [experts of all stacks, 7], float64: those of x, w and dy beside each other."""
-    nothing = torch.empty(0, 7, dtype=torch.float64, device=device)
-    return torch.cat([nothing, *(torch.cat([observer.sums[name] for name in OPERANDS], 1) for observer in observers)])
-
-
-def expert_records(step: int, layers: Sequence[tuple[int, int]], sums: Array) -> Array:
-    """The `EXPERTS` records of a step, from `expert_sums`. `layers`: the number of each stack, and its experts."""
-    records = np.zeros(len(layers), EXPERTS)
-    start = 0
-    for record, (layer, experts) in zip(records, layers, strict=True):
-        found, start = sums[start : start + experts], start + experts
-        rows = found[:, 0]
-        record["step"], record["layer"], record["experts"] = step, layer, experts
-        record["fullest"], record["idle"] = rows.argmax(), (rows == 0).sum()
-        record["load"] = rows.max() / rows.mean() if rows.any() else np.nan
-        squares, errors = found[:, 1::2], found[:, 2::2]  # [E, 3]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            db = np.where((squares > 0) & np.isfinite(errors), 10 * np.log10(squares / errors), np.inf)
-        record["worst"], least = db.argmin(0), db.min(0)
-        record["sqnr"] = np.where(np.isfinite(least), least, np.nan)
-    return records
 
 
 # ---- Statistics of the weights of layers in a sampled step: the gradient, the range of the weight, and its change.
@@ -384,9 +339,6 @@ class WeightStatistics:
                     "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
                     "weight_x2": _sum_of_squares(w),
                 }
-        for pair, alignment in zip(self.pairs, self._alignments(), strict=True):
-            for i in pair:
-                self._found[i] |= alignment
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
         missing = dict.fromkeys(LAYER_MAXIMA, nothing[0] - torch.inf) | dict.fromkeys(LAYER_SUMS, nothing[0])
         found = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
@@ -401,9 +353,13 @@ class WeightStatistics:
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
             if weight.grad is not None and (g := _local(weight.grad, module)).numel():
-                sample = histogram_statistics(g[_rows(g, self._rows)].float())
+                sample = g[_rows(g, self._rows)].float()
+                finite = sample.nan_to_num(0, 0, 0)
                 low, high = torch.aminmax(g)
-                self._found[i] |= sample | {
+                self._found[i] |= {
+                    "elements": low.new_full((), sample.numel(), dtype=torch.float32),
+                    "nonfinite": (finite != sample).sum(dtype=torch.float64),
+                    "exponents": histogram(finite.abs()),
                     "gradient_amax": torch.maximum(-low, high),
                     "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
                     "gradient_x2": _sum_of_squares(g),
@@ -432,20 +388,13 @@ class WeightStatistics:
     @torch.no_grad()
     def alignments(self) -> Tensor:
         """The sum of |cosine| of each pair, and the number of rows: float64 [pairs, 2]."""
-        nothing = torch.zeros((), device=self._device)
-        found = [each.get(name, nothing) for each in self._alignments() for name in ("alignment", "aligned_rows")]
-        return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
-
-    def _alignments(self) -> list[dict[str, Tensor]]:
-        found: list[dict[str, Tensor]] = []
-        for pair in self.pairs:
+        found = torch.zeros(len(self.pairs), 2, dtype=torch.float64, device=self._device)
+        for row, pair in zip(found, self.pairs, strict=True):
             gate, up = (_local(weight_of(self._modules[i]), self._modules[i]) for i in pair)
-            if gate.shape != up.shape or not gate.numel():
-                found.append({})
-                continue
-            index = _rows(gate, self._rows)
-            cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
-            found.append({"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))})
+            if gate.shape == up.shape and gate.numel():
+                index = _rows(gate, self._rows)
+                cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
+                row.copy_(torch.stack([cosine.abs().sum(), cosine.new_full((), len(index))]))
         return found
 
 
