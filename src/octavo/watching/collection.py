@@ -53,33 +53,31 @@ CHECK_INTERVAL = 10  # steps between brief samples
 _KEPT = 16  # samples that `take` can return
 
 
-def watch(
-    model: nn.Module,
-    *,
-    folder: str | Path | None = None,
-    interval: int = 100,
-    rows: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    limit: int = LIMIT,
-    resumed_at: int = 0,
-) -> Watch:
-    """Record how the linear layers of a converted model compute, in every `interval`-th training step.
+class Watch:
+    """Records how the linear layers of a converted model compute, in every `interval`-th training step: `octavo.watch`.
 
-    Call it after `octavo.convert` and before the first step, so that compiled code is compiled once. Call `step` after
+    Make it after `octavo.convert` and before the first step, so that compiled code is compiled once. Call `step` after
     each step of the optimizer. The numbers of the training do not change. Where the process is one of several
-    (torch.distributed), all ranks must call it, and the records are those of all ranks; rank 0 writes them.
+    (torch.distributed), all ranks must make one, and the records are those of all ranks; rank 0 writes them.
 
     Args:
         model: on its device.
         folder: of the run, made if there is none; the records are in its folder `watch` (`octavo.watching.storage`).
             None writes no files.
         interval: the steps between full samples, which the files hold. Every tenth step has a brief one, of the numbers
-            that rules judge: see `Watch.take`.
+            that rules judge: see `take`.
         rows: of each operand that are read in a sampled step.
         dtype: of the GEMMs that are not quantized: that of autocast.
         limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
             interval doubles.
         resumed_at: the steps done when the watch begins, of a run that goes on. Records of later steps are dropped.
+
+    Attributes:
+        layers: as they ran in the last sample, by the number that records have for them.
+        interval: the steps between full samples now.
+        check_interval: the steps between brief samples.
+        done: the steps of the optimizer that are done.
+        listeners: called with each full sample, a step after it was taken, in the thread of the training.
 
     Raises:
         TypeError: `model` is no module.
@@ -96,31 +94,19 @@ def watch(
         ...         optimizer.zero_grad()
         ...         watch.step()
     """
-    check_module(model, "watch")
-    return Watch(model, folder, interval, rows, dtype, limit, resumed_at)
-
-
-class Watch:
-    """A model that is being watched: see `watch`.
-
-    Attributes:
-        layers: as they ran in the last sample, by the number that records have for them.
-        interval: the steps between full samples now.
-        check_interval: the steps between brief samples.
-        done: the steps of the optimizer that are done.
-        listeners: called with each full sample, a step after it was taken, in the thread of the training.
-    """
 
     def __init__(
         self,
         model: nn.Module,
-        folder: str | Path | None,
-        interval: int,
-        rows: int,
-        dtype: torch.dtype,
-        limit: int,
-        resumed_at: int,
+        *,
+        folder: str | Path | None = None,
+        interval: int = 100,
+        rows: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        limit: int = LIMIT,
+        resumed_at: int = 0,
     ) -> None:
+        check_module(model, "watch")
         if interval < 1 or rows < 1:
             raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
         self._layers = Layers(model, dtype)
@@ -129,7 +115,7 @@ class Watch:
         self.check_interval, self.done = CHECK_INTERVAL, resumed_at
         self.layers: Sequence[WatchedLayer] = self._layers.describe()
         self._writer: WatchWriter | None = None
-        if folder is not None and _rank() == 0:
+        if folder is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
             interval = self._writer.interval
         self._measurement = Measurement(model, self._layers, rows)
@@ -148,15 +134,10 @@ class Watch:
             raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
-        if self.sampled:
+        if self._measurement.full or self._measurement.brief:
             interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
             self._pending = self._thread.submit(self._finish, self._measurement.end(self.done, interval))
         self._begin()
-
-    @property
-    def sampled(self) -> bool:
-        """True if the step that comes next, or that runs now, has a sample of either kind."""
-        return self._measurement.full or self._measurement.brief
 
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
@@ -180,7 +161,7 @@ class Watch:
     def refresh(self) -> None:
         """Describe the layers anew, of which some have another recipe now."""
         self._receive()
-        self._describe(force=True)
+        self._describe()
 
     def write_event(self, event: Event) -> None:
         """Append an event to the files of the run."""
@@ -260,16 +241,15 @@ class Watch:
         for listener in self.listeners:
             listener(sample)
 
-    def _describe(self, *, force: bool = False) -> None:
+    def _describe(self) -> None:
         layers = self._layers.describe()
-        if force or layers != self.layers:
+        if layers != self.layers:
             self.layers = layers
             if self._writer is not None:
                 self._writer.write_layers(layers)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+watch = Watch  # in a program, `octavo.watch(model)`
 
 
 # ---- The measurement of a training step: from the tables of statistics to the records of a sample.
