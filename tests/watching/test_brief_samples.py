@@ -8,7 +8,8 @@ from watch_examples import one_layer, tiny_model
 from watch_oracle import matrix
 
 import octavo
-from octavo.observation.operand_statistics import Operand, statistics
+from octavo.numerics import Cast
+from octavo.observation.operand_statistics import Rows
 from octavo.watching import read_watch
 from octavo.watching.rules import RULES, History, SampleGrids
 
@@ -93,7 +94,7 @@ def test_the_kurtosis_is_that_about_zero():
 def test_micro_batches_add_up_and_rows_do_not_wait_without_end(monkeypatch):
     found = []
     for most in (1 << 25, 1):
-        monkeypatch.setattr(octavo.observation.operand_statistics, "_MOST_BYTES", most)
+        monkeypatch.setattr(octavo.observation.operand_statistics, "_MOST", {True: most, False: most})
         model = one_layer()
         with octavo.watch(model) as watch:
             for seed in range(3):
@@ -148,21 +149,24 @@ def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_p
 # ---- Brief samples on a GPU: the numbers of a CPU, and those of full samples
 
 
-def operands(device):
+def rows_of(device, full):
     """Those of many sizes and dtypes: unquantized, quantized, with a known amax, folded."""
     for rows, columns in ((16, 64), (5, 14336), (16, 100)):
         for dtype in (torch.float32, torch.bfloat16):
-            x = matrix(rows, columns).to(device, dtype)
-            numbers, scale = (x.float() / 4).to(torch.float8_e4m3fn).to(dtype), torch.tensor(4.0, device=device)
-            yield Operand(x)
-            yield Operand(x, numbers, scale, 448.0, scaled_by_amax=True)
-            yield Operand(x, numbers, scale, 448.0, known=x.float().abs().amax())
-            yield Operand(x, numbers, scale, 448.0, shifted=numbers.float() * 3)
+            x = matrix(rows, columns).to(device, dtype)[None]
+            scales, shift = (torch.full((1, rows, 1), value, device=device) for value in (4.0, 3))
+            q = (Cast(), (x.float() / 4).to(torch.float8_e4m3fn).to(torch.bfloat16), scales)
+            scale = scales.view(-1)[:1]
+            yield Rows(x, full)
+            yield Rows(x, full, *q, scale=scale)
+            yield Rows(x, full, *q, scale=scale, known=x.float().abs().amax().view(1))
+            yield Rows(x, full, *q, shift, scale=scale, smallest_amax=-torch.inf)
 
 
 @pytest.mark.gpu
-def test_a_gpu_finds_the_numbers_of_a_cpu():
-    expected, found = (statistics(list(operands(device))).cpu() for device in ("cpu", "cuda"))
+@pytest.mark.parametrize("full", [False, True])
+def test_a_gpu_finds_the_numbers_of_a_cpu(full):
+    expected, found = ([rows.statistics().cpu() for rows in rows_of(device, full)] for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import widen
+from octavo.numerics.qtensor import Cast
 from octavo.numerics.scaling import SMALLEST_SCALE
 
 # amax: of the sampled rows; all_amax: of all rows, where the quantization found it
@@ -91,11 +91,6 @@ def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     return ends[:-1] + (place * ends.diff()).long()
 
 
-def numbers_of(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of an eight-bit format as float32 or bfloat16, both exact. A GPU converts them in one operation."""
-    return (codes if codes.is_cuda else widen(codes)).to(dtype)
-
-
 @lru_cache(maxsize=1024)
 def constant(value: float, device: torch.device, *shape: int) -> Tensor:
     """A number on the device, float64; float32 if it is not finite or 0, as maxima are."""
@@ -103,97 +98,123 @@ def constant(value: float, device: torch.device, *shape: int) -> Tensor:
     return torch.full(shape, value, dtype=dtype, device=device)
 
 
-# ---- The statistics of one operand, or of each expert's part of it, now.
+# ---- The statistics of sampled rows: of one operand, of each expert's part of it, or of many operands at once.
 
 
 @dataclass(frozen=True)
 class Rows:
-    """n blocks of R sampled rows; [n, R, K] in float32, and what broadcasts against that.
+    """R sampled rows of each of n tensors, alike in shape and in cast: x [n, R, K], and what broadcasts against that.
 
-    Where the operand is quantized, x is about numbers * scales, and the numbers are those of its bytes. Numbers up to
-    `least` become zero where the bytes are shifted for dw; None without a shift.
+    Where they are quantized, x is about numbers * scales, and the numbers are those of their bytes.
     """
 
-    x: Tensor | None  # None where only bytes exist: their errors are unknown
-    numbers: Any = None
-    scales: Any = None
-    least: Tensor | None = None
-    largest: float = 0.0  # number of the format
+    x: Tensor
+    full: bool  # the sample
+    cast: Cast | None = None
+    numbers: Any = None  # None where the bytes are all there is of x: their errors are unknown
+    scales: Any = None  # where errors are to be found
+    shift: Tensor | None = None  # int32: the powers of two by which the shift for dw makes the numbers smaller
+    scale: Any = None  # [n], the largest of all rows
+    known: Tensor | None = None  # [n], of a scale that was known before, the amax that came
+    smallest_amax: float | None = None  # of what is not zero in all rows; None where the scale gives the amax
+    more: Mapping[str, Tensor] = field(default_factory=dict)  # other fields of the scales [n]
 
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of tensors that have the same `kind`."""
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name, value in vars(parts[0]).items()
+            if isinstance(value, Tensor)
+        }
+        more = {name: torch.cat([part.more[name] for part in parts]) for name in parts[0].more}
+        return replace(parts[0], **joined, more=more)
 
-def rows_statistics(rows: Rows, of_scales: Found, *, full: bool) -> tuple[Tensor, Tensor]:
-    """The table [n, HEAD] of the finite elements, and the magnitudes [n, R, K], zero in place of inf and NaN."""
-    x = rows.x
-    if x is None:
-        x = rows.numbers * rows.scales
-    n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
-    magnitude = finite.abs()
-    largest = magnitude.amax(2)  # of each row
-    wide = (finite.double() if full else finite).flatten(1)
-    square = wide * wide
-    found = of_scales | {
-        "amax": largest.amax(1),
-        "elements": constant(x[0].numel(), device, n),
-        "nonfinite": _count(finite != x),
-        "nonzero": _count(finite != 0),
-        "x2": square.sum(1),
-        "x4": (square * square).sum(1),
-    }
-    if full:
-        count = constant(x.shape[1], device, n)
-        found |= {"x1": wide.sum(1), "x3": (square * wide).sum(1), "rows": count, "zero_rows": _count(largest == 0)}
-    if rows.numbers is not None and rows.x is None:
-        found |= dict.fromkeys(("saturated", "codes"), constant(math.nan, device, n))
-    elif rows.numbers is not None:
-        codes = found["codes"] = _count(rows.numbers != 0)
-        if rows.least is not None:
-            found["lost"] = codes - _count(rows.numbers.abs() > rows.least)
-        if full:
-            error = (finite - rows.numbers * rows.scales).double().nan_to_num_(0, 0, 0).flatten(1)
-            found["saturated"] = _count(magnitude > rows.scales * (rows.largest * ROUNDING))
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All but the values."""
+        shapes = [t.shape[1:] if isinstance(t, Tensor) else t for t in vars(self).values() if t is not self.more]
+        return self.x.dtype, *shapes, *self.more
+
+    def statistics(self) -> Tensor:
+        """The table [n, WIDTH] of the finite elements in a full sample, [n, HEAD] in a brief one."""
+        x = self.x.float()
+        n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
+        magnitude = finite.abs()
+        largest = magnitude.amax(2)  # of each row
+        found = self._moments(finite) | {
+            "amax": largest.amax(1),
+            "elements": constant(x[0].numel(), device, n),
+            "nonfinite": _count(finite != x),
+            "nonzero": _count(finite != 0),
+        }
+        if self.full:
+            found |= {"rows": constant(x.shape[1], device, n), "zero_rows": _count(largest == 0)}
+        if self.cast is not None:
+            found |= self._of_scales(self.cast) | self._errors(self.cast, finite, magnitude)
+        table = table_of(found, n, device)
+        return torch.cat([table, histograms(magnitude)], 1) if self.full else table
+
+    def _moments(self, finite: Tensor) -> Found:
+        wide = (finite.double() if self.full else finite).flatten(1)
+        square = wide * wide
+        found = {"x2": square.sum(1), "x4": (square * square).sum(1)}
+        return found | {"x1": wide.sum(1), "x3": (square * wide).sum(1)} if self.full else found
+
+    def _of_scales(self, cast: Cast) -> Found:
+        """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
+        bad = self.scale.isnan()
+        scale = torch.where(bad, -torch.inf, self.scale)
+        found = {"scale": scale, "scales": constant(1, scale.device, len(scale)), "bad_scales": bad, **self.more}
+        if self.known is not None:
+            return found | {"all_amax": self.known, "minus_gap": torch.log2(self.known / (scale * cast.fmt.max))}
+        amax = scale * cast.fmt.max if self.smallest_amax is None else self.smallest_amax
+        return found | {"all_amax": torch.where(scale > SMALLEST_SCALE, amax, 0)}
+
+    def _errors(self, cast: Cast, finite: Tensor, magnitude: Tensor) -> Found:
+        if self.numbers is None:
+            return dict.fromkeys(("saturated", "codes"), constant(math.nan, finite.device, len(finite)))
+        numbers = self.numbers.float()
+        codes = _count(numbers != 0)
+        found = {"codes": codes}
+        if self.shift is not None:  # a tie rounds to zero
+            least = torch.exp2(self.shift.clamp(max=100).float()) * (cast.fmt.smallest_subnormal / 2)
+            found["lost"] = codes - _count(numbers.abs() > least)
+        if self.scales is not None:
+            found["saturated"] = _count(magnitude > self.scales * (cast.fmt.max * ROUNDING))
+        if self.full:
+            error = (finite - numbers * self.scales).double().nan_to_num_(0, 0, 0).flatten(1)
             found["noise"] = (error * error).sum(1)
-    return table_of(found, n, device), magnitude
+        return found
 
 
-def histogram(magnitude: Tensor) -> Tensor:
-    """The number of elements, float32 and not negative, by exponent: [EXPONENTS]."""
-    exponents = magnitude.view(torch.int32) >> 23
-    if not exponents.is_cuda:
-        return torch.bincount(exponents.flatten(), minlength=EXPONENTS)
-    # bincount would wait for the device, and of floats this is not deterministic.
-    return torch.histc(exponents, EXPONENTS, 0, EXPONENTS)
+def histograms(magnitude: Tensor) -> Tensor:
+    """The number of elements of n tensors [n, ...], float32 and not negative, by exponent: [n, EXPONENTS]."""
+    n = len(magnitude)
+    exponents = (magnitude.view(torch.int32) >> 23).flatten(1)
+    bins = (exponents + EXPONENTS * torch.arange(n, dtype=torch.int32, device=magnitude.device)[:, None]).flatten()
+    if magnitude.is_cuda:  # bincount would wait for the device, and of floats this is not deterministic.
+        return torch.histc(bins, n * EXPONENTS, 0, n * EXPONENTS).view(n, -1)
+    return torch.bincount(bins, minlength=n * EXPONENTS).view(n, -1)
 
 
 def _count(holds: Tensor) -> Tensor:
     return holds.flatten(1).sum(1, dtype=torch.float64)
 
 
-# ---- The statistics of all operands of a step at once, in a brief sample.
+# ---- The operands of a step.
 #
 # A GPU takes longer to launch an operation on some rows than to run it. So an operand only has its rows copied when it
-# is observed. At the end of the step, operations on lists of tensors find the numbers of all of them.
+# is observed. At the end of the step, operations on those of equal shape find the numbers of all of them.
 
 
-_MOST_BYTES = 1 << 25  # of rows that wait for the end of the step
+_MOST = {True: 1 << 22, False: 1 << 23}  # elements that wait for the end of the step, of a full and of a brief sample
 
 
-@dataclass(frozen=True)
-class Operand:
-    """The sampled rows of an operand, copied. All but x is left out where it is not quantized."""
-
-    x: Tensor  # [R, K]
-    numbers: Tensor | None = None  # [R, K], of its bytes; None where only bytes are known
-    scale: Tensor | None = None  # the largest, 0-dim float32
-    largest: float = 0.0  # number of the format
-    scaled_by_amax: bool = False  # the scale, all rows included, gives the amax
-    known: Tensor | None = None  # of a scale that was known before, the amax that came, 0-dim
-    shifted: Tensor | None = None  # numbers / the largest that the shift for dw makes zero
-
-
-class BriefStore:
+class Store:
     """The operands of a step that belong to the rows of some tables of statistics [n_i, WIDTH]."""
 
-    _of_table: ClassVar[dict[int, BriefStore]] = {}
+    _of_table: ClassVar[dict[int, Store]] = {}
 
     def __init__(self, tables: Sequence[Tensor]) -> None:
         self._first, self._rows = {}, 0
@@ -204,16 +225,16 @@ class BriefStore:
         self.clear()
 
     @classmethod
-    def of(cls, table: Tensor) -> BriefStore | None:
+    def of(cls, table: Tensor) -> Store | None:
         """The store of a table; None for a copy of one, which a compiler may pass in its place."""
         return cls._of_table.get(table.data_ptr())
 
     def clear(self) -> None:
         """Forget the step."""
-        self._places: list[int] = []
-        self._waiting: list[Operand] = []
+        self._places: list[int] = []  # of what was found
         self._found: list[Tensor] = []
-        self._bytes = 0
+        self._waiting: dict[tuple[Any, ...], list[tuple[int, Rows]]] = {}
+        self._elements = 0
 
     def close(self) -> None:
         """Forget the tables."""
@@ -221,28 +242,27 @@ class BriefStore:
             self._of_table.pop(address, None)
         self.clear()
 
-    def add(self, table: Tensor, slot: int, operand: Operand) -> None:
-        self._places.append(self._first[table.data_ptr()] + slot)
-        self._waiting.append(operand)
-        self._bytes += sum(t.nbytes for t in (operand.x, operand.numbers, operand.shifted) if t is not None)
-        if self._bytes > _MOST_BYTES:
+    def add(self, table: Tensor, slot: int, rows: Rows) -> None:
+        self._waiting.setdefault(rows.kind, []).append((self._first[table.data_ptr()] + slot, rows))
+        self._elements += rows.x.numel()
+        if self._elements > _MOST[rows.full]:
             self._settle()
 
     def add_to(self, stats: Tensor) -> Tensor:
-        """`stats` [rows of the tables, HEAD] with the numbers of the step added."""
+        """`stats` [rows of the tables, WIDTH or HEAD] with the numbers of the step added."""
         self._settle()
         if not self._found:
             return stats
         found = torch.cat([*self._found, clear(torch.empty_like(stats[:1]))])
-        return combine_all(torch.cat([stats.unsqueeze(1), found[self._indices(stats.device)]], 1))
+        indices = _indices(tuple(self._places), self._rows, stats.device)
+        return combine_all(torch.cat([stats.unsqueeze(1), found[indices]], 1))
 
     def _settle(self) -> None:
-        if self._waiting:
-            self._found.append(statistics(self._waiting))
-        self._waiting, self._bytes = [], 0
-
-    def _indices(self, device: torch.device) -> Tensor:
-        return _indices(tuple(self._places), self._rows, device)
+        for alike in self._waiting.values():
+            places, rows = zip(*alike, strict=True)
+            self._places += places
+            self._found.append(Rows.cat(rows).statistics())
+        self._waiting, self._elements = {}, 0
 
 
 @lru_cache(maxsize=16)
@@ -253,68 +273,3 @@ def _indices(places: tuple[int, ...], rows: int, device: torch.device) -> Tensor
         found[place].append(i)
     most = max(map(len, found))
     return torch.tensor([each + [len(places)] * (most - len(each)) for each in found], device=device)
-
-
-def statistics(operands: Sequence[Operand]) -> Tensor:
-    """The table [n, HEAD] of a brief sample of n operands."""
-    device = operands[0].x.device
-    nan, zero, low = (constant(value, device) for value in (math.nan, 0.0, -math.inf))
-    xs = [each.x for each in operands]
-    scale = torch.stack([low if each.scale is None else each.scale for each in operands])
-    known = torch.stack([low if each.known is None else each.known for each in operands])
-    expected = scale * _numbers(tuple(each.largest for each in operands), device)
-    is_amax = _numbers(tuple(float(each.scaled_by_amax) for each in operands), device) > 0
-    is_shifted = _numbers(tuple(float(each.shifted is not None) for each in operands), device) > 0
-    over = [
-        None if each.known is None else each.x.float() / (limit * ROUNDING)
-        for each, limit in zip(operands, expected, strict=True)
-    ]
-    norm, codes = _norms(xs, 2), _of_some(_counts, [each.numbers for each in operands], nan)
-    left = _of_some(_counts_above_one, [each.shifted for each in operands], zero)
-    found = {
-        "amax": _norms(xs, math.inf),
-        "all_amax": torch.where(is_amax, torch.where(scale > SMALLEST_SCALE, expected, zero), known),
-        "scale": scale,
-        "minus_gap": torch.where(known == low, low, torch.log2(known / expected)),
-        "elements": _numbers(tuple(float(x.numel()) for x in xs), device),
-        # One element at least, where any is inf or NaN.
-        "nonfinite": (norm - norm + torch.where(scale == low, zero, scale - scale)).isnan(),
-        "x2": norm.double().square(),
-        "x4": _norms(by_dtype(lambda some: torch._foreach_mul(some, some), xs), 2).double().square(),
-        "nonzero": _counts(xs),
-        "codes": codes,
-        "lost": torch.where(is_shifted, codes - left, zero),
-        "saturated": _of_some(_counts_above_one, over, zero),
-        "scales": torch.where(scale == low, zero, zero + 1),
-    }
-    return table_of(found, len(operands), device)
-
-
-def _norms(tensors: Sequence[Tensor], order: float) -> Tensor:
-    return torch.stack(by_dtype(lambda some: torch._foreach_norm(some, order, dtype=torch.float32), tensors))
-
-
-def _counts(tensors: Sequence[Tensor]) -> Tensor:
-    """The number of elements of each tensor that are not zero."""
-    return _norms(by_dtype(torch._foreach_sign, tensors), 1)
-
-
-def _counts_above_one(tensors: Sequence[Tensor]) -> Tensor:
-    """The number of elements of each tensor whose magnitude is above one."""
-    above = by_dtype(lambda some: torch._foreach_clamp_min(torch._foreach_sub(torch._foreach_abs(some), 1), 0), tensors)
-    return _counts(above)
-
-
-def _of_some(
-    function: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor | None], default: Tensor
-) -> Tensor:
-    """`function` of the tensors that there are, and `default` in the other places."""
-    given = [t for t in tensors if t is not None]
-    values = iter(function(given)) if given else iter(())
-    return torch.stack([default if t is None else next(values) for t in tensors])
-
-
-@lru_cache(maxsize=256)
-def _numbers(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Float32 [n]. Equal ones are copied to the device once."""
-    return torch.tensor(values, device=device)

@@ -1,8 +1,8 @@
 """Sampling a GEMM's operand, in the steps that have a sample.
 
 Rows are read, not the whole operand: one out of each of as many equal parts as there are rows to sample. Scales are all
-read. A full sample adds the statistics of an operand to its table at once, a brief one copies the rows and computes at
-the end of the step (`octavo.observation.operand_statistics`).
+read. The rows are copied, and their statistics computed at the end of the step
+(`octavo.observation.operand_statistics`).
 
 The numbers of a fused pass (the output of a norm, of an activation, and the gradient of its input) exist as bytes only.
 Here they are computed again for the sampled rows, from the inputs of the pass.
@@ -23,23 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.numerics.formats import widen
 from octavo.numerics.qtensor import Cast, parse_cast
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.observation.operand_statistics import (
     FIELD,
     HEAD,
-    BriefStore,
     Found,
-    Operand,
     Rows,
+    Store,
     add_statistics,
     clear,
     constant,
-    histogram,
-    numbers_of,
-    rows_statistics,
     sampled_rows,
-    statistics,
 )
 from octavo.ops.permutation import group_of_rows, group_shifts
 from octavo.ops.registration import OPERATIONS
@@ -116,9 +112,6 @@ _LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-u
 # ---- The quantized form of an operand of which some rows are sampled: its errors, and the range of its scales.
 
 
-_NOT_ZERO = torch.finfo(torch.float32).tiny
-
-
 @dataclass(frozen=True)
 class Quantized:
     """The bytes and scales of an operand [M, K], of which the rows `index` are sampled.
@@ -131,6 +124,7 @@ class Quantized:
     data: Tensor
     scale: Tensor
     cast: Cast
+    full: bool  # the sample
     index: Tensor  # int64 [E * R]
     amax: Tensor | None = None  # [1, 1], where the scales were known before
     column_scale: Tensor | None = None  # [E, K]
@@ -139,127 +133,100 @@ class Quantized:
     sizes: Tensor | None = None  # int64 [E], the rows of each expert
     group: Tensor | None = None  # int64 [M], the expert of each row of x or dy; E for none
 
-    def rows(self, x: Tensor | None, columns: slice = slice(None), *, full: bool = True) -> Rows:
-        """The sampled rows x = operand[index, columns], float32, None where only bytes exist."""
-        scales = None
-        if full or x is None:
-            scales = self._blocks(self._scale)
+    def rows(self, x: Tensor | None, columns: slice = slice(None)) -> Rows:
+        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need."""
+        codes = self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype)
+        numbers = self._blocks((codes if codes.is_cuda else widen(codes)).to(torch.bfloat16))  # exact
+        scales: Any = None
+        if self.full or x is None or self.amax is not None:
+            scales = self._blocks(self._row_scales)
             scales = scales if self.column_scale is None else scales / self.column_scale[:, None, columns]
-        least = None if self._least is None else self._blocks(self._least)
-        numbers = self._blocks(self.numbers(columns))
-        return Rows(None if x is None else self._blocks(x.float()), numbers, scales, least, self.cast.fmt.max)
-
-    def of_scales(self, columns: slice = slice(None), *, full: bool = True) -> Found:
-        """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
-        found = self._of_scales | (self._smallest_scale if full else {})
-        if self.column_scale is not None:  # it was multiplied in before
+        scale, more = self._of_scales
+        if self.column_scale is not None and not self._has_stored_scale:  # it was multiplied in before
             factor = self.column_scale[:, columns]
-            found["scale"] = found["scale"] / factor.amin(1)
-            if full:
-                found["minus_smallest_scale"] = found["minus_smallest_scale"] / factor.amax(1)
-        if self.amax is not None:
-            gap = torch.log2(self.amax / (self.scale * self.cast.fmt.max)).amax()
-            return found | {"all_amax": self.amax.amax(), "minus_gap": gap}
-        if self._is_scaled_by_amax or self.sizes is not None:  # of an expert it is known at least whether it is 0
-            amax = found["scale"] * self.cast.fmt.max if self._is_scaled_by_amax else _NOT_ZERO
-            return found | {"all_amax": torch.where(found["scale"] > SMALLEST_SCALE, amax, 0)}
-        return found
-
-    def brief(self, x: Tensor | None, columns: slice) -> Operand:
-        """The rows x = operand[index, columns] in a brief sample, whose scale is the stored one."""
-        numbers = self.numbers(columns, torch.bfloat16)
-        return Operand(
-            self.numbers() * self._scale if x is None else x.contiguous(),
+            scale = scale / factor.amin(1)
+            if self.full:
+                more = more | {"minus_smallest_scale": more["minus_smallest_scale"] / factor.amax(1)}
+        return Rows(
+            numbers * scales if x is None else self._blocks(x).contiguous(),
+            self.full,
+            self.cast,
             None if x is None else numbers,
-            self._largest_scale,
-            self.cast.fmt.max,
-            self._is_scaled_by_amax,
-            known=self._known,
-            shifted=None if self._least is None else numbers / self._least,
+            scales,
+            None if self._shift is None else self._blocks(self._shift),
+            scale,
+            self._known,
+            self._smallest_amax,
+            more,
         )
-
-    def numbers(self, columns: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
-        """Those of the bytes of the sampled rows."""
-        return numbers_of(self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype), dtype)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
         return rows[None] if self.sizes is None else rows.view(len(self.sizes), -1, rows.shape[1])
 
     @property
-    def _experts(self) -> int:
-        return 1 if self.sizes is None else len(self.sizes)
-
-    @property
-    def _is_scaled_by_amax(self) -> bool:
-        return self.amax is None and self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None
-
-    @cached_property
-    def _largest_scale(self) -> Tensor:
-        return self.scale.float().amax()
+    def _smallest_amax(self) -> float | None:
+        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
+            return None
+        # Of an expert it is known at least whether it is zero, though its sampled rows may be.
+        return -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
 
     @cached_property
     def _known(self) -> Tensor | None:
         """A copy: the history begins a new step before the numbers are computed."""
-        return None if self.amax is None else self.amax.float().amax()
+        return None if self.amax is None else self.amax.float().amax().view(1)
+
+    @property
+    def _has_stored_scale(self) -> bool:
+        """True if the scale is the stored one, with the factors: in a brief sample, without experts."""
+        return not self.full and self.sizes is None
 
     @cached_property
-    def _unfolded(self) -> Tensor:
-        """The scales without the factor of the rows, float32."""
-        scale = self.scale.float()
-        return scale if self.row_scale is None else scale / self.row_scale
-
-    @cached_property
-    def _of_scales(self) -> Found:
-        scale, sizes = self._unfolded, self.sizes
-        return {
-            "scale": self._of_experts(scale.nan_to_num(-torch.inf), "amax"),
-            "scales": constant(scale.numel(), scale.device, 1) if sizes is None else sizes.double(),
-            "bad_scales": self._of_experts(scale.isnan().float(), "sum"),
-        }
-
-    @cached_property
-    def _smallest_scale(self) -> Found:
-        """The smallest scale of the blocks that are not all zero."""
-        scale = self._unfolded  # NaN compares as false
-        smallest = self._of_experts(torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf), "amax")
-        return {"minus_smallest_scale": smallest}
+    def _of_scales(self) -> tuple[Tensor, Found]:
+        """The largest scale [E], and other fields of all scales; without the factors of the rows."""
+        scale, count = self.scale.float(), self.scale.numel()
+        if self._has_stored_scale:
+            return scale.amax().view(1), {"scales": constant(count, scale.device, 1)}
+        scale = scale if self.row_scale is None else scale / self.row_scale
+        sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes.double()
+        found = {"scales": sizes, "bad_scales": self._of_experts(scale.isnan().float(), "sum")}
+        if self.full:  # the smallest of the blocks that are not all zero; NaN compares as false
+            smallest = torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf)
+            found["minus_smallest_scale"] = self._of_experts(smallest, "amax")
+        return self._of_experts(scale.nan_to_num(-torch.inf), "amax"), found
 
     def _of_experts(self, values: Tensor, reduction: str) -> Tensor:
-        """A number of all scales of each expert: [experts]."""
+        """A number of all scales of each expert: [E]."""
+        experts = 1 if self.sizes is None else len(self.sizes)
         if self.group is not None:
-            nothing = values.new_full((self._experts + 1,), -torch.inf if reduction == "amax" else 0)
+            nothing = values.new_full((experts + 1,), -torch.inf if reduction == "amax" else 0)
             return nothing.scatter_reduce(0, self.group, values.view(-1), reduction)[:-1]
-        each = values.reshape(self._experts, -1)
+        each = values.reshape(experts, -1)
         return each.amax(1) if reduction == "amax" else each.sum(1)
 
     @cached_property
-    def _scale(self) -> Tensor:
-        """That of the sampled rows, which broadcasts against them."""
+    def _row_scales(self) -> Tensor:
+        """Those of the sampled rows, which broadcast against them."""
         scale, by = self.scale.float(), self.cast.granularity
         if by.rows is not None:
             scale = scale[self.index if by.rows == 1 else self.index // by.rows]
             if by.cols is not None:
                 scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
-        return scale if self.row_scale is None else scale / self.row_scale[self.index]
+        return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
 
     @cached_property
-    def _least(self) -> Tensor | None:
-        """The numbers [R, 1] of g, in the sampled rows, up to which the shift for dw makes zero of numbers.
+    def _shift(self) -> Tensor | None:
+        """The powers of two, int32 [R, 1], by which the shift for dw makes the numbers of the sampled rows smaller.
 
-        The shift of a row is log2(the largest c of its group / its c), where c = 2^e * s_g has the exponents of both
-        scales.
+        That of a row is log2(the largest c of its group / its c), where c = 2^e * s_g has the exponents of both scales.
         """
         if self.shift_scale is None:
             return None
         bits = (self.scale.view(torch.int32), self.shift_scale.view(torch.int32))
         exponent = ((bits[0] >> 23) + (bits[1] >> 23)).view(-1)  # of positive normal numbers
-        if self.group is None:
-            shift = exponent.amax() - exponent[self.index]
-        else:
-            shift = group_shifts(exponent, self.group, self._experts)[1][self.index]
-        least = torch.exp2(shift.clamp(max=100).float()) * (self.cast.fmt.smallest_subnormal / 2)
-        return least.unsqueeze(1)  # a tie rounds to zero
+        if self.group is None or self.sizes is None:
+            return (exponent.amax() - exponent[self.index]).unsqueeze(1)
+        return group_shifts(exponent, self.group, len(self.sizes))[1][self.index].unsqueeze(1)
 
 
 # ---- The operands of a GEMM of one layer, or of several layers that are stacked.
@@ -302,21 +269,17 @@ def observe(
     """
     if not _is_sampled(stats, slot, kind):
         return
-    q = None
+    q, full = None, bool(Sampling.full)
     if data is not None and scale is not None:
         column_scale = None if column_scale is None else column_scale.t()
-        q = Quantized(data, scale, parse_cast(spec), _NO_ROWS, amax, column_scale, row_scale, shift_scale)
+        q = Quantized(data, scale, parse_cast(spec), full, _NO_ROWS, amax, column_scale, row_scale, shift_scale)
+    store = Store.of(stats)
     for row, (x, of_rows, columns) in enumerate(_parts(kind, source, sizes, q), slot):
-        if Sampling.full:
-            rows = Rows(x.float()[None]) if of_rows is None else of_rows.rows(x, columns)
-            found, magnitude = rows_statistics(rows, {} if of_rows is None else of_rows.of_scales(columns), full=True)
-            add_statistics(stats[row : row + 1], torch.cat([found, histogram(magnitude)[None]], 1))
-            continue
-        operand = Operand(x.contiguous()) if of_rows is None else of_rows.brief(x, columns)
-        if store := BriefStore.of(stats):
-            store.add(stats, row, operand)
+        rows = Rows(x.contiguous()[None], full) if of_rows is None else of_rows.rows(x, columns)
+        if store is None:
+            add_statistics(stats[row : row + 1], rows.statistics())
         else:
-            add_statistics(stats[row : row + 1], statistics([operand]))
+            store.add(stats, row, rows)
 
 
 def _is_sampled(stats: Tensor, slot: int, kind: str) -> bool:
@@ -427,7 +390,7 @@ def observe_experts(
     """
     if not _is_sampled(stats, 0, kind):
         return
-    full, m, experts = bool(Sampling.full), len(data), len(offsets)
+    m, experts = len(data), len(offsets)
     sizes = offsets.diff(prepend=offsets.new_zeros(1)).long()
     group = None if kind == "w" else group_of_rows(offsets, m).long()
     if kind == "w":
@@ -439,15 +402,17 @@ def observe_experts(
         token = index if slot is None else slot[index] // (len(slot) // len(first))
         x = numbers_of_rows("x" if kind == "w" else kind, [first[token], *(t[index] for t in rest)])
         x = x if factor is None else x * factor[index]
-    q = Quantized(data, scale, parse_cast(spec), index, None, column_scale, row_scale, shift_scale, sizes, group)
-    found, magnitude = rows_statistics(q.rows(x, full=full), q.of_scales(full=full), full=full)
+    factors = (column_scale, row_scale, shift_scale)
+    q = Quantized(data, scale, parse_cast(spec), bool(Sampling.full), index, None, *factors, sizes, group)
+    found = q.rows(x).statistics()
     # An expert with few rows has the numbers of its scales alone.
     known, of_rows = (sizes >= EXPERT_ROWS).unsqueeze(1), clear(torch.empty_like(found))
     for name in ("all_amax", "scale", "minus_smallest_scale", "scales", "bad_scales"):
         of_rows[:, FIELD[name]] = found[:, FIELD[name]]
-    add_statistics(table, torch.where(known, found, of_rows))
-    if full:
-        stats[0, HEAD:] += histogram(torch.where(known.unsqueeze(1), magnitude, 0))
+    found = torch.where(known, found, of_rows)
+    add_statistics(table, found[:, :HEAD])
+    if q.full:
+        stats[0, HEAD:] += found[:, HEAD:].sum(0)
 
 
 def rows_of_experts(sizes: Tensor, m: int, count: int) -> Tensor:

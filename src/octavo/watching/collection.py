@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
-from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, BriefStore, clear
+from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear
 from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
@@ -292,7 +292,7 @@ class Measurement:
         self._experts = [(place, observer.experts) for place, observer in layers.experts]
         self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
         self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
-        self._store = BriefStore(layers.stats)
+        self._store = Store(layers.stats)
         self._hooks = [
             register_optimizer_step_pre_hook(self._around_update(self._weights.before_update)),
             register_optimizer_step_post_hook(self._around_update(self._weights.after_update)),
@@ -326,7 +326,7 @@ class Measurement:
         """
         nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
-        stats = stats if self.full else self._store.add_to(stats[:, :HEAD])
+        stats = self._store.add_to(stats if self.full else stats[:, :HEAD])
         stacks = [stack for _, stack in self._gate_and_up]
         alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
         tables = [(stats, len(MAXIMA)), (alignments, 0)]

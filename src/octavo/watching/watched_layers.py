@@ -18,7 +18,7 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import EXPONENTS, by_dtype, histogram, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, by_dtype, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
 from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
@@ -359,7 +359,7 @@ class WeightStatistics:
                 self._found[i] |= {
                     "elements": low.new_full((), sample.numel(), dtype=torch.float32),
                     "nonfinite": (finite != sample).sum(dtype=torch.float64),
-                    "exponents": histogram(finite.abs()),
+                    "exponents": histograms(finite.abs()[None])[0],
                     "gradient_amax": torch.maximum(-low, high),
                     "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
                     "gradient_x2": _sum_of_squares(g),
