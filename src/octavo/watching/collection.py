@@ -24,10 +24,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.checkpoint.folder import WriteError
-from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
 from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear
 from octavo.observation.operands import BRIEF, Sampling
@@ -45,8 +43,6 @@ from octavo.watching.storage import EXPERTS, LIMIT, NO_EXPERTS, OPERANDS, Event,
 from octavo.watching.watched_layers import (
     Layers,
     WeightStatistics,
-    expert_alignments,
-    gate_and_up,
 )
 
 CHECK_INTERVAL = 10  # steps between brief samples
@@ -141,7 +137,7 @@ class Watch:
 
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
-        self._measurement.read_gradients()
+        self._measurement.weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
         """The records of operands and layers of each brief sample since the last call, up to 16.
@@ -287,16 +283,11 @@ class Measurement:
         self._layers, self._rows, self._device = layers, rows, _device_of(model)
         self.full = self.brief = False
         layers.attach(self._device)
-        self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
-        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
+        self.weights = WeightStatistics(model, layers, rows, self._device)
         self._experts = [(place, observer.experts) for place, observer in layers.experts]
         self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
         self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
         self._store = Store(layers.stats)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._around_update(self._weights.before_update)),
-            register_optimizer_step_post_hook(self._around_update(self._weights.after_update)),
-        ]
 
     def largest_of_ranks(self, number: int) -> int:
         """The largest of the numbers that the ranks have. Waits for it."""
@@ -308,14 +299,9 @@ class Measurement:
         self.full, self.brief = full, brief
         if (full or brief) and self._tables:
             torch._foreach_copy_(self._tables, self._cleared)
-        self._weights.clear()
+        self.weights.begin(active=full)
         self._store.clear()
         Sampling.request(self, self._rows if full else BRIEF if brief else 0)
-
-    def read_gradients(self) -> None:
-        """Read the gradients of the weights, if the step has a full sample."""
-        if self.full:
-            self._weights.read_gradients()
 
     @torch.no_grad()
     def end(self, step: int, interval: int) -> Callable[[], Finished]:
@@ -327,11 +313,9 @@ class Measurement:
         nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
         stats = self._store.add_to(stats if self.full else stats[:, :HEAD])
-        stacks = [stack for _, stack in self._gate_and_up]
-        alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
-        tables = [(stats, len(MAXIMA)), (alignments, 0)]
+        tables = [(stats, len(MAXIMA)), (self.weights.alignments(), 0)]
         if self.full:
-            tables.append((self._weights.stats(), len(LAYER_MAXIMA)))
+            tables.append((self.weights.stats(), len(LAYER_MAXIMA)))
         tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
         wait, full, brief = transfer(tables, interval), self.full, self.brief
 
@@ -349,16 +333,14 @@ class Measurement:
         """Leave the model as it was before."""
         Sampling.request(self, 0)
         self._store.close()
-        for hook in self._hooks:
-            hook.remove()
+        self.weights.close()
         self._layers.detach()
 
     def _alignment(self, sums: Any) -> Any:
         """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
-        found, firsts = np.full(self._layers.count, np.nan), self._layers.firsts
-        numbers = [(firsts[i] + e,) for i, stack in self._gate_and_up for e in range(stack.count)]
-        for each, (cosine, rows) in zip([*self._weights.pairs, *numbers], sums, strict=True):
-            found[list(each)] = cosine / rows if rows else np.nan
+        found = np.full(self._layers.count, np.nan)
+        for numbers, (cosine, rows) in zip(self.weights.aligned, sums, strict=True):
+            found[numbers] = cosine / rows if rows else np.nan
         return found
 
     def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
@@ -387,15 +369,6 @@ class Measurement:
             layer_records(step, self._layers.sizes(), of_layers, alignment),
             np.array(of_experts, EXPERTS),
         )
-
-    def _around_update(self, read: Callable[[set[int]], None]) -> Callable[..., None]:
-        """The hook of optimizers that calls `read` with the ids of the parameters in a step with a full sample."""
-
-        def hook(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-            if self.full:
-                read({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
-
-        return hook
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
+from octavo.nn.experts import Experts
 from octavo.nn.fused_modules import FusedMLP, NormLinear
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
@@ -205,12 +207,6 @@ def _shape(module: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1:].numel()
 
 
-def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The gate and up layers of each SwiGLU, by the names of transformers' Llama."""
-    pairs = [(getattr(m, "gate_proj", None), getattr(m, "up_proj", None)) for m in model.modules()]
-    return [(gate, up) for gate, up in pairs if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)]
-
-
 def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -227,9 +223,6 @@ def _plain(name: str) -> str:
 #
 # load      rows of the fullest expert / mean rows of an expert: 1 is even
 # worst     the expert whose operand has the lowest SQNR in the sample, 10 log10(sum(x^2) / sum((x - x_q * scale)^2))
-
-
-ALIGNED_ROWS = 16  # of an expert's gate and up, in a brief sample
 
 
 class ExpertStack:
@@ -263,25 +256,6 @@ class ExpertStack:
         self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
 
 
-def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
-    """The sum of |cosine| of rows of gate and up, and their number, by expert: float64 [experts of all stacks, 2].
-
-    A rank that holds a part of the experts leaves the others at 0.
-    """
-    table = torch.zeros(sum(stack.count for stack in stacks), 2, dtype=torch.float64, device=device)
-    end = 0
-    for stack in stacks:
-        begin, end = end + first_matrix(stack.weight), end + stack.count
-        w = local_part(stack.weight).detach()
-        if len(w):
-            index = sampled_rows(w.shape[1] // 2, ALIGNED_ROWS, w.device)
-            gate, up = (half[:, index].float() for half in w.chunk(2, 1))
-            cosine = F.cosine_similarity(gate, up, dim=2).abs().sum(1)
-            found = torch.stack([cosine, torch.full_like(cosine, len(index))], 1)
-            table[begin : begin + len(w)] = found.to(device, torch.float64)
-    return table
-
-
 def first_matrix(weight: Any) -> int:
     """The number of the first matrix that this rank holds."""
     if not hasattr(weight, "__create_chunk_list__"):
@@ -301,62 +275,67 @@ def first_matrix(weight: Any) -> int:
 
 
 UPDATE_ROWS = 16
+ALIGNED_ROWS = 16  # of an expert's gate and up
 
 
 class WeightStatistics:
-    """The statistics of the weights of `modules` in one step; histograms are of `rows` rows. `pairs` become the numbers
-    of the gate and up layers."""
+    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows.
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        pairs: Sequence[tuple[nn.Module, nn.Module]],
-        rows: int,
-        device: torch.device,
-    ) -> None:
-        numbers = {id(module): i for i, module in enumerate(modules)}
-        self._modules, self._rows, self._device = modules, rows, device
-        self.pairs = [(numbers[id(gate)], numbers[id(up)]) for gate, up in pairs]
-        self._before: dict[int, Tensor] = {}
-        self.clear()
+    `aligned` has the numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the
+    step is `active`.
+    """
 
-    def clear(self) -> None:
-        """Forget the step."""
+    def __init__(self, model: nn.Module, layers: Layers, rows: int, device: torch.device) -> None:
+        self._modules, self._rows, self._device = layers.modules, rows, device
+        numbers = {id(module): i for i, module in enumerate(layers.modules)}
+        pairs = [(getattr(m, "gate_proj", None), getattr(m, "up_proj", None)) for m in model.modules()]  # of Llama
+        self._pairs = [pair for pair in pairs if all(isinstance(layer, nn.Linear) for layer in pair)]
+        self._stacks = [(i, stack) for i, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
+        self.aligned: list[list[int]] = [[numbers[id(layer)] for layer in pair] for pair in self._pairs]
+        self.aligned += [[layers.firsts[i] + e] for i, stack in self._stacks for e in range(stack.count)]
+        self.begin(active=False)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def begin(self, *, active: bool) -> None:
+        """Forget the step before."""
+        self.active, self._has_gradients = active, False
         self._found: list[dict[str, Tensor]] = [{} for _ in self._modules]
-        self._before.clear()
-        self.has_gradients = False
+        self._before: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def stats(self) -> Tensor:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
-        for i, module in enumerate(self._modules):
-            w = _local(weight_of(module), module)
-            if w.numel():
+        for found, module in zip(self._found, self._modules, strict=True):
+            if (w := _local(weight_of(module), module)).numel():
                 low, high = torch.aminmax(w)
-                self._found[i] |= {
-                    "minus_weight_smallest": -low,
-                    "weight_largest": high,
-                    "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
-                    "weight_x2": _sum_of_squares(w),
-                }
+                elements = low.new_full((), w.numel(), dtype=torch.float32)
+                found |= {"weight_elements": elements, "weight_x2": _sum_of_squares(w)}
+                found |= {"minus_weight_smallest": -low, "weight_largest": high}
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
         missing = dict.fromkeys(LAYER_MAXIMA, nothing[0] - torch.inf) | dict.fromkeys(LAYER_SUMS, nothing[0])
-        found = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
-        scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), found))
+        fields = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
+        scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), fields))
         exponents = [each.get("exponents", nothing).to(self._device, torch.float64) for each in self._found]
         return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1)
 
     @torch.no_grad()
     def read_gradients(self) -> None:
         """Read the gradients that the weights have now."""
-        self.has_gradients = True
-        for i, module in enumerate(self._modules):
+        self._has_gradients = True
+        for found, module in zip(self._found if self.active else (), self._modules, strict=False):
             weight = weight_of(module)
             if weight.grad is not None and (g := _local(weight.grad, module)).numel():
                 sample = g[_rows(g, self._rows)].float()
                 finite = sample.nan_to_num(0, 0, 0)
                 low, high = torch.aminmax(g)
-                self._found[i] |= {
+                found |= {
                     "elements": low.new_full((), sample.numel(), dtype=torch.float32),
                     "nonfinite": (finite != sample).sum(dtype=torch.float64),
                     "exponents": histograms(finite.abs()[None])[0],
@@ -366,36 +345,53 @@ class WeightStatistics:
                 }
 
     @torch.no_grad()
-    def before_update(self, parameters: Collection[int]) -> None:
-        """Remember rows of the weights that the optimizer of `parameters` (by id) is about to change."""
-        if not self.has_gradients:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Remember rows of the weights that the optimizer is about to change."""
+        if not self.active:
+            return
+        if not self._has_gradients:
             self.read_gradients()
+        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
-            if id(weight) in parameters and weight.grad is not None and (local := _local(weight, module)).numel():
+            if id(weight) in changed and weight.grad is not None and (local := _local(weight, module)).numel():
                 self._before[i] = local[_rows(local, UPDATE_ROWS)]
 
     @torch.no_grad()
-    def after_update(self, parameters: Collection[int]) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Read how far the rows moved."""
-        for i, module in enumerate(self._modules):
-            if id(weight := weight_of(module)) in parameters and i in self._before:
-                w = _local(weight, module)
-                after, before = w[_rows(w, UPDATE_ROWS)].double(), self._before.pop(i).double()
-                change = (after - before).square().sum()
-                self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
+        for i, rows in self._before.items():
+            w, before = _local(weight_of(self._modules[i]), self._modules[i]), rows.double()
+            change = (w[_rows(w, UPDATE_ROWS)].double() - before).square().sum()
+            self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
+        self._before.clear()
 
     @torch.no_grad()
     def alignments(self) -> Tensor:
-        """The sum of |cosine| of each pair, and the number of rows: float64 [pairs, 2]."""
-        found = torch.zeros(len(self.pairs), 2, dtype=torch.float64, device=self._device)
-        for row, pair in zip(found, self.pairs, strict=True):
-            gate, up = (_local(weight_of(self._modules[i]), self._modules[i]) for i in pair)
+        """The sum of |cosine| of the rows of each gate and up, and their number: float64, a row for each of `aligned`.
+
+        A rank that holds a part of the experts leaves the others at 0.
+        """
+        table, end = torch.zeros(len(self.aligned), 2, dtype=torch.float64, device=self._device), 0
+        for pair in self._pairs:
+            gate, up = (_local(weight_of(layer), layer)[None] for layer in pair)
             if gate.shape == up.shape and gate.numel():
-                index = _rows(gate, self._rows)
-                cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
-                row.copy_(torch.stack([cosine.abs().sum(), cosine.new_full((), len(index))]))
-        return found
+                _align(table[end : end + 1], gate, up, self._rows)
+            end += 1
+        for _, stack in self._stacks:
+            w, begin = local_part(stack.weight).detach(), end + first_matrix(stack.weight)
+            if len(w):
+                gate, up = w.chunk(2, 1)
+                _align(table[begin : begin + len(w)], gate, up, ALIGNED_ROWS)
+            end += stack.count
+        return table
+
+
+def _align(table: Tensor, gate: Tensor, up: Tensor, rows: int) -> None:
+    """Set the rows [n, 2] of `table` by sampled rows of gate and up [n, N, K]."""
+    index = sampled_rows(gate.shape[1], rows, gate.device)
+    cosine = F.cosine_similarity(gate[:, index].float(), up[:, index].float(), dim=2)
+    table.copy_(torch.stack([cosine.abs().sum(1), cosine.new_full((len(cosine),), len(index))], 1))
 
 
 def _sum_of_squares(w: Tensor) -> Tensor:
