@@ -8,7 +8,7 @@ from quantize_oracle import casts_of_the_presets, name_of
 from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
-from octavo.observation.operand_statistics import MAXIMA, WIDTH, clear, sampled_rows
+from octavo.observation.operand_statistics import WIDTH, clear, sampled_rows
 from octavo.observation.operands import Sampling, numbers_of_rows, observe
 from octavo.ops import quantize, quantize_scaled
 from octavo.watching.records import combined, operand_records
@@ -112,7 +112,7 @@ def test_samples_combine():
         observe(stats, 0, "x", [x], [])
     whole = record(both)
     check(whole, describe(torch.cat([a, b]).numpy()))
-    together = torch.from_numpy(combined(torch.cat(apart).numpy(), np.array([[0, 1]]), len(MAXIMA)))
+    together = torch.from_numpy(combined(torch.stack(apart).numpy()))
     assert record(together).tobytes() == whole.tobytes()
     assert whole["binades"] / FULL_SHARE == pytest.approx(binades(torch.cat([a, b]).numpy()), abs=1 / FULL_SHARE)
 

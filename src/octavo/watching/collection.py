@@ -35,7 +35,6 @@ from octavo.watching.records import (
     combined,
     expert_record,
     layer_records,
-    of_stack,
     operand_records,
     transfer,
 )
@@ -345,8 +344,7 @@ class Measurement:
 
     def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
         """The numbers for the rules. A brief sample has moments about zero, and so have these."""
-        layers, operands, places = self._layers.operands()
-        records = [operand_records(step, layers, operands, combined(stats, places, len(MAXIMA)), about_zero=True)]
+        records = [operand_records(step, *self._layers.operands(stats[:, :HEAD]), about_zero=True)]
         for (place, _), each in zip(self._experts, experts, strict=True):
             layers, operands = np.indices(each.shape[:2]).reshape(2, -1)
             layers += self._layers.firsts[place.layers[0]]
@@ -354,21 +352,13 @@ class Measurement:
         return Sample(step, np.concatenate(records), alignment_records(step, alignment))
 
     def _full(self, step: int, stats: Any, experts: Sequence[Any], of_layers: Any, alignment: Any) -> Sample:
-        stats = stats.copy()
+        stats, found = stats.copy(), []
         for (place, _), each in zip(self._experts, experts, strict=True):
             own = stats[place.row : place.row + len(OPERANDS)]
-            own[:, :HEAD] = of_stack(np.concatenate([own[None, :, :HEAD], each]))
-        layers, operands, places = self._layers.operands()
-        records = operand_records(step, layers, operands, combined(stats, places, len(MAXIMA)))
-        of_experts = [
-            expert_record(step, place.layers[0], each) for (place, _), each in zip(self._experts, experts, strict=True)
-        ]
-        return Sample(
-            step,
-            records,
-            layer_records(step, self._layers.sizes(), of_layers, alignment),
-            np.array(of_experts, EXPERTS),
-        )
+            own[:, :HEAD] = combined(np.concatenate([own[None, :, :HEAD], each]))
+            found.append(expert_record(step, place.layers[0], each))
+        of_weights = layer_records(step, self._layers.sizes(), of_layers, alignment)
+        return Sample(step, operand_records(step, *self._layers.operands(stats)), of_weights, np.array(found, EXPERTS))
 
 
 def _device_of(model: nn.Module) -> torch.device:

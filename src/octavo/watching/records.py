@@ -64,12 +64,6 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array, *, 
     return records
 
 
-def of_stack(parts: Array) -> Array:
-    """The statistics [n, fields] of several parts [m, n, fields] as one."""
-    k = len(MAXIMA)
-    return np.concatenate([parts[..., :k].max(0), parts[..., k:].sum(0)], 1)
-
-
 def expert_record(step: int, layer: int, experts: Array) -> Array:
     """The `EXPERTS` record of a stack, from the statistics of each expert's x, w and dy [E, 3, HEAD]."""
     record = np.zeros((), EXPERTS)
@@ -138,15 +132,10 @@ def binades(counts: Array, amax: Array, elements: Array, nonzero: Array) -> Arra
     return np.rint(shares / np.maximum(elements, 1)[:, None] * FULL_SHARE).astype(np.uint16)
 
 
-def combined(stats: Array, places: Array, maxima: int) -> Array:
-    """Statistics [n, fields] of several places as one, [m, fields]; the first fields are `maxima`.
-
-    `places` [m, p] are the rows of `stats` that belong to one operand; -1 for none.
-    """
-    nothing = np.zeros((1, stats.shape[1]))
-    nothing[:, :maxima] = -np.inf
-    parts = np.concatenate([stats, nothing])[places]  # -1 takes the last row
-    return np.concatenate([parts[:, :, :maxima].max(1), parts[:, :, maxima:].sum(1)], axis=1)
+def combined(parts: Array) -> Array:
+    """The statistics [n, fields] of several parts [m, n, fields] as one."""
+    k = len(MAXIMA)
+    return np.concatenate([parts[..., :k].max(0), parts[..., k:].sum(0)], 1)
 
 
 def _known(maxima: Array) -> Array:

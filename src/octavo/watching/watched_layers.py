@@ -20,10 +20,10 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import EXPONENTS, by_dtype, histograms, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, MAXIMA, by_dtype, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, combined
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -116,10 +116,10 @@ class Layers:
         observers = (place.module.observer for place in self.places)
         return [stats for observer in observers for stats in (observer.forward, observer.backward)]
 
-    def operands(self) -> tuple[Array, Array, Array]:
-        """The layer [n] and the operand [n] of each operand of the converted layers, and the places of its statistics.
+    def operands(self, stats: Array) -> tuple[Array, Array, Array]:
+        """The layer [n], the operand [n] and the statistics [n, fields] of each operand of the converted layers.
 
-        These are rows [n, 2] of the concatenated `stats`, of the layer's own place and of the fused module's; -1: none.
+        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it.
         """
         rows: dict[tuple[int, int], list[int]] = {}
         for place in self.places:
@@ -127,9 +127,10 @@ class Layers:
                 for operand, slot in enumerate((0, 1 + i, 1 + len(place.layers) + i)):  # the layers share x
                     rows.setdefault((layer, operand), []).append(place.row + slot)
         keys = sorted(rows)
-        places = [(*rows[key], -1)[:2] for key in keys]
-        shape = (len(keys), 2)
-        return (*np.array(keys, int).reshape(shape).T, np.array(places, int).reshape(shape))
+        nothing = np.where(np.arange(stats.shape[1]) < len(MAXIMA), -np.inf, 0)
+        places = np.array([(*rows[key], -1)[:2] for key in keys], int).reshape(-1, 2)
+        parts = np.concatenate([stats, nothing[None]])[places.T]  # [2, n, fields]; -1 takes the last
+        return (*np.array(keys, int).reshape(-1, 2).T, combined(parts))
 
     def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
