@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from watch_examples import one_layer, tiny_model
 from watch_oracle import matrix
 
@@ -126,18 +125,6 @@ def test_compiled_code_has_the_same_numbers(backend):
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-5, err_msg=name)
 
 
-def test_brief_samples_are_for_rules_alone(tmp_path):
-    model, heard, folder = one_layer(), [], tmp_path / "runs" / "own"  # which is made
-    with octavo.watch(model, folder=folder, interval=15) as watch:
-        watch.listeners.append(lambda sample: heard.append(sample.step))
-        train(model, watch, 31)
-        assert [operands["step"][0] for operands, _ in watch.take()] == [1, 10, 20, 30]
-        assert watch.take() == []
-        assert watch.latest().step == 30
-    assert heard == [1, 15, 30]
-    assert np.unique(read_watch(folder).operands["step"]).tolist() == [1, 15, 30]
-
-
 def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_path):
     model = one_layer()
     with octavo.watch(model, folder=tmp_path, interval=2, limit=2000) as watch:
@@ -146,7 +133,7 @@ def test_files_that_reach_their_limit_have_fewer_samples_and_rules_as_many(tmp_p
         assert watch.interval == read_watch(tmp_path).interval > 4
 
 
-# ---- Brief samples on a GPU: the numbers of a CPU, and those of full samples
+# ---- Samples on a GPU: the numbers of a CPU
 
 
 def rows_of(device, full):
@@ -168,22 +155,3 @@ def rows_of(device, full):
 def test_a_gpu_finds_the_numbers_of_a_cpu(full):
     expected, found = ([rows.statistics().cpu() for rows in rows_of(device, full)] for device in ("cpu", "cuda"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.gpu
-def test_the_numbers_are_those_of_a_full_sample():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 64, bias=False)).cuda()
-    octavo.convert(model)
-    x = matrix(16, 128).cuda()
-    with octavo.watch(model) as watch:
-        for _ in range(10):
-            with torch.autocast("cuda", torch.bfloat16):
-                y = model(x)
-            y.float().square().mean().backward()
-            watch.step()
-        full, (_, (brief, _)) = watch.latest().operands, watch.take()
-    rows = full["operand"] != 1  # of w, a brief sample has a quarter of the rows
-    for name in ("amax", "rms", "flushed", "shift_lost", "nonfinite"):
-        np.testing.assert_allclose(brief[name][rows], full[name][rows], rtol=1e-2, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(brief["scale"][:2], full["scale"][:2], rtol=1e-6)

@@ -69,12 +69,6 @@ class Sampling:
         cls.active = bool(cls._requests)
 
 
-def is_recomputed(kind: str) -> bool:
-    """True for an operand of a forward pass within a backward pass, as activation checkpointing runs it."""
-    of_backward = kind == "dy" or kind.endswith("_gradient")
-    return not of_backward and torch._C._current_graph_task_id() != -1
-
-
 def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a function as the operation `octavo::` with its name, and return what calls it in sampled steps.
 
@@ -286,10 +280,11 @@ def _is_sampled(stats: Tensor, slot: int, kind: str) -> bool:
     """True if an operand is to be recorded. That it was computed again is noted in its row of statistics."""
     if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    if is_recomputed(kind):
-        stats[slot, FIELD["recomputed"]] = 1
-        return False
-    return True
+    of_backward = kind == "dy" or kind.endswith("_gradient")
+    if of_backward or torch._C._current_graph_task_id() == -1:
+        return True
+    stats[slot, FIELD["recomputed"]] = 1  # a forward pass within a backward pass, as activation checkpointing runs it
+    return False
 
 
 ROWS = 16  # of an operand, in a brief sample
