@@ -92,7 +92,7 @@ def test_the_kurtosis_is_that_about_zero():
 
 def test_micro_batches_add_up_and_rows_do_not_wait_without_end(monkeypatch):
     found = []
-    for most in (1 << 25, 1):
+    for most in (1 << 25, 0):
         monkeypatch.setattr(octavo.observation.operand_statistics, "_MOST", {True: most, False: most})
         model = one_layer()
         with octavo.watch(model) as watch:
