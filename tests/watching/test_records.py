@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64, h_magnitude
-from quantize_oracle import casts_of_the_presets, name_of
 from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
@@ -38,17 +37,6 @@ def observed(x, cast=None, **more):
     of_q = () if q is None else (q.data, q.scale, cast.spec)
     observe(stats, 0, "x", [x], [], *of_q, **more)
     return record(stats)
-
-
-@pytest.mark.parametrize("cast", casts_of_the_presets(), ids=name_of)
-def test_a_quantized_tensor(cast):
-    x = matrix()
-    found = observed(x, cast)
-    expected = describe(x.numpy(), cast)
-    check(found, {name: expected[name] for name in (*BY_OPERAND, "zero_rows")})
-    assert found["flushed"] > 0
-    assert found["flags"] == 0
-    assert np.isnan(found["gap"])
 
 
 def test_the_binades():

@@ -140,8 +140,7 @@ class Rows:
         """The table [n, WIDTH] of the finite elements in a full sample, [n, HEAD] in a brief one."""
         x = self.x.float()
         n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
-        magnitude = finite.abs()
-        largest = magnitude.amax(2)  # of each row
+        largest = torch.linalg.vector_norm(finite, torch.inf, 2)  # of each row
         found = self._moments(finite) | {
             "amax": largest.amax(1),
             "elements": constant(x[0].numel(), device, n),
@@ -151,9 +150,11 @@ class Rows:
         if self.full:
             found |= {"rows": constant(x.shape[1], device, n), "zero_rows": _count(largest == 0)}
         if self.cast is not None:
-            found |= self._of_scales(self.cast) | self._errors(self.cast, finite, magnitude)
+            found |= self._of_scales(self.cast) | self._errors(self.cast, finite)
+        if self.cast is not None and not self.more:  # of a scale that is NaN, one element at least is not finite
+            found["nonfinite"] += self.scale.isnan()
         table = table_of(found, n, device)
-        return torch.cat([table, histograms(magnitude)], 1) if self.full else table
+        return torch.cat([table, histograms(finite.abs())], 1) if self.full else table
 
     def _moments(self, finite: Tensor) -> Found:
         wide = (finite.double() if self.full else finite).flatten(1)
@@ -163,25 +164,24 @@ class Rows:
 
     def _of_scales(self, cast: Cast) -> Found:
         """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
-        bad = self.scale.isnan()
-        scale = torch.where(bad, -torch.inf, self.scale)
-        found = {"scale": scale, "scales": constant(1, scale.device, len(scale)), "bad_scales": bad, **self.more}
+        scale = self.scale.nan_to_num(-torch.inf, torch.inf)
+        found = {"scale": scale, "scales": constant(1, scale.device, len(scale)), **self.more}
         if self.known is not None:
             return found | {"all_amax": self.known, "minus_gap": torch.log2(self.known / (scale * cast.fmt.max))}
         amax = scale * cast.fmt.max if self.smallest_amax is None else self.smallest_amax
         return found | {"all_amax": torch.where(scale > SMALLEST_SCALE, amax, 0)}
 
-    def _errors(self, cast: Cast, finite: Tensor, magnitude: Tensor) -> Found:
+    def _errors(self, cast: Cast, finite: Tensor) -> Found:
         if self.numbers is None:
             return dict.fromkeys(("saturated", "codes"), constant(math.nan, finite.device, len(finite)))
-        numbers = self.numbers.float()
+        numbers = self.numbers
         codes = _count(numbers != 0)
         found = {"codes": codes}
         if self.shift is not None:  # a tie rounds to zero
-            least = torch.exp2(self.shift.clamp(max=100).float()) * (cast.fmt.smallest_subnormal / 2)
+            least = torch.exp2(self.shift) * (cast.fmt.smallest_subnormal / 2)
             found["lost"] = codes - _count(numbers.abs() > least)
         if self.scales is not None:
-            found["saturated"] = _count(magnitude > self.scales * (cast.fmt.max * ROUNDING))
+            found["saturated"] = _count(finite.abs() > self.scales * (cast.fmt.max * ROUNDING))
         if self.full:
             error = (finite - numbers * self.scales).double().nan_to_num_(0, 0, 0).flatten(1)
             found["noise"] = (error * error).sum(1)

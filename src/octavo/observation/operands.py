@@ -180,7 +180,7 @@ class Quantized:
         """The largest scale [E], and other fields of all scales; without the factors of the rows."""
         scale, count = self.scale.float(), self.scale.numel()
         if self._has_stored_scale:
-            return scale.amax().view(1), {"scales": constant(count, scale.device, 1)}
+            return scale.amax().view(1), {}
         scale = scale if self.row_scale is None else scale / self.row_scale
         sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes.double()
         found = {"scales": sizes, "bad_scales": self._of_experts(scale.isnan().float(), "sum")}
