@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import octavo.nn.fused_loss
 import octavo.ops.int8_gemm  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.observation.operands import BRIEF_WIDTH, WIDTH
+from octavo.observation.operand_statistics import HEAD, WIDTH
 from octavo.ops import quantize, quantize_matrices
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import OPERATIONS, check_matrix, check_tensor, operation
@@ -97,7 +97,7 @@ def cases_of_experts() -> Iterator[tuple[str, tuple[Any, ...]]]:
     for weight in (None, torch.rand(10, 2)):
         yield "combine", (x, row, weight)
     yield "combine_weight_gradient", (x[:10], x, row)
-    buffers = torch.zeros(WIDTH).double(), torch.zeros(3, 3).double(), torch.zeros(3, BRIEF_WIDTH).double()
+    buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
 
 
