@@ -1,102 +1,24 @@
-"""The norms' kernels against their reference on one GPU, bit for bit; their gradients against autograd in float64.
+"""The norms of a GPU against those of a CPU, and their gradients against autograd in float64.
 
 Kernel and reference add in different orders only in float64, whose sums then differ by 1e-15 of themselves. Rounded to
-float32 they are equal, but for one row in some hundred million. None of the rows here is one. The operation rounds eps
-to float32, so the reference gets the rounded one.
+float32 they are equal, but for one row in some hundred million. None of the rows here is one.
 """
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from bits import assert_same, assert_same_numbers, bits, on_gpu
+from bits import assert_same, bits, on_gpu
 from fused_op_examples import NEAR
-from gpu_memory import check_bytes, poison
-from norm_oracle import EPS, EPS32, given, gradient_magnitudes, gradients64
-from torch import Tensor
+from gpu_memory import poison
+from norm_oracle import EPS, given, gradient_magnitudes, gradients64
 
 from octavo.numerics import Cast, QTensor
-from octavo.ops import norm_backward, norm_quantize, norm_quantize_inference
-from octavo.ops.norm import norm_quantize_reference
+from octavo.ops import norm_backward, norm_quantize
 
 pytestmark = pytest.mark.gpu
 
-REPEATS, MANY = 3, 20
-LARGE = (8192, 4096)
+LARGE, LONG = (8192, 4096), (3, 32768)  # the second is what one program holds
 SIZES = [(1, 1), (3, 5), (17, 130), (129, 257), (5, 4097)]
-LONG = (3, 32768)  # what one program holds
 CASES = [(torch.bfloat16, Cast()), (torch.float32, Cast("e5m2", scale="pow2"))]
-
-
-def reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool
-) -> tuple:
-    total, *rest = norm_quantize_reference(x, residual, weight, bias, EPS32, cast, center)
-    return x.new_empty(0) if total is None else total, *rest
-
-
-def kernel(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, cast: Cast, center: bool) -> tuple:
-    return torch.ops.octavo.norm_quantize(x, residual, weight, bias, EPS, cast.spec, center, True)
-
-
-def check_forward(values: tuple[Any, ...], cast: Cast, center: bool, repeats: int) -> None:
-    """Sum, data, scale, mean and rstd."""
-    check_bytes(reference(*values, cast, center), kernel, *values, cast, center, repeats=repeats)
-
-
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("residual", [False, True])
-@pytest.mark.parametrize(("dtype", "cast"), CASES, ids=["bf16", "fp32"])
-@pytest.mark.parametrize("shape", [*SIZES, (0, 7)], ids=str)
-def test_forward(shape, dtype, cast, residual, bias, center):
-    check_forward(on_gpu(given(shape, dtype, residual, bias)), cast, center, REPEATS)
-
-
-@pytest.mark.parametrize("layer", [False, True], ids=["rms", "layer"])
-@pytest.mark.parametrize(("shape", "repeats"), [(LARGE, MANY), (LONG, REPEATS)])
-def test_large_forward_again_and_again(shape, repeats, layer):
-    check_forward(on_gpu(given(shape, torch.bfloat16, residual=True, bias=layer)), Cast(), layer, repeats)
-
-
-@pytest.mark.parametrize("eps", [1e-3, 1e-5, 1e-6, 1e-12])
-def test_eps_decides_in_rows_as_small_as_its_root(eps):
-    """Kernel and reference use the same eps to the last bit of rstd: the float64 1e-5 would show."""
-    x = torch.randn(2048, 130, device="cuda") * torch.logspace(-8, 0, 2048, device="cuda").unsqueeze(1)
-    weight = torch.ones(130, device="cuda")
-    expected = norm_quantize_reference(x, None, weight, None, float(np.float32(eps)), Cast(), False)
-    actual = torch.ops.octavo.norm_quantize(x, None, weight, None, eps, Cast().spec, False, True)
-    for one, other in zip(actual[1:], expected[1:], strict=True):
-        assert_same(one, other)
-
-
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("residual", [False, True])
-def test_without_statistics(residual, center):
-    x, *values = on_gpu(given((17, 130), torch.bfloat16, residual, center))
-    expected = norm_quantize(x, *values, EPS, Cast(), center=center)[:2]
-    check_bytes(expected, norm_quantize_inference, x, *values, EPS, Cast(), center=center, repeats=1)
-    assert (norm_quantize_inference(x, *values, EPS, Cast(), center=center)[0] is x) == (not residual)
-
-
-@pytest.mark.parametrize("fmt", ["e4m3fnuz", "e5m2fnuz"])
-def test_formats_without_kernels_run_the_reference(fmt):
-    values = on_gpu(given((17, 130), torch.bfloat16, True, True))
-    check_forward(values, Cast(fmt), True, 1)
-
-
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_that_is_not_finite(value, center):
-    x, residual, weight, bias = on_gpu(given((129, 257), torch.bfloat16, True, True))
-    x = x.clone()
-    x[4, 70] = value
-    total, data, scale, mean, rstd = kernel(x, residual, weight, bias, Cast(), center)
-    expected = reference(x, residual, weight, bias, Cast(), center)
-    assert torch.equal(scale.isnan().flatten(), torch.arange(129, device="cuda") == 4)
-    for one, other in zip((total, data, scale, mean, rstd), expected, strict=True):
-        assert_same_numbers(one, other)
 
 
 def differing(actual: QTensor, expected: QTensor) -> int:
@@ -142,14 +64,14 @@ def test_no_rows():
 def test_backward(shape, dtype, residual, center):
     dn = torch.randn(shape, device="cuda").to(dtype)
     x, beside, weight, _ = on_gpu(given(shape, dtype, residual))
-    _, _, _, mean, rstd = reference(x, None, weight, None, Cast(), center)
+    _, _, mean, rstd = norm_quantize(x, None, weight, None, EPS, Cast(), center=center)
     expected = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
     dtypes = dtype, weight.dtype, weight.dtype
     bounds = [
         2 * NEAR * size + torch.finfo(rounded).eps / 2 * exact.abs()
         for size, exact, rounded in zip(gradient_magnitudes(dn, x, weight, center), expected, dtypes, strict=False)
     ]
-    for _ in range(REPEATS):
+    for _ in range(3):
         poison()
         actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
         assert tuple(t.dtype for t in actual) == dtypes
