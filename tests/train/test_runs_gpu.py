@@ -268,7 +268,7 @@ def test_moments_in_eight_bits_take_two_bytes(measured_offload):
 @pytest.mark.gpu
 def test_bf16_weights_train_on_a_gpu(measured_offload):
     pytest.importorskip("torchao")
-    losses, peak = measured_offload("plain")
+    losses, peak = measured_offload("plain", accumulate=2)
     found, low = measured_offload("bf16", accumulate=2, optimizer={"weights": "bf16", "state": "fp8", "offload": True})
     assert found == pytest.approx(losses, rel=2e-2)
     assert low < peak / 2
