@@ -319,9 +319,7 @@ def _fill(caches: Sequence[CachedStack]) -> None:
         else:
             parts.append((cache, linears, cast))
     if parts:
-        way = parallel_of(parts[0][1])
-        assert way is not None
-        quantized = way.quantize([(linears, cast) for _, linears, cast in parts])
+        quantized = parallel_of(parts[0][1]).quantize([(linears, cast) for _, linears, cast in parts])
         for (cache, linears, _), q in zip(parts, quantized, strict=True):
             cache.store(q, [linear.weight for linear in linears])
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
-from octavo.nn.fused_modules import FusedMLP, NormLinear
+from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
@@ -63,10 +63,8 @@ class Layers:
         converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
         self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
-            if isinstance(fused, NormLinear | FusedMLP):
-                linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
-                if all(isinstance(linear, RecipeLayer) for linear in linears):
-                    self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
+            if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
+                self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in fused.inner)))
 
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
