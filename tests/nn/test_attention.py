@@ -99,22 +99,6 @@ def test_other_recipes_run_in_training_and_evaluation(recipe: str) -> None:
         assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])
 
 
-@pytest.mark.slow
-def test_an_encoder_compiles_and_agrees_with_eager() -> None:
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-    octavo.convert(layer, "rowwise")
-    x = torch.randn(2, 5, 32)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
-
-
-def test_an_empty_batch() -> None:
-    module = attention()
-    octavo.convert(module)
-    x = torch.randn(0, 5, 32)
-    assert module(x, x, x)[0].shape == (0, 5, 32)
-
-
 def test_what_is_left_alone_is_named() -> None:
     class Own(nn.MultiheadAttention):
         pass
