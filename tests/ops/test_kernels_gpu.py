@@ -19,7 +19,7 @@ from operation_examples import OPERATIONS, Example, examples, permutations, quan
 from quantize_oracle import CASTS, OTHERS, matrix
 from rotary_examples import DTYPES
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.numerics import FORMATS, Cast
 from octavo.ops import fold_scales, group_of_rows, quantize, quantize_transposed, rotate, transpose
@@ -45,7 +45,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 
 def copied(values: Any, device: str = "") -> Any:
     """The values, with a copy of each tensor that has its strides, on a device."""
-    return tree_map(lambda t: t.to(device or t.device, copy=True) if isinstance(t, Tensor) else t, values)
+    return tree_map_only(Tensor, lambda t: t.to(device or t.device, copy=True), values)
 
 
 def reference(name: str, values: Any) -> Any:

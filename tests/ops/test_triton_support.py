@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.ops.launching import LONGEST_ROW, fits, has_kernels, power_of_two_above, row_tile, some_gpu_rounds_twice
-
-
-def test_power_of_two_above():
-    assert [power_of_two_above(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
-    assert [power_of_two_above(n) for n in (4095, 4096, 4097, LONGEST_ROW)] == [4096, 4096, 8192, LONGEST_ROW]
+from octavo.ops.launching import LONGEST_ROW, fits, has_kernels, row_tile, some_gpu_rounds_twice
 
 
 @pytest.mark.parametrize(
