@@ -13,8 +13,10 @@ import torch
 from activation_oracle import FAR, KINDS, on_the_border
 from bits import assert_same, bits, on_gpu
 from fold_scales_oracle import folded, scales
+from fused_op_examples import NEAR
 from gpu_memory import poison
-from norm_oracle import EPS
+from norm_oracle import EPS, gradient_magnitudes, gradients64
+from norm_oracle import given as given_norm
 from operation_examples import OPERATIONS, Example, examples, permutations, quantizing, rotations
 from quantize_oracle import CASTS, OTHERS, matrix
 from rotary_examples import DTYPES
@@ -22,7 +24,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.numerics import FORMATS, Cast
-from octavo.ops import fold_scales, group_of_rows, quantize, quantize_transposed, rotate, transpose
+from octavo.ops import (
+    fold_scales,
+    group_of_rows,
+    norm_backward,
+    norm_quantize,
+    quantize,
+    quantize_transposed,
+    rotate,
+    transpose,
+)
 from octavo.ops.activation import activation_gradient
 from octavo.recipe import ROW_W
 
@@ -180,6 +191,65 @@ def test_large_matrices_again_and_again(seed):
         scale = torch.ops.octavo.activation_scales(u, kind, ROW)
         check("activation_quantize", (u, kind, ROW), 1)
         check("activation_backward", (dh, u, kind, ROW, column, row[:2048], ROW, scale, True, None), 1)
+
+
+# ---- norms: kernel and reference add in different orders in float64, whose sums then differ by 1e-15 of themselves
+
+NORMED = [(1, 1), (3, 5), (17, 130), (129, 257), (5, 4097)]
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "cast"), [(torch.bfloat16, Cast()), (torch.float32, Cast("e5m2", scale="pow2"))], ids=["bf16", "fp32"]
+)
+@pytest.mark.parametrize("shape", [*NORMED, (2048, 2048)], ids=str)
+def test_the_norms_of_a_gpu_give_the_bytes_of_a_cpu(shape, dtype, cast, center):
+    """All but a millionth. If the order of a float64 sum changes the last bit of a mean or rstd, an element of that row
+    on the border of two codes may round to the other one."""
+    values = given_norm(shape, dtype, True, True)
+    actual = norm_quantize(*on_gpu(values), EPS, cast, center=center)
+    expected = norm_quantize(*values, EPS, cast, center=center)
+    assert torch.equal(bits(actual.total).cpu(), bits(expected.total))
+    assert (bits(actual.output.data).cpu() != bits(expected.output.data)).sum() <= 1e-6 * shape[0] * shape[1]
+    statistics = (
+        (actual.mean, expected.mean),
+        (actual.rstd, expected.rstd),
+        (actual.output.scale, expected.output.scale),
+    )
+    for one, other in statistics:
+        assert ((one.cpu() - other).abs() <= 2.0**-22 * other.abs()).all()
+        assert (one.cpu() != other).sum() <= 1e-3 * shape[0]
+
+
+def test_the_gradient_of_a_norm_of_no_rows():
+    x, weight, column = (torch.ones(shape, device="cuda") for shape in ((0, 7), (7,), (0, 1)))
+    dx, dweight, dbias = norm_backward(x, x, weight, column, column, x, center=True)
+    assert dx.shape == (0, 7)
+    assert_same(dweight, torch.zeros_like(weight))
+    assert_same(dbias, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("center", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [*NORMED, (8192, 4096), (3, 32768)], ids=str)
+def test_the_gradients_of_norms_are_those_of_float64(shape, dtype, residual, center):
+    dn = torch.randn(shape, device="cuda").to(dtype)
+    x, beside, weight, _ = on_gpu(given_norm(shape, dtype, residual))
+    _, _, mean, rstd = norm_quantize(x, None, weight, None, EPS, Cast(), center=center)
+    expected = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
+    dtypes = dtype, weight.dtype, weight.dtype
+    bounds = [
+        2 * NEAR * size + torch.finfo(rounded).eps / 2 * exact.abs()
+        for size, exact, rounded in zip(gradient_magnitudes(dn, x, weight, center), expected, dtypes, strict=False)
+    ]
+    for _ in range(3):
+        poison()
+        actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+        assert tuple(t.dtype for t in actual) == dtypes
+        assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
+        for one, other, bound in zip(actual if center else actual[:2], expected, bounds, strict=False):
+            assert ((one - other).abs() <= bound).all()
 
 
 # ---- rotations of rows, scales of the backward GEMMs, and the byte transpose
