@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bits import bits
-from operation_examples import Example, examples, of_experts, of_gemm_and_attention, permutations, products
+from operation_examples import Example, examples, of_experts, of_gemm_and_attention, of_loss, permutations, products
 from quantize_oracle import matrix
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -44,7 +44,7 @@ def test_every_operation_is_tested_here():
     key = "CompositeImplicitAutograd"  # composite operations call these: tests/nn/test_composite_operations.py
     ours = {name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
-    listed = *cases((5, 70)), *others(), *of_gemm_and_attention()
+    listed = *cases((5, 70)), *others(), *of_gemm_and_attention(), *of_loss()
     assert OPERATIONS.keys() - {"toy"} == {name for name, _ in listed}
 
 
@@ -99,7 +99,7 @@ def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
             assert len(values) == count, f"{path} gives {name} {len(values)} arguments, and it takes {count}"
 
 
-@each(cases((5, 70)), others(), of_gemm_and_attention())
+@each(cases((5, 70)), others(), of_gemm_and_attention(), of_loss())
 def test_opcheck(name, values):
     checks = ["test_autograd_registration", "test_faketensor"]
     if name not in ("append_kv", "rotate_append"):
@@ -109,7 +109,7 @@ def test_opcheck(name, values):
     torch.library.opcheck(getattr(torch.ops.octavo, name).default, values, test_utils=checks)
 
 
-@each(*map(cases, ((1, 1), (17, 130), (0, 7))), others(), of_gemm_and_attention())
+@each(*map(cases, ((1, 1), (17, 130), (0, 7))), others(), of_gemm_and_attention(), of_loss())
 def test_results_on_the_meta_device(name, values):
     operation = getattr(torch.ops.octavo, name)
     fakes = tree_map_only(Tensor, lambda t: t.to("meta"), values)

@@ -15,12 +15,14 @@ from gemm_examples import operands
 from quantize_oracle import matrix
 from torch import Tensor
 
+import octavo.nn.fused_loss  # registers linear_cross_entropy
 import octavo.ops
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.observation.operands import BRIEF_WIDTH, WIDTH
 from octavo.ops import aligned_groups, group_of_rows, quantize, quantize_matrices, sort_by_expert
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import Operation
+from octavo.ops.softmax_loss import IGNORED
 
 Example = tuple[str, tuple[Any, ...]]
 
@@ -109,6 +111,7 @@ def products(x: Tensor) -> Iterator[Example]:
     for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):
         yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
         yield "int8_mm", (a.data, a.scale, b.data, b.scale, bias, residual, torch.bfloat16)
+    yield "index_of_largest", (x,)
     yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
 
 
@@ -168,6 +171,16 @@ def of_gemm_and_attention() -> Iterator[Example]:
     stats = torch.full((2, 4, 3), 3.0)
     by_token = x[3].data.transpose(1, 2).contiguous()
     yield "fp8_attention_backward", (by_token, *data, by_token, stats, torch.ones(7), 0.25, torch.bfloat16)
+
+
+def of_loss() -> Iterator[Example]:
+    z, labels, one = matrix((5, 40), torch.bfloat16), torch.tensor([3, IGNORED, -1, 39, 0]), torch.tensor(1.0)
+    for factor, lse, cap, fp8 in ((None, None, 0.0, False), (one, torch.ones(5), 0.0, False), (one, None, 30.0, True)):
+        yield "cross_entropy", (z, labels, factor, lse, 1.0, cap, fp8)
+    x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
+    for wants_x, wants_w in product((False, True), repeat=2):
+        options = torch.bfloat16, 2, wants_x, wants_w, 1.0, 0.0, "", wants_x
+        yield "linear_cross_entropy", (x, w, labels % 40, one, *options)
 
 
 def rotations(
