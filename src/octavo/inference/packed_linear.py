@@ -22,7 +22,7 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import Norm, Stack, rows, wider_first
-from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm, watched
+from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm, watched
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import quantize_folded, transposed
 from octavo.nn.module_tools import (
@@ -415,28 +415,22 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 # model of a run gives the same bits as the run. Where the GEMM is weight-only, PyTorch computes norms and activations.
 
 
-class _OneInput(nn.Module):
+class _OneInput(FusedModule):
     """A module whose layers are stacked. They are registered before it, so a move reaches them first."""
 
     stacked: Stacked
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.stacked.update(_layers_of(self))
+        self.stacked.update(self.inner)
         return result
-
-
-def _layers_of(module: Any) -> Sequence[nn.Module]:
-    """The layers that read the input of a module that is fused."""
-    layers: Sequence[nn.Module] = module.inner if isinstance(module, FusedMLP) else module.linears
-    return layers
 
 
 class PackedNormLinear(_OneInput, NormLinear):
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         norm, stacked = read_norm(self.norm, backward=False), self.stacked
-        if x.numel() == 0 or norm is None or not stacked.update(self.linears) or wants_gradient(x, residual, *norm[1:]):
+        if x.numel() == 0 or norm is None or not stacked.update(self.inner) or wants_gradient(x, residual, *norm[1:]):
             return None
         total, n = _normed(x, residual, norm, stacked.cast)
         y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
@@ -491,9 +485,7 @@ def fuse(model: nn.Module) -> None:
     serve_attention(model)
     for module in list(model.modules()):
         stacked = Stacked()
-        if not isinstance(module, NormLinear | FusedMLP) or isinstance(module, _OneInput):
-            continue
-        if stacked.update(_layers_of(module)):
+        if isinstance(module, FusedModule) and not isinstance(module, _OneInput) and stacked.update(module.inner):
             fused: Any = module
             fused.__class__ = mix_classes(PackedMLP, type(module)) if isinstance(module, FusedMLP) else PackedNormLinear
             fused.stacked = stacked

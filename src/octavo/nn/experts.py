@@ -198,7 +198,7 @@ class _Experts(torch.autograd.Function):
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
         dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h, expert = scale_mantissa(s_n), scale_mantissa(s_h), groups.expert
-        factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
+        factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
         g = ops.gather_quantize(
             dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
         )  # fmt: skip

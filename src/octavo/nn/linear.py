@@ -14,7 +14,7 @@ from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.linear_function import LinearCall, linear
 from octavo.nn.module_tools import PrecomputedProjections, check_call, check_input, mix_into, parts_of, unsupported
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.parallel_weights import GatheredWeight, Parallel, ParallelLinear, local_part
+from octavo.nn.parallel_weights import GatheredWeight, ParallelLinear, local_part
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
@@ -175,7 +175,7 @@ class Linear(RecipeLayer, nn.Linear):
         torch.Size([8, 64])
     """
 
-    parallel: Parallel | None = None  # set where each rank has a part of the layer
+    parallel: Any = None  # a `ParallelLayer`, where each rank has a part of the layer
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class Linear(RecipeLayer, nn.Linear):
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         if self.parallel is not None:
-            return self.parallel.linear(self, x)
+            return self.parallel.linear(self, x)  # type: ignore[no-any-return]
         check_input(self, x)
         cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
         return self.compute(x, self.weight, self.bias, cached)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
-from octavo.nn.fused_modules import FusedMLP, NormLinear
+from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
@@ -69,12 +69,10 @@ class Layers:
         self.places = [Place(self.names[i], self.modules[i], (i,), 3 * at) for at, i in enumerate(converted)]
         row = 3 * len(converted)
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
-            if isinstance(fused, NormLinear | FusedMLP):
-                linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
-                if all(isinstance(linear, RecipeLayer) for linear in linears):
-                    layers = tuple(numbers[id(linear)] for linear in linears)
-                    self.places.append(Place(_plain(name), fused, layers, row))
-                    row += 1 + 2 * len(layers)
+            if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
+                layers = tuple(numbers[id(linear)] for linear in fused.inner)
+                self.places.append(Place(_plain(name), fused, layers, row))
+                row += 1 + 2 * len(layers)
         self.firsts, self.count = dict[int, int](), len(self.modules)
         for i, stack in self.stacks:
             self.firsts[i], self.count = self.count, self.count + stack.count
