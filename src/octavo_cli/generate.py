@@ -39,9 +39,8 @@ if TYPE_CHECKING:
     from octavo.inference.engine import Engine
     from octavo.inference.kv_cache import Pairs
     from octavo.inference.sampling import Sampling
-    from octavo.models.tokenizer import Tokenizer
+    from octavo.models.tokenizer import Batches, Tokenizer
     from octavo.speed import Grid
-    from octavo.train.loss import Batches
 
 
 # ---- Opening the model of a command: a run of octavo train, a packed folder, or a Hugging Face folder.
@@ -458,7 +457,7 @@ def evaluate_command(
 def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
     """All batches of the text that --data names."""
     from octavo.data import read_text
-    from octavo.train.loss import Batches, lay_out
+    from octavo.models.tokenizer import Batches, lay_out
 
     if context is not None and not 1 <= context <= opened.context:
         raise ValueError(f"--context must be from 1 to the model's {opened.context}, got {context}")

@@ -9,9 +9,8 @@ from calibration_examples import write_model
 from rich.console import Console
 
 from octavo.data import DataError
-from octavo.models.tokenizer import ByteTokenizer
+from octavo.models.tokenizer import Batches, ByteTokenizer, RandomBatches, build_corpus
 from octavo.train.config import Config
-from octavo.train.loss import Batches, RandomBatches, build_corpus
 from octavo.train.trainer import resume_run, start_run
 
 
@@ -207,7 +206,7 @@ def logged(settings):
 
 
 def trained_text(trainer):
-    parts = (trainer.data.training._tokens, trainer.data.validation._tokens)
+    parts = (trainer.training._tokens, trainer.validation._tokens)
     return bytes(np.concatenate(parts).astype(np.uint8)).decode()
 
 
@@ -257,12 +256,12 @@ def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_pat
     setup = {"data": (str(tmp_path / "data.txt"),), "tokenizer": "characters", "sampling": "random", "recipe": "bf16"}
     first = start_run(settings(**setup, steps=3), Console(quiet=True))
     assert first.data.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
-    assert type(first.data.training) is RandomBatches
-    assert type(first.data.validation) is Batches
+    assert type(first.training) is RandomBatches
+    assert type(first.validation) is Batches
     first.run()
     resumed = resume_run(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
     assert resumed.data.tokenizer.characters == first.data.tokenizer.characters
-    assert all(torch.equal(a, b) for a, b in zip(resumed.data.training.at(9), first.data.training.at(9), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(resumed.training.at(9), first.training.at(9), strict=True))
     assert resumed.run().step == 4
 
 

@@ -213,8 +213,8 @@ LONG = {"log_every": 1, "evaluate_every": 100, "save_every": 10, "steps": 50, "r
 def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches(begin, go_on, records):
     trainer = begin(**LONG, watch={"on_spike": "rollback"})
     plant_spikes(trainer, 33)
-    seen, at = [], trainer.data.training.at
-    trainer.data.training.at = lambda index: seen.append(index) or at(index)
+    seen, at = [], trainer.training.at
+    trainer.training.at = lambda index: seen.append(index) or at(index)
     assert trainer.run().step == 50
     path = trainer.run_folder.path
     events = read_watch(path).events

@@ -13,10 +13,18 @@ from octavo.checkpoint.run import RUN_OR_MODEL, RunFolder, check_config
 from octavo.data import ReadReport
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
-from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.models.tokenizer import Batches, Tokenizer, build_corpus, load_tokenizer
 from octavo.train.config import Config
-from octavo.train.loss import AUTOCAST, Batches, build_corpus, open_data
-from octavo.train.model import cast_weights, convert_model, make_meta_model, make_model, positions_of, prepare_blocks
+from octavo.train.loss import AUTOCAST
+from octavo.train.model import (
+    cast_weights,
+    convert_model,
+    make_meta_model,
+    make_model,
+    open_data,
+    positions_of,
+    prepare_blocks,
+)
 from octavo.train.saving import load_model
 from octavo.train.settings import known_vocabulary, load_config, read_settings
 from octavo.train.supervision import apply_promotions

@@ -35,13 +35,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.hf.inputs import token_embedding
 from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.decoder import Decoder, is_causal
-from octavo.models.tokenizer import Tokenizer
+from octavo.models.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from octavo.nn import Conversion, convert, use_fp8_attention
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
@@ -50,6 +58,8 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.loss import Loss, make_loss
 from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
 from octavo.util import import_extra, open_config, open_local, reading
+
+HUB = "hf:"  # before the name of a tokenizer
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -159,6 +169,23 @@ def check_vocabulary(model: nn.Module, highest: int) -> None:
             f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
         )
+
+
+def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
+    """The tokenizer of a new run, or the one that a resumed run has `saved`, and the texts that `config` names."""
+    opened: Tokenizer | None = None
+    if config.tokenizer.startswith(HUB) and not saved.exists():
+        opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix(HUB))
+    elif config.tokenizer.startswith(HUB) or config.model not in BUILT_IN_MODELS:
+        opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
+    elif saved.exists():
+        opened = load_tokenizer(saved)
+    reading = read_text(config.data, opened.chat if opened else None)
+    if opened is None and config.tokenizer == "bpe":
+        opened = BpeTokenizer.train(reading.texts, config.vocabulary)
+    elif opened is None:
+        opened = CharacterTokenizer.train(reading.texts) if config.tokenizer == "characters" else ByteTokenizer()
+    return opened, reading
 
 
 def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, folder: Path) -> None:

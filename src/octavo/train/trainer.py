@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,30 +32,17 @@ from torch import Tensor, nn
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import check_links, locked_folder, writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.run import Actions, RunFolder
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
 from octavo.models import BUILT_IN_MODELS
-from octavo.models.tokenizer import Tokenizer
+from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
-from octavo.recipe import get_recipe
 from octavo.scales import seed_scales, update_scales
 from octavo.train.config import Config, ConfigError, write_settings
-from octavo.train.loss import (
-    Batches,
-    Corpus,
-    Loss,
-    RandomBatches,
-    autocast,
-    build_corpus,
-    mean_loss,
-    next_token_loss,
-    open_data,
-    own_random,
-    whole_loss,
-)
+from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     allow_compilations,
     check_folder,
@@ -65,6 +52,7 @@ from octavo.train.model import (
     eager,
     make_meta_model,
     make_trained_model,
+    open_data,
     positions_of,
     save_description,
 )
@@ -127,34 +115,34 @@ class Result:
     interrupted: str | None
 
 
-class TrainingData(NamedTuple):
-    """The batches of a run, the tokenizer of its text, and the report of the text that was read."""
+class RunData(NamedTuple):
+    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
 
-    training: Batches
-    validation: Batches
     tokenizer: Tokenizer
     read: ReadReport
+    corpus: Corpus
 
 
+@dataclass(eq=False)
 class Trainer:
     """A run in progress. `state` is what a checkpoint saves; `lock` keeps other programs out of the run's folder."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: TrainState,
-        data: TrainingData,
-        run: RunFolder,
-        lock: AbstractContextManager[Any],
-        console: Console,
-        loss: Loss = whole_loss,
-    ) -> None:
-        self.config, self.state, self.data, self.console = config, state, data, console
-        self.run_folder, self.lock = run, lock
-        self.model, self.loss = state.model, loss
-        self.actions, self.recent = run.read_actions(), RecentSteps()
-        self.watch: Watch | None = None
-        self.trained = [p for group in state.optimizer.param_groups for p in group["params"]]
+    config: Config
+    state: TrainState
+    loss: Loss
+    data: RunData
+    training: Batches
+    validation: Batches
+    run_folder: RunFolder
+    actions: Actions
+    lock: AbstractContextManager[Any]
+    console: Console
+    recent: RecentSteps = field(default_factory=RecentSteps)
+    watch: Watch | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.state.model
 
     @cached_property
     def delayed(self) -> bool:
@@ -226,7 +214,8 @@ class Trainer:
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
-        norm = clip_gradients(self.trained, config.clip or math.inf)
+        trained = (p for group in state.optimizer.param_groups for p in group["params"])
+        norm = clip_gradients(trained, config.clip or math.inf)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -247,7 +236,7 @@ class Trainer:
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
         for micro in range(config.accumulate):
-            loss = self._loss(*self.data.training.at(first + micro))
+            loss = self._loss(*self.training.at(first + micro))
             state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / config.accumulate
@@ -256,8 +245,9 @@ class Trainer:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
-        batches, device = self.data.validation, self.state.device
-        loss, _ = mean_loss(self.model, batches, device, precision=precision, count=count, loss=self.loss)
+        loss, _ = mean_loss(
+            self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
+        )
         return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
@@ -306,7 +296,7 @@ class Trainer:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
-        inputs, targets = self.data.validation.at(0)
+        inputs, targets = self.validation.at(0)
         with eager(), own_random(self.state.device):
             return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
@@ -456,14 +446,6 @@ def _describe(trainer: Trainer) -> None:
         save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
 
 
-class RunData(NamedTuple):
-    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
-
-    tokenizer: Tokenizer
-    read: ReadReport
-    corpus: Corpus
-
-
 def prepare_run(
     config: Config,
     run: RunFolder,
@@ -480,8 +462,6 @@ def prepare_run(
         degrees = find_degrees(config.parallel, world_size())
         device = own_device(config.device)
         check_parallel(config, degrees, device)
-        if config.recipe != "auto":
-            get_recipe(config.recipe)
         if config.tensorboard:
             event_writer()
         if config.wandb:
@@ -489,7 +469,8 @@ def prepare_run(
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
-    tokenizer, read, corpus = read_data(config, run, console) if data is None else data
+    data = read_data(config, run, console) if data is None else data
+    vocabulary, corpus = data.tokenizer.vocabulary_size, data.corpus
     draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
     if config.batch > training.sequences:
@@ -497,19 +478,18 @@ def prepare_run(
             f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
-    batches = training, Batches(corpus.validation, config.context, config.batch, None, share)
+    validation = Batches(corpus.validation, config.context, config.batch, None, share)
     storage = torch.device("cpu") if config.optimizer.offload else device
-    check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
+    check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
-            meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
-            open_checkpoint(checkpoint, meta_model, corpus.fingerprint)
+            open_checkpoint(checkpoint, make_meta_model(config, vocabulary, run.model), corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(group_of_one())
-    made = make_trained_model(config, tokenizer.vocabulary_size, run.model, device, degrees)
+    made = make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
-        check_vocabulary(made.model, max(each.highest for each in batches))
+        check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
         with same_outcome():
             calibration = load_calibration(config.calibration, Path(config.model))
@@ -519,7 +499,8 @@ def prepare_run(
         print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, TrainingData(*batches, tokenizer, read), run, lock, console, made.loss)
+    actions = run.read_actions()
+    return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
 
 def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
