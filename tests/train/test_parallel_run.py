@@ -126,7 +126,6 @@ def refusals(rank, folder, text):
         "settings": {"learning_rate": 1e-2 + rank * 1e-3},
         "folder": {"out": str(folder / "taken")},
         "data": {"data": [str(folder / "absent.txt")]},
-        "recipe": {"recipe": "rowwise" if rank == 0 else "rowwize"},
     }
     messages = {}
     for name, settings in wrong.items():
@@ -147,7 +146,6 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank_with_one_message(tmp_p
     assert "learning_rate is 0.01 on rank 0 and 0.011 on rank 1" in first["settings"][1]
     assert first["folder"][0] == "FileExistsError"
     assert "absent.txt" in first["data"][1]
-    assert "recipe is 'rowwise' on rank 0 and 'rowwize' on rank 1" in first["recipe"][1]
     assert not (tmp_path / "run").exists()
 
 

@@ -102,12 +102,7 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     if source.is_dir() and RunFolder(source).has_model:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source
-    described = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if described.get("quantization_config"):
-        raise ArtifactError(
-            f"{folder} is quantized: give the model that it was made from, which a training starts with"
-        )
-    if "model_type" in described:
+    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
         context = min(positions_of(folder), _LONGEST)
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():

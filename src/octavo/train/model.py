@@ -18,7 +18,7 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -424,19 +424,14 @@ def _selective() -> Any:
 
 def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
     """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    for fault in _parallel_faults(config, degrees, device):
-        raise ConfigError(fault)
-
-
-def _parallel_faults(config: Config, degrees: Degrees, device: torch.device) -> Iterator[str]:
     if config.batch % degrees.data:
-        yield (
+        raise ConfigError(
             f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
             f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
             f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
     if degrees.processes > 1 and config.precision == "fp16":
-        yield (
+        raise ConfigError(
             f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
             "process. Use bf16"
         )
@@ -444,18 +439,20 @@ def _parallel_faults(config: Config, degrees: Degrees, device: torch.device) -> 
     if tp == 1:
         return
     if config.sample:
-        yield (
+        raise ConfigError(
             f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
             f"{config.sample} and tp {tp}: sample from the run with octavo generate"
         )
     if config.model == "mixture":
-        yield f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard"
+        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
     sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
     for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
         if getattr(config, name) % tp:
-            yield f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}"
+            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
     if config.parallel.async_tp and device.type != "cuda":
-        yield f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        raise ConfigError(
+            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        )
 
 
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
