@@ -287,18 +287,6 @@ class Node:
         self.own = self
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collection_is_as_before_after_an_error(enabled):
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(KeyError), collect_between_steps():
-            raise KeyError
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
-
-
 def test_cycles_are_freed_at_every_fiftieth_step_and_no_sooner():
     with collect_between_steps():
         node = weakref.ref(Node())

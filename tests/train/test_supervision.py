@@ -27,13 +27,6 @@ from octavo.watching import read_watch
 QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
 
 
-@pytest.fixture
-def eager():
-    """Without compilation: torchao compiles its steps."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def actions(trainer):
     return json.loads((trainer.run_folder.path / "actions.json").read_text())
 
@@ -351,16 +344,6 @@ def test_looking_leaves_the_run_as_it_was(begin, tmp_path):
         seen.append(torch.stack([trainer.step()[0] for _ in range(2)]))
         trainer.lock.close()
     assert torch.equal(*seen)
-
-
-def of_one_rank(rank):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.full((2, 4), math.nan if rank == 1 else 1.0)
-    return str(find_nonfinite(model, torch.device("cpu"), lambda: model(x).sum().backward()))
-
-
-def test_all_ranks_are_told_what_one_has_found():
-    assert run_ranks(2, of_one_rank) == ["x of 0"] * 2
 
 
 @pytest.mark.parametrize("poisoned", [4, 8])
