@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.hf.meta_model import is_causal
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.models.decoder import head_name, is_causal
+from octavo.models.decoder import head_name
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo.distributed import tensor_parallel
 from octavo.models import GPT2Config, LlamaConfig, build
 from octavo.train.config import LARGE_VOCABULARY, ConfigError
-from octavo.train.loss import ChunkedLoss, linear_cross_entropy, make_loss, whole_loss
+from octavo.train.loss import ChunkedLoss, linear_cross_entropy, whole_loss
+from octavo.train.model import make_loss
 
 VOCABULARY = 50
 HF_LLAMA = {

@@ -32,7 +32,14 @@ from octavo.checkpoint.scheme import (
     unused_scales,
 )
 from octavo.hf.inputs import has_decoder, is_language_model
-from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import (
+    MetaModel,
+    fill_model,
+    is_causal,
+    our_meta_model,
+    read_meta_model,
+    transformers_meta_model,
+)
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -40,7 +47,7 @@ from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, 
 from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.inference.transformers_generate import accelerate_generate
-from octavo.models.decoder import Decoder, is_causal
+from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts

@@ -19,28 +19,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from octavo.models.decoder import head_name, logits_of
+from octavo.models.decoder import logits_of
 from octavo.models.mixture import Mixture
 from octavo.models.tokenizer import Batches
-from octavo.train.config import Config, ConfigError
 
 # ---- The loss of a batch.
 
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-def make_loss(config: Config, model: nn.Module) -> Loss:
-    """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
-    widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    if config.loss.is_chunked(widest) and (name := head_name(model)) is not None:
-        return ChunkedLoss(name, config.loss.chunk)
-    if config.loss.logits != "chunked":
-        return whole_loss
-    raise ConfigError(
-        f"loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias; "
-        f"{type(model).__name__} computes them in another way: choose auto or whole"
-    )
 
 
 def whole_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -37,11 +37,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.inputs import token_embedding
-from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
+from octavo.hf.meta_model import (
+    DESCRIPTION,
+    check_counts,
+    check_unpacked,
+    compute_buffers,
+    is_causal,
+    quiet_transformers,
+)
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models.decoder import Decoder, is_causal
+from octavo.models.decoder import Decoder, head_name
 from octavo.models.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -55,11 +61,9 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
-from octavo.train.loss import Loss, make_loss
+from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
 from octavo.util import import_extra, open_config, open_local, reading
-
-HUB = "hf:"  # before the name of a tokenizer
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -128,6 +132,19 @@ def chosen_recipe(config: Config, device: torch.device) -> Recipe:
     return choose_recipe(config.recipe, device).in_bf16(*config.bf16_gemms)
 
 
+def make_loss(config: Config, model: nn.Module) -> Loss:
+    """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
+    widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
+    if config.loss.is_chunked(widest) and (name := head_name(model)) is not None:
+        return ChunkedLoss(name, config.loss.chunk)
+    if config.loss.logits != "chunked":
+        return whole_loss
+    raise ConfigError(
+        f"loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias; "
+        f"{type(model).__name__} computes them in another way: choose auto or whole"
+    )
+
+
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
     """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory of `device`."""
     if config.model not in BUILT_IN_MODELS:
@@ -161,10 +178,10 @@ def _count_parameters(config: ModelConfig) -> int | None:
     return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
 
 
-def check_vocabulary(model: nn.Module, highest: int) -> None:
+def check_vocabulary(model: Any, highest: int) -> None:
     """Raise a ConfigError unless the model has an embedding for the token `highest`."""
-    embedding = token_embedding(model)
-    if embedding is not None and highest >= embedding.num_embeddings:
+    embedding = model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()
+    if highest >= embedding.num_embeddings:
         raise ConfigError(
             f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
@@ -174,9 +191,9 @@ def check_vocabulary(model: nn.Module, highest: int) -> None:
 def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     """The tokenizer of a new run, or the one that a resumed run has `saved`, and the texts that `config` names."""
     opened: Tokenizer | None = None
-    if config.tokenizer.startswith(HUB) and not saved.exists():
-        opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix(HUB))
-    elif config.tokenizer.startswith(HUB) or config.model not in BUILT_IN_MODELS:
+    if config.tokenizer.startswith("hf:") and not saved.exists():
+        opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix("hf:"))
+    elif config.tokenizer.startswith("hf:") or config.model not in BUILT_IN_MODELS:
         opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
     elif saved.exists():
         opened = load_tokenizer(saved)
