@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bench import record
 from examples import demo
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.inference.opening import load_packed
 from octavo.packing import pack
 from octavo.train.config import Config

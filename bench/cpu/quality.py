@@ -36,7 +36,7 @@ from bench.cpu.loss_gap import train
 from examples import demo
 from octavo.calibration import Calibration, calibrate
 from octavo.checkpoint.files import read_json
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.data import read_text
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many

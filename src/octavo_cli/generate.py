@@ -67,7 +67,7 @@ class Opened(NamedTuple):
 
 def open_source(source: Path, step: int | None, device: str) -> Opened:
     """Open a model. A run's model computes in the recipe and the precision that it was trained in."""
-    from octavo.checkpoint.run import RunFolder, check_config
+    from octavo.checkpoint.folder import RunFolder, check_config
     from octavo.inference.opening import open_model
     from octavo.train.finished import open_run
     from octavo.util import choose_device
@@ -469,7 +469,7 @@ def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> 
 
 def _held_out(opened: Opened, run: Path) -> tuple[Batches, int, ReadReport]:
     """The batches that a run evaluates on, and how many of them it takes."""
-    from octavo.checkpoint.run import RunFolder
+    from octavo.checkpoint.folder import RunFolder
     from octavo.train import finished
     from octavo.train.settings import read_settings
 

@@ -19,7 +19,7 @@ from verify_examples import change_json
 
 from octavo.bisection.bisector import ShortRuns
 from octavo.bisection.search import Gap
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.recipe import PRESETS
 from octavo.report.training_page import sparkline
 from octavo.train.config import Config

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import ArtifactError, model_tensors
-from octavo.checkpoint.folder import WriteError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.packing import pack
 from octavo.scales import scale_state
 from octavo.train import saving as checkpoint

@@ -24,8 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.checkpoint.files import ArtifactError, model_tensors
-from octavo.checkpoint.folder import WriteError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.models import GPT2Config, build
 from octavo.rates.measured import known_gpus, peak_flops
 from octavo.train.processes import LastingStream, LiveConsole, print_line, show_sampled, show_step, training_console

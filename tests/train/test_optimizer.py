@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.train.config import Config
 from octavo.train.model import make_mesh
 from octavo.train.optimizer import (

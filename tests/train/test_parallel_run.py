@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.files import model_tensors
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
 from octavo.train.model import check_parallel

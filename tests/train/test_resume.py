@@ -18,8 +18,7 @@ from tiny_runs import after_steps, before_steps
 from torch import nn
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import LockedError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import LockedError, RunFolder
 from octavo.train import trainer as training
 from octavo.train.config import Config, ConfigError
 from octavo.train.saving import disturb_weights

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
-from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
-from octavo.checkpoint.run import find_model
+from octavo.checkpoint.folder import WriteError, check_absent, find_model, locked_folder, whole_folder, writing
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
 from octavo.nn import select_linears

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import WIDE, ArtifactError, ShardReader, model_tensors
+from octavo.checkpoint.folder import check_expert_counts
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, without_code
-from octavo.checkpoint.run import check_expert_counts
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
 from octavo.hf.inputs import KINDS, TOKENS, is_language_model, main_input, token_embedding
 from octavo.hf.stored_tensors import ExpertFiles, ExpertReader, config_as_opt, open_tensors, transformers_names

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from octavo.checkpoint.files import replace_file
-from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
+from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
 from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, get_recipe
 
 __all__ = ["Config", "ConfigError"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.run import RUN_OR_MODEL, RunFolder, check_config
+from octavo.checkpoint.folder import RUN_OR_MODEL, RunFolder, check_config
 from octavo.data import ReadReport
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import check_links, locked_folder, writing
-from octavo.checkpoint.run import Actions, RunFolder
+from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
