@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from full_disk import files_of_at_most
 from report_examples import make_run, write_metrics
 from tiny_runs import SMALLEST
 from verify_examples import change_json
@@ -370,13 +369,3 @@ def test_a_page_of_octavo_is_replaced_and_no_other_file(
     assert (tmp_path / "way.html").is_symlink()
     code, out, _ = octavo("report", run, "--json", "--html", "/dev/null")  # a pipe
     assert (code, Path("/dev/null").is_char_device(), bool(json.loads(out))) == (0, True, True)
-
-
-def test_a_full_disk_leaves_the_page_that_was_there(octavo: Octavo, refused: Any, run: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert octavo("report", run, "--html", page)[0] == 0
-    before = page.read_bytes()
-    with files_of_at_most(8192):
-        assert f"could not write {page}" in refused("report", run, "--html", page)
-    assert page.read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

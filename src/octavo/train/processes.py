@@ -490,39 +490,31 @@ def collect_young(step: int) -> None:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
 
 
-@dataclass
-class Interrupt:
-    """Holds the number of the signal that came; 0 if none came."""
-
-    number: int = 0
-
-
 def name_of(number: int) -> str | None:
     """The name of a signal by its number; None for 0."""
     return signal.Signals(number).name if number else None
 
 
 @contextmanager
-def delay_interrupts() -> Iterator[Interrupt]:
-    """Note the signals within the block instead of acting on them; give their handlers back after it.
+def delay_interrupts() -> Iterator[list[int]]:
+    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it.
 
     A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
     """
-    state = Interrupt()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    noted: list[int] = []
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def give_back() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        state.number = number
+        noted.append(number)
         give_back()
 
     for number in before:
         signal.signal(number, note)
     try:
-        yield state
+        yield noted
     finally:
         give_back()

@@ -160,7 +160,7 @@ class Trainer:
         with (
             self.lock,
             collect_between_steps(),
-            delay_interrupts() as stop,
+            delay_interrupts() as noted,
             Metrics(self.run_folder.metrics, resumed_at=state.step, config=config) as metrics,
             watched(config, state, self.run_folder, metrics) as self.watch,
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
@@ -178,7 +178,7 @@ class Trainer:
                 collect_young(state.step)
                 show_step(self.console, state.step, config.steps)
                 # Read once a step: what comes later in this turn is for the next.
-                number, failed = agreement.reach(stop.number, checkpoints.failed)
+                number, failed = agreement.reach(sum(noted), checkpoints.failed)
                 if failed:
                     checkpoints.wait()
                 signal = name_of(number)
