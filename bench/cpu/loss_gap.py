@@ -63,9 +63,7 @@ def judge(run: Path, trained: float) -> dict[str, float]:
     report = pack(run, run.with_name(f"{run.name} packed"))
     packed = load_packed(report.folder)
     count = read_settings(RunFolder(run)).evaluate_batches
-    loss, _ = mean_loss(
-        packed.model, held_out(run, packed.tokenizer)[0], torch.device("cpu"), precision="fp32", count=count
-    )
+    loss, _ = mean_loss(packed.model, held_out(run, packed)[0], torch.device("cpu"), precision="fp32", count=count)
     return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
 
 

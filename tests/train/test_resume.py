@@ -303,7 +303,7 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
 
 
 def test_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
-    with pytest.raises(ConfigError, match="a local Hugging Face folder; ./nowhere is none"):
+    with pytest.raises(ConfigError, match="a local folder with a config.json, got './nowhere'"):
         begin(model="./nowhere")
     begin(recipe="bf16", steps=2, warmup=0).run()
 

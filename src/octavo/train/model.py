@@ -63,7 +63,7 @@ from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
-from octavo.util import import_extra, open_config, open_local, reading
+from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -292,6 +292,7 @@ def check_folder(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
+            + hub_hint(name)
         )
     described = read_json(folder / "config.json")
     if described.get("quantization_config"):

@@ -101,7 +101,7 @@ from octavo.train.step_metrics import (
     weight_ranges,
 )
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
-from octavo.util import hub_hint, plural
+from octavo.util import plural
 from octavo.watching import Watch
 
 
@@ -410,9 +410,6 @@ def settle(config: Config) -> Config:
     """The settings that a new run writes down: with absolute paths, and a context, if not given, that the model has."""
     if config.model in BUILT_IN_MODELS:
         return _absolute_paths(config)
-    if not Path(config.model).is_dir():
-        names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
-        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
