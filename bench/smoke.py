@@ -31,6 +31,7 @@ COMMANDS = [
     "-m bench.gpu.start --folder {out}/models",
     "-m bench.gpu.vision",
     "-m bench.gpu.compile_time",
+    "-m bench.gpu.whole_step",
     "-m bench.gpu.watch",
     "-m bench.gpu.plan",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",

@@ -7,6 +7,9 @@ of 1,024. `octavo.speed` times each call. The same decoding is also timed as CUD
 models in memory: the share of their speed that `generate` reaches is the cost of its loop. Each section is printed and
 written when it is done.
 
+The section `rows` needs no folder, and takes two minutes: the first token of prompts, and decoding with the share of a
+copy's bandwidth, where each weight, key and value that a step needs is counted as read once.
+
     python -m bench.gpu.generate [--layers 32] [--batches 1,16,64] [--rounds 3] [--only "decode 1,prompt"]
                                 [--folder FOLDER]
 
@@ -14,6 +17,7 @@ written when it is done.
 """
 
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,14 +37,19 @@ from transformers import LlamaConfig as HFConfig
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, allocated, parser_of, show, sized
+from bench.gpu.harness import DEVICE, allocated, interleaved, kernels_of, parser_of, show, sized
+from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo.hf.meta_model import quiet_transformers
-from octavo.inference.packed_linear import fuse
+from octavo.inference.engine import Engine
+from octavo.inference.packed_linear import fuse, quantize_head
+from octavo.inference.session import Prompts, key_shape
+from octavo.inference.transformers_generate import accelerate_generate
 from octavo.loading import load
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
+from octavo.ops import index_of_largest
 from octavo.speed import Cell, Generate, Grid, Row, release
 from octavo.util import open_config, open_local
 
@@ -60,6 +69,7 @@ def main() -> None:
     named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
     named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
     named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
+    named["rows"] = bench.rows
     chosen = options.only.split(",") if options.only else list(named)
     if unknown := [name for name in chosen if name not in named]:
         raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
@@ -271,6 +281,71 @@ class Bench:
         rates = {mode: 1e3 * batch / ms["median"] for mode, ms in found["ms"].items()}
         show(rates)
         return found | {"tokens_per_second": rates}
+
+    def rows(self) -> Result:
+        self._ways, self._in_memory = [], None
+        release(torch.device(DEVICE))
+        return rows(self.shape)
+
+
+# --- The rows of a short run, of models in memory ---------------------------------------------------------------
+
+FEW, MANY = sized(8, 1), sized(64, 2)  # layers, so that the head counts as in a small model; prompts at a time
+
+
+def rows(shape: LlamaConfig) -> Result:
+    """The first token of one prompt by all layers; that of many prompts, and decoding steps, by a few."""
+    wide = models.build_bf16(shape, DEVICE)
+    packed = models.build_fp8(wide, DEVICE)
+    for model in (wide, packed):
+        for i, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = i
+    fuse(packed)
+    accelerate_generate(packed, shape.context)
+    ways = [Way(OCTAVO, generation(packed)), Way(EAGER, generation(wide), baseline=True)]
+    result: Result = {"first token": [], "decoding": []}
+
+    def first_token(batch: int, prompt: int) -> None:
+        found = measure_cell(ways, Cell(batch, prompt), Grid([batch], [prompt], 1, sized(5, 1)), shape.vocabulary)
+        result["first token"] += [row | {"layers": wide.config.num_hidden_layers} for row in found]
+
+    for prompt in PROMPTS:
+        first_token(1, prompt)
+    for model in (wide, packed):
+        model.model.layers, model.config.num_hidden_layers = model.model.layers[:FEW], FEW
+    packed.octavo_engine.sessions.clear()
+    first_token(MANY, PROMPT)
+    packed.octavo_engine.sessions.clear()
+    copied = sized(2**31, 2**20)
+    result["copy_bytes_per_second"] = copy = 1e3 * copied / copy_ms(copied)
+    for name, model in {"BF16 in octavo's engine": wide, OCTAVO: packed, f"{OCTAVO}, head in E4M3": packed}.items():
+        if "head" in name:
+            quantize_head(packed)
+        for batch in (1, MANY):
+            found = step_of(model, shape, batch)
+            result["decoding"].append({"mode": name, **found, "share": 1e3 * found["bytes"] / found["ms"] / copy})
+            show(result["decoding"][-1])
+    return result
+
+
+@torch.no_grad()
+def step_of(model: Any, shape: LlamaConfig, batch: int) -> Result:
+    """Milliseconds of a greedy step after prompts of `PROMPT` tokens, its bytes, and its longest kernels."""
+    engine = Engine(model, context=shape.context)
+    session = engine._session(batch, min(PROMPT + 3 * TOKENS, shape.context))
+    ids = torch.randint(shape.vocabulary, (batch, PROMPT), device=DEVICE)
+    logits = session.prefill(Prompts(ids, (0,) * batch))
+
+    def step() -> None:
+        nonlocal logits
+        logits = session.step(index_of_largest(logits))
+
+    took = interleaved({"step": step}, rounds=4, repeat=TOKENS // 4)["step"]
+    weights = models.held(model, linears=False) - model.model.embed_tokens.weight.nbytes
+    shape_of_keys = key_shape(model, None)
+    found = {"batch": batch, "layers": model.config.num_hidden_layers, "ms": statistics.median(took)}
+    found["bytes"] = weights + shape_of_keys.nbytes(batch * session.cache.tokens)
+    return found | {"kernels": kernels_of(step)[:20]}
 
 
 if __name__ == "__main__":

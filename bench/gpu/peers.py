@@ -1,4 +1,4 @@
-"""Models for other FP8 libraries: torchao, and Transformer Engine.
+"""Models for other libraries: torchao, Transformer Engine, and the loss of Liger Kernel.
 
 Transformer Engine replaces the plain blocks of the layer stack by modules of its own, with the same weights. Its fused
 modules take the norms and the MLP; rope, attention and the residual sums stay PyTorch's. This was written from the
@@ -29,6 +29,12 @@ def use_torchao(model: nn.Module, recipe: str, *, fp8_gather: bool = False) -> i
     config = replace(config, enable_fsdp_float8_all_gather=fp8_gather, emulate=not torch.cuda.is_available())
     float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
     return len(names)
+
+
+def use_liger_loss(model: nn.Module) -> None:
+    """Let a Llama of transformers compute its loss by Liger Kernel, and nothing else."""
+    liger: Any = importlib.import_module("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama(rope=False, rms_norm=False, swiglu=False, model=model)
 
 
 def update_torchao(model: nn.Module) -> None:

@@ -1,6 +1,6 @@
 """The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_* and cpu_loss_*."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.gpu.loss.training import SHARE
@@ -75,14 +75,25 @@ def percent(half: float | None) -> str:
     return MISSING if half is None else f"± {half:.3%}"
 
 
-def deciding(results: Mapping[str, Result]) -> Fields | None:
-    """The study of the largest model on a GPU that has `rowwise`."""
-    return next((study for study in studies(results) if study.machine.gpu and "rowwise" in study.modes), None)
+CHANCE = 0.001  # the twin of a study that decides stays within this, relative
+
+
+def deciding(results: Mapping[str, Result], *modes: str) -> Fields | None:
+    """The study with the earliest branch that has FEW orders of `modes` and of a twin inside CHANCE, on a GPU."""
+    found = [study for study in studies(results) if study.machine.gpu and _decides(study, ("twin", *modes))]
+    return min(found, key=lambda study: study.branch.share, default=None)
+
+
+def _decides(study: Fields, modes: Sequence[str]) -> bool:
+    rows = [study.modes[mode].bf16 for mode in modes if mode in study.modes]
+    if len(rows) < len(modes) or any(len(row.by_order) < FEW for row in rows):
+        return False
+    return bool(study.branch.get("rate", 1.0) == 1 and abs(rows[0].gap) + rows[0].half < CHANCE)
 
 
 def decided(results: Mapping[str, Result]) -> str:
-    """What the study that decides says about `rowwise`, in one sentence; "" without such a study."""
-    study = deciding(results)
+    """What the study that decides says about `rowwise`; "" without such a study."""
+    study = deciding(results, "rowwise")
     return sentence(study) if study is not None else ""
 
 
@@ -100,14 +111,15 @@ def sentence(study: Fields) -> str:
 
 
 def peers(results: Mapping[str, Result]) -> str:
-    """A sentence on torchao's recipes in the study that decides; "" without them."""
-    study = deciding(results)
-    if study is None or "torchao_rowwise" not in study.modes:
+    """A sentence on torchao's recipes in the earliest study that has them; "" without one."""
+    named = ("torchao_rowwise", "torchao_tensorwise")
+    study = deciding(results, "rowwise", *named)
+    if study is None:
         return ""
-    modes = study.modes
-    named = ((NAMES[mode], modes[mode]) for mode in ("torchao_rowwise", "torchao_tensorwise") if mode in modes)
-    costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in named)
-    return f"In the same runs, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
+    rows = {"`rowwise`": study.modes["rowwise"]} | {NAMES[mode]: study.modes[mode] for mode in named}
+    costs = "; ".join(f"{name} {interval(row.bf16)} and {interval(row.fp8)}" for name, row in rows.items())
+    last = f"{1 - study.branch.share:.0%}"
+    return f"In branches over the last {last}, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
 
 
 CONCLUSIONS = """## What the gaps say

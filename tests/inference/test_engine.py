@@ -1,10 +1,13 @@
 """The engine: sessions that stay, and texts of models of ours."""
 
+from pathlib import Path
+
 import model_examples
 import pytest
 import torch
 from generation_examples import answers, batch, pair, sessions
-from kv_cache_examples import model_of
+from kv_cache_examples import DTYPES, model_of
+from metrics import sqnr
 from model_examples import GQA, lively, tokens
 
 from octavo.inference import engine as engine_module
@@ -22,6 +25,7 @@ from octavo.inference.session import (
     pad_prompts,
     read_prompts,
 )
+from octavo.loading import load
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 
@@ -103,6 +107,7 @@ LLAMA = LlamaConfig(vocabulary=53, layers=2, width=32, heads=4, kv_heads=2, mlp_
 GPT = GPT2Config(vocabulary=53, layers=2, width=24, heads=3, context=16)
 MODELS = pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt2"])
 GREEDY = Sampling(temperature=0)
+CPU = torch.device("cpu")
 
 
 def lively_model(config: LlamaConfig | GPT2Config) -> Llama | GPT2:
@@ -181,6 +186,63 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
         assert ids[0, 6:].tolist() == found
         assert not ids.is_inference()
     assert len(engine.sessions) == 1
+
+
+# ---- Prompts: the head reads the last row of each, once; padding on the right changes nothing
+
+
+def served(name: str, folders: dict[str, Path]) -> torch.nn.Module:
+    """A model of ours, of transformers or of a packed folder."""
+    if name == "packed":
+        return load(folders["llama"])  # type: ignore[no-any-return]
+    return lively_model({"ours": LLAMA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)
+
+
+@pytest.mark.parametrize(("name", "own"), [("ours", 0), ("gpt2", 0), ("llama", 0), ("packed", 0), ("llama", 1)])
+def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, own, folders):
+    model, seen = served(name, folders), []
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append((args[0].shape, args[0].is_contiguous())))
+    engine, prompts = Engine(model, context=16, own_cache=bool(own)), pad_prompts([prompt(13), prompt(11)], CPU)
+    for piece in (None, 5):
+        list(engine.run(prompts, 2, greedy, None, watched=False, piece=piece))
+    assert [(shape[:-1].numel(), whole) for shape, whole in seen if shape.numel()] == [(2, True)] * 4
+
+
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
+def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, folders, monkeypatch):
+    """A GPU replays such prompts as CUDA graphs. Here they run eagerly, and the text goes on behind each prompt. The
+    GEMMs of a CPU round in another order for another number of rows, so the prompt alone has close logits."""
+    monkeypatch.setattr("octavo.inference.session.FEWEST", 8)
+    model, scale, found = served(name, folders), torch.tensor([0.05]), []
+    scales = [(scale, scale)] * 2 if kv_cache == "fp8" else None
+    for padding in (None, 0, 3):
+        session = Engine(model, context=16, kv_cache=kv_cache, kv_scales=scales)._session(2, 16)
+        session.pads = padding is not None
+        for length in (9, 13, 5, 8, 9):
+            prompts = pad_prompts([prompt(length), prompt(length, 6)], CPU)
+            assert session._padded(prompts) == (0 if padding is None else {9: 12, 13: 16}.get(length, 8))
+            session._pass(max(2, session._padded(prompts))).tokens.fill_(padding or 0)
+            with torch.no_grad():
+                logits = [session.prefill(prompts).clone()]
+                logits += [session.step(torch.tensor([token, token + 1])).clone() for token in (7, 8, 9)]
+            found.append(torch.stack(logits))
+            assert session.cache.tokens == int(session.cache.length.tensor) == length + 3
+    for alone, padded, otherwise in zip(found[:5], found[5:10], found[10:], strict=True):
+        assert torch.equal(padded, otherwise)
+        assert sqnr(alone[0], padded[0]) > (20 if name == "packed" else 100)
+
+
+def test_prompts_that_padding_would_change_are_not_padded():
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    models = [model_of("llama"), model_of("llama"), model_of("llama", rope_parameters=rotary)]
+    engines = [Engine(model, context=2048, kv_cache=dtype) for model, dtype in zip(models, DTYPES, strict=True)]
+    plain, warming, dynamic = (engine._new_session(2, 1500) for engine in engines)
+    plain.pads = warming.pads = True
+    text = pad_prompts([prompt(70), prompt(70)], CPU)
+    assert (plain._padded(text), warming._padded(text), dynamic.forward.row_by_row) == (96, 0, False)
+    assert plain._padded(pad_prompts([prompt(70), prompt(60)], CPU)) == 0  # padding on the left needs a mask
+    assert [plain._padded(pad_prompts([prompt(n)] * 2, CPU)) for n in (1, 1024, 1025)] == [64, 1024, 0]
 
 
 # ---- Generation on transformers' own cache, against transformers' own loop
@@ -270,9 +332,6 @@ def test_sequences_end_one_by_one():
 
 
 # ---- Prompts of a batch: padding on the left, and masks
-
-
-CPU = torch.device("cpu")
 
 
 def test_shorter_prompts_are_padded_on_the_left():

@@ -57,6 +57,8 @@ def test_a_graph_gives_what_eager_steps_give(name, kv_cache, settings):
         found, required = (answers(each, moved(inputs), **settings) for each in (fast, slow))
         assert torch.equal(found, required)
     assert session(fast).graph is not None
+    assert (64 in session(fast).passes) == (kv_cache == "auto")
+    assert kv_cache != "auto" or session(fast).passes[64].graph is not None
     assert session(slow).graph is None
 
 
@@ -132,6 +134,26 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
     assert torch.equal(found[:, :12], answers(model, inputs, do_sample=False)[:, :12])
     assert torch.equal(answers(fast, inputs, do_sample=False), found)
     assert torch.cuda.memory_allocated() > 0  # the device is usable
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_prompts_of_any_length_are_replayed(ours):
+    """The graphs of a session share their memory. Each prompt has the logits of eager code at the padded length."""
+    config = LlamaConfig(vocabulary=97, layers=2, width=64, heads=4, kv_heads=2, mlp_width=96, context=2048)
+    torch.manual_seed(0)
+    model = (build(config) if ours else model_of("llama", max_position_embeddings=2048)).bfloat16().cuda().eval()
+    sessions = [Engine(model, context=2048)._new_session(1, 2048) for _ in range(2)]
+    sessions[1].captures = False
+    with torch.no_grad():
+        for length in (5, 2000, 64, 70, 90, 1500, 40, 130, 2048, 3, 80, 1999, 5, 2):
+            prompts, found = pad_prompts(torch.randint(97, (1, length)).tolist(), torch.device("cuda")), []
+            for each in sessions:
+                logits = [each.prefill(prompts).clone()]
+                for token in (3, 4, 5)[: 2048 - length]:
+                    logits.append(each.step(torch.tensor([token], device="cuda")).clone())
+                found.append(torch.stack(logits))
+            assert torch.equal(*found)
+    assert {n for n, found in sessions[0].passes.items() if found.graph is not None} >= {1, 64, 96, 2048}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

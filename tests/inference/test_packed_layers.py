@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from metrics import distance
+from metrics import distance, sqnr
+from model_examples import GPT, GQA, lively
 from operation_counts import operations
 from packed_examples import Example
 from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
@@ -26,9 +27,11 @@ from octavo.inference.packed_linear import (
     Stacked,
     fnuz_data,
     fuse,
+    quantize_head,
     swap_linears,
     use_formats_of,
 )
+from octavo.models.decoder import logits_of
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import pack
@@ -46,6 +49,22 @@ def test_another_state(scheme, assign):
     layer.weight_scale.mul_(2 if layer.weight_scale.is_floating_point() else 1)
     other.weight_scale.copy_(layer.weight_scale)
     assert torch.equal(layer(x), other(x))
+
+
+@pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3"])  # all but llama with a tied head
+def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
+    model = make_model(name) if name in ARCHITECTURES else lively(GQA if name == "ours" else GPT).eval()
+    wide, ids = copy.deepcopy(model), tokens(17, 61)
+    quantize_head(model)
+    weight, kept = model.lm_head.packed_weight().dequantize(), dict(wide.named_parameters())
+    assert all(torch.equal(p, kept[key]) for key, p in model.named_parameters())
+    wide.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
+    wide.lm_head.weight.data = weight
+    found, required = (logits_of(each(ids)).detach() for each in (model.float(), wide))
+    assert sqnr(required, found) > 25  # that of the input's cast
+    assert not sqnr(required, found) > 60
+    with pytest.raises(ValueError, match="must have a linear layer as its head, got PackedLinear"):
+        quantize_head(model)
 
 
 def test_an_input_of_another_width_names_the_layer():

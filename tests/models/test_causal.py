@@ -1,4 +1,4 @@
-"""Causal or not, and with which head, by what a model computes."""
+"""Causal or not, by what a model computes."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 
 from octavo.hf.meta_model import is_causal
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.models.decoder import head_name
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,26 +55,3 @@ def test_dropout_does_not_disturb_the_answer():
     state = torch.get_rng_state()
     assert is_causal(model, 4)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-LLAMA = {
-    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "intermediate_size": 64, "head_dim": 16,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("make", "head"),
-    [
-        (lambda: build(LlamaConfig(50, 2, 32, 2, 1, 64, 16, tied=True)), "lm_head"),
-        (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), "lm_head"),
-        (lambda: transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**LLAMA)), None),  # it caps the logits
-        (lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**LLAMA)), None),  # its head has a bias
-    ],
-    ids=["ours", "llama", "cap", "bias"],
-)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_head_is_the_layer_that_returns_the_logits(make, head, device):
-    model = make().to(device).train()
-    assert head_name(model) == head
-    assert model.training

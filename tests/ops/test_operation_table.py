@@ -34,6 +34,7 @@ from octavo.ops import (
     grouped_mm,
     grouped_mm_dw,
     grouped_weight_only_mm,
+    index_of_largest,
     norm_backward,
     norm_quantize,
     quantize,
@@ -55,6 +56,7 @@ from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.registration import Operation
 from octavo.ops.rows import RowBatch, cast_rows
+from octavo.ops.softmax_loss import cross_entropy
 
 MODULES = [import_module(f"octavo.ops.{module.name}") for module in iter_modules(octavo.ops.__path__)]
 FOUND = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operation)]
@@ -159,6 +161,7 @@ def turns(heads: int, kv_heads: int, dim: int) -> None:
     rotate_append(q, k, k, angle, angle, *stored(width=dim), clipped())
 
 
+LOSS = None, None, 1.0, 0.0, False  # no gradient
 RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast("e4m3", block(4, 4)), column_scale=ones(1, 8)), False),
     ("quantize", lambda: quantize(ones(4, 8), Cast("int8")), True),
@@ -171,6 +174,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("rotate", lambda: rotate(ones(3, 8)), True),
     ("rotate", lambda: rotate(ones(3, 7)), False),
     ("rotate", lambda: rotate(ones(3, 2 * LONGEST_ROW)), False),
+    ("index_of_largest", lambda: index_of_largest(ones(3, 7)), True),
+    ("index_of_largest", lambda: index_of_largest(ones(0, 7)), False),
     ("transpose", lambda: transpose(zeros(4, 8).to(E8)), True),
     ("transpose", lambda: transpose(zeros(4, 8).to(torch.float8_e4m3fnuz)), False),
     ("fold_scales", lambda: fold_scales(ones(4, 1), ones(4, 1), None), True),
@@ -186,6 +191,9 @@ RUNS = [  # a call, and whether the kernel runs
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
+    ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
+    ("cross_entropy", lambda: cross_entropy(ones(2, 8).double(), zeros(2).long(), *LOSS), False),
+    ("cross_entropy", lambda: cross_entropy(ones(0, 8), zeros(0).long(), *LOSS), False),
     ("rotate_append", lambda: turns(4, 2, 16), True),
     ("rotate_append", lambda: turns(2, 2, 264), False),
 ]
@@ -263,6 +271,11 @@ def attends(**changed: Tensor | None) -> None:
     cached_attention(**given | {"length": torch.tensor(3)} | changed)
 
 
+def losses(**changed: Tensor) -> None:
+    given = {"z": ones(3, 8), "labels": zeros(3, dtype=torch.int64), "factor": torch.tensor(1.0), "lse": ones(3)}
+    cross_entropy(*(given | changed).values(), 1.0, 0.0, False)
+
+
 def rotates(**changed: Tensor) -> None:
     names = ("q", "k", "v", "cos", "sin", "keys", "values", "k_scale", "v_scale", "length", "clipped")
     made = rotary_examples.projections(2, 3, 4, 2, 16, torch.bfloat16)
@@ -335,6 +348,8 @@ BAD = [  # a call, and the message of its error
     (lambda: transpose(zeros(4, 8).to(E8), place=zeros(6, dtype=torch.int64)), r"place must be torch.int32 \[6\]"),
     (lambda: folds(s_g=ones(3, 1)), rf"s_g must be {F32} \[4, 1\], got {F32} \[3, 1\]"),
     (lambda: folds(s_w=ones(6, 1).double()), rf"s_w must be {F32} \[6, 1\], got torch.float64 \[6, 1\]"),
+    *((lambda x=x: index_of_largest(x), r"index_of_largest takes a matrix \[M, N\]")
+      for x in (ones(3), ones(3, 0), ones(3, 4, dtype=INT))),
     *((lambda x=x: rotate(x()), r"rotate takes a tensor \[\.\.\., n\] of float32, bfloat16 or float16, got")
       for x in (lambda: ones(()), lambda: ones(2, 4).double(), lambda: ones(2, 4).int())),
     (lambda: gathers(slot=zeros(4, dtype=torch.int64)), r"slot must be torch.int32 \[4\], got torch.int64"),
@@ -360,6 +375,11 @@ BAD = [  # a call, and the message of its error
     *((lambda n=n, s=s: activations(**{n: ones(s)}), rf"{n} must be {F32} \[3, 1\], got")
       for n in ("row_scale", "h_scale") for s in ((3,), (1, 1), (1, 3))),
     (lambda: activations(h_scale=ones(3, 1).bfloat16()), rf"h_scale must be {F32} \[3, 1\], got torch.bfloat16"),
+    (lambda: losses(z=ones(3, 8).int()), "a contiguous matrix of a float dtype, got torch.int32"),
+    (lambda: losses(z=ones(8, 3).t()), "a contiguous matrix of a float dtype"),
+    (lambda: losses(labels=zeros(2).long()), r"labels must be torch.int64 \[3\], got"),
+    (lambda: losses(factor=ones(1)), rf"factor must be {F32} \[\], got {F32} \[1\]"),
+    (lambda: losses(lse=ones(3).double()), rf"lse must be {F32} \[3\], got torch.float64"),
     (lambda: attends(q=zeros(2, 3, 1, 16)), r"q must be \[2, a multiple of 2, T, 16\]"),
     (lambda: attends(keys=zeros(2, 2, 9, 16).to(torch.float8_e5m2)), "keys must be contiguous"),
     (lambda: attends(values=zeros(2, 2, 9, 16)), "values must be torch.float8_e4m3fn"),

@@ -18,12 +18,14 @@ from quantize_oracle import matrix
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+import octavo.nn.fused_loss
 import octavo.ops.int8_gemm  # noqa: F401  registers int8_mm
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.observation.operands import BRIEF_WIDTH, WIDTH
 from octavo.ops import quantize, quantize_matrices
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import OPERATIONS, check_matrix, check_tensor, operation
+from octavo.ops.softmax_loss import IGNORED
 
 CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
 ROW = Cast().spec
@@ -41,6 +43,7 @@ def cases(shape: tuple[int, int]) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for seed in seeds:
         yield "quantize_scaled", (x, one, "e4m3", seed)
     yield "rotate", (x, None)
+    yield "index_of_largest", (x,)
     for s_w in (None, column.t().contiguous()):
         yield "fold_scales", (row, row.exp2(), s_w)
     q = quantize(x, Cast())
@@ -123,6 +126,16 @@ def cases_of_gemm_and_attention() -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "rotate_append", (*x, *angles, *norms, *cache, keep_k)
 
 
+def cases_of_loss() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    z, labels, one = matrix((5, 40), torch.bfloat16), torch.tensor([3, IGNORED, -1, 39, 0]), torch.tensor(1.0)
+    for factor, lse, cap, fp8 in ((None, None, 0.0, False), (one, torch.ones(5), 0.0, False), (one, None, 30.0, True)):
+        yield "cross_entropy", (z, labels, factor, lse, 1.0, cap, fp8)
+    x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
+    for wants_x, wants_w in product((False, True), repeat=2):
+        options = torch.bfloat16, 2, wants_x, wants_w, 1.0, 0.0, "", wants_x
+        yield "linear_cross_entropy", (x, w, labels % 40, one, *options)
+
+
 def each(*groups: Iterator[tuple[str, tuple[Any, ...]]]) -> pytest.MarkDecorator:
     listed = [case for group in groups for case in group]
     return pytest.mark.parametrize(("name", "values"), listed, ids=[name for name, _ in listed])
@@ -140,7 +153,7 @@ def test_every_operation_is_tested_here():
     key = "CompositeImplicitAutograd"  # composite operations call these: tests/nn/test_composite_operations.py
     ours = {name for name in names if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)}
     assert OPERATIONS.keys() == {name.removeprefix("octavo::").partition(".")[0] for name in ours}
-    listed = *cases((5, 70)), *cases_of_experts(), *cases_of_gemm_and_attention()
+    listed = *cases((5, 70)), *cases_of_experts(), *cases_of_gemm_and_attention(), *cases_of_loss()
     assert OPERATIONS.keys() - {"toy"} == {name for name, _ in listed}
 
 
@@ -194,7 +207,7 @@ def test_files_that_only_a_gpu_runs_call_operations_with_all_their_arguments():
             assert len(values) == count, f"{path} gives {name} {len(values)} arguments, and it takes {count}"
 
 
-@each(cases((5, 70)), cases_of_experts(), cases_of_gemm_and_attention())
+@each(cases((5, 70)), cases_of_experts(), cases_of_gemm_and_attention(), cases_of_loss())
 def test_opcheck(name, values):
     checks = ["test_autograd_registration", "test_faketensor"]
     if name not in ("append_kv", "rotate_append"):
@@ -204,7 +217,7 @@ def test_opcheck(name, values):
     torch.library.opcheck(getattr(torch.ops.octavo, name).default, values, test_utils=checks)
 
 
-@each(*map(cases, ((1, 1), (17, 130), (0, 7))), cases_of_experts(), cases_of_gemm_and_attention())
+@each(*map(cases, ((1, 1), (17, 130), (0, 7))), cases_of_experts(), cases_of_gemm_and_attention(), cases_of_loss())
 def test_results_on_the_meta_device(name, values):
     operation = getattr(torch.ops.octavo, name)
     fakes = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, values)

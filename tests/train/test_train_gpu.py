@@ -40,7 +40,7 @@ def test_six_steps_and_their_second_half_again(spawn, begin, records, tmp_path, 
     settings = SIX_STEPS | {"precision": precision, "deterministic": True}
     out = finished(spawn(**settings, device="cuda", out=str(whole)))
     assert "device  cuda" in out
-    assert out.count("cublaslt") == 3
+    assert "y, dx, dw cublaslt:" in out
 
     shutil.copytree(whole, parts)
     shutil.rmtree(RunFolder(parts).checkpoint(6))

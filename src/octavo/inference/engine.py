@@ -33,7 +33,7 @@ from octavo.inference.session import (
 )
 from octavo.models.decoder import Decoder
 from octavo.nn.fused_modules import watched
-from octavo.ops import fp8_attention_limit
+from octavo.ops import fp8_attention_limit, index_of_largest
 from octavo.ops.launching import compile_only, has_kernels
 
 # ---- The loop that chooses tokens, one step after another, without a wait of the device for the host.
@@ -198,9 +198,8 @@ class Engine:
         self.check_length(begin, new)
         with self._alone():
             session = self._session(batch, begin + new - 1)
+            self._refresh()
             logits = session.prefill(prompts, piece)
-            if new > 1:  # while the device works on the prompt
-                self._refresh()
             yield from decode(prompts.ids, new, logits, choose, session.step, stop, watched)
 
     def generate(
@@ -255,7 +254,7 @@ class Engine:
         prompts, room = pad_prompts([[0] * length] * batch, self.device), min(new, self.limit + 1 - length)
         if has_kernels(self.device) and not self.own_cache:
             self._compile(prompts, room)
-        with closing(self.run(prompts, room, lambda _, logits: logits.argmax(-1), None, watched=False)) as steps:
+        with closing(self.run(prompts, room, lambda _, logits: index_of_largest(logits), None, watched=False)) as steps:
             for _ in islice(steps, 3):
                 pass
         if self.device.type == "cuda":
@@ -330,7 +329,7 @@ class Engine:
             self.parts = parts
             self.hooked = any(watched(module) for module in self.model.modules())
             for session in self.sessions:
-                session.forget_graph(captures=not self.hooked)
+                session.forget_graphs(captures=not self.hooked)
 
 
 def parts_of(model: nn.Module) -> list[Any]:

@@ -247,6 +247,10 @@ class LayerKVCache:
         """Forget all tokens and the count of clipped numbers. Frozen scales stay; a warm-up starts again."""
         self.count.clear()
         self.clipped.zero_()
+        self.restart()
+
+    def restart(self) -> None:
+        """`reset` without the two counts, which are on the device."""
         self.empty = True
         if self.warming:
             for scale in (self.k_scale, self.v_scale):
@@ -413,9 +417,24 @@ class ModelKVCache:
     def reset(self, *, scales: bool = False) -> None:
         """Forget all tokens and the count of clipped numbers; with `scales`, those of a warm-up too."""
         self.first = None
+        if self.length is not None:  # two launches for all layers
+            self.length.clear()
+            torch._foreach_zero_([store.clipped for store in self.stores])
         for store in self.stores:
             store.warming |= scales and self.scales is None and store.k_scale is not None
-            store.reset()
+            store.restart()
+
+    @property
+    def warms_up(self) -> bool:
+        """True if the scales follow from the tokens."""
+        return self.scales is None and DTYPES.get(self.dtype or "") in LARGEST
+
+    def set_host_count(self, tokens: int) -> None:
+        """Tell the host how many tokens are stored, after a capture or before a replay of a CUDA graph."""
+        assert self.length is not None
+        self.length.host = tokens
+        for store in self.stores:
+            store.empty = not tokens
 
     def crop(self, tokens: int) -> None:
         """Forget the last tokens."""

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
+from octavo.checkpoint.scheme import CHANNEL, FUSED, STATIC, STATIC_INPUTS, Scheme, eight_bit_gemm, find_gemm, scheme_on
 from octavo.inference.kv_cache import ModelKVCache
+from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.fused import Norm, Stack, rows, wider_first
 from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm, watched
@@ -186,6 +187,23 @@ def swap_linears(model: nn.Module, packed: Mapping[str, Scheme]) -> None:
         assert isinstance(linear, nn.Linear)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, PackedLinear(linear, scheme, name))
+
+
+def quantize_head(model: Any) -> None:
+    """Let the head of a language model compute in the scheme `channel`, with half the bytes. Packed folders leave heads
+    in BF16, so its weight is rounded here; an embedding that it is tied to keeps its numbers.
+
+    A ValueError if the model has no head, or one that is no linear layer.
+    """
+    head = model.lm_head if isinstance(model, Decoder) else model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ValueError(f"{type(model).__name__} must have a linear layer as its head, got {type(head).__name__}")
+    name = next(name for name, module in model.named_modules() if module is head)
+    swap_linears(model, {name: CHANNEL})
+    packed, q = model.get_submodule(name), quantize(head.weight.detach(), CHANNEL.weight)
+    packed.weight, packed.weight_scale = q.data, q.scale
+    packed.bias = None if head.bias is None else head.bias.detach()
+    use_formats_of(packed, head.weight.device)
 
 
 # ---- The gradient of a packed layer's input, for training around packed weights: LoRA adapters, for example.

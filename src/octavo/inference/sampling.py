@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo.models.tokenizer import Tokenizer
+from octavo.ops import index_of_largest
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Sampling:
 
         def choose(ids: Tensor, logits: Tensor) -> Tensor:
             scores = self.process(ids, logits, first)
-            return scores.argmax(-1) if self.temperature == 0 else draw(scores, random)
+            return index_of_largest(scores) if self.temperature == 0 else draw(scores, random)
 
         return choose
 

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,12 +18,16 @@ from octavo.util import plural
 
 
 class Forward(Protocol):
-    """A model with a cache. A call takes tokens [B, T], stores their keys and values, and returns logits [B, V] of the
-    last one."""
+    """A model with a cache. A call takes tokens [B, T], stores their keys and values, and returns the logits [B, n, V]
+    of the tokens with the indices `kept`, int64 [n]; None keeps the last.
+
+    `row_by_row` says that the logits of a token do not depend on the later ones, or on how many there are.
+    """
 
     cache: ModelKVCache
+    row_by_row: bool
 
-    def __call__(self, tokens: Tensor) -> Tensor: ...
+    def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor: ...
 
 
 class KeyShape(NamedTuple):
@@ -41,13 +46,15 @@ class KeyShape(NamedTuple):
 class DecoderForward:
     """A model of `octavo.models` with a cache."""
 
+    row_by_row = True
+
     def __init__(self, model: Decoder, max_tokens: int, dtype: str | None, scales: Pairs | None) -> None:
         self.model = model
         self.cache = ModelKVCache(model.config.layers, max_tokens, dtype, scales=scales, freezes=False)
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens, self.cache)
-        return logits[:, -1]
+    def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.model(tokens, self.cache, kept)
+        return logits
 
 
 def make_forward(model: Any, max_tokens: int, dtype: str | None, scales: Pairs | None) -> Forward:
@@ -137,97 +144,157 @@ def first_tokens(prompts: Prompts) -> Tensor:
     return torch.tensor(prompts.padding, dtype=torch.int32, device=prompts.ids.device)
 
 
-# ---- Decoding steps of one batch size: a cache of fixed size and, on a GPU, a CUDA graph of a step.
+# ---- Prompts and decoding steps of one batch size: a cache of fixed size and, on a GPU, CUDA graphs.
 #
-# A step takes the tokens just chosen [B] and returns the logits [B, V] after them. The first step of a session runs
-# eagerly, which compiles its kernels; the second is captured, and all later ones are replays. A replay costs the host
-# some 0.1 ms, where an eager step costs 0.5 ms a layer.
+# A step takes the tokens just chosen [B] and returns the logits [B, V] after them. A short prompt is padded on its
+# right to one of a few lengths: no token sees a later one, so the padding changes no logits, and what it stores is
+# forgotten. The first pass of each length runs eagerly, which compiles its kernels; the second is captured, and all
+# later ones are replays. A replay costs the host some 0.1 ms, where an eager pass costs 0.5 to 1 ms a layer.
 
 
 PIECE = 8192  # tokens of all rows that a prompt's forward pass takes at a time: they set the peak of memory
+SHORT = 2048  # tokens of all rows, padding included, of a prompt that is captured
+FEWEST = 64  # tokens that a prompt is padded to
+
+
+class Pass:
+    """A forward pass over `tokens`, int64 [B, T], whose numbers change from one run to the next. Of a prompt, `kept`,
+    int64 [1], is the index of the last token before the padding; a step keeps its only one."""
+
+    def __init__(self, batch: int, length: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # a later generation may run outside of inference mode
+            self.tokens = torch.zeros(batch, length, dtype=torch.int64, device=device)
+            self.kept = torch.zeros(1, dtype=torch.int64, device=device) if length > 1 else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None  # of the graph
+        self.ran = False
 
 
 class Session:
-    """One batch size and capacity. `forward` is the model with an empty cache. If the session `captures`, steps become
-    a CUDA graph."""
+    """One batch size and capacity. `forward` is the model with an empty cache. If the session `captures`, passes over
+    steps and short prompts become CUDA graphs, which share their memory. If it `pads`, short prompts are padded."""
 
     def __init__(self, forward: Forward, batch: int, device: torch.device, captures: bool) -> None:
         self.forward, self.batch, self.device, self.captures = forward, batch, device, captures
-        self.cache = forward.cache
-        with torch.inference_mode(False):  # a later generation may run outside of inference mode
-            self.token = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.cache, self.pads = forward.cache, device.type == "cuda" and forward.row_by_row
+        self.passes: dict[int, Pass] = {}  # by the number of tokens
+        self.pool: Any = None  # of the memory of the graphs
+        with torch.inference_mode(False):
             self.first = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor | None = None  # of the graph
-        self.eager_steps = 0
 
     @property
     def capacity(self) -> int:
         return self.cache.max_tokens
 
-    def forget_graph(self, captures: bool) -> None:
-        """Drop the graph; `captures` says whether later steps become one."""
-        self.graph, self.logits, self.eager_steps = None, None, 0
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph | None:
+        """The graph of a step, once it is captured."""
+        return self.passes[1].graph if 1 in self.passes else None
+
+    def forget_graphs(self, captures: bool) -> None:
+        """Drop the graphs; `captures` says whether later passes become some."""
+        self.passes, self.pool = {}, None
         self.captures = captures
 
     # --- A prompt ----------------------------------------------------------------------------------------------
 
     def prefill(self, prompts: Prompts, piece: int | None = None) -> Tensor:
         """Logits [B, V] after the prompts, whose keys and values fill the empty cache. A forward pass takes `piece`
-        tokens of a row, or `PIECE` tokens of all rows."""
+        tokens of a row, or `PIECE` tokens of all rows; the head takes the last token alone."""
         self.cache.reset(scales=True)
         self.first.copy_(first_tokens(prompts))
         self.cache.first = self.first if any(prompts.padding) else None
-        for part in torch.split(prompts.ids, piece or max(1, PIECE // self.batch), dim=1):
-            logits = self.forward(part)
+        if piece is None and (length := self._padded(prompts)):
+            logits = self._prefill_padded(prompts.ids, length)
+        else:
+            *before, last = torch.split(prompts.ids, piece or max(1, PIECE // self.batch), dim=1)
+            kept = torch.arange(last.shape[1], device=self.device)
+            for part in before:
+                self.forward(part, kept[:0])
+            logits = self.forward(last, kept[-1:])[:, -1]
         self.cache.freeze()
         if self.device.type == "cuda":
             self.cache.first = self.first  # a graph serves batches with padding and without
+        return logits
+
+    def _padded(self, prompts: Prompts) -> int:
+        """The length that the prompts are padded to; 0 for prompts that are not. Padding on the left needs a mask, and
+        the scales of a warm-up depend on every token."""
+        length = min(power_or_half_more(prompts.ids.shape[1], FEWEST), self.capacity)
+        short = 1 < length <= SHORT // self.batch
+        return length if self.pads and short and not any(prompts.padding) and not self.cache.warms_up else 0
+
+    def _prefill_padded(self, ids: Tensor, length: int) -> Tensor:
+        found, tokens = self._pass(length), ids.shape[1]
+        found.tokens[:, :tokens] = ids  # the padding has tokens of former prompts, or 0
+        assert found.kept is not None
+        found.kept.fill_(tokens - 1)
+        logits = self._run(found)
+        self.cache.crop(length - tokens)
         return logits
 
     # --- A step ------------------------------------------------------------------------------------------------
 
     def step(self, tokens: Tensor) -> Tensor:
         """Logits [B, V] after the tokens [B], which the next step overwrites."""
-        self.token.copy_(tokens[:, None])
-        if self.captures and self.graph is None and self.eager_steps:
-            self._capture()
-        if self.graph is None:
-            self.eager_steps += 1
-            with uncached_autocast(self.device):
-                return self.forward(self.token)
-        length = self.cache.length
-        assert length is not None
-        assert self.logits is not None
-        length.host += 1
-        self.graph.replay()
-        return self.logits
+        found = self._pass(1)
+        found.tokens.copy_(tokens[:, None])
+        return self._run(found)
 
-    def _capture(self) -> None:
-        """Record a step as a CUDA graph. A model that waits for the device cannot be recorded: its steps stay eager."""
-        length = self.cache.length
-        assert length is not None
-        before, graph = length.host, torch.cuda.CUDAGraph()
-        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)  # type: ignore[no-untyped-call]
+    # --- A pass ------------------------------------------------------------------------------------------------
+
+    def _pass(self, length: int) -> Pass:
+        if length not in self.passes:
+            self.passes[length] = Pass(self.batch, length, self.device)
+        return self.passes[length]
+
+    def _run(self, found: Pass) -> Tensor:
+        """Logits [B, V] after the tokens of a pass, which the next run overwrites."""
+        if self.captures and found.graph is None and found.ran:
+            self._capture(found)
+        if found.graph is None:
+            found.ran = True
+            with uncached_autocast(self.device):
+                return self.forward(found.tokens, found.kept)[:, -1]
+        assert found.logits is not None
+        self.cache.set_host_count(self.cache.tokens + found.tokens.shape[1])
+        found.graph.replay()
+        return found.logits
+
+    def _capture(self, found: Pass) -> None:
+        """Record a pass as a CUDA graph. A model that waits for the device cannot be recorded: it runs eagerly."""
+        before, graph = self.cache.tokens, torch.cuda.CUDAGraph()
+        self.pool = torch.cuda.graph_pool_handle() if self.pool is None else self.pool
+        stream, current = capture_stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream), uncached_autocast(self.device):
-                graph.capture_begin(capture_error_mode="thread_local")
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
                 try:
-                    logits = self.forward(self.token)
+                    logits = self.forward(found.tokens, found.kept)[:, -1]
                 finally:
                     graph.capture_end()
-            self.graph, self.logits = graph, logits
+            found.graph, found.logits = graph, logits
         except RuntimeError as error:
-            self.captures = False
+            self.pool = None  # without a graph: PyTorch takes it for no other
+            if found.kept is None:
+                self.captures = False
+            else:
+                self.pads = False
             warnings.warn(
-                f"a decoding step of this model cannot be captured as a CUDA graph and runs eagerly, which is slower: "
+                f"this model cannot be captured as a CUDA graph and runs eagerly, which is slower: "
                 f"{str(error).splitlines()[0]}",
                 stacklevel=2,
             )
         finally:
-            length.host = before
+            self.cache.set_host_count(before)
             current.wait_stream(stream)
+
+
+@cache
+def capture_stream(device: torch.device) -> Any:
+    """The stream on which graphs are captured: cuBLAS keeps a workspace for each stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 # ---- The room of a cache, and whether the memory of the device suffices for it.
@@ -239,10 +306,14 @@ SMALLEST = 256  # tokens of the smallest cache
 
 def capacity_for(tokens: int, context: int) -> int:
     """Room of a cache for `tokens` tokens: a power of two, or one and a half, so that few sizes serve all lengths."""
-    size = SMALLEST
+    return min(power_or_half_more(tokens, SMALLEST), context)
+
+
+def power_or_half_more(tokens: int, size: int) -> int:
+    """The smallest power of two, or one and a half of one, that is at least `tokens` and `size`, a power of two."""
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return min(size, context)
+    return size
 
 
 def free_bytes(device: torch.device) -> float:

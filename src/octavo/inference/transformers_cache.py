@@ -330,9 +330,12 @@ class TransformersForward:
         self.model, self.config = model, model.config.get_text_config(decoder=True)
         self.passed = QuantizedKVCache(model.config, max_tokens, dtype, scales=scales, warm_up="manual")
         self.cache = self.passed.model_cache
-        self.keep = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+        self.keeps = model._supports_logits_to_keep()  # as indices too, whose rows are contiguous
+        # These kinds of rotary embedding change with the length of the text.
+        rotary = str(getattr(self.config, "rope_parameters", None))
+        self.row_by_row = "dynamic" not in rotary and "longrope" not in rotary
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         # transformers passes a mask of four dimensions on as it is; the attention "octavo" reads it as first tokens.
         first = None if self.cache.first is None else self.cache.first.view(-1, 1, 1, 1)
         before, self.config._attn_implementation = self.config._attn_implementation, ATTENTION
@@ -343,12 +346,12 @@ class TransformersForward:
                 position_ids=self.cache.positions(tokens),
                 past_key_values=self.passed,
                 use_cache=True,
-                **self.keep,
+                **({"logits_to_keep": 1 if kept is None else kept} if self.keeps else {}),
             )
         finally:
             self.config._attn_implementation = before
         logits: Tensor = output.logits
-        return logits[:, -1]
+        return logits if self.keeps or kept is None else logits.index_select(1, kept)
 
 
 # ---- The cache that a model of transformers makes for itself, for models and lengths that ours does not serve.
@@ -359,6 +362,7 @@ class OwnCacheSession:
 
     def __init__(self, model: Any) -> None:
         self.model, self.takes_positions = model, "position_ids" in inspect.signature(model.forward).parameters
+        self.keeps = model._supports_logits_to_keep()
         self.cache: Any = None
         self.end = 0
         self.first: Tensor | None = None  # [B, 1], the first token of each row that is not padding; None if none is
@@ -375,7 +379,9 @@ class OwnCacheSession:
 
     def _forward(self, tokens: Tensor) -> Tensor:
         start, self.end = self.end, self.end + tokens.shape[1]
-        padded = {}
+        # As an index: the head would multiply a slice as one product for each sequence.
+        last = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+        padded = {"logits_to_keep": last} if self.keeps else {}
         if self.first is not None:
             padded["attention_mask"] = (torch.arange(self.end, device=tokens.device) >= self.first).long()
             if self.takes_positions:

@@ -19,6 +19,7 @@ from octavo.inference.kv_cache import Pairs, UnservedError
 from octavo.inference.sampling import draw
 from octavo.inference.session import Prompts, first_tokens, read_prompts
 from octavo.nn.module_tools import mix_classes
+from octavo.ops import index_of_largest
 
 # Inputs of the model that transformers prepares, and the tokenizers, of which it makes the criteria of stopping.
 KNOWN = {
@@ -157,11 +158,9 @@ def _usual_positions(prompts: Prompts, positions: Tensor | None) -> bool:
 
 def _chooser(processors: Any, draws: bool) -> Choose:
     def choose(ids: Tensor, logits: Tensor) -> Tensor:
-        scores = processors(ids, logits.to(torch.float32, copy=True))
-        if draws:
-            return draw(scores)
-        best: Tensor = scores.argmax(dim=-1)
-        return best
+        if processors or draws:
+            logits = processors(ids, logits.to(torch.float32, copy=True))
+        return draw(logits) if draws else index_of_largest(logits)
 
     return choose
 

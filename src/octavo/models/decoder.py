@@ -14,7 +14,6 @@ attention, and to the outputs of attention and MLP. It draws from torch's global
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -158,13 +157,13 @@ class Decoder(nn.Module, ABC):
         """The token embedding, whose weight [V, width] a tied head shares."""
 
     @abstractmethod
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
         """Logits [B, T, V] of int64 tokens [B, T]. With a cache, the T tokens follow those that it holds, and only the
-        logits [B, 1, V] of the last are computed."""
+        logits [B, n, V] of the tokens with the indices `kept`, int64 [n], are computed; None keeps the last."""
 
     def tie_weights(self) -> None:
-        """Make the head's weight the embedding's Parameter, if the configuration ties them."""
-        if self.config.tied:
+        """Make the head's weight the embedding's Parameter, if the configuration ties them; not of a packed head."""
+        if self.config.tied and isinstance(self.lm_head, nn.Linear):
             self.lm_head.weight = self.embedding.weight
 
     @torch.no_grad()
@@ -206,6 +205,16 @@ class Decoder(nn.Module, ABC):
             )
         return torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions(tokens)
 
+    def last_states(self, x: Tensor, delta: Tensor | None, cache: KVCache | None, kept: Tensor | None) -> Tensor:
+        """x + delta of the tokens whose logits `forward` computes, [B, n, width], contiguous: the head would multiply a
+        slice [B, 1, width] of more tokens as B products, and read its weight B times."""
+        assert delta is not None
+        if cache is None:
+            return x + delta
+        if kept is None:
+            return x[:, -1:] + delta[:, -1:]
+        return x.index_select(1, kept) + delta.index_select(1, kept)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         # A move from the meta device gives every module its own Parameter, and so undoes the tie.
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -221,31 +230,9 @@ def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
     module.tie_weights()
 
 
-# ---- The logits of a language model. They need not be in memory as a whole if they are the outputs of a linear layer.
-
-
 def logits_of(output: object) -> Tensor:
     """The logits [B, T, V] that a forward pass returned: a tensor, or an output object of transformers."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, Tensor):
         raise ValueError(f"a language model must return logits, got {type(output).__name__}")
     return logits
-
-
-@torch.no_grad()
-def head_name(model: nn.Module) -> str | None:
-    """The name of the linear layer whose outputs are the logits; None if the model changes them, as a cap does. Runs
-    `model` once, in evaluation mode, on two tokens; it may be on the meta device."""
-    outputs: dict[nn.Module, Tensor] = {}
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        outputs[module] = output
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
-                stack.enter_context(module.register_forward_hook(note))
-        stack.callback(model.train, model.training)
-        model.eval()
-        logits = logits_of(model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)))
-    return next((name for name, module in model.named_modules() if outputs.get(module) is logits), None)

@@ -174,11 +174,10 @@ class GPT2(Decoder):
     def embedding(self) -> nn.Embedding:
         return self.model.decoder.embed_tokens
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
         decoder = self.model.decoder
         positions = POSITION_OFFSET + self.positions(tokens, cache)
         x, delta = decoder.dropout(decoder.embed_tokens(tokens) + decoder.embed_positions(positions)), None
         for block in decoder.layers:
             x, delta = self.run_block(block, x, delta, cache)
-        x = x + delta if cache is None else (x + delta)[:, -1:]
-        return self.lm_head(decoder.final_layer_norm(x))  # type: ignore[no-any-return]
+        return self.lm_head(decoder.final_layer_norm(self.last_states(x, delta, cache, kept)))  # type: ignore[no-any-return]

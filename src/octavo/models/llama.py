@@ -223,10 +223,9 @@ class Llama(Decoder):
     def embedding(self) -> nn.Embedding:
         return self.model.embed_tokens
 
-    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None, kept: Tensor | None = None) -> Tensor:
         cos, sin = rope_tables(self.config, self.positions(tokens, cache))
         x, delta = self.model.dropout(self.model.embed_tokens(tokens)), None
         for block in self.model.layers:
             x, delta = self.run_block(block, x, delta, cos, sin, cache)
-        x = x + delta if cache is None else (x + delta)[:, -1:]
-        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]
+        return self.lm_head(self.model.norm(self.last_states(x, delta, cache, kept)))  # type: ignore[no-any-return]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from octavo.architectures import ARCHITECTURES
 from octavo.nn.attention_layers import MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
+from octavo.nn.fused_loss import HeadRecipe, LossHead, find_loss, join_loss, separate_loss
 from octavo.nn.fused_modules import (
     SILU,
     DecoderLayer,
@@ -44,6 +45,7 @@ from octavo.nn.module_tools import (
     mix_into,
     parts_of,
     shape_of,
+    unmix,
 )
 from octavo.nn.only_if_faster import find_speedups, gemm_shapes, skip_slower, skip_uncalled
 from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears, skipped_by_name
@@ -51,7 +53,7 @@ from octavo.ops import Backend
 from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.registration import FLOATS
-from octavo.recipe import Recipe, RecipeName
+from octavo.recipe import Recipe, RecipeName, rowwise
 
 
 def convert(
@@ -64,6 +66,8 @@ def convert(
     tokens: int = 8192,
     batch: Any = None,
     device: torch.device | str | None = None,
+    fuse_loss: bool = False,
+    head: HeadRecipe = "bf16",
 ) -> Conversion:
     """Change the linear layers of `model` in place into layers that compute by `recipe`.
 
@@ -99,6 +103,13 @@ def convert(
             layer, and for the report the FLOPs of each parameter. Layers that are read and never called are skipped.
         device: where the model will run, which decides the GEMMs. By default the device of its weights; for a model on
             the meta device, this machine's accelerator, or else the CPU.
+        fuse_loss: of a causal model of transformers in training: `model(input_ids, labels=labels).loss` is computed
+            from the inputs of the head, 2,048 tokens at a time, so that the logits never exist as a whole, and
+            `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
+            does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
+            Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=labels)` is the
+            loss. The recipe "bf16" changes nothing else.
+        head: with `fuse_loss`, "rowwise" computes the three products of the head in FP8.
 
     Returns:
         The report: which layers were converted, which were skipped and why, the backend of each GEMM, and the
@@ -109,7 +120,8 @@ def convert(
             strings.
         ValueError: an unknown recipe, a lazy parameter without a shape, a glob of `skip` that matches nothing, no
             linear layer left to convert, a GPU without the GEMMs of the recipe, or a `batch` with which the model
-            cannot be traced.
+            cannot be traced; with `fuse_loss`, a model whose logits are not the outputs of a linear layer without
+            bias, scaled or capped.
         RuntimeError: the forward pass fails with `batch`.
 
     Example:
@@ -119,6 +131,10 @@ def convert(
     """
     check_module(model, "convert")
     check_initialized(model)
+    if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
+        raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
+    separate_loss(model)
+    loss = find_loss(model) if fuse_loss else None
     candidates = Candidates.of(model, skip)
     if device is None and candidates.weight.is_meta:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
@@ -127,6 +143,8 @@ def convert(
     if emulate:
         recipe = replace(recipe, emulate=True)
     backends = gemm_backends(recipe, device)
+    if head == "rowwise":
+        _check_backends(rowwise(), gemm_backends(rowwise(), device))
     if not recipe.emulate and not only_if_faster:
         _check_backends(recipe, backends)
     forward = None if batch is None else trace_forward(model, batch)
@@ -141,6 +159,8 @@ def convert(
     candidates.convert(recipe, (*rows, *stacks))
     mark_saved_inputs(model)
     leave_fast_paths(model)
+    if loss is not None:
+        join_loss(*loss, head)
     quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
     coverage = find_coverage(model, quantized, forward)
     fused, grouped = _fused_modules(model), grouped_backends(recipe, device)
@@ -178,6 +198,8 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
             fused[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
         elif isinstance(module, FusedMLP) and fusable_layers((*module.inner, module.outer)):
             fused[name] = f"{module.activation} MLP"
+        elif isinstance(module, LossHead):
+            fused[name] = f"head + loss, {module.options[2]}"
     return fused
 
 
@@ -436,12 +458,6 @@ def restore(model: nn.Module) -> list[str]:
 
 
 def _restore_block(module: nn.Module) -> bool:
-    ours, *theirs = parts_of(type(module))
-    if not theirs or "added" not in vars(ours):
-        return False
     if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
         return False  # its own class cannot run layers that are parallel
-    for name in ours.added:
-        delattr(module, name)
-    (module.__class__,) = theirs
-    return True
+    return unmix(module)

@@ -191,6 +191,17 @@ def mix_into(module: nn.Module, ours: type) -> None:
         module.__class__ = mix_classes(ours, type(module))
 
 
+def unmix(module: nn.Module) -> bool:
+    """Undo `mix_into`: delete the attributes `added` by our class. Returns whether `module` had one with such."""
+    ours, *theirs = parts_of(type(module))
+    if not theirs or "added" not in vars(ours):
+        return False
+    for name in ours.added:
+        delattr(module, name)
+    (module.__class__,) = theirs
+    return True
+
+
 def parts_of(cls: Any) -> tuple[Any, ...]:
     """The classes that `mix_classes` made `cls` of, ours first; `cls` alone if it was not mixed."""
     parts: tuple[Any, ...] = cls.__dict__.get("_octavo_parts", (cls,))

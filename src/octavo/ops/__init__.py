@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from octavo.ops.gemm import scaled_mm
     from octavo.ops.grouped_gemm import grouped_mm, grouped_mm_dw
+    from octavo.ops.largest import index_of_largest
     from octavo.ops.norm import norm_backward, norm_quantize, norm_quantize_inference
     from octavo.ops.permutation import (
         Rows,
@@ -55,13 +56,14 @@ __all__ = [
     "activation_quantize_scaled", "activation_scales", "aligned_groups", "append_kv", "cached_attention", "combine",
     "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend", "fold_scales",
     "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
-    "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "norm_backward", "norm_quantize",
+    "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
+    "norm_quantize",
     "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_scaled", "quantize_stack",
     "quantize_transposed", "requantize", "requantize_norm", "requantize_transposed", "rotate", "rotate_append",
     "row_scales", "scaled_mm", "sort_by_expert", "transpose", "weight_only_mm",
 ]  # fmt: skip
 _FILES = (
-    "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "norm", "permutation",
+    "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "largest", "norm", "permutation",
     "quantization", "requantization", "rotary", "rotation", "transposition", "weight_only",
 )  # fmt: skip
 

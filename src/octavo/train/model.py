@@ -14,8 +14,6 @@ runs; a single process is then a mesh of one.
 """
 
 import dataclasses
-import json
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -47,7 +45,7 @@ from octavo.hf.meta_model import (
 )
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models.decoder import Decoder, head_name
+from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import (
     BpeTokenizer,
     ByteTokenizer,
@@ -57,6 +55,7 @@ from octavo.models.tokenizer import (
     load_tokenizer,
 )
 from octavo.nn import Conversion, convert, use_fp8_attention
+from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
@@ -135,13 +134,13 @@ def chosen_recipe(config: Config, device: torch.device) -> Recipe:
 def make_loss(config: Config, model: nn.Module) -> Loss:
     """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
-    if config.loss.is_chunked(widest) and (name := head_name(model)) is not None:
-        return ChunkedLoss(name, config.loss.chunk)
+    if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
+        return ChunkedLoss(head, config.loss.chunk)
     if config.loss.logits != "chunked":
         return whole_loss
     raise ConfigError(
-        f"loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias; "
-        f"{type(model).__name__} computes them in another way: choose auto or whole"
+        "loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias, scaled or "
+        f"capped; {type(model).__name__} computes them in another way: choose auto or whole"
     )
 
 
@@ -203,19 +202,6 @@ def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
     elif opened is None:
         opened = CharacterTokenizer.train(reading.texts) if config.tokenizer == "characters" else ByteTokenizer()
     return opened, reading
-
-
-def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, folder: Path) -> None:
-    """Write config.json, in Hugging Face's terms, and the tokenizer to `folder`."""
-    folder.mkdir(parents=True)
-    if config.model in BUILT_IN_MODELS:
-        described: Any = model.config
-        (folder / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
-        tokenizer.save(folder)
-        return
-    for path in sorted(Path(config.model).iterdir()):  # all but the weights
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
-            shutil.copy(path, folder / path.name)
 
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:

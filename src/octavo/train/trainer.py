@@ -14,6 +14,7 @@ them: it may promote layers, and take the run back to an earlier step.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -53,7 +54,6 @@ from octavo.train.model import (
     make_trained_model,
     open_data,
     positions_of,
-    save_description,
 )
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
@@ -434,12 +434,20 @@ def _check_empty(run: RunFolder) -> None:
 
 
 def _describe(trainer: Trainer) -> None:
-    """Write the settings of a new run and the description of its model to the run's folder."""
-    run = trainer.run_folder
+    """Write to the run's folder its settings, and the model's config.json, in Hugging Face's terms, and tokenizer."""
+    run, config = trainer.run_folder, trainer.config
     with writing(run.path):
         run.path.mkdir(parents=True, exist_ok=True)
-        write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
-        save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
+        write_settings(config, run)  # first: a job that is started again knows the folder by them
+        run.model.mkdir()
+        if config.model in BUILT_IN_MODELS:
+            described: Any = trainer.model.config
+            (run.model / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
+            trainer.data.tokenizer.save(run.model)
+            return
+        for path in sorted(Path(config.model).iterdir()):  # all but the weights
+            if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
+                shutil.copy(path, run.model / path.name)
 
 
 def prepare_run(

@@ -1,0 +1,295 @@
+"""Whole training steps of transformers' Llama with AdamW: the blocks, the head, the loss and the optimizer.
+
+    1b, compile     Llama-3.2-1B's shape, 8 sequences of 1,024 tokens, layers compiled one by one
+    1b, eager       the same without torch.compile
+    8b, compile     4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
+
+All modes of a cell have the same parameters and the same states of AdamW, in BF16, and take turns in one process. So a
+peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not installed; `--cce` adds Cut
+Cross Entropy to the losses alone, whose search for tiles takes minutes.
+
+First come the losses alone. Their values and gradients are compared with float64: an error of ours above 1.25 times
+that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward, by chunk,
+and of the parts of ours.
+
+    python -m bench.gpu.whole_step [--only 1b]
+"""
+
+import copy
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import octavo
+from bench import record
+from bench.gpu import harness
+from bench.gpu.harness import DEVICE, made, once, parser_of, show, sized
+from bench.gpu.peers import use_liger_loss, use_torchao
+from octavo import ops
+from octavo.nn.fused_loss import CHUNK, _Head, linear_cross_entropy
+from octavo.numerics import ROW, TENSOR, Cast
+from octavo.numerics.formats import E4M3
+from octavo.ops.softmax_loss import cross_entropy
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Prepare = Callable[[nn.Module], Any]
+
+TOKENS, WIDTH, VOCABULARY = sized((8192, 2048, 128_256), (64, 64, 512))  # of the losses alone
+CHECKED = sized(1024, 64)  # tokens of the comparison with float64
+SHAPES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {  # sizes, and (sequences, tokens of each)
+    "1b": (
+        {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True},
+        sized((8, 1024), (2, 32)),
+    ),
+    "8b": (
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 32_000, "tie_word_embeddings": False},
+        sized((1, 8192), (2, 32)),
+    ),
+}  # fmt: skip
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
+}  # fmt: skip
+BASE, LIGER = "bf16", " + Liger's loss"
+MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes after it
+    BASE: lambda model: None,
+    BASE + LIGER: lambda model: None,
+    "bf16 + fuse_loss": lambda model: octavo.convert(model, "bf16", fuse_loss=True),
+    "torchao tensorwise": lambda model: use_torchao(model, "tensorwise"),
+    "torchao tensorwise" + LIGER: lambda model: use_torchao(model, "tensorwise"),
+    "octavo": octavo.convert,
+    "octavo" + LIGER: octavo.convert,
+    "octavo + fuse_loss": partial(octavo.convert, fuse_loss=True),
+    "octavo + fuse_loss, head rowwise": partial(octavo.convert, fuse_loss=True, head="rowwise"),
+}
+CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
+NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
+
+
+def main() -> None:
+    given = parser_of(__doc__, only="", rounds=4, cce=False).parse_args()
+    torch._dynamo.config.cache_size_limit = 64
+    for package in NEEDS.values():
+        if not record.installed(package):
+            print(f"{package} is not installed: its modes are left out", flush=True)
+    result: dict[str, Any] = {}
+    if not given.only or given.only == "loss":
+        result["losses"] = losses_alone(cce=given.cce)
+    for name, (shape, compiled) in CELLS.items():
+        if not given.only or given.only in name:
+            result[name] = cell(name, shape, compiled, given.rounds)
+            torch._dynamo.reset()
+    if not given.only:
+        print(record.write("gpu_whole_step", result))
+
+
+def available(names: Any) -> list[str]:
+    """The names whose packages are installed."""
+    return [n for n in names if all(record.installed(p) for word, p in NEEDS.items() if word in n)]
+
+
+# --- Whole steps -----------------------------------------------------------------------------------------------
+
+
+class Training:
+    """Parameters of a shape and their optimizer, which the models of all modes share."""
+
+    def __init__(self, shape: str) -> None:
+        transformers: Any = importlib.import_module("transformers")
+        sizes, (batch, tokens) = SHAPES[shape]
+        sizes = sized(sizes, sizes | SMALL)
+        torch.manual_seed(0)
+        options = {"max_position_embeddings": tokens, "attn_implementation": "sdpa", "use_cache": False}
+        with torch.device(DEVICE):
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
+        self.model = model.to(torch.bfloat16).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
+        self.ids = torch.randint(sizes["vocab_size"], (batch, tokens), device=DEVICE)
+
+    def step_of(self, mode: str, compiled: bool) -> "Step":
+        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters()})
+        MODES[mode](model)
+        if mode.endswith(LIGER):
+            use_liger_loss(model)
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        return Step(model, self)
+
+
+class Step:
+    """A training step of a mode's model."""
+
+    def __init__(self, model: Any, training: Training) -> None:
+        self.model, self.training = model, training
+
+    def backward(self) -> Tensor:
+        loss: Tensor = self.model(self.training.ids, labels=self.training.ids).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def gradients(self) -> list[Tensor]:
+        """Those of the first q projection, the last down projection and the head, for the check."""
+        self.backward()
+        layers = self.model.model.layers
+        layers_of = (layers[0].self_attn.q_proj, layers[-1].mlp.down_proj, self.model.lm_head)
+        found = [layer.weight.grad.clone() for layer in layers_of]
+        self.training.optimizer.zero_grad()
+        return found
+
+    def __call__(self) -> Tensor:
+        loss = self.backward()
+        self.training.optimizer.step()
+        self.training.optimizer.zero_grad()
+        return loss
+
+
+def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
+    """The SQNR of each mode's gradients against BF16's, its milliseconds and its peak."""
+    training, modes = Training(shape), available(MODES)
+    steps = {mode: training.step_of(mode, compiled) for mode in modes}
+    gradients = {mode: made(mode, step.gradients) for mode, step in steps.items()}
+    steps = {mode: step for mode, step in steps.items() if gradients[mode] is not None}
+    exact = gradients[BASE] or []
+    sqnr = {mode: harness.each_decibels(exact, found) for mode, found in gradients.items() if found and mode != BASE}
+    del gradients, exact
+    peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
+    times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
+    base = harness.medians(times)[BASE]
+    rows = {
+        mode: {**harness.summary(t), "speed": base / harness.medians(times)[mode], "peak_gib": peaks[mode],
+               "sqnr": sqnr.get(mode)}
+        for mode, t in times.items()
+    }  # fmt: skip
+    for mode, row in rows.items():
+        show(f"{name:12} {mode:34}", row)
+    return {"modes": rows, "rounds": times}
+
+
+# --- The losses alone ------------------------------------------------------------------------------------------
+
+
+def plain(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    """As transformers computes it."""
+    z = F.linear(x, w)
+    return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), labels)
+
+
+def losses(*, cce: bool) -> dict[str, Loss]:
+    """The losses that are installed, by name."""
+    found: dict[str, Loss] = {"bf16": plain}
+    for chunk in sized((1024, 2048, 4096, 8192), (16, 64)):
+        found[f"ours, {chunk}"] = partial(linear_cross_entropy, chunk=chunk)
+    for chunk in sized((2048, 4096), (32,)):
+        found[f"ours, rowwise, {chunk}"] = partial(linear_cross_entropy, chunk=chunk, recipe="rowwise")
+    if record.installed("liger-kernel"):
+        liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+        found["Liger"] = lambda x, w, labels: liger(w, x, labels)
+    if cce:
+        found["CCE"] = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return found
+
+
+def given(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and labels: logits with a standard deviation of 2, and a label that is likely for half of the tokens."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x = torch.randn(tokens, WIDTH, device=DEVICE, generator=generator).bfloat16()
+    w = (2 * torch.randn(VOCABULARY, WIDTH, device=DEVICE, generator=generator) / WIDTH**0.5).bfloat16()
+    labels = torch.randint(VOCABULARY, (tokens,), device=DEVICE, generator=generator)
+    labels[::2] = (x[::2] @ w.t()).argmax(1)
+    return x.requires_grad_(), w.requires_grad_(), labels
+
+
+def gradients_of(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> list[Tensor]:
+    """The loss, dx and dw."""
+    value = loss(x, w, labels)
+    found = [value.detach(), *torch.autograd.grad(value, (x, w))]
+    return [t.double() for t in found]
+
+
+def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
+    """The relative errors of the loss, dx and dw; of a gradient that of its norm."""
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+def losses_alone(*, cce: bool) -> dict[str, Any]:
+    found = losses(cce=cce)
+    x, w, labels = given(CHECKED)
+    wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
+    exact = gradients_of(plain, wide_x, wide_w, labels)
+    checked = {name: errors(gradients_of(loss, x, w, labels), exact) for name, loss in found.items()}
+    for chunks in (2, 4):
+        ours = partial(linear_cross_entropy, chunk=CHECKED // chunks)
+        checked[f"ours, in {chunks} chunks"] = errors(gradients_of(ours, x, w, labels), exact)
+    for name, each in checked.items():
+        show(f"{name:24} relative error of loss, dx, dw", each)
+        if name.startswith("ours") and "rowwise" not in name:
+            limits = [1.25 * limit + floor for limit, floor in zip(checked["bf16"], (1e-5, 0, 0), strict=True)]
+            assert all(a <= b for a, b in zip(each, limits, strict=True)), (name, each, limits)
+    del exact, wide_x, wide_w
+    x, w, labels = given(TOKENS)
+    steps = {name: partial(backward, loss, x, w, labels) for name, loss in found.items()}
+    peaks = {name: harness.peak_of(step, harness.allocated()) / 2**30 for name, step in steps.items()}
+    times = harness.medians(harness.interleaved(steps, rounds=5, repeat=2, warmup=1))
+    for name, ms in times.items():
+        show(f"{name:24} {ms:8.2f} ms  {peaks[name]:6.2f} GiB")
+    parts = parts_of_ours(x.detach(), w.detach(), labels)
+    for name, ms in parts.items():
+        show(f"{name:48} {ms:8.3f} ms")
+    return {"errors": checked, "ms": times, "peak_gib": peaks, "parts": parts}
+
+
+def backward(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> None:
+    loss(x, w, labels).backward()  # type: ignore[no-untyped-call]
+    x.grad = w.grad = None
+
+
+def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
+    """Milliseconds for all tokens of each part of the loss, over chunks of CHUNK tokens."""
+    chunk = min(CHUNK, TOKENS)
+    rows, some, factor = x[:chunk], labels[:chunk], torch.tensor(1 / TOKENS, device=DEVICE)
+    z, dw = rows @ w.t(), torch.zeros_like(w)
+    g = z.clone()
+    in_fp8 = None, 1.0, 0.0, True
+    g_q = octavo.QTensor(*cross_entropy(g, some, factor, *in_fp8)[2:], E4M3, ROW)
+    x_q, w_q = ops.quantize(rows, Cast()), ops.quantize(w, Cast(granularity=TENSOR))
+    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), E4M3, ROW)
+              for t in (w_q.data, ops.transpose(w_q.data))]  # fmt: skip
+    g_t, x_t = ops.quantize_transposed(g, Cast()), ops.quantize_transposed(rows, Cast())
+    wide = torch.zeros_like(w, dtype=torch.float32)
+    each: dict[str, Callable[[], Any]] = {
+        "z, BF16": lambda: torch.mm(rows, w.t(), out=z),
+        "softmax, loss and gradient": lambda: cross_entropy(z, some, factor, None, 1.0, 0.0, False),
+        "copy of z (as many bytes as one read and one write)": lambda: g.copy_(z),
+        "dx, BF16": lambda: g @ w,
+        "dw, BF16, added": lambda: dw.addmm_(g.t(), rows),
+        "dw, BF16, added in FP32": lambda: _Head(w).add_dw(wide, g, rows),
+        "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, *in_fp8),
+        "quantize x": lambda: ops.quantize(rows, Cast()),
+        "z, FP8": lambda: ops.scaled_mm(x_q, by_row[0], fast_accumulation=True),
+        "dx, FP8": lambda: ops.scaled_mm(g_q, by_row[1]),
+        "quantize g by column": lambda: ops.quantize_transposed(g, Cast()),
+        "dw, FP8": lambda: ops.scaled_mm(g_t, x_t),
+        "dw, FP8, added": lambda: dw.add_(ops.scaled_mm(g_t, x_t)),
+    }
+    ms = {name: TOKENS / chunk * timed(step) for name, step in each.items()}
+    ms["quantize and transpose w, once"] = timed(lambda: ops.transpose(ops.quantize(w, Cast(granularity=TENSOR)).data))
+    ms["dw times the gradient of the loss, once"] = timed(lambda: dw.mul_(factor))
+    return ms
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """The median milliseconds of a step, after one."""
+    step()
+    return sorted(once(step, sized(4, 1)) for _ in range(sized(5, 1)))[sized(2, 0)]
+
+
+if __name__ == "__main__":
+    main()

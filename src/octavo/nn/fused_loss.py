@@ -1,0 +1,464 @@
+"""The loss of a causal model from the inputs of its head, a chunk of tokens at a time.
+
+    z[T,V] = x[T,K] @ w[V,K]^T      y = scale * z, or cap * tanh(scale * z)      loss = sum over t of loss[t] / n
+    g[T,V] = dloss/dz               dx[T,K] = g @ w                              dw[V,K] = g^T @ x
+
+With a vocabulary V of 128k, z and the tensors of its size that autograd saves are the peak of a training step: 4 GB
+each for 8,192 tokens in FP32. Here the forward pass goes over chunks of tokens, turns z into g in place
+(`octavo.ops.softmax_loss`) and computes dx and dw too. So z is computed once and never exists as a whole (Hsu et al.
+2024, Liger Kernel, arXiv:2410.10989). dw is summed in float32 where there are more than two chunks: each sum in BF16
+rounds it once more.
+
+With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange lse and the logit
+of the label of each token, and add up dx.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from inspect import signature
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed._functional_collectives as collectives
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo import ops
+from octavo.nn.module_tools import mix_into, unmix
+from octavo.numerics.formats import E4M3
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
+from octavo.ops.registration import operation
+from octavo.ops.softmax_loss import IGNORED, cross_entropy
+
+CHUNK = 2048  # tokens whose logits are in memory at a time
+HeadRecipe = Literal["bf16", "rowwise"]
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk: int = CHUNK,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    cap: float = 0.0,
+    recipe: HeadRecipe = "bf16",
+) -> Tensor:
+    """The cross-entropy, 0-dim, of the logits of `x @ weight.T` [..., V] and int64 `labels` [...].
+
+    Products run in the dtype of autocast, if it is on, and otherwise in that of `x` [..., K]. Softmax and loss are
+    float32 (float64 if x is). The gradients can be computed once (no `retain_graph`, no second derivatives). A DTensor
+    `weight` that is sharded by rows over a mesh of one dimension is the vocabulary's share of each rank: then x holds
+    all tokens, the same on each rank, or each rank's equal share of the tokens along dimension 1, as sequence
+    parallelism has them.
+
+    Args:
+        chunk: tokens whose logits are in memory at a time.
+        num_items: the sum over tokens is divided by this; None divides by the number of labels that are not ignored.
+        ignore_index: the label of tokens that have no loss.
+        scale, cap: the logits are scale * z, or cap * tanh(scale * z) if cap is not 0, of the products z.
+        recipe: "rowwise" computes the three products in FP8.
+
+    Raises:
+        ValueError: another number of labels than of tokens, or a weight that is sharded in another way.
+    """
+    group, first = "", 0
+    if hasattr(weight, "device_mesh"):
+        x, weight, group, first = _vocabulary_parallel(x, weight, labels)
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    rows, labels = x.flatten(0, -2), labels.flatten().to(x.device)
+    if len(rows) != len(labels):
+        raise ValueError(f"the loss needs a label for each token; got {len(rows)} tokens and {len(labels)} labels")
+    ignored = labels == ignore_index
+    count = (~ignored).sum() if num_items is None else torch.as_tensor(num_items, device=x.device)
+    count = count.to(torch.promote_types(dtype, torch.float32)).view(())
+    labels = (labels - first).masked_fill(ignored, IGNORED)
+    # within Function.forward gradients are always disabled
+    wants = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
+    with torch.autocast(device, enabled=False):
+        options = (dtype, chunk, *wants, scale, cap, group, recipe == "rowwise")
+        return _LinearCrossEntropy.apply(rows, weight, labels, count, options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _vocabulary_parallel(x: Tensor, weight: Any, labels: Tensor) -> tuple[Tensor, Tensor, str, int]:
+    """All tokens, this rank's rows of the weight, the name of the ranks' group, and the number of the first row."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    mesh, placements = weight.device_mesh, weight.placements
+    if tuple(placements) != (Shard(0),):
+        raise ValueError(
+            f"the head's weight must be sharded by rows over one mesh dimension; got {placements} on {mesh}"
+        )
+    shared: Any = x
+    if not isinstance(x, DTensor):
+        shared = DTensor.from_local(x, mesh, [Replicate() if x.shape[:-1] == labels.shape else Shard(1)])
+    # Each rank computes the part of dx that its part of the vocabulary gives: the parts are added in backward.
+    every = shared.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    first = mesh.get_local_rank() * -(-len(weight) // mesh.size())
+    return every, weight.to_local(grad_placements=placements), mesh.get_group().group_name, first
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, options: tuple[Any, ...]) -> Tensor:
+        # Compiled code calls one operation, so that it has no copy of the logits; what traces eager code sees all.
+        run = _linear_cross_entropy if torch.compiler.is_compiling() else _linear_cross_entropy.function
+        total, dx, dw = run(x, weight, labels, count, *options)
+        dtype, _, wants_x, wants_w, *_ = options
+        ctx.late, ctx.dtype = dtype == torch.float16, x.dtype
+        ctx.save_for_backward(dx if wants_x else None, dw if wants_w else None, count)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, count = ctx.saved_tensors
+        grad = grad / count if ctx.late else grad
+        if dx is not None:
+            dx = (dx * grad).to(ctx.dtype)
+        if dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
+            dw = (dw * grad).to(dw.dtype) if torch.compiler.is_compiling() else dw.mul_(grad)
+        return dx, dw, None, None, None
+
+
+def _like(x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, dtype: torch.dtype, *options: Any) -> Any:
+    _, wants_x, wants_w, *_ = options
+    dx = x.new_empty(x.shape, dtype=dtype) if wants_x else x.new_empty(0)
+    return count.new_empty(()), dx, weight.new_empty(weight.shape) if wants_w else x.new_empty(0)
+
+
+@operation(like=_like)
+def _linear_cross_entropy(
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [V, K]
+    labels: Tensor,  # [T], as `cross_entropy` takes them
+    count: Tensor,  # 0-dim
+    dtype: torch.dtype,
+    chunk: int,
+    wants_x: bool,
+    wants_w: bool,
+    scale: float,
+    cap: float,
+    group: str,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of the losses, and dx [T, K] of `dtype` and dw [V, K] of the weight's, None where they are not wanted.
+
+    They are divided by `count`, but not in FP16, whose range is too small.
+    """
+    head = _Fp8Head(weight.to(dtype)) if fp8 else _Head(weight.to(dtype))
+    x = x.to(dtype)
+    dx = torch.empty_like(x) if wants_x else None
+    wide = weight.dtype if len(x) <= 2 * chunk else torch.promote_types(weight.dtype, torch.float32)
+    dw = torch.zeros_like(weight, dtype=wide) if wants_w else None
+    factor = torch.ones_like(count) if dtype == torch.float16 else count.reciprocal()
+    total, wanted = torch.zeros_like(count), factor if wants_x or wants_w else None
+    for start in range(0, len(x), chunk):
+        rows, some = x[start : start + chunk], labels[start : start + chunk]
+        z, joined = head.products(rows), None
+        if group:
+            joined = _joined(*cross_entropy(z, some, None, None, scale, cap, False)[:2], group)
+        lse, picked, *g = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
+        if joined:
+            picked = joined[1]
+        else:  # of a label that is none, the loss is NaN
+            picked.masked_fill_((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
+        total += torch.where(some == IGNORED, 0, lse - picked).sum()
+        if dx is not None:
+            dx[start : start + chunk] = head.dx(z, *g)
+        if dw is not None:
+            head.add_dw(dw, z, rows)
+        del z
+    return total, dx, None if dw is None else dw.to(weight.dtype)  # type: ignore[return-value]
+
+
+def _joined(lse: Tensor, picked: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Both [c], of all parts of the vocabulary that the ranks have, from those of this rank."""
+    most = _reduced(lse, "max", group)
+    total, picked = _reduced(torch.stack(((lse - most).exp(), picked)), "sum", group)
+    return most + total.log(), picked
+
+
+def _reduced(tensor: Tensor, by: str, group: Any) -> Tensor:
+    return collectives.wait_tensor(collectives.all_reduce(tensor, by, group))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Head:
+    """The three products with a weight [V, K] in its dtype."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+
+    def products(self, x: Tensor) -> Tensor:
+        return x @ self.w.t()  # [c,K] @ [V,K]^T
+
+    def dx(self, g: Tensor, *_: Tensor) -> Tensor:
+        return g @ self.w  # [c,V] @ [V,K]
+
+    def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
+        """dw[V,K] += g[c,V]^T @ x[c,K], with sums in the dtype of dw."""
+        if g.dtype == dw.dtype:
+            dw.addmm_(g.t(), x)
+        elif g.is_cuda:
+            torch.addmm(dw, g.t(), x, out_dtype=dw.dtype, out=dw)
+        else:  # the CPU has no product of BF16 with an FP32 sum
+            dw.addmm_(g.t().to(dw.dtype), x.to(dw.dtype))
+
+
+class _Fp8Head(_Head):
+    """The three products in e4m3. The weight has one scale: its bytes serve z and, transposed, dx.
+
+    Rows of x and g have scales of their own. For dw both are quantized again, with a scale for each column: a token of
+    the vocabulary that is no label keeps its small gradient.
+    """
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__(w)
+        q = ops.quantize(w, Cast(granularity=TENSOR))
+        scales = [q.scale.expand(size, 1).contiguous() for size in w.shape]
+        self.q = QTensor(q.data, scales[0], E4M3, ROW)
+        self.q_t = QTensor(ops.transpose(q.data), scales[1], E4M3, ROW)
+
+    def products(self, x: Tensor) -> Tensor:
+        x_q = ops.quantize(x, Cast())
+        return ops.scaled_mm(x_q, self.q, out_dtype=self.w.dtype, fast_accumulation=True)  # [c,K] @ [V,K]^T
+
+    def dx(self, g: Tensor, *quantized: Tensor) -> Tensor:
+        # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
+        return ops.scaled_mm(QTensor(*quantized, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
+
+    def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
+        g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
+        dw += ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
+
+
+# ---- Finding out how a model computes its logits: from the operations, and not from the model's name.
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear layer `name` of a model, and how the model makes the logits of its outputs z: scale * z, or
+    cap * tanh(scale * z) if cap is not 0."""
+
+    name: str
+    scale: float = 1.0
+    cap: float = 0.0
+
+    def then(self, step: str, number: Any) -> "Head | None":
+        """With one more operation behind it; None for one that no scale or cap stands for."""
+        if step in ("mul", "div") and isinstance(number, int | float):
+            factor = float(number) if step == "mul" else 1 / float(number)
+            return replace(self, cap=self.cap * factor) if self.cap else replace(self, scale=self.scale * factor)
+        if step == "tanh" and not self.cap:
+            return replace(self, cap=1.0)
+        return self if step in ("_to_copy", "slice", "alias", "view", "clone", "detach") else None
+
+
+class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the outputs of linear layers through the operations that scale and cap them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, tuple[Tensor, Head]] = {}  # with the tensor, whose id is its own while it lives
+
+    def note(self, name: str) -> Callable[..., None]:
+        return lambda module, args, output: self.made.update({id(output): (output, Head(name))})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if args and id(args[0]) in self.made and isinstance(output, Tensor) and output.shape == args[0].shape:
+            step = func.overloadpacket.__name__.removesuffix("_")
+            head = self.made[id(args[0])][1].then(step, args[1] if len(args) > 1 else None)
+            self.made.pop(id(output), None)
+            if head is not None:
+                self.made[id(output)] = output, head
+        return output
+
+
+@torch.no_grad()
+def find_head(model: nn.Module) -> Head | None:
+    """The head of a causal model; None unless its logits are scaled or capped outputs of a linear layer without bias.
+
+    Runs `model` once, in evaluation mode, on two tokens; it may be on the meta device.
+    """
+    following = _Following()
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name and type(module) is nn.Linear and module.bias is None:  # a subclass may compute in another way
+                stack.enter_context(module.register_forward_hook(following.note(name)))
+        stack.callback(model.train, model.training)
+        model.eval()
+        stack.enter_context(following)
+        output = model(torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device))
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    return following.made.get(id(logits), (None, None))[1]
+
+
+# ---- A model that computes its loss so.
+
+
+@dataclass
+class Task:
+    """The labels of a forward pass, and their loss, which the head computes where it has its inputs and its weight.
+
+    There FSDP2 has gathered the weight.
+    """
+
+    labels: Tensor
+    num_items: Tensor | int | None = None
+    ignore_index: int = -100
+    loss: Tensor | None = None
+    logits: object = None  # what the model takes for its logits
+
+    def run(self, x: Tensor, weight: Tensor, head: Head, chunk: int, recipe: HeadRecipe) -> Tensor:
+        """Compute the loss; returns what takes the place of the logits."""
+        self.loss = linear_cross_entropy(
+            x, weight, self.labels, chunk=chunk, num_items=self.num_items, ignore_index=self.ignore_index,
+            scale=head.scale, cap=head.cap, recipe=recipe,
+        )  # fmt: skip
+        return self.loss.detach()
+
+    def result(self, logits: object, *args: Any, **kwargs: Any) -> Tensor | None:
+        """The loss, for a model that asks a function for it."""
+        self.logits = logits
+        return self.loss
+
+
+class _StandIn(nn.Module):
+    """In place of a head, whose hooks, as tensor parallelism has them, do not see the loss."""
+
+    def __init__(self, layer: Any, task: Task, *options: Any) -> None:
+        super().__init__()
+        self.layer, self.task, self.options = layer, task, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.task.run(x, self.layer.weight, *self.options)
+
+
+@contextmanager
+def computing_loss(model: nn.Module, head: Head, task: Task, chunk: int) -> Iterator[None]:
+    """Within the block a call of `model` returns the loss of `task`, whatever the class of `model` returns else."""
+    parent, _, name = head.name.rpartition(".")
+    owner = model.get_submodule(parent)
+    layer = getattr(owner, name)
+    setattr(owner, name, _StandIn(layer, task, head, chunk, "bf16"))
+    # Before the hook of FSDP, which gathers the weights for the backward pass of what the model returns.
+    hook = model.register_forward_hook(lambda *_: task.loss, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        setattr(owner, name, layer)
+
+
+class LossHead:
+    """Mixed into the head of a model whose loss is fused."""
+
+    added: ClassVar[tuple[str, ...]] = ("task", "options")
+    task: Task | None
+    options: tuple[Head, int, HeadRecipe]
+    weight: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        theirs: Any = super()
+        return theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)  # type: ignore[no-any-return]
+
+
+class LossModel:
+    """Mixed into a causal model whose head is a `LossHead`."""
+
+    added: ClassVar[tuple[str, ...]] = ("loss_head",)
+    loss_head: str
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.__bases__[0] is LossModel:
+            cls.forward = _with_loss(cls.__bases__[1].forward)  # type: ignore[attr-defined]
+
+    @property
+    def loss_function(self) -> Any:
+        """What a model of transformers computes its loss by."""
+        module: Any = self
+        task = module.get_submodule(self.loss_head).task
+        theirs: Any = super()
+        return theirs.loss_function if task is None else task.result
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        self._loss_function = function  # as transformers' models do
+
+
+def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model of a class whose own is `theirs`. It keeps the signature, which Trainer reads."""
+    names = list(signature(theirs).parameters)
+    place = names.index("labels") - 1 if "labels" in names else None
+
+    @wraps(theirs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if place is None:  # a model that returns logits alone
+            labels = kwargs.pop("labels", None)
+        else:
+            labels = args[place] if len(args) > place else kwargs.get("labels")
+        if labels is None or (place is not None and (not self.training or hasattr(self, "_loss_function"))):
+            return theirs(self, *args, **kwargs)
+        head = self.get_submodule(self.loss_head)
+        if not isinstance(head, LossHead):
+            raise RuntimeError(
+                f"{self.loss_head} was replaced by a {type(head).__name__} after octavo.convert, which had fused it "
+                "with the loss: call octavo.restore first, or convert with fuse_loss=False"
+            )
+        ignore, shifted = kwargs.get("ignore_index", -100), kwargs.get("shift_labels")
+        if shifted is None:
+            shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
+        head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        try:
+            output = theirs(self, *args, **kwargs)
+        finally:
+            head.task = None
+        if place is None:
+            return task.loss
+        if isinstance(output, tuple):
+            return tuple(value for value in output if value is not task.logits)
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+    return forward
+
+
+def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
+    """The causal model in `model`, a model of transformers or `model` itself, and its head.
+
+    Raises a ValueError for a model whose logits or whose loss are computed in another way.
+    """
+    owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
+    known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
+    head = find_head(owner) if known and not hasattr(owner, "_loss_function") else None
+    if head is None:
+        raise ValueError(
+            "fuse_loss=True requires a causal model with transformers' own loss, whose logits are the outputs of a "
+            f"linear layer without bias, scaled or capped; {type(owner).__name__} computes them in another way: leave "
+            "fuse_loss out"
+        )
+    return owner, head
+
+
+def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
+    """Make the causal model `owner` compute its loss from the inputs of its `head`."""
+    mix_into(owner, LossModel)
+    owner.loss_head = head.name
+    module = owner.get_submodule(head.name)
+    mix_into(module, LossHead)
+    module.task, module.options = None, (head, CHUNK, recipe)
+
+
+def separate_loss(model: nn.Module) -> None:
+    """Undo `join_loss`, if it was called."""
+    for module in list(model.modules()):
+        if isinstance(module, LossModel | LossHead):
+            unmix(module)

@@ -1,0 +1,167 @@
+"""The loss from the inputs of a head, a chunk of tokens at a time, against float64 and the plain loss."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from support.live_memory import LiveMemory
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo.nn.fused_loss import linear_cross_entropy
+
+BATCH, TOKENS, WIDTH, VOCABULARY_HEAD, CHUNK = 2, 25, 24, 130, 16
+
+
+def example(dtype=torch.float32):
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weight = torch.randn(VOCABULARY_HEAD, WIDTH, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randint(VOCABULARY_HEAD, (BATCH, TOKENS))
+
+
+def plain(x, weight, targets):
+    logits = F.linear(x, weight).flatten(0, 1)
+    return F.cross_entropy(logits if x.dtype == torch.float64 else logits.float(), targets.flatten())
+
+
+def results(loss_of, *args, autocast=False, **options):
+    """The loss, dx and dw, in float64; the loss is scaled as a trainer with 3 micro-batches scales it."""
+    x, weight, targets = (t.detach().clone().requires_grad_(t.requires_grad) for t in args)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(x, weight, targets, **options)
+    (loss / 3).backward()
+    assert (x.grad.dtype, weight.grad.dtype) == (x.dtype, weight.dtype)
+    return [t.detach().double() for t in (loss, x.grad, weight.grad)]
+
+
+def largest_errors(found, expected):
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("chunk", [1, CHUNK, 50, 1000])
+def test_in_float32_it_is_the_loss_in_float64_up_to_rounding(chunk):
+    x, weight, targets = example()
+    expected = results(plain, x.double(), weight.double(), targets)
+    assert max(largest_errors(results(linear_cross_entropy, x, weight, targets, chunk=chunk), expected)) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_bf16_it_is_as_exact_as_the_plain_loss(dtype):
+    """Under autocast, and with BF16 weights. The products round to BF16 in both, only the sums over tokens differ."""
+    args, autocast = example(dtype), dtype == torch.float32
+    expected = results(plain, *(t.double() if t.is_floating_point() else t for t in args))
+    found = results(linear_cross_entropy, *args, autocast=autocast, chunk=CHUNK)
+    limits = largest_errors(results(plain, *args, autocast=autocast), expected)
+    for error, limit in zip(largest_errors(found, expected), limits, strict=True):
+        assert error <= 1.1 * limit
+    assert abs(float(found[0]) - float(results(plain, *args, autocast=autocast)[0])) < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has its own from 2.13 on")
+def test_it_is_the_loss_of_torch():
+    x, weight, targets = example()
+
+    def torchs(x, weight, targets):
+        options = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)
+        return F.linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten(), options=options)
+
+    found = results(linear_cross_entropy, x, weight, targets, chunk=CHUNK)
+    assert max(largest_errors(found, results(torchs, x, weight, targets))) < 2e-6
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_side_gets_no_gradient(frozen):
+    args = list(example())
+    _, *expected = results(linear_cross_entropy, *args, chunk=CHUNK)
+    args[frozen].requires_grad_(False)
+    linear_cross_entropy(*args, chunk=CHUNK).backward()
+    assert args[frozen].grad is None
+    torch.testing.assert_close(args[1 - frozen].grad.double(), 3 * expected[1 - frozen])
+
+
+class Recorder(TorchDispatchMode):
+    """The elements of the largest tensor that an operation returned, and the number of matrix products."""
+
+    largest = products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor):
+            self.largest = max(self.largest, output.numel())
+        self.products += "mm" in str(func)
+        return output
+
+
+def test_no_tensor_is_larger_than_the_weight_or_the_logits_of_a_chunk():
+    x, weight, targets = example()
+    with Recorder() as recorder:
+        plain(x, weight, targets).backward()
+    assert recorder.largest == BATCH * TOKENS * VOCABULARY_HEAD
+    with Recorder() as recorder:
+        linear_cross_entropy(x, weight, targets, chunk=8).backward()
+    assert recorder.largest == VOCABULARY_HEAD * WIDTH  # the weight's gradient; of logits 8 * VOCABULARY
+
+
+def test_evaluation_computes_the_logits_only():
+    x, weight, targets = example()
+    with torch.no_grad(), Recorder() as recorder:
+        loss = linear_cross_entropy(x, weight, targets, chunk=CHUNK)
+    assert recorder.products == -(-BATCH * TOKENS // CHUNK)
+    torch.testing.assert_close(loss, plain(x, weight, targets).detach())
+
+
+def test_a_second_backward_is_an_error():
+    loss = linear_cross_entropy(*example(), chunk=CHUNK)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_it_compiles_without_a_graph_break():
+    args = example()
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    found = results(compiled, *args, chunk=CHUNK)
+    assert max(largest_errors(found, results(linear_cross_entropy, *args, chunk=CHUNK))) < 1e-6
+
+
+def split_vocabulary(rank):
+    """The rank's results with a weight sharded by rows; of x the whole, or the rank's share of the tokens."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, weight, targets = example()
+    x, targets = x.detach()[:, :24].requires_grad_(), targets[:, :24]
+    expected = results(linear_cross_entropy, x, weight, targets, chunk=CHUNK)
+    found = []
+    for part in (x, x.detach()[:, 12 * rank : 12 * rank + 12].requires_grad_()):
+        shard = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
+        loss = linear_cross_entropy(part, shard, targets, chunk=CHUNK)
+        (loss / 3).backward()
+        found.append([loss.detach().double(), part.grad.double(), shard.grad.full_tensor().double()])
+        part.grad = None
+    whole, (loss, dx, dw) = found
+    return largest_errors(whole, expected), largest_errors(
+        [loss, dx, dw], [*expected[:1], expected[1][:, 12 * rank : 12 * rank + 12], expected[2]]
+    )
+
+
+@pytest.mark.slow
+def test_a_vocabulary_split_over_ranks_gives_the_same():
+    for errors in run_ranks(2, split_vocabulary):
+        assert max(max(each) for each in errors) < 2e-6
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+def test_the_logits_of_one_chunk_are_in_memory(chunks):
+    """And log p, of the same size: nothing of the chunk before is left when the next one begins."""
+
+    def peak(tokens):
+        x, targets = torch.randn(tokens, WIDTH, requires_grad=True), torch.randint(VOCABULARY_HEAD, (tokens,))
+        with LiveMemory(known=[x, weight, targets]) as memory:
+            linear_cross_entropy(x, weight, targets, chunk=CHUNK)
+        return memory.peak - 4 * tokens * (WIDTH + 1)  # dx, and log p of the targets
+
+    weight = torch.randn(VOCABULARY_HEAD, WIDTH, requires_grad=True)
+    assert peak(chunks * CHUNK) < 1.05 * peak(CHUNK)
+    assert peak(CHUNK) < 4 * VOCABULARY_HEAD * (WIDTH + 2.5 * CHUNK)  # dw, the logits, log p

@@ -1,0 +1,270 @@
+"""Causal models with a fused loss: the loss and the gradients of transformers, whose logits they never have whole."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from support.live_memory import LiveMemory
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.models import GPT2Config, LlamaConfig, build
+from octavo.nn.fused_loss import Head, find_head
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY, TOKENS = 300, 24
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16,
+    "num_key_value_heads": 1, "intermediate_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {  # a class of transformers, more of its configuration, and its head
+    "llama": ("Llama", {}, Head("lm_head")),
+    "tied": ("Llama", {"tie_word_embeddings": True}, Head("lm_head")),
+    "gemma2": ("Gemma2", {}, Head("lm_head", pytest.approx(1 / 30), 30.0)),
+    "granite": ("Granite", {"logits_scaling": 8.0, "tie_word_embeddings": False}, Head("lm_head", 0.125)),
+    "cohere": ("Cohere", {"logit_scale": 0.5}, Head("lm_head", 0.5)),
+    "gpt2": ("GPT2", GPT2, Head("lm_head")),
+    "mixtral": ("Mixtral", {"num_local_experts": 2, "output_router_logits": True}, Head("lm_head")),
+}
+
+
+def make(name):
+    kind, more, _ = MODELS[name]
+    cls = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
+    torch.manual_seed(0)
+    return cls(getattr(transformers, f"{kind}Config")(**SIZES | more)).train()
+
+
+def batch():
+    """ids [2, T], and labels that leave out a prompt."""
+    ids = torch.randint(3, VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :7] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model, **inputs):
+    """The loss and the gradients by name, and the output."""
+    output = model(**batch() | inputs)
+    output.loss.backward()
+    found = {"loss": output.loss.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found, output
+
+
+def check(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, "cpu") for name in MODELS), *((name, "meta") for name in ("llama", "gemma2"))]
+)
+def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
+    model = make(name).to(device)
+    assert find_head(model) == MODELS[name][2]
+    assert model.training
+
+
+@pytest.mark.parametrize("make", [
+    lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # its head has a bias
+    lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
+    lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.ReLU()),
+], ids=["bias", "masked", "relu"])  # fmt: skip
+def test_other_models_are_refused_and_stay_as_they_are(make):
+    model = make()
+    kind = type(model)
+    with pytest.raises(ValueError, match="leave fuse_loss out"):
+        octavo.convert(model, "bf16", fuse_loss=True)
+    assert type(model) is kind
+
+
+@pytest.mark.parametrize("more", [{}, {"num_items_in_batch": torch.tensor(70)}, {"num_items_in_batch": 70}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loss_and_the_gradients_are_those_of_transformers(name, more):
+    model = make(name)
+    expected, whole = gradients(model, **more)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    found, output = gradients(model, **more)
+    check(found, expected)
+    assert output.logits is None
+    assert list(output) == [key for key in whole if key != "logits"]
+
+
+def test_shifted_labels_and_another_number_for_ignored_ones():
+    model = make("llama")
+    ids, labels = batch().values()
+    shifted = F.pad(labels.masked_fill(labels == -100, -1), (0, 1), value=-1)[..., 1:]
+    expected, _ = gradients(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    check(gradients(model, shift_labels=shifted, ignore_index=-1)[0], expected)
+    check(gradients(model, labels=torch.where(labels == -100, -1, ids), ignore_index=-1)[0], expected)
+
+
+def test_what_needs_logits_gets_them():
+    model, inputs = make("gemma2"), batch()
+    plain = copy.deepcopy(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    assert torch.equal(model(inputs["input_ids"]).logits, plain(inputs["input_ids"]).logits)
+    evaluated, expected = model.eval()(**inputs), plain.eval()(**inputs)
+    assert torch.equal(evaluated.logits, expected.logits)
+    assert torch.equal(evaluated.loss, expected.loss)
+    assert torch.equal(*(m.generate(inputs["input_ids"][:, :4], max_new_tokens=4) for m in (model, plain)))
+    loss, *rest = model.train()(**inputs, return_dict=False)
+    assert loss.ndim == 0
+    assert len(rest) == len(plain.train()(**inputs, return_dict=False)) - 2
+
+
+def test_no_tensor_has_the_size_of_the_logits():
+    model, inputs = make("llama"), batch()
+    model.resize_token_embeddings(4000)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    model.lm_head.options = (model.lm_head.options[0], 8, "bf16")
+    with LiveMemory(known=[*model.parameters(), *inputs.values()]) as memory:
+        model(**inputs).loss.backward()
+    embeddings = 2 * model.lm_head.weight.numel()  # their gradients
+    assert memory.peak < 4 * (embeddings + 2 * 8 * 4000 + 40 * 2 * TOKENS * SIZES["hidden_size"])
+    assert memory.peak < 4 * (embeddings + 2 * TOKENS * 4000)
+
+
+def test_fp8_layers_and_a_head_in_fp8():
+    model = make("llama")
+    octavo.convert(model)
+    exact, _ = gradients(model)
+    report = octavo.convert(model, fuse_loss=True, head="rowwise")
+    assert report.fused["lm_head"] == "head + loss, rowwise"
+    found, _ = gradients(model)
+    assert abs(found["loss"] - exact["loss"]) < 1e-2
+    for name, tensor in found.items():
+        assert float((tensor - exact[name]).norm()) < 0.1 * float(exact[name].norm()), name
+
+
+@pytest.mark.parametrize(("options", "words"), [({"head": "rowwise"}, "with fuse_loss=True 'rowwise'"),
+                                                ({"head": "fp8", "fuse_loss": True}, "got 'fp8'")])  # fmt: skip
+def test_a_head_in_fp8_belongs_to_a_fused_loss(options, words):
+    with pytest.raises(ValueError, match=words):
+        octavo.convert(make("llama"), **options)
+
+
+def test_the_model_is_copied_pickled_restored_and_called_as_before():
+    model = make("gpt2")
+    expected, _ = gradients(model)
+    before, names = type(model), list(model.state_dict())
+    arguments = inspect.signature(model.forward)
+    octavo.convert(model, fuse_loss=True)
+    assert inspect.signature(model.forward) == arguments
+    assert list(model.state_dict()) == names
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(gradients(other)[0]["loss"], gradients(model)[0]["loss"])
+        assert gradients(other)[1].logits is None
+    octavo.restore(model)
+    assert type(model) is before
+    assert type(model.lm_head) is nn.Linear
+    check(gradients(model)[0], expected)
+
+
+def test_a_later_conversion_without_it_undoes_it():
+    model = make("llama")
+    octavo.convert(model, fuse_loss=True)
+    octavo.convert(model)
+    assert gradients(model)[1].logits is not None
+
+
+def test_a_loss_of_the_user_gets_the_logits():
+    model = make("llama")
+    octavo.convert(model, "bf16", fuse_loss=True)
+    model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    assert torch.equal(model(**batch()).loss, model(**batch()).logits.square().mean())
+
+
+def test_a_head_that_was_replaced_is_an_error():
+    model = make("llama")
+    octavo.convert(model, "bf16", fuse_loss=True)
+    model.lm_head = nn.Linear(SIZES["hidden_size"], VOCABULARY)
+    with pytest.raises(RuntimeError, match="lm_head was replaced by a Linear after octavo.convert"):
+        model(**batch())
+
+
+def test_a_model_inside_another_is_found():
+    outer = nn.ModuleDict({"teacher": nn.Linear(4, 4), "student": make("llama")})
+    octavo.convert(outer, "bf16", fuse_loss=True)
+    assert gradients(outer["student"])[1].logits is None
+
+
+OURS = [LlamaConfig(VOCABULARY, 1, 32, 2, 2, 64, TOKENS), GPT2Config(VOCABULARY, 1, 32, 2, TOKENS)]
+
+
+@pytest.mark.parametrize("config", OURS, ids=["llama", "gpt2"])
+def test_a_model_of_ours_returns_the_loss_of_labels(config):
+    torch.manual_seed(0)
+    model, (ids, labels) = build(config), batch().values()
+    logits = model(ids)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    assert torch.equal(model(ids), logits)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(model(ids, labels=labels), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_it_compiles_as_a_whole_and_layer_by_layer(name):
+    model = make(name)
+    expected, _ = gradients(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    check(gradients(torch.compile(model, backend="aot_eager", fullgraph=True))[0], {
+        name if name == "loss" else f"_orig_mod.{name}": tensor for name, tensor in expected.items()
+    })  # fmt: skip
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    check(gradients(model)[0], expected)
+
+
+def sharded_gradients(rank):
+    found = []
+    for own_unit in (False, True):
+        model = make("granite")
+        octavo.convert(model, "bf16", fuse_loss=True)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        if own_unit:
+            fully_shard(model.lm_head)
+        fully_shard(model)
+        by_name, _ = gradients(model)
+        found.append({n: (t.full_tensor() if hasattr(t, "full_tensor") else t).numpy() for n, t in by_name.items()})
+    return found
+
+
+@pytest.mark.slow
+def test_fsdp_gathers_the_weight_where_the_loss_is_computed():
+    expected, _ = gradients(make("granite"))
+    for found in run_ranks(2, sharded_gradients):
+        for by_name in found:
+            check({name: torch.from_numpy(array) for name, array in by_name.items()}, expected)
+
+
+def test_trainer_divides_by_the_labels_of_all_micro_batches(tmp_path):
+    """As it does without octavo. The first micro-batch has fewer labels than the second."""
+    ids, labels = batch().values()
+    rows = [{"input_ids": i, "labels": each} for i, each in zip(ids, labels, strict=True)]
+    losses = []
+    for fuse_loss in (False, True):
+        model = make("llama")
+        octavo.convert(model, "bf16", fuse_loss=fuse_loss)
+        args = transformers.TrainingArguments(
+            tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+            report_to=[], use_cpu=True, learning_rate=1e-2, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, args, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][0] != losses[0][-1]
