@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from octavo.inference.sampling import Sampling
     from octavo.models.tokenizer import Batches, Tokenizer
     from octavo.speed import Grid
-    from octavo.train.finished import Opened
+    from octavo.train.finished import OpenedModel
 
 SOURCE_HELP = "A run of octavo train, a folder of octavo pack, or a Hugging Face model folder."
 # The options that say what text to write; --time writes none.
@@ -126,7 +126,13 @@ def generate_command(
 
 
 def write_texts(
-    texts: Sequence[Text], engine: Engine, opened: Opened, grid: Grid, sampling: Sampling, source: Path, as_json: bool
+    texts: Sequence[Text],
+    engine: Engine,
+    opened: OpenedModel,
+    grid: Grid,
+    sampling: Sampling,
+    source: Path,
+    as_json: bool,
 ) -> None:
     """Generate up to `grid.tokens` tokens after each prompt, a batch at a time, and print them as they come."""
     from octavo.inference.opening import end_tokens
@@ -151,7 +157,7 @@ def write_texts(
     say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
 
 
-def _longest(grid: Grid, opened: Opened, source: Path) -> int:
+def _longest(grid: Grid, opened: OpenedModel, source: Path) -> int:
     """The tokens of the longest prompt. A ValueError if the model cannot see it with its new tokens."""
     prompt, seen = max(grid.prompts), opened.context
     if prompt + grid.tokens > seen:
@@ -162,7 +168,7 @@ def _longest(grid: Grid, opened: Opened, source: Path) -> int:
     return prompt
 
 
-def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_json: bool) -> None:
+def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, as_json: bool) -> None:
     """Time greedy tokens after random prompts at every size of the grid, and print the rows."""
     import torch
 
@@ -287,7 +293,7 @@ def write_messages(texts: Sequence[Text], folder: Path) -> None:
         text.message = chat([{"role": "user", "content": text.prompt}], answer=True)
 
 
-def tokenize(texts: Sequence[Text], opened: Opened) -> int:
+def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:
     """Set the tokens of each prompt, and return the largest number of them, which the model can see."""
     from octavo.train.model import check_vocabulary
 
@@ -414,7 +420,7 @@ def evaluate_command(
     print_facts([*facts, ("perplexity", "too large" if perplexity is None else f"{perplexity:.4g}")])
 
 
-def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
+def _given(opened: OpenedModel, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
     """All batches of the text that --data names."""
     from octavo.data import read_text
     from octavo.models.tokenizer import Batches, lay_out

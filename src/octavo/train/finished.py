@@ -32,7 +32,7 @@ from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
 
-class Opened(NamedTuple):
+class OpenedModel(NamedTuple):
     """A language model in evaluation mode. `precision` is that of autocast, as training has it, and `description` the
     folder of its config.json and tokenizer. A packed folder may have `kv_scales`, a pair for each layer."""
 
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
     kv_scales: Pairs | None = None
 
 
-def open_source(source: Path, step: int | None, device: str) -> Opened:
+def open_source(source: Path, step: int | None, device: str) -> OpenedModel:
     """The model of a run, a packed folder or a Hugging Face folder."""
     check_config(source, "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder")
     if RunFolder(source).has_model:
@@ -54,10 +54,10 @@ def open_source(source: Path, step: int | None, device: str) -> Opened:
     if step is not None:
         raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
     model, tokenizer, context, kv_scales = open_model(source, device)
-    return Opened(model, tokenizer, context, choose_device(device), "fp32", source, str(source), kv_scales)
+    return OpenedModel(model, tokenizer, context, choose_device(device), "fp32", source, str(source), kv_scales)
 
 
-def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opened:
+def open_run(path: Path, step: int | None = None, device: str = "auto") -> OpenedModel:
     """The checkpoint of `step` (None: the newest) of the run in `path`, in the recipe that it was trained in. An
     ArtifactError if it is not whole."""
     run, place = RunFolder(path), choose_device(device)
@@ -70,10 +70,10 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))
     load_model(checkpoint, model)
     title = f"{path}, step {step}, {config.recipe}"
-    return Opened(model.eval(), tokenizer, config.context, place, config.precision, run.model, title)
+    return OpenedModel(model.eval(), tokenizer, config.context, place, config.precision, run.model, title)
 
 
-def held_out(path: Path, opened: Opened | Loaded) -> tuple[Batches, int, ReadReport]:
+def held_out(path: Path, opened: OpenedModel | Loaded) -> tuple[Batches, int, ReadReport]:
     """The batches on which the run in `path` evaluates, for another model, how many it takes, and what was read."""
     run = RunFolder(path)
     if not run.has_model:
