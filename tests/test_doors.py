@@ -60,7 +60,7 @@ WALKS = {
     "pack": (23, "from octavo.packing import pack", "pack(MODEL, OUT)"),
     "load": (16, "import octavo", "octavo.load(PACKED)"),
     "start": (
-        25,
+        19,
         """
 from rich.console import Console
 from octavo.train.config import Config

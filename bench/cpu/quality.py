@@ -32,18 +32,17 @@ from bench.cpu.loss_gap import train
 from examples import demo
 from octavo.calibration import Calibration, calibrate
 from octavo.checkpoint.files import read_json
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.data import read_text
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
 from octavo.inference.transformers_cache import QuantizedKVCache, scales_from_calibration
-from octavo.models.tokenizer import load_tokenizer
+from octavo.models.tokenizer import build_corpus, load_tokenizer
 from octavo.nn import use_fp8_attention
 from octavo.packing import pack
 from octavo.packing.transforms import fold
 from octavo.train.config import Config
-from octavo.train.loss import build_corpus
 from octavo.verification.findings import Report
 from octavo.verification.verifier import verify
 

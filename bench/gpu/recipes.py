@@ -40,7 +40,7 @@ from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
 from octavo.models.llama import LlamaConfig
-from octavo.train.loss import Corpus
+from octavo.models.tokenizer import Corpus
 
 PARTS = ("losses", "errors", "speed")
 CONFIG = replace(llama.CONFIG, layers=2)  # of the speed

@@ -47,10 +47,9 @@ from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
 from bench.record import QUICK
 from octavo.data import read_text
 from octavo.evaluation.metrics import ratio
-from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer
+from octavo.models.tokenizer import Batches, BpeTokenizer, ByteTokenizer, Corpus, build_corpus
 from octavo.scales import cast_once
 from octavo.train.config import Config
-from octavo.train.loss import Batches, Corpus, build_corpus
 from octavo.train.model import make_model
 
 Run = tuple[str, int]  # its mode and its seed

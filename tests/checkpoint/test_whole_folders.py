@@ -21,6 +21,7 @@ import octavo
 from octavo.checkpoint.files import ArtifactError, load_tensors, save_tensors
 from octavo.checkpoint.folder import (
     LockedError,
+    RunFolder,
     WriteError,
     check_absent,
     copy_description,
@@ -28,7 +29,6 @@ from octavo.checkpoint.folder import (
     whole_folder,
     write_error,
 )
-from octavo.checkpoint.run import RunFolder
 from octavo.packing import convert_layout, pack, unpack
 from octavo.packing.gguf_export import export_gguf
 from octavo.packing.transforms import fold

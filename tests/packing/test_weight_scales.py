@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from octavo import convert
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import PromptOptions
 from octavo.inference.opening import load_packed

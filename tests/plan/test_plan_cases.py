@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.plan.cases import Case, find_architecture, find_runs, model_presets, parse_count
 from octavo.plan.model_shape import describe_architecture

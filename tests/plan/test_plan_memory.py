@@ -16,8 +16,7 @@ from octavo.plan.setup import Setup, make_setup, states_of
 from octavo.rates.measured import find_gpu
 from octavo.recipe import bf16
 from octavo.train.config import Config, OptimizerSettings
-from octavo.train.loss import make_loss
-from octavo.train.model import prepare_blocks
+from octavo.train.model import make_loss, prepare_blocks
 from octavo.train.optimizer import make_optimizer
 
 CHECKPOINTING = pytest.mark.parametrize("mode", ["none", "full", "selective"])

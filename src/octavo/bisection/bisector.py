@@ -20,8 +20,7 @@ from rich.console import Console
 
 from octavo.bisection.search import Finding, Gap, Part, Search, Trial
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
-from octavo.checkpoint.folder import locked_folder, writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, locked_folder, writing
 from octavo.nn import select_linears
 from octavo.nn.linear import RecipeLayer
 from octavo.recipe import GEMMS

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.folder import MODULES
-from octavo.checkpoint.run import check_config, refuse_run
+from octavo.checkpoint.folder import MODULES, check_config, refuse_run
 from octavo.checkpoint.scheme import (
     BLOCK,
     BLOCK_POW2,

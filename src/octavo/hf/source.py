@@ -24,9 +24,8 @@ from octavo.checkpoint.files import (
     read_json,
     write_shards,
 )
-from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
+from octavo.checkpoint.folder import CARD, RunFolder, check_links, copy_description, find_model, whole_folder
 from octavo.checkpoint.layouts import write_config
-from octavo.checkpoint.run import RunFolder, find_model
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
 from octavo.recipe import Recipe, similar_preset

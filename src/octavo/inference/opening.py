@@ -36,6 +36,7 @@ from octavo.hf.meta_model import (
     MetaModel,
     fill_model,
     has_decoder,
+    is_causal,
     is_language_model,
     our_meta_model,
     read_meta_model,
@@ -48,7 +49,7 @@ from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear, 
 from octavo.inference.packed_linear import PackedLinear, fuse, gemm_notes, quantize_head, swap_linears, use_formats_of
 from octavo.inference.session import Session, make_forward, pad_prompts
 from octavo.inference.transformers_generate import accelerate_generate
-from octavo.models.decoder import Decoder, is_causal
+from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts

@@ -131,7 +131,8 @@ def convert(
     check_initialized(model)
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
-    separate_loss(model)
+    if any(isinstance(module, LossHead) for module in model.modules()):
+        separate_loss(model)
     loss = find_loss(model) if fuse_loss else None
     candidates = Candidates.of(model, skip)
     if device is None and candidates.weight.is_meta:

@@ -36,8 +36,7 @@ from octavo.checkpoint.files import (
     model_tensors,
     read_json,
 )
-from octavo.checkpoint.folder import WriteError, remove_folder, write_error, writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, WriteError, remove_folder, write_error, writing
 from octavo.scales import load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import rank, same_outcome, world_size

@@ -22,8 +22,7 @@ from torch.nn.functional import linear
 
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import Statistics
-from octavo.checkpoint.folder import has_tokenizer
-from octavo.checkpoint.run import RunFolder, refuse_run
+from octavo.checkpoint.folder import RunFolder, has_tokenizer, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets, energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
