@@ -15,14 +15,13 @@ from rich.console import Console
 
 from bench import record
 from examples import demo
-from octavo.checkpoint.run import RunFolder
 from octavo.inference.opening import load_packed
 from octavo.packing import pack
 from octavo.train.config import Config
 from octavo.train.finished import held_out
 from octavo.train.loss import mean_loss
 from octavo.train.run_records import read_run
-from octavo.train.settings import load_config, read_settings
+from octavo.train.settings import load_config
 from octavo.train.trainer import start_run
 
 SEEDS = (0, 1, 2)
@@ -62,10 +61,8 @@ def judge(run: Path, trained: float) -> dict[str, float]:
     """Pack a run whose final loss is `trained`; returns the loss of the packed model and the size of its weights."""
     report = pack(run, run.with_name(f"{run.name} packed"))
     packed = load_packed(report.folder)
-    count = read_settings(RunFolder(run)).evaluate_batches
-    loss, _ = mean_loss(
-        packed.model, held_out(run, packed.tokenizer)[0], torch.device("cpu"), precision="fp32", count=count
-    )
+    batches, count, _ = held_out(run, packed)
+    loss, _ = mean_loss(packed.model, batches, torch.device("cpu"), precision="fp32", count=count)
     return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
 
 

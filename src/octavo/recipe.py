@@ -28,6 +28,7 @@ spreads the error of the largest input over all others (docs/decisions.md).
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import typing
@@ -431,7 +432,12 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
             f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
             "give the .json or .toml file of a recipe"
         )
-    return PRESETS[str(recipe)]()
+    return _once(PRESETS[str(recipe)])
+
+
+@functools.cache
+def _once(preset: Callable[[], Recipe]) -> Recipe:
+    return preset()  # frozen, so one object serves all
 
 
 def similar_preset(recipe: Recipe) -> str:

@@ -55,14 +55,6 @@ class ScalesInput(Protocol):
         """Take the scale, float32 [1], that follows from `amax` of the input, 0-dim, from now on; return it."""
 
 
-class Calibrated(Protocol):
-    """A calibration (`octavo.calibration.Calibration`)."""
-
-    @property
-    def input_histories(self) -> Mapping[str, Sequence[float]]:
-        """The amax of the input in each batch, oldest first, by the name of the linear layer."""
-
-
 @contextmanager
 def learn_scales(model: nn.Module) -> Iterator[None]:
     """Let delayed scaling record amax values in evaluation mode too, while the block lasts.
@@ -172,7 +164,7 @@ def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
     return {name: int(above) / max(total, 1) for name, (above, total) in counts.items()}
 
 
-def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
+def seed_scales(model: nn.Module, calibration: Any) -> None:
     """Begin the histories of delayed scaling with what a calibration saw, so that the first step has scales.
 
     The history of an input gets the amax of each batch of the calibration, and that of a weight its amax. A gradient
@@ -190,7 +182,7 @@ def seed_scales(model: nn.Module, calibration: Calibrated) -> None:
     }
     if not layers:
         raise ValueError(f"{type(model).__name__} has no scale histories: octavo.convert(model, 'delayed') first")
-    known = calibration.input_histories
+    known: Mapping[str, Sequence[float]] = calibration.input_histories  # the amax in each batch, oldest first
     if missing := [name for name in layers if name not in known]:
         raise ValueError(f"the calibration has no amax of the input of {missing[0]} ({len(missing)} such layers)")
     for name, layer in layers.items():
@@ -319,9 +311,7 @@ def _fill(caches: Sequence[CachedStack]) -> None:
         else:
             parts.append((cache, linears, cast))
     if parts:
-        way = parallel_of(parts[0][1])
-        assert way is not None
-        quantized = way.quantize([(linears, cast) for _, linears, cast in parts])
+        quantized = parallel_of(parts[0][1]).quantize([(linears, cast) for _, linears, cast in parts])
         for (cache, linears, _), q in zip(parts, quantized, strict=True):
             cache.store(q, [linear.weight for linear in linears])
 

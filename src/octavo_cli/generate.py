@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,58 +33,15 @@ from octavo_cli.display import number, print_facts, print_rows, printable, progr
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from octavo.data import ReadReport
     from octavo.inference.engine import Engine
-    from octavo.inference.kv_cache import Pairs
     from octavo.inference.sampling import Sampling
-    from octavo.models.tokenizer import Tokenizer
+    from octavo.models.tokenizer import Batches, Tokenizer
     from octavo.speed import Grid
-    from octavo.train.loss import Batches
+    from octavo.train.finished import OpenedModel
 
-
-# ---- Opening the model of a command: a run of octavo train, a packed folder, or a Hugging Face folder.
-
-
-_SOURCES = "run of octavo train, a folder of octavo pack, or a Hugging Face model folder"
-SOURCE_HELP = f"A {_SOURCES}."
-
-
-class Opened(NamedTuple):
-    """A language model in evaluation mode, with its tokenizer, context, device and precision. `precision` is that of
-    autocast, as training has it. `description` is the folder of its config.json and tokenizer. `kv_scales` are the
-    scales of keys and values, a pair for each layer, if a packed folder has them."""
-
-    model: nn.Module
-    tokenizer: Tokenizer
-    context: int
-    device: torch.device
-    precision: str
-    description: Path
-    title: str
-    kv_scales: Pairs | None = None
-
-
-def open_source(source: Path, step: int | None, device: str) -> Opened:
-    """Open a model. A run's model computes in the recipe and the precision that it was trained in."""
-    from octavo.checkpoint.run import RunFolder, check_config
-    from octavo.inference.opening import open_model
-    from octavo.train.finished import open_run
-    from octavo.util import choose_device
-
-    check_config(source, f"a {_SOURCES}")
-    if RunFolder(source).has_model:
-        run = open_run(source, step, device)
-        title = f"{source}, step {run.step}, {run.config.recipe}"
-        folder = RunFolder(source).model
-        return Opened(run.model, run.tokenizer, run.config.context, run.device, run.config.precision, folder, title)
-    if step is not None:
-        raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
-    loaded, place = open_model(source, device), choose_device(device)
-    return Opened(loaded.model, loaded.tokenizer, loaded.context, place, "fp32", source, str(source), loaded.kv_scales)
-
-
+SOURCE_HELP = "A run of octavo train, a folder of octavo pack, or a Hugging Face model folder."
 # The options that say what text to write; --time writes none.
 _OF_TEXT = ("--prompt", "--file", "--chat", "--temperature", "--top-k", "--top-p", "--repetition-penalty", "--seed")
 
@@ -135,6 +92,7 @@ def generate_command(
     from octavo.inference.sampling import Sampling
     from octavo.scales import cast_once
     from octavo.speed import Grid
+    from octavo.train.finished import open_source
     from octavo.train.loss import autocast
 
     if time:
@@ -168,7 +126,13 @@ def generate_command(
 
 
 def write_texts(
-    texts: Sequence[Text], engine: Engine, opened: Opened, grid: Grid, sampling: Sampling, source: Path, as_json: bool
+    texts: Sequence[Text],
+    engine: Engine,
+    opened: OpenedModel,
+    grid: Grid,
+    sampling: Sampling,
+    source: Path,
+    as_json: bool,
 ) -> None:
     """Generate up to `grid.tokens` tokens after each prompt, a batch at a time, and print them as they come."""
     from octavo.inference.opening import end_tokens
@@ -193,7 +157,7 @@ def write_texts(
     say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
 
 
-def _longest(grid: Grid, opened: Opened, source: Path) -> int:
+def _longest(grid: Grid, opened: OpenedModel, source: Path) -> int:
     """The tokens of the longest prompt. A ValueError if the model cannot see it with its new tokens."""
     prompt, seen = max(grid.prompts), opened.context
     if prompt + grid.tokens > seen:
@@ -204,11 +168,11 @@ def _longest(grid: Grid, opened: Opened, source: Path) -> int:
     return prompt
 
 
-def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_json: bool) -> None:
+def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, as_json: bool) -> None:
     """Time greedy tokens after random prompts at every size of the grid, and print the rows."""
     import torch
 
-    from octavo.hf.inputs import token_embedding
+    from octavo.hf.meta_model import token_embedding
     from octavo.inference.sampling import Sampling
     from octavo.numerics import ROW
     from octavo.ops import find_backend
@@ -329,7 +293,7 @@ def write_messages(texts: Sequence[Text], folder: Path) -> None:
         text.message = chat([{"role": "user", "content": text.prompt}], answer=True)
 
 
-def tokenize(texts: Sequence[Text], opened: Opened) -> int:
+def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:
     """Set the tokens of each prompt, and return the largest number of them, which the model can see."""
     from octavo.train.model import check_vocabulary
 
@@ -425,6 +389,7 @@ def evaluate_command(
       octavo evaluate models/qwen --data 'books/*.txt' --context 1024 --json
     """
     from octavo.scales import cast_once
+    from octavo.train import finished
     from octavo.train.loss import mean_loss
     from octavo.train.model import check_vocabulary
 
@@ -434,11 +399,11 @@ def evaluate_command(
         refuse_unused(command, ["--batch", "--context"], "--data")
     if batches is not None and batches < 1:
         raise ValueError(f"--batches must be at least 1, got {batches}")
-    opened = open_source(source, step, device)
+    opened = finished.open_source(source, step, device)
     if data:
         text, count, read = _given(opened, data, batch, context)
     else:
-        text, count, read = _held_out(opened, held_out or source)
+        text, count, read = finished.held_out(held_out or source, opened)
     check_vocabulary(opened.model, text.highest)
     if not as_json:
         print_reading(read)
@@ -455,10 +420,10 @@ def evaluate_command(
     print_facts([*facts, ("perplexity", "too large" if perplexity is None else f"{perplexity:.4g}")])
 
 
-def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
+def _given(opened: OpenedModel, data: list[str], batch: int, context: int | None) -> tuple[Batches, None, ReadReport]:
     """All batches of the text that --data names."""
     from octavo.data import read_text
-    from octavo.train.loss import Batches, lay_out
+    from octavo.models.tokenizer import Batches, lay_out
 
     if context is not None and not 1 <= context <= opened.context:
         raise ValueError(f"--context must be from 1 to the model's {opened.context}, got {context}")
@@ -466,18 +431,3 @@ def _given(opened: Opened, data: list[str], batch: int, context: int | None) -> 
     tokens, _ = lay_out(reading.texts, opened.tokenizer)
     length = min(context or opened.context, max(len(tokens) - 1, 1))
     return Batches(tokens, length, min(batch, max((len(tokens) - 1) // length, 1)), None), None, reading.report
-
-
-def _held_out(opened: Opened, run: Path) -> tuple[Batches, int, ReadReport]:
-    """The batches that a run evaluates on, and how many of them it takes."""
-    from octavo.checkpoint.run import RunFolder
-    from octavo.train import finished
-    from octavo.train.settings import read_settings
-
-    folder = RunFolder(run)
-    if not (folder.model / "config.json").is_file():
-        raise ValueError(f"{run} is no run of octavo train, so no text was held out: give --data, or --held-out RUN")
-    batches, read = finished.held_out(run, opened.tokenizer)
-    if batches.context > opened.context:
-        raise ValueError(f"the run {run} has sequences of {batches.context} tokens, the model sees {opened.context}")
-    return batches, read_settings(folder).evaluate_batches, read

@@ -161,7 +161,7 @@ def bisect_command(
 
 
 def _settings(path: Path | None, checkpoint: Path | None, words: list[str]) -> Config:
-    from octavo.checkpoint.run import RunFolder
+    from octavo.checkpoint.folder import RunFolder
     from octavo.train.config import ConfigError
     from octavo.train.settings import load_config, parse, read_settings
 

@@ -15,8 +15,8 @@ from bench.gpu import recipes, runs
 from bench.gpu.harness import decibels
 from bench.gpu.runs import STUDIES, Study, tiny
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
+from octavo.models.tokenizer import Corpus
 from octavo.recipe import PRESETS, Recipe
-from octavo.train.loss import Corpus
 
 pytestmark = pytest.mark.slow
 

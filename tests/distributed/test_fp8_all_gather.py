@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fsdp_examples import WIDTH, backward, batch, blocks, converted, counted, equal, sharded, train, whole
 from ranks import run_ranks
+from tiny_models import built
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo import models
@@ -115,11 +115,6 @@ def wide_settings() -> dict[str, dict[str, Any]]:
     }
 
 
-def hugging_face() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 40}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2))
-
-
 def reports(rank: int) -> None:
     """What is gathered wide, and what is not fused, is named, and trains all the same."""
     for name, options in wide_settings().items():
@@ -139,7 +134,7 @@ def reports(rank: int) -> None:
     }  # fmt: skip
     assert "not fused: 0.both, since 0.left is a unit of FSDP's" in str(report)
     unit(batch()).sum().backward()
-    model = hugging_face()
+    model = built("llama", num_hidden_layers=1)
     fully_shard(model.model.layers[0].self_attn)
     fully_shard(model.model.layers[0])
     fully_shard(model)

@@ -14,11 +14,11 @@ from hopper import ONLY_HOPPER
 from metrics import sqnr
 from ranks import run_ranks, use_gpus
 from tensor_parallel_examples import mesh_of
+from tiny_models import built
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import MixtralConfig, MixtralForCausalLM
 
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather
@@ -277,18 +277,11 @@ def test_ranks_compute_what_one_process_computes(world, recipe, least):
         assert not found[0][name][2:4].any()
 
 
-def mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = MixtralConfig(vocab_size=40, num_hidden_layers=2, num_local_experts=4, initializer_range=0.2, **sizes)
-    return MixtralForCausalLM(config)
-
-
 def model_of_transformers(rank: int) -> None:
     """Each of two ranks has the loss of one process, before the conversion, nearly after it, and restored."""
     tokens = torch.arange(32).view(2, 16)[rank : rank + 1]
-    expected = mixtral()(tokens, labels=tokens).loss.item()
-    model = mixtral()
+    expected = built("mixtral")(tokens, labels=tokens).loss.item()
+    model = built("mixtral")
     names = expert_parallel(model, init_device_mesh("cpu", (2,)))
     assert names == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     loss = model(tokens, labels=tokens).loss

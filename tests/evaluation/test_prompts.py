@@ -164,16 +164,6 @@ def test_no_usable_prompt(tmp_path, byte_tokens):
         read_prompts([rows], byte_tokens, PromptOptions(0, 8))
 
 
-def test_prompts_come_from_every_source_that_training_reads(tmp_path, byte_tokens, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": ["of a data set, and more", ""]}).save_to_disk(str(tmp_path / "set"))
-    (tmp_path / "a.txt").write_text("globbed")
-    monkeypatch.chdir(tmp_path)
-    prompts = read_prompts(["hf:set", "*.txt"], byte_tokens, PromptOptions(9, 8))
-    assert texts(prompts) == ["globbed", "of a dat"]
-    assert len(read_prompts(["stdlib"], byte_tokens, PromptOptions(3, 8)).ids) == 3
-
-
 def test_a_tokenizer_of_characters_names_what_it_does_not_know(tmp_path):
     CharacterTokenizer.train(["ACGT"]).save(tmp_path / "characters")
     tokenizer = open_tokenizer(tmp_path / "characters")

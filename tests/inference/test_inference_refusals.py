@@ -127,6 +127,7 @@ ROWS: dict[str, tuple[Any, type[Exception], str]] = {
     "attention of generate": (lambda: pair("llama", attention="fp4"), ValueError, "one of bf16, fp8, got 'fp4'"),
     "attention": (lambda: Engine(model_of("llama"), context=9, attention="int8"), ValueError, "bf16, fp8, got 'int8'"),
     "dtype of load": (lambda: octavo.load("no folder", kv_cache="fp4"), ValueError, "unknown dtype 'fp4'"),
+    "head of load": (lambda: octavo.load("no folder", head="fp8"), ValueError, "one of bf16, rowwise, got 'fp8'"),
     "attention of load": (lambda: octavo.load("no folder", attention="fp4"), ValueError, "one of bf16, fp8, got 'fp4'"),
     # draws
     "temperature": (lambda: Sampling(temperature=-0.1), ValueError, "temperature must be 0 or more, got -0.1"),

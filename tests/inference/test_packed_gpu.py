@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import octavo
 from octavo import convert, models
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
 from octavo.inference.session import Prompts

@@ -67,6 +67,13 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
         quantize_head(model)
 
 
+def test_load_quantizes_the_head_on_request(folders: dict[str, Path]) -> None:
+    model, wide = octavo.load(folders["llama"], head="rowwise"), octavo.load(folders["llama"])
+    quantize_head(wide)
+    assert torch.equal(logits(model), logits(wide))
+    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 24)
+
+
 def test_an_input_of_another_width_names_the_layer():
     model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(24, 8, bias=False))
     swap_linears(model, {"1": SCHEMES["channel"]})

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.hf.meta_model import is_causal
 from octavo.models import GPT2Config, LlamaConfig, build
-from octavo.models.decoder import is_causal
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
+from tiny_models import built
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from transformers import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -188,16 +187,12 @@ def test_a_pass_that_cannot_be_traced_changes_nothing() -> None:
 
 @pytest.mark.parametrize("converted_before", [False, True])
 def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config)
+    model = built("mixtral", num_hidden_layers=1)
     if converted_before:
         octavo.convert(model)
     batch = {"input_ids": torch.zeros(2, 16, dtype=torch.long), "use_cache": False}
     left = {entry.name: entry.flops for entry in octavo.convert(model, skip=["*.experts"], batch=batch).coverage.left}
-    head, experts = 2 * 32 * 64 * 32, 2 * (2 * 32) * 3 * 48 * 32  # 32 tokens, each through 2 experts
+    head, experts = 2 * 32 * 256 * 128, 2 * (2 * 32) * 3 * 64 * 128  # 32 tokens, each through 2 experts
     found = sum(flops for name, flops in left.items() if ".experts." in name)
     assert found / left["lm_head.weight"] == pytest.approx(experts / head)
 
@@ -205,16 +200,8 @@ def test_experts_count_the_rows_that_are_routed_to_them(converted_before: bool) 
 # ---- The way back from a conversion, and copies of converted models on disk
 
 
-def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 MODELS = {
-    "transformers": llama,
+    "transformers": lambda: built("llama"),
     "llama": lambda: build(
         LlamaConfig(vocabulary=64, layers=1, width=32, heads=4, kv_heads=2, mlp_width=48, context=16, tied=True)
     ),

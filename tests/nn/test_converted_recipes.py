@@ -10,8 +10,8 @@ import pytest
 import torch
 from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients, run
 from metrics import sqnr
+from tiny_models import built
 from torch import Tensor, nn
-from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import octavo
@@ -27,32 +27,25 @@ def share(*parameters: nn.Parameter, of: nn.Module) -> float:
     return sum(p.numel() for p in parameters) / sum(p.numel() for p in of.parameters())
 
 
-def mixtral() -> nn.Module:
-    config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32,
-    )  # fmt: skip
-    return MixtralForCausalLM(config)
-
-
 def test_stacked_experts_are_named_with_their_share() -> None:
     with torch.device("meta"):
-        model = mixtral()
+        model = built("mixtral")
     report = octavo.convert(model, skip=["*.experts"])
     experts = [layer.mlp.experts for layer in model.model.layers]
     left = {entry.name: entry for entry in report.coverage.left}
     down = left["model.layers.*.mlp.experts.down_proj"]
-    assert (down.kind, down.count, down.shape) == ("expert stack", 2, (4, 32, 48))
+    assert (down.kind, down.count, down.shape) == ("expert stack", 2, (4, 128, 64))
     assert down.share == pytest.approx(share(*(e.down_proj for e in experts), of=model))
     assert left["model.layers.*.mlp.gate.weight"].kind == "matrix of MixtralTopKRouter"
     assert left["lm_head.weight"].kind == "linear layer"
     computed = [model.get_submodule(name).weight for name in report.converted]
     assert report.coverage.computed == pytest.approx(share(*computed, of=model))
-    assert f"down_proj (expert stack, 2 of [4, 32, 48], {100 * down.share:.1f} % of the parameters)" in report.summary()
+    line = f"down_proj (expert stack, 2 of [4, 128, 64], {100 * down.share:.1f} % of the parameters)"
+    assert line in report.summary()
 
 
 def test_the_shares_add_up_to_one() -> None:
-    coverage = octavo.convert(mixtral()).coverage
+    coverage = octavo.convert(built("mixtral")).coverage
     parts = [coverage.computed, *(entry.share for entry in coverage.left), coverage.embeddings, coverage.other]
     assert sum(parts) == pytest.approx(1)
     assert min(parts) > 0

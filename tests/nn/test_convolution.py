@@ -50,13 +50,6 @@ def test_it_has_the_bits_of_a_linear_layer_of_the_patches() -> None:
     assert not torch.equal(layer(x), torch.conv2d(x, layer.weight, layer.bias, 4))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
-def test_it_compiles_and_agrees_with_eager(recipe: str) -> None:
-    layer, x = nn.Conv2d(24, 16, 4, 4), torch.randn(2, 24, 8, 8)
-    octavo.convert(layer, recipe)
-    torch.testing.assert_close(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), layer(x))
-
-
 @pytest.mark.parametrize(
     "layer",
     [

@@ -21,7 +21,6 @@ from fused_oracle import (
     check_equal,
     exact,
     exact_unquantized,
-    geglu,
     gelu,
     is_fused,
     linears,
@@ -34,7 +33,6 @@ from fused_oracle import (
 from metrics import sqnr
 from operation_counts import operations
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.nn import SwiGLU
@@ -112,15 +110,13 @@ def test_outputs_have_the_dtype_of_the_layers_and_gradients_that_of_their_tensor
 
 
 @BUILDERS
-def test_any_rank_and_any_strides(build) -> None:
+def test_any_rank(build) -> None:
     block = build()
     octavo.convert(block)
     x, residual = tokens(30).view(2, 3, 5, 64), tokens(30).view(2, 3, 5, 64)
     flat = block(x.view(30, 64), residual.view(30, 64))
     for y, y_flat in zip(block(x, residual), flat, strict=True):
         assert torch.equal(y, y_flat.view(*x.shape[:-1], -1))
-    turned = x.transpose(0, 2).contiguous().transpose(0, 2)
-    check_equal(run(block, block, x, residual), run(block, block, turned, residual))
     for y, y_flat in zip(block(x[0, 0, 0], residual[0, 0, 0]), flat, strict=True):
         torch.testing.assert_close(y, y_flat[0])
 
@@ -205,28 +201,6 @@ def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
 # ---- The fused modules as a program uses them: compiled, checkpointed, copied, frozen, with hooks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("build", "autocast"), [(linears, False), (swiglu, True), (gelu, False), (geglu, False)])
-def test_compiled_equals_eager_in_one_graph_that_is_made_once(build, autocast: bool) -> None:
-    torch.compiler.reset()
-    block = build()
-    octavo.convert(block)
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    for i in range(3):
-        x, residual = tokens(33), tokens(33)
-        with torch._dynamo.config.patch(error_on_recompile=i > 0):
-            actual = run(block, compiled, x, residual, autocast=autocast)
-        check_equal(run(block, block, x, residual, autocast=autocast), actual)
-
-
-@BUILDERS
-def test_checkpointed_activations_give_the_same_gradients(build) -> None:
-    block, x, residual = build(), tokens(33), tokens(33)
-    octavo.convert(block)
-    again = run(block, lambda *inputs: checkpoint(block, *inputs, use_reentrant=False), x, residual)
-    check_equal(run(block, block, x, residual), again)
-
-
 @BUILDERS
 def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
     block, x = build(), tokens(33)
@@ -244,19 +218,6 @@ def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
         assert actual.pop(f"d {frozen}") is None
         for name, gradient in actual.items():
             assert torch.equal(gradient, expected[name]), (frozen, name)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@BUILDERS
-def test_inference_and_training_give_the_same_outputs(build, mode) -> None:
-    block, x, residual = build(), tokens(7), tokens(7)
-    octavo.convert(block)
-    expected = block(x, residual)
-    with mode():
-        actual = block(x, residual)
-    for y, y_trained in zip(actual, expected, strict=True):
-        assert not y.requires_grad
-        assert torch.equal(y, y_trained)
 
 
 def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() -> None:
@@ -306,19 +267,6 @@ def test_unconverted_it_is_plain_pytorch(build) -> None:
     assert not any(name.startswith("octavo::") for name in operations(lambda: block(x, residual)))
     check_equal(run(block, block.separate, x, residual), run(block, block, x, residual))
     check_equal(run(block, block.separate, x), run(block, block, x))
-
-
-@BUILDERS
-def test_no_tokens(build) -> None:
-    block = build()
-    octavo.convert(block)
-    x, residual = torch.randn(2, 0, 64, requires_grad=True), torch.randn(2, 0, 64, requires_grad=True)
-    *ys, total = block(x, residual)
-    assert all(y.shape[:2] == (2, 0) for y in ys)
-    assert total.shape == (2, 0, 64)
-    sum(y.sum() for y in ys).backward()
-    assert x.grad.shape == residual.grad.shape == (2, 0, 64)
-    assert not any(p.grad.any() for p in block.parameters())
 
 
 def check_unfused(block: Block) -> None:

@@ -49,16 +49,6 @@ def test_in_a_pipe_nothing_is_cut_and_numbers_are_aligned_on_their_right(capsys,
     }
 
 
-@pytest.mark.parametrize(("name", "width"), [(LONG, 50), ("short", 80)])
-def test_a_terminal_wraps_prose_and_shows_whole_names(terminal, name, width):
-    file = terminal(width)
-    print_table(("tensor", "why"), [(name, WORDS)], prose=["why"])
-    text = file.getvalue()
-    assert name in text
-    assert text.replace(name, "").split() == ["tensor", "why", *WORDS.split()]
-    assert name == LONG or max(len(line.rstrip()) for line in text.splitlines()) <= width
-
-
 @pytest.mark.parametrize("width", [None, 400])
 def test_a_row_that_fits_takes_few_calls(terminal, capsys, width):
     """rich makes thousands of calls for a row, which took 90 s for 20,000 tensors."""

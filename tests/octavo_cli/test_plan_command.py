@@ -6,7 +6,6 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from octavo_cli import plan
 from octavo_cli.app import app
 
 
@@ -14,26 +13,6 @@ def run(*words: str) -> str:
     result = CliRunner().invoke(app, ["plan", *words])
     assert result.exit_code == 0, result.output or result.exception
     return result.stdout
-
-
-def figures(output: str) -> dict[str, list[str]]:
-    """The rows of a plan by name, as the words after the name."""
-    rows = [line.split("  ") for line in output.splitlines() if "  " in line]
-    return {row[0].strip(): [word.strip() for word in row[1:] if word.strip()] for row in rows}
-
-
-def test_cases_are_no_wider_than_the_terminal(monkeypatch):
-    words = ("gpt2", "--compare", "batch=1,2,4,8,16", "--compare", "recipe=bf16,rowwise")
-    monkeypatch.setenv("COLUMNS", "1000")
-    wide = run(*words)
-    monkeypatch.setenv("COLUMNS", "100")
-    narrow = run(*words)
-    for text, fits in ((wide, False), (narrow, True)):
-        longest = max(len(line) for line in text.splitlines() if line.startswith("ms "))
-        assert (longest <= 100) == fits
-        assert sum(line.startswith("parameters") for line in text.splitlines()) == 1
-    numbers = [re.findall(r"[\d,]+", line) for line in narrow.splitlines() if line.startswith("tokens/s a GPU")]
-    assert [n for row in numbers for n in row] == figures(wide)["tokens/s a GPU"]
 
 
 def test_the_cheapest_runs_that_end_in_time(tmp_path):
@@ -121,11 +100,3 @@ def test_bad_input_is_one_message(words, message):
     result = CliRunner().invoke(app, ["plan", *words])
     assert isinstance(result.exception, ValueError)
     assert re.search(message, str(result.exception))
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0.00"), (12.345, "12.35"), (0.9957, "1.00"), (0.5, "0.50"), (0.085, "0.085")],
-)
-def test_small_figures_keep_two_digits(value, text):
-    assert plan._digits(value, 2) == text

@@ -183,17 +183,6 @@ def test_a_damaged_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("step", [0, 3, 5, 30])
-def test_a_step_that_contradicts_its_folder_is_refused(
-    refused: Refused, trained: Path, tmp_path: Path, step: int
-) -> None:
-    copy = shutil.copytree(trained / "bf16", tmp_path / "run")
-    change_json(copy / "step-00000004" / "train.json", lambda fields: fields.update(step=step))
-    log = (copy / "metrics.jsonl").read_bytes()
-    assert f"says that it is of step {step}, " in refused("train", "--resume", copy, "--steps", 6)
-    assert (copy / "metrics.jsonl").read_bytes() == log
-
-
 # --- Folders of another kind, and options that do nothing
 
 

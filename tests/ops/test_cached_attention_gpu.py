@@ -3,14 +3,16 @@
 import pytest
 import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given
-from bits import on_gpu
+from bits import bits, on_gpu
 from compiled_code import calls
 from gpu_memory import poison
+from rotary_examples import cache as cache_of
+from rotary_examples import projections, tables
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 from octavo.inference.kv_cache import LayerKVCache
-from octavo.ops import append_kv, cached_attention
+from octavo.ops import append_kv, cached_attention, rotate_append
 from octavo.ops.attention import widened_attention
 from octavo.ops.launching import Cache
 
@@ -233,3 +235,38 @@ def test_compiled_code_launches_the_kernels(kind):
     torch.cuda.reset_peak_memory_stats()
     fast(compiled, 10)
     assert torch.cuda.max_memory_allocated() - before < compiled.nbytes // 4  # the cache is not copied
+
+
+# ---- rotary embedding
+
+
+def test_turned_tokens_beyond_the_room_are_dropped():
+    x, angles = projections(1, 4, 2, 1, 64, torch.bfloat16), tables((1, 4, 64), torch.bfloat16)
+    store = on_gpu(cache_of("bf16", 1, 1, 6, 64, used=8))
+    rotate_append(*on_gpu(x), *on_gpu(angles), *store)
+    assert torch.equal(store[0][:, :, :4].cpu(), torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
+    assert store[0][:, :, 4:].any()
+
+
+def test_one_cuda_graph_of_turned_tokens_serves_every_length():
+    x, angles = on_gpu(projections(2, 1, 4, 2, 64, torch.bfloat16)), on_gpu(tables((2, 1, 64), torch.bfloat16))
+    store = on_gpu(cache_of("int8", 2, 2, 9, 64, used=1))
+    again = on_gpu(cache_of("int8", 2, 2, 9, 64, used=1))
+    again[2].copy_(store[2])
+    again[3].copy_(store[3])
+    rotate_append(*x, *angles, *store)  # compile
+    store[4].zero_()
+    store[5].zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        store[4].add_(1)
+        rotated = rotate_append(*x, *angles, *store)[0]
+    for _ in range(9):
+        graph.replay()
+    again[4].zero_()
+    for _ in range(9):
+        again[4].add_(1)
+        expected = rotate_append(*x, *angles, *again)[0]
+    assert torch.equal(bits(rotated), bits(expected))
+    for one, other in zip(store, again, strict=True):
+        assert torch.equal(bits(one), bits(other))

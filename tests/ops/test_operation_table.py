@@ -2,10 +2,8 @@
 
 import ast
 from collections.abc import Iterator
-from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from pkgutil import iter_modules
 
 import attention_fp8_oracle
 import attention_oracle
@@ -15,6 +13,7 @@ import torch
 from bits import bits, tensors_of
 from fused_op_examples import FLOAT, REFUSED
 from norm_oracle import EPS
+from operation_examples import MODULES, OPERATIONS
 from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
@@ -58,9 +57,6 @@ from octavo.ops.registration import Operation
 from octavo.ops.rows import RowBatch, cast_rows
 from octavo.ops.softmax_loss import cross_entropy
 
-MODULES = [import_module(f"octavo.ops.{module.name}") for module in iter_modules(octavo.ops.__path__)]
-FOUND = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operation)]
-OPERATIONS = {operation.name: operation for operation in FOUND}
 WITH_KERNELS = {name: operation for name, operation in OPERATIONS.items() if operation.kernels}
 E4M3, INT, E8 = Cast(), torch.int32, torch.float8_e4m3fn
 

@@ -9,32 +9,29 @@ from octavo.numerics import ROW, TENSOR, Cast, Granularity
 from octavo.numerics.qtensor import block
 from octavo.ops import quantize, quantize_scaled, quantize_stack, requantize, requantize_transposed, row_scales
 
-devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 formats = pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
 
 
-def matrix(device: str, rows: int = 70) -> Tensor:
-    return (torch.randn(rows, 130) * torch.randn(rows, 1).exp()).bfloat16().to(device)
+def matrix(rows: int = 70) -> Tensor:
+    return (torch.randn(rows, 130) * torch.randn(rows, 1).exp()).bfloat16()
 
 
 def same(actual: Tensor, data: Tensor) -> bool:
     return torch.equal(actual.view(torch.uint8), data.t().contiguous().view(torch.uint8))
 
 
-@devices
 @formats
-def test_rows_of_a_stack(device: str, fmt: str) -> None:
-    parts, cast = [matrix(device), matrix(device, 33)], Cast(fmt, ROW)
+def test_rows_of_a_stack(fmt: str) -> None:
+    parts, cast = [matrix(), matrix(33)], Cast(fmt, ROW)
     q = quantize_stack(parts, cast)
     assert same(requantize_transposed(parts, q.scale, cast), q.data)
 
 
-@devices
 @formats
 @pytest.mark.parametrize("floor", [0.0, 2.0**-4])
-def test_rows_of_parts_by_their_common_scales(device: str, fmt: str, floor: float) -> None:
+def test_rows_of_parts_by_their_common_scales(fmt: str, floor: float) -> None:
     """The largest scale of two halves of a row is that of the row, and gives the bytes of the whole."""
-    x, cast = matrix(device), Cast(fmt, ROW, relative_floor=floor)
+    x, cast = matrix(), Cast(fmt, ROW, relative_floor=floor)
     x[5, 3] = torch.nan
     halves, q = x.split(65, dim=1), quantize(x, cast)
     scale = torch.stack([row_scales([half.contiguous()], cast) for half in halves]).amax(0)
@@ -44,29 +41,26 @@ def test_rows_of_parts_by_their_common_scales(device: str, fmt: str, floor: floa
         assert_same_numbers(requantize([half], scale, cast).data, data)
 
 
-@devices
 @formats
 @pytest.mark.parametrize("granularity", [TENSOR, block(128, 128), block(16, 16)], ids=lambda shared: shared.name)
-def test_a_tensor_and_square_blocks(device: str, fmt: str, granularity: Granularity) -> None:
-    x, cast = matrix(device, 300), Cast(fmt, granularity)
+def test_a_tensor_and_square_blocks(fmt: str, granularity: Granularity) -> None:
+    x, cast = matrix(300), Cast(fmt, granularity)
     q = quantize(x, cast)
     assert same(requantize_transposed([x], q.scale, cast), q.data)
 
 
-@devices
 @formats
-def test_what_outgrew_its_scale_saturates(device: str, fmt: str) -> None:
-    x, cast = matrix(device), Cast(fmt, TENSOR)
+def test_what_outgrew_its_scale_saturates(fmt: str) -> None:
+    x, cast = matrix(), Cast(fmt, TENSOR)
     scale = quantize(x, cast).scale / 7
     q, _ = quantize_scaled(x, scale, cast)
     assert (q.data.float().abs() == cast.fmt.max).any()
     assert same(requantize_transposed([x], scale, cast), q.data)
 
 
-@devices
 @formats
-def test_a_scale_that_is_nan_gives_nan(device: str, fmt: str) -> None:
-    x = matrix(device)
+def test_a_scale_that_is_nan_gives_nan(fmt: str) -> None:
+    x = matrix()
     x[3, 4] = torch.inf
-    scale = torch.full((1, 1), torch.nan, device=device)
+    scale = torch.full((1, 1), torch.nan)
     assert requantize_transposed([x], scale, Cast(fmt, TENSOR)).float().isnan().all()

@@ -1,28 +1,12 @@
-"""The devices and tile sizes of the Triton kernels; on a GPU, repeated runs of large kernels.
-
-A race between the warps of a program, or a lost store, shows in one run of many: 20 here, each over new data and
-poisoned memory.
-"""
+"""The devices and tile sizes of the Triton kernels."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from gpu_memory import check_bytes
 
 from octavo.numerics import TENSOR, Cast, block, group
-from octavo.ops import quantize, transpose
-from octavo.ops.launching import LONGEST_ROW, fits, has_kernels, power_of_two_above, row_tile, some_gpu_rounds_twice
-from octavo.ops.quantization import quantize_reference
-from octavo.ops.transposition import transpose_reference
-
-REPEATS = 20
-LARGE = (8192, 4096)
-
-
-def test_power_of_two_above():
-    assert [power_of_two_above(n) for n in range(10)] == [1, 1, 2, 4, 4, 8, 8, 8, 8, 16]
-    assert [power_of_two_above(n) for n in (4095, 4096, 4097, LONGEST_ROW)] == [4096, 4096, 8192, LONGEST_ROW]
+from octavo.ops.launching import LONGEST_ROW, fits, has_kernels, row_tile, some_gpu_rounds_twice
 
 
 @pytest.mark.parametrize(
@@ -79,32 +63,3 @@ def test_there_are_no_kernels_without_a_gpu(device):
 def test_kernels_run_from_compute_capability_8_9():
     device = torch.empty(0, device="cuda").device
     assert has_kernels(device) == (torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9))
-
-
-def rows_of_many_sizes(seed: int) -> torch.Tensor:
-    """BF16, on the GPU, over 12 octaves."""
-    torch.manual_seed(seed)
-    sizes = torch.exp2(torch.randint(-12, 1, (LARGE[0], 1), device="cuda"))
-    return (torch.randn(LARGE, device="cuda") * sizes).bfloat16()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "cast",
-    [Cast(), Cast("e5m2", scale="pow2"), Cast(relative_floor=2.0**-8), Cast(relative_floor=2.0**-4, scale="pow2")],
-    ids=["plain", "e5m2-pow2", "floor", "floor-pow2"],
-)
-def test_quantize_by_row_again_and_again(cast):
-    for seed in range(REPEATS):
-        x = rows_of_many_sizes(seed)
-        check_bytes(quantize_reference(x, cast, None, None, None), quantize, x, cast, repeats=1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
-def test_transpose_again_and_again(fmt, shifted):
-    for seed in range(REPEATS):
-        data = quantize(rows_of_many_sizes(seed), Cast(fmt)).data
-        shift = torch.randint(0, 24, LARGE[:1], dtype=torch.int32, device="cuda") if shifted else None
-        check_bytes(transpose_reference(data, shift), transpose, data, shift, repeats=1)

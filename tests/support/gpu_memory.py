@@ -1,12 +1,10 @@
 """Poisoned GPU memory, so that elements which a kernel fails to write are not right by chance; waits for the device."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from bits import assert_same, tensors_of
 
 
 def poison() -> None:
@@ -29,11 +27,3 @@ def no_waits() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def check_bytes(expected: Any, call: Callable[..., Any], *args: Any, repeats: int = 3, **names: Any) -> None:
-    """Each of `repeats` calls on the GPU gives the tensors of `expected`, every bit, over poisoned memory."""
-    for _ in range(repeats):
-        poison()
-        for one, other in zip(tensors_of(call(*args, **names)), tensors_of(expected), strict=True):
-            assert_same(one, other)

@@ -66,7 +66,7 @@ def examples() -> dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]:
 
 
 def write_run(path: Path, model: nn.Module, hf: dict[str, Any], /, step: int = 7, **settings: Any) -> Path:
-    """A run's folder, as octavo.checkpoint.run describes it."""
+    """A run's folder, as octavo.checkpoint.folder describes it."""
     (path / "model").mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(Config(**settings).to_dict()))
     (path / "model" / "config.json").write_text(json.dumps(hf))

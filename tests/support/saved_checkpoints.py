@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.train.saving import CheckpointWriter, TrainState
 
 

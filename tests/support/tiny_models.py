@@ -91,8 +91,8 @@ TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i
 Folders = Callable[..., Path]
 
 
-def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
-    """A BF16 folder, of a model of text with a tokenizer. The model's outputs are large."""
+def built(name: str, seed: int = 0, **sizes: Any) -> Any:
+    """A model in float32 whose outputs are large."""
     architecture, settings = (MODELS | IMAGE_MODELS)[name]
     cls = getattr(transformers, architecture)
     torch.manual_seed(seed)
@@ -106,7 +106,12 @@ def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
                 p.copy_(torch.randn_like(p) * fan**-0.5)
             elif p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.1)
-    model.bfloat16().save_pretrained(folder)
+    return model
+
+
+def make_model(folder: Path, name: str, seed: int = 0, **sizes: Any) -> Path:
+    """A BF16 folder, of a model of text with a tokenizer."""
+    built(name, seed, **sizes).bfloat16().save_pretrained(folder)
     if name in MODELS:
         ByteTokenizer().save(folder)
     return folder

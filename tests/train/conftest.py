@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from rich.console import Console
 from tiny_runs import TINY, one_thread, write_text  # noqa: F401, pytest finds the fixture one_thread here
 
@@ -62,6 +63,13 @@ def spawn(settings, tmp_path):
     for process in started:
         with process:
             process.kill()
+
+
+@pytest.fixture
+def eager():
+    """Without compilation: torchao compiles its steps for half a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 @pytest.fixture

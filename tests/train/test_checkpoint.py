@@ -18,20 +18,17 @@ from safetensors.torch import load_file, save_file
 from saved_checkpoints import flip_bit, save_checkpoint
 from sharded_states import differing, everything, make_state, take_step
 from tiny_runs import before_steps
-from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from octavo.checkpoint.dcp_writer import SafetensorsWriter
 from octavo.checkpoint.files import ArtifactError, model_tensors
-from octavo.checkpoint.folder import WriteError
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.packing import pack
 from octavo.scales import scale_state
 from octavo.train import saving as checkpoint
 from octavo.train.finished import open_run
 from octavo.train.optimizer import optimizer_state
-from octavo.train.processes import Agreement
 from octavo.train.saving import CheckpointWriter, load_checkpoint, load_into_other_recipe
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
@@ -254,12 +251,6 @@ def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
         trainer.step()
         other.step()
     assert_unchanged(other, all_of(trainer))
-
-
-def test_persistent_buffers_are_saved_and_others_are_not():
-    model = nn.BatchNorm1d(3)
-    model.register_buffer("scratch", torch.zeros(2), persistent=False)
-    assert list(model_tensors(model)) == ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
 
 
 # ---- Checkpoints are written while training goes on, and a failure is told at the next step
@@ -485,13 +476,3 @@ def test_a_failure_of_one_rank_is_the_same_failure_of_all_and_leaves_the_checkpo
     assert "another model: up.weight must have shape [501, 9], the file has [500, 9]" in first[2]
     assert "has no place in the model" in first[3]
     assert folders == ["step-00000002"]
-
-
-def agreed_by_two(rank):
-    agreement = Agreement()
-    return [list(agreement.reach(signal, 0)) for signal in ((0, 15, 0), (0, 0, 2))[rank]]
-
-
-def test_ranks_agree_on_a_signal_one_step_later():
-    assert run_ranks(2, agreed_by_two) == [[[0, 0], [0, 0], [15, 0]]] * 2
-    assert list(Agreement().reach(15, 0)) == [15, 0]

@@ -9,9 +9,8 @@ from calibration_examples import write_model
 from rich.console import Console
 
 from octavo.data import DataError
-from octavo.models.tokenizer import ByteTokenizer
+from octavo.models.tokenizer import Batches, ByteTokenizer, RandomBatches, build_corpus
 from octavo.train.config import Config
-from octavo.train.loss import Batches, RandomBatches, build_corpus
 from octavo.train.trainer import resume_run, start_run
 
 
@@ -130,14 +129,6 @@ def test_batches_run_on_across_the_end_of_an_epoch(batch):
     assert starts(Batches(TOKENS, 7, batch, seed=2), 4) == one_by_one
 
 
-def test_any_batch_can_be_had_again_from_its_index_alone():
-    batches = Batches(TOKENS, 7, 4, seed=5)
-    first = [batches.at(index) for index in range(12)]
-    for index in (11, 3, 7, 0):
-        for again in (batches, Batches(TOKENS, 7, 4, seed=5)):
-            assert all(torch.equal(a, b) for a, b in zip(again.at(index), first[index], strict=True))
-
-
 def test_order_stays_the_same_from_release_to_release_and_in_validation_is_that_of_the_text():
     assert starts(Batches(TOKENS, 7, 10, seed=7), 1) == [8, 4, 1, 6, 3, 2, 7, 5, 9, 0]
     assert offsets(RandomBatches(TOKENS, 7, 6, seed=7), 1) == [3, 6, 9, 24, 34, 37]
@@ -207,7 +198,7 @@ def logged(settings):
 
 
 def trained_text(trainer):
-    parts = (trainer.data.training._tokens, trainer.data.validation._tokens)
+    parts = (trainer.training._tokens, trainer.validation._tokens)
     return bytes(np.concatenate(parts).astype(np.uint8)).decode()
 
 
@@ -252,18 +243,9 @@ def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypa
     assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
 
 
-def test_a_run_on_characters_at_random_offsets_goes_on_exactly(settings, tmp_path, text):
-    (tmp_path / "data.txt").write_text(text.read_text().replace("a", "ä"), encoding="utf-8")
-    setup = {"data": (str(tmp_path / "data.txt"),), "tokenizer": "characters", "sampling": "random", "recipe": "bf16"}
-    first = start_run(settings(**setup, steps=3), Console(quiet=True))
-    assert first.data.tokenizer.vocabulary_size == len(set((tmp_path / "data.txt").read_text(encoding="utf-8")))
-    assert type(first.data.training) is RandomBatches
-    assert type(first.data.validation) is Batches
-    first.run()
-    resumed = resume_run(tmp_path / "run", ["--steps", "4"], Console(quiet=True))
-    assert resumed.data.tokenizer.characters == first.data.tokenizer.characters
-    assert all(torch.equal(a, b) for a, b in zip(resumed.data.training.at(9), first.data.training.at(9), strict=True))
-    assert resumed.run().step == 4
+def test_random_offsets_are_of_the_training_text_alone(begin):
+    trainer = begin(sampling="random")
+    assert (type(trainer.training), type(trainer.validation)) == (RandomBatches, Batches)
 
 
 def test_conversations_are_written_by_the_chat_template_of_the_model(logged, tmp_path):

@@ -1,29 +1,16 @@
 """Signals ask a run to stop after its step, wherever in the step they come; a second one stops it at once."""
 
 import os
-import re
 import signal
 
 import pytest
 import torch
-from patience import HANG, wait_for
 
-from octavo.checkpoint.run import RunFolder
-from octavo.train.processes import delay_interrupts, name_of
+from octavo.train.processes import delay_interrupts
 from octavo.train.saving import CheckpointWriter
 
 pytestmark = pytest.mark.usefixtures("default_signals")
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_within_the_block_only(number):
-    before = [signal.getsignal(each) for each in SIGNALS]
-    with delay_interrupts() as state:
-        assert state.number == 0
-        os.kill(os.getpid(), number)
-        assert name_of(state.number) == number.name
-    assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 def signal_twice():
@@ -44,9 +31,9 @@ def test_a_signal_that_is_ignored_stays_ignored():
     """`nohup octavo train` goes on when its terminal closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with delay_interrupts() as state:
+        with delay_interrupts() as noted:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert state.number == 0
+            assert noted == []
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -103,16 +90,3 @@ def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
         trainer.run()
     assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(4)]
     assert list(trainer.run_folder.path.glob(".*")) == []
-
-
-@pytest.mark.slow
-def test_a_signal_to_the_command_saves_and_says_how_to_go_on(spawn, tmp_path):
-    run = RunFolder(tmp_path / "run")
-    process = spawn(recipe="bf16", steps=100_000, save_every=10)
-    wait_for(process, run.checkpoints)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=HANG)
-    assert (process.returncode, err) == (0, "")
-    saved = re.search(rf"(?m)^SIGINT: saved step (\d+); continue with: octavo train --resume {run.path}$", out)
-    assert saved, out
-    assert run.newest() == run.checkpoint(int(saved[1]))

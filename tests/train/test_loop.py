@@ -91,10 +91,8 @@ def test_recipes_start_from_the_same_weights_and_see_the_same_batches(begin, tmp
     seen = {}
     for recipe in ("bf16", "rowwise", "delayed"):
         trainer = begin(recipe=recipe, steps=3, accumulate=2, out=str(tmp_path / recipe))
-        weights, batches, at = copied(model_tensors(trainer.model)), [], trainer.data.training.at
-        trainer.data.training.at = lambda index, at=at, batches=batches: (
-            batches.append((index, at(index)[0])) or at(index)
-        )
+        weights, batches, at = copied(model_tensors(trainer.model)), [], trainer.training.at
+        trainer.training.at = lambda index, at=at, batches=batches: batches.append((index, at(index)[0])) or at(index)
         trainer.run()
         seen[recipe] = weights, batches
     for weights, batches in seen.values():
@@ -107,7 +105,7 @@ def test_recipes_start_from_the_same_weights_and_see_the_same_batches(begin, tmp
 def test_gradient_is_the_mean_over_all_micro_batches(begin, batch, accumulate):
     settings = {"model": "gpt2", "recipe": "bf16", "precision": "fp32", "clip": 0.0}
     trainer = begin(batch=batch, accumulate=accumulate, **settings)
-    required, required_loss = in_double(trainer, [trainer.data.training.at(i) for i in range(accumulate)])
+    required, required_loss = in_double(trainer, [trainer.training.at(i) for i in range(accumulate)])
     found, loss, norm = gradients(trainer)
     required_norm = torch.cat([gradient.flatten() for gradient in required.values()]).norm()
     assert found.keys() == required.keys()
@@ -172,16 +170,16 @@ def test_evaluation_repeats_itself_and_leaves_no_trace(begin, stochastic, recipe
 
 def test_evaluation_is_the_mean_over_the_first_batches_held_out(begin):
     trainer = begin(model="gpt2", recipe="bf16", precision="fp32", evaluate_batches=3)
-    _, required = in_double(trainer, [trainer.data.validation.at(i) for i in range(3)])
+    _, required = in_double(trainer, [trainer.validation.at(i) for i in range(3)])
     assert abs(trainer.evaluate() - required) < 1e-6
 
 
 def test_evaluation_takes_no_batch_twice(begin):
     trainer = begin(recipe="bf16", evaluate_batches=1000)
-    taken, at = [], trainer.data.validation.at
-    trainer.data.validation.at = lambda index: taken.append(index) or at(index)
+    taken, at = [], trainer.validation.at
+    trainer.validation.at = lambda index: taken.append(index) or at(index)
     trainer.evaluate()
-    assert taken == list(range(trainer.data.validation.sequences // 2))
+    assert taken == list(range(trainer.validation.sequences // 2))
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "stochastic"])
@@ -287,18 +285,6 @@ class Node:
 
     def __init__(self):
         self.own = self
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_collection_is_as_before_after_an_error(enabled):
-    before = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(KeyError), collect_between_steps():
-            raise KeyError
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if before else gc.disable)()
 
 
 def test_cycles_are_freed_at_every_fiftieth_step_and_no_sooner():

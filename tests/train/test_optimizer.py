@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from octavo.checkpoint.files import ArtifactError, model_tensors
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.folder import RunFolder
 from octavo.train.config import Config
 from octavo.train.model import make_mesh
 from octavo.train.optimizer import (
@@ -29,6 +29,8 @@ from octavo.train.optimizer import (
 )
 from octavo.train.processes import Degrees
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
+
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def test_matrices_decay_and_nothing_else_does(begin):
@@ -62,36 +64,12 @@ def test_steps_are_those_of_adamw(settings):
         torch.testing.assert_close(p.detach().double(), expected[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_state_by_name_is_what_is_required_and_goes_back(settings, steps):
-    """Also before the first step, and for a parameter that never met a gradient."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3), "frozen": nn.Linear(3, 3)})
-    model["frozen"].requires_grad_(False)
-    optimizer = make_optimizer(model, settings())
-
-    def step():
-        optimizer.zero_grad()
-        model["used"](torch.ones(2, 3)).square().sum().backward()
-        optimizer.step()
-
-    for _ in range(steps):
-        step()
-    saved = {name: tensor.clone() for name, tensor in optimizer_state(model, optimizer).items()}
-    entries = [f"{p}.{entry}" for p in ("weight", "bias") for entry in ("step", "exp_avg", "exp_avg_sq")]
-    assert sorted(saved) == sorted(f"{layer}.{entry}" for layer in ("used", "unused") for entry in entries)
-    weights = {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
-    step()
-    expected = {name: tensor.detach().clone() for name, tensor in model_tensors(model).items()}
-    with torch.no_grad():
-        for name, tensor in model_tensors(model).items():
-            tensor.copy_(weights[name])
-    optimizer = make_optimizer(model, settings())
-    for name, tensor in optimizer_state(model, optimizer).items():
-        tensor.copy_(saved[name])
-    step()
-    for name, tensor in model_tensors(model).items():
-        assert torch.equal(tensor, expected[name]), name
+def test_the_state_by_name_is_that_of_what_is_trained(settings):
+    """Also before the first step. Runs that are resumed show that it goes back."""
+    model = nn.ModuleDict({"trained": nn.Linear(3, 3), "frozen": nn.Linear(3, 3).requires_grad_(False)})
+    found = optimizer_state(model, make_optimizer(model, settings()))
+    entries = [f"trained.{p}.{entry}" for p in ("weight", "bias") for entry in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(found) == sorted(entries)
 
 
 RATES = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup": 10}
@@ -304,14 +282,6 @@ def test_clipping_of_sharded_gradients_is_that_of_one_process():
 EIGHT_BITS = ["8bit", "fp8"]
 
 
-@pytest.fixture(autouse=True)
-def eager():
-    """Compiling torchao's step takes half a minute."""
-    pytest.importorskip("torchao")
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def make_model(dtype=torch.float32):
     """The moments of a.weight, whose rows 2 ranks share unevenly, and of b.weight are quantized."""
     torch.manual_seed(0)
@@ -412,21 +382,6 @@ def test_the_learning_rate_is_set_of_all_parameters(optimizer):
     before = [p.detach().clone() for p in model.parameters()]
     take_steps(model, adamw, 1)
     assert all(map(torch.equal, model.parameters(), before))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer", [{"state": "8bit"}, {"state": "fp8", "weights": "bf16"}], ids=lambda o: "-".join(o.values())
-)
-def test_a_run_resumes_bit_for_bit(begin, go_on, records, tmp_path, optimizer):
-    wide = {"width": 256, "mlp_width": 64, "layers": 1, "accumulate": 2, "optimizer": optimizer}
-    begin(out=str(tmp_path / "whole"), **wide).run()
-    begin(out=str(tmp_path / "short"), steps=4, decay_steps=8, **wide).run()
-    trainer = go_on(tmp_path / "short", "--steps", "8")
-    dtype = torch.bfloat16 if "weights" in optimizer else torch.float32
-    assert {p.dtype for p in trainer.model.parameters()} == {dtype}
-    trainer.run()
-    assert records(tmp_path / "short") == records(tmp_path / "whole")
 
 
 def test_another_state_than_the_checkpoints_is_an_error(begin, go_on, tmp_path):

@@ -12,7 +12,7 @@ from patience import HANG
 from safetensors.torch import load_file
 from torch import nn
 
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.models import LlamaConfig, build
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 

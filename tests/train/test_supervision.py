@@ -27,13 +27,6 @@ from octavo.watching import read_watch
 QUIET = {"log_every": 100, "evaluate_every": 100, "save_every": 100}  # the early warning looks all the same
 
 
-@pytest.fixture
-def eager():
-    """Without compilation: torchao compiles its steps."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def actions(trainer):
     return json.loads((trainer.run_folder.path / "actions.json").read_text())
 
@@ -213,8 +206,8 @@ LONG = {"log_every": 1, "evaluate_every": 100, "save_every": 10, "steps": 50, "r
 def test_a_loss_spike_goes_back_to_the_last_checkpoint_and_on_with_other_batches(begin, go_on, records):
     trainer = begin(**LONG, watch={"on_spike": "rollback"})
     plant_spikes(trainer, 33)
-    seen, at = [], trainer.data.training.at
-    trainer.data.training.at = lambda index: seen.append(index) or at(index)
+    seen, at = [], trainer.training.at
+    trainer.training.at = lambda index: seen.append(index) or at(index)
     assert trainer.run().step == 50
     path = trainer.run_folder.path
     events = read_watch(path).events
@@ -351,16 +344,6 @@ def test_looking_leaves_the_run_as_it_was(begin, tmp_path):
         seen.append(torch.stack([trainer.step()[0] for _ in range(2)]))
         trainer.lock.close()
     assert torch.equal(*seen)
-
-
-def of_one_rank(rank):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.full((2, 4), math.nan if rank == 1 else 1.0)
-    return str(find_nonfinite(model, torch.device("cpu"), lambda: model(x).sum().backward()))
-
-
-def test_all_ranks_are_told_what_one_has_found():
-    assert run_ranks(2, of_one_rank) == ["x of 0"] * 2
 
 
 @pytest.mark.parametrize("poisoned", [4, 8])

@@ -11,7 +11,7 @@ from gpu_memory import no_waits
 from hopper import ONLY_HOPPER
 from patience import HANG
 
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 

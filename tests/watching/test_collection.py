@@ -13,6 +13,7 @@ from watch_oracle import binades, check, describe, matrix
 import octavo
 from octavo.numerics.scaling import scale_exponent, scale_mantissa
 from octavo.ops import quantize
+from octavo.watching import read_watch
 from octavo.watching.storage import FULL_SHARE, OPERANDS, UNQUANTIZED
 
 T, K, N = 48, 80, 64
@@ -150,16 +151,19 @@ def test_micro_batches_add_up_and_evaluation_does_not_count():
     check(found[2], describe(dy.numpy()))
 
 
-def test_the_first_step_and_each_interval_are_sampled():
-    model = one_layer()
-    with octavo.watch(model, interval=4, resumed_at=5) as watch:
+def test_the_first_step_and_each_interval_are_sampled(tmp_path):
+    model, heard, folder = one_layer(), [], tmp_path / "runs" / "own"  # which is made
+    with octavo.watch(model, interval=4, folder=folder) as watch:
+        watch.done = 5
+        watch.listeners.append(lambda sample: heard.append(sample.step))
         train(model, 8, watch=watch)
-        steps = [operands["step"][0] for operands, _ in watch.take()]
-        assert steps == [6, 10]  # the brief ones
+        assert [operands["step"][0] for operands, _ in watch.take()] == [6, 10]  # those for the rules
         assert watch.take() == []
         assert (watch.latest().step, watch.interval) == (12, 4)
-        train(model, 7, watch=watch)
+        train(model, 8, watch=watch)
         assert [operands["step"][0] for operands, _ in watch.take()] == [20]
+        assert watch.latest().step == 20
+    assert heard == np.unique(read_watch(folder).operands["step"]).tolist() == [6, 8, 12, 16, 20]
 
 
 def test_a_run_that_goes_back(tmp_path):
@@ -170,7 +174,7 @@ def test_a_run_that_goes_back(tmp_path):
         assert (watch.done, watch.latest().step) == (1, 1)
         train(model, watch=watch)
         assert [operands["step"][0] for operands, _ in watch.take()] == [1]
-    assert octavo.watching.read_watch(tmp_path).operands["step"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert read_watch(tmp_path).operands["step"].tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_what_ran_is_described_and_described_anew(tmp_path):
@@ -188,7 +192,7 @@ def test_what_ran_is_described_and_described_anew(tmp_path):
         model[0].recipe = octavo.recipe.bf16()
         watch.refresh()
         assert watch.layers[0].recipe == "bf16"
-    first, second = octavo.watching.read_watch(tmp_path).layers
+    first, second = read_watch(tmp_path).layers
     assert {name: gemm.precision for name, gemm in first.gemms.items()} == {"y": "fp32", "dx": "fp32", "dw": "fp32"}
     assert (second.recipe, second.formats["x"], second.gemms["y"].why) == ("", "fp32", "the layer was not converted")
 

@@ -1,15 +1,13 @@
 import json
 
 import numpy as np
-import pandas
-import pyarrow
 import pytest
 from full_disk import files_of_at_most
 from watch_examples import event, sample, watched_layers
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import WriteError
-from octavo.watching.storage import LAYER, OPERAND, WatchWriter, columns, read_watch, watch_folder
+from octavo.watching.storage import LAYER, OPERAND, WatchWriter, read_watch, watch_folder
 
 
 def written(run, steps=(1, 50, 100), **options):
@@ -140,15 +138,6 @@ def test_a_full_disk_loses_the_sample_and_nothing_before(tmp_path):
     assert steps_of(tmp_path) == [1, 50, 100]
     writer.write(*sample(200))
     assert steps_of(tmp_path) == [1, 50, 100, 200]
-
-
-def test_pandas_and_pyarrow_read_the_columns(tmp_path):
-    written(tmp_path)
-    frame = pandas.DataFrame(columns(read_watch(tmp_path).operands))
-    assert frame[frame.operand == 2].groupby("step").amax.max().tolist() == [1.625, 50.625, 100.625]
-    assert {"binades_0", "binades_39"} <= set(frame.columns)
-    table = pyarrow.table(columns(read_watch(tmp_path).layer_records))
-    assert table.column("gradient_norm").to_pylist() == [1, 1, 50, 50, 100, 100]
 
 
 def changed(run, **fields):

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from octavo.data import read_text
-from octavo.models.tokenizer import BpeTokenizer
+from octavo.models.tokenizer import BpeTokenizer, lay_out
 from octavo.train.config import Config
-from octavo.train.loss import lay_out
 
 SUFFIXES = ("py", "pyi", "pyx", "c", "cpp", "cu", "h", "hpp", "cuh", "rst", "md")
 SOURCES = ("stdlib", *(f"{sysconfig.get_path('purelib')}/**/*.{suffix}" for suffix in SUFFIXES))

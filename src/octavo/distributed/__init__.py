@@ -2,13 +2,12 @@
 
 from octavo.distributed.expert_parallelism import expert_parallel
 from octavo.distributed.fsdp import fp8_all_gather
-from octavo.distributed.fsdp_units import GatherReport, GatherRow, send_bf16_gradients
+from octavo.distributed.fsdp_units import GatherReport, send_bf16_gradients
 from octavo.distributed.tensor_parallelism import ColumnParallel, NormParallel, RowParallel, tensor_parallel
 
 __all__ = [
     "ColumnParallel",
     "GatherReport",
-    "GatherRow",
     "NormParallel",
     "RowParallel",
     "expert_parallel",

@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.distributed.fsdp_units import (
     GatherReport,
-    GatherRow,
     UnitWeight,
     check_sharded,
     fused_modules,
@@ -95,23 +94,23 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     fused = fused_modules(model)
     unfused = unfusing_units(model, fused, units)
     reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
-    for module in fused:
-        _agree(module.stacked, reasons, layers)
+    for module in fused.values():
+        _agree(module.inner, reasons, layers)
     why = {name: reasons[layer] for layer, name in layers.items()}
     why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
     gathered = {of_names[name] for name, reason in why.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
-    for module in fused:
-        stacked = [weights[layer, "weight"] for layer in module.stacked if (layer, "weight") in weights]
+    for module in fused.values():
+        stacked = [weights[layer, "weight"] for layer in module.inner if (layer, "weight") in weights]
         if stacked and len({weight.unit.group for weight in stacked}) == 1:
-            stack = WeightStack(stacked, [module.cache])
+            stack = WeightStack(stacked, [module.weight_cache])
             for weight in stacked:
                 weight.stack = stack
     if weights:
         ShardCache(model, list(weights.values()))
-    rows = (GatherRow(name, "wide" if reason else "fp8", reason) for name, reason in why.items())
-    return GatherReport(tuple(rows), unfused)
+    wide = {name: reason for name, reason in why.items() if reason}
+    return GatherReport([name for name in why if name not in wide], wide, unfused)
 
 
 def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:

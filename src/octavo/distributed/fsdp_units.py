@@ -17,8 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from octavo.nn.fused_modules import DecoderLayer, FusedMLP, NormLinear
-from octavo.nn.linear import Linear, WeightCache
+from octavo.nn.fused_modules import DecoderLayer, FusedMLP, FusedModule, NormLinear
+from octavo.nn.linear import Linear
 from octavo.nn.module_tools import check_module
 from octavo.ops.rows import add_rows
 from octavo.util import plural, some_of
@@ -106,41 +106,18 @@ def _reason(group: Any, parameter: Any) -> str:
 # call. So the unit must hold the fused module and its layers, as a decoder block does.
 
 
-@dataclass(frozen=True, eq=False)
-class FusedModule:
-    """A module that runs several layers in one pass."""
-
-    name: str  # in the model
-    stacked: Sequence[nn.Module]  # the layers that run as one GEMM
-    layers: Sequence[nn.Module]  # all layers that run in the pass
-    unwatched: Sequence[nn.Module]  # must have no hooks: `layers`, and others that decide whether it fuses them
-    cache: WeightCache  # of the quantized weights of `stacked`
-    falls_back: bool  # it runs the layers one by one where it cannot fuse them
-
-
-def fused_modules(model: nn.Module) -> list[FusedModule]:
+def fused_modules(model: nn.Module) -> dict[str, FusedModule]:
     """The modules of `model` that fuse their layers, if no hook prevents it: all are converted, with one recipe."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, NormLinear):
-            linears, owner = module.linears, module.owner
-            falls_back = isinstance(owner, DecoderLayer)
-            unwatched = [*linears, owner.self_attn, owner.mlp] if isinstance(owner, DecoderLayer) else linears
-            found.append(FusedModule(name, linears, linears, unwatched, module.weight_cache, falls_back))
-        elif isinstance(module, FusedMLP):
-            layers = (*module.inner, module.outer)
-            found.append(FusedModule(name, module.inner, layers, layers, module.weight_cache, True))
 
     def has_one_recipe(module: FusedModule) -> bool:
-        recipes = {layer.recipe if isinstance(layer, Linear) else None for layer in module.layers}
-        recipe, *others = recipes
+        recipe, *others = {layer.recipe if isinstance(layer, Linear) else None for layer in module.layers}
         return not others and recipe is not None and recipe.fusable is not None
 
-    return [module for module in found if has_one_recipe(module)]
+    return {name: m for name, m in model.named_modules() if isinstance(m, FusedModule) and has_one_recipe(m)}
 
 
 def unfusing_units(
-    model: nn.Module, modules: Sequence[FusedModule], units: Mapping[nn.Module, UnitWeight]
+    model: nn.Module, modules: Mapping[str, FusedModule], units: Mapping[nn.Module, UnitWeight]
 ) -> dict[str, str]:
     """The names of the units that prevent a fusion, each with the name of the module that would have fused.
 
@@ -148,21 +125,23 @@ def unfusing_units(
     """
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, str] = {}
-    for module in modules:
-        found |= {names[part]: module.name for part in module.unwatched if is_unit(part)}
+    for fused, module in modules.items():
+        owner = module.owner if isinstance(module, NormLinear) else None
+        deciding = (owner.self_attn, owner.mlp) if isinstance(owner, DecoderLayer) else ()  # by their hooks
+        found |= {names[part]: fused for part in (*module.layers, *deciding) if is_unit(part)}
         for layer in module.layers:
             if layer not in units or is_unit(layer):
                 continue
             unit = units[layer].unit
-            if not unit or f"{module.name}.".startswith(f"{unit}."):  # it is the module, or holds it
+            if not unit or f"{fused}.".startswith(f"{unit}."):  # it is the module, or holds it
                 continue
-            if not module.falls_back:
+            if not isinstance(owner or module, DecoderLayer | FusedMLP):  # these run their layers one by one too
                 raise ValueError(
-                    f"{module.name} reads the weight of {names[layer]}, which fully_shard gathers in the unit "
+                    f"{fused} reads the weight of {names[layer]}, which fully_shard gathers in the unit "
                     f"{unit}, when that is called: call fully_shard on a module that holds both, such as the decoder "
                     "block"
                 )
-            found[unit] = module.name
+            found[unit] = fused
     return found
 
 
@@ -170,36 +149,21 @@ def unfusing_units(
 
 
 @dataclass(frozen=True)
-class GatherRow:
-    """One converted linear layer."""
-
-    name: str  # in the model
-    gathered: str  # "fp8", or "wide": in the parameter's dtype, and quantized after the all-gather on every rank
-    reason: str = ""  # why it is gathered wide
-
-
-@dataclass(frozen=True)
 class GatherReport:
     """The report of `octavo.distributed.fp8_all_gather`; printed, it has one line for each reason.
 
     Args:
-        rows: one for each converted linear layer, in the order of the model's modules.
+        gathered: the names of the converted linear layers, and stacks of experts, whose weights are gathered in eight
+            bits, in the order of the model's modules.
+        wide: the names of the others, each with the reason. They are gathered in the parameter's dtype, and quantized
+            after that on every rank.
         unfused: the names of the FSDP units that keep a module from computing a norm or an activation in the pass of
             its linear layers, each with the name of that module.
     """
 
-    rows: tuple[GatherRow, ...]
+    gathered: list[str]
+    wide: Mapping[str, str]
     unfused: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def gathered(self) -> list[str]:
-        """The names of the layers whose weights are gathered in eight bits."""
-        return [row.name for row in self.rows if row.gathered == "fp8"]
-
-    @property
-    def wide(self) -> dict[str, str]:
-        """The names of the layers whose weights are gathered wide, each with its reason."""
-        return {row.name: row.reason for row in self.rows if row.gathered == "wide"}
 
     def __repr__(self) -> str:
         lines = [f"FP8 all-gather: {plural(len(self.gathered), 'weight')} in eight bits, {len(self.wide)} wide"]

@@ -1,4 +1,4 @@
-"""The computation of layers of which each rank has a part (`octavo.nn.parallel_weights.Parallel`).
+"""The computation of layers of which each rank has a part, as the modules of `octavo.nn` call it.
 
 With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
 bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
@@ -48,9 +48,13 @@ class ParallelLayer(Exchange):
     ranks: Ranks
     cuts_rows: ClassVar[bool]  # whether each rank has a part of every row of w
 
+    def linear(self, layer: Any, x: Tensor) -> Tensor:
+        """The output of `layer`, an `nn.Linear`, converted or not."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def quantize(self, stacks: Sequence[tuple[Sequence[Any], Cast]]) -> list[QTensor]:
-        """All layers are parallel over the same ranks."""
+        """This rank's parts of the weights of each stack of layers over the same ranks, by a cast of row scales."""
         shards = [
             Shards([_local(linear.weight) for linear in linears], cast, linears[0].parallel.cuts_rows)
             for linears, cast in stacks

@@ -15,7 +15,6 @@ from torch import Tensor
 from octavo.checkpoint.files import (
     ArtifactError,
     ShardReader,
-    Spec,
     bytes_of,
     check_match,
     failing,
@@ -25,9 +24,8 @@ from octavo.checkpoint.files import (
     read_json,
     write_shards,
 )
-from octavo.checkpoint.folder import CARD, check_links, copy_description, whole_folder
+from octavo.checkpoint.folder import CARD, RunFolder, check_links, copy_description, find_model, whole_folder
 from octavo.checkpoint.layouts import write_config
-from octavo.checkpoint.run import RunFolder, find_model
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
 from octavo.recipe import Recipe, similar_preset
@@ -68,8 +66,8 @@ class Source:
         return self.meta_model.experts.part(name, self.get)
 
     @cached_property
-    def specs(self) -> dict[str, Spec]:
-        """The dtype and shape of each tensor of the model in the files."""
+    def specs(self) -> dict[str, Tensor]:
+        """A tensor on the meta device for each of the model, with the dtype that it has in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def fill_bf16(self, device: torch.device | str = "cpu") -> Any:
@@ -107,7 +105,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     meta_model = transformers_meta_model(config, path)
     reader = open_model_files(path, config, meta_model)
     required = model_tensors(meta_model.model)
-    stored = meta_model.experts.split({name: spec.meta() for name, spec in reader.specs.items()})
+    stored = meta_model.experts.split(reader.specs)
     needed = meta_model.experts.split(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
     missing, left = sorted(needed.keys() - found.keys()), sorted(stored.keys() - found.keys())
@@ -126,8 +124,9 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     config = read_json(folder.model / "config.json")
     meta_model = run_meta_model(config, folder.model, settings.get("model"))
     reader = open_tensors(checkpoint, config)
-    found = {name: spec.meta() for name, spec in reader.specs.items()}
-    check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
+    check_match(
+        reader.specs, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes"
+    )
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
         recipe = similar_preset(Recipe.from_dict(recipe))
@@ -155,7 +154,7 @@ class WrittenModel:
     folder: Path
     source: Path  # the folder whose tensors were read
     left_out: Sequence[str]  # tensors of the source's files that have no place in its model
-    specs: Mapping[str, Spec]  # of every tensor of the new files
+    specs: Mapping[str, Tensor]  # of every tensor of the new files, without its data
     folder_bytes: int  # of all files of the new folder
 
 
@@ -181,8 +180,8 @@ def write_model(
     for folder in {source.description, source.origin}:
         check_links(folder)
     added = added or {}
-    stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec.meta()).items()}
-    specs = {name: Spec.of(tensor) for name, tensor in {**added, **stored}.items()}
+    stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec).items()}
+    specs = {**added, **stored}
     digest = hashlib.sha256()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

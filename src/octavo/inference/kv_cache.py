@@ -403,7 +403,9 @@ class ModelKVCache:
 
     def positions(self, tokens: Tensor) -> Tensor:
         """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
-        start = self.length.tensor if self.length is not None else 0
+        start = torch.zeros((), dtype=torch.int64, device=tokens.device) if self.length is None else self.length.tensor
+        if tokens.shape[1] == 1 and self.first is not None:  # a step, in two launches of four
+            return (start.view(1, 1) - self.first[:, None]).clamp_(min=0)
         positions = start + torch.arange(tokens.shape[1], device=tokens.device)[None]
         return positions if self.first is None else (positions - self.first[:, None]).clamp_(min=0)
 

@@ -24,7 +24,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
 from octavo.nn.adapters import Adapter, parts_of_layer, reads, stack_adapters
 from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
-from octavo.nn.fused_modules import child, fuse_decoder_layers, is_fusable, read_norm
+from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
 from octavo.nn.module_tools import (
@@ -334,7 +334,7 @@ class Stacked:
         data = torch.cat([w.view(torch.uint8) for w in weights])  # it lacks float8 dtypes on some devices
         scale = torch.cat([layer.weight_scale for layer in layers])
         self.weight = layers[0].scheme.packed_weight(data.view(weights[0].dtype), scale)
-        self.bias = Stack(weights, biases).bias()
+        self.bias = Stack(weights, biases).bias() if any(bias is not None for bias in biases) else None
         self.cast, self.sizes = layers[0].input_cast, tuple(map(len, weights))
         self.trains = self.cast is not None and layers[0].scheme == CHANNEL
         for layer, end in zip(layers, accumulate(self.sizes), strict=True):
@@ -370,28 +370,22 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 # the GEMM is weight-only, PyTorch computes norms and activations.
 
 
-class _OneInput(nn.Module):
+class _OneInput(FusedModule):
     """A module whose layers are stacked. They are registered before it, so a move reaches them first."""
 
     stacked: Stacked
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.stacked.update(_layers_of(self))
+        self.stacked.update(self.inner)
         return result
-
-
-def _layers_of(module: Any) -> Sequence[nn.Module]:
-    """The layers that read the input of a module that is fused."""
-    layers: Sequence[nn.Module] = module.inner if isinstance(module, FusedMLP) else module.linears
-    return layers
 
 
 class PackedNormLinear(_OneInput, NormLinear):
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """`NormLinear.fused` with the packed weights; None if the layers cannot run fused."""
         norm, stacked = read_norm(self.norm, backward=False), self.stacked
-        adapters = None if x.numel() == 0 or norm is None else stacked.update(self.linears)
+        adapters = None if x.numel() == 0 or norm is None else stacked.update(self.inner)
         if adapters is None or norm is None:
             return None
         if any(adapters) or wants_gradient(x, residual, *norm[1:]):
@@ -474,9 +468,9 @@ def fuse(model: nn.Module) -> None:
     serve_attention(model)
     for module in list(model.modules()):
         stacked = Stacked()
-        if not isinstance(module, NormLinear | FusedMLP) or isinstance(module, _OneInput):
+        if not isinstance(module, FusedModule) or isinstance(module, _OneInput):
             continue
-        if stacked.update(_layers_of(module)) is not None:
+        if stacked.update(module.inner) is not None:
             fused: Any = module
             fused.__class__ = mix_classes(PackedMLP, type(module)) if isinstance(module, FusedMLP) else PackedNormLinear
             fused.stacked = stacked

@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from octavo.ops import quantize, scaled_mm
 from octavo.ops.dispatch import gemm_backends
@@ -219,8 +219,7 @@ def _output(*words: str) -> str:
 # [M, K, N] of y[M,N] = x[M,K] @ w[N,K]^T: 8,192 tokens through layers of Llama-3-8B, a square, and a small layer.
 GPU_SHAPES = ((8192, 4096, 14336), (8192, 14336, 4096), (4096, 4096, 4096), (8192, 1024, 1024))
 CPU_SHAPES = ((512, 512, 512), (256, 1024, 1024))  # FP8 is emulated there
-_TURNS = 10
-_TURN_SECONDS = 0.02
+_SECONDS = 0.2  # of a GEMM
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ def time_gemms(
             late.append(title)
             continue
         recipe = None if name == "bf16" else recipes[name]
-        ms = _median_milliseconds(_gemm(recipe, shape, device), device)
+        ms = _median_milliseconds(_gemm(recipe, shape, device))
         bf16 = ms if recipe is None else bf16
         backend = "torch.mm" if recipe is None else gemm_backends(recipe, device)["y"].name
         found.append(Timing(name, backend, shape, ms, bf16 / ms))
@@ -289,23 +288,7 @@ def _gemm(recipe: Recipe | None, shape: tuple[int, int, int], device: torch.devi
 
 
 @torch.no_grad()
-def _median_milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """The median over turns of some 20 ms, after a warm-up."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def seconds(count: int) -> float:
-        """The seconds of `count` calls. On a GPU the wait at the end is small beside a turn."""
-        wait()
-        begin = perf_counter()
-        for _ in range(count):
-            call()
-        wait()
-        return perf_counter() - begin
-
-    for _ in range(2):
-        call()
-    count = max(1, round(_TURN_SECONDS / max(seconds(1), 1e-7)))
-    return 1e3 * statistics.median(seconds(count) / count for _ in range(_TURNS))
+def _median_milliseconds(call: Callable[[], object]) -> float:
+    """The median over turns in a fifth of a second, after a warm-up. The timer waits for a GPU."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return 1e3 * timer.blocked_autorange(min_run_time=_SECONDS).median

@@ -15,7 +15,7 @@ Two models of images have no counterpart there: `octavo.models.vision.VisionTran
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.checkpoint.run import BUILT_IN_MODELS
+from octavo.checkpoint.folder import BUILT_IN_MODELS
 from octavo.models import gpt2, llama
 from octavo.models.gpt2 import GPT2, GPT2Config
 from octavo.models.llama import Llama, LlamaConfig

@@ -230,35 +230,6 @@ def _retie_after_load(module: nn.Module, incompatible: Any) -> None:
     module.tie_weights()
 
 
-# ---- Finding out if a language model is causal, from its logits and not from its name.
-#
-# In an encoder the logits of a token depend on the later tokens too, so that training on the next token sees the
-# answer.
-
-
-_TOKENS = 8
-_TOLERANCE = 1e-5  # of the largest logit: float32 rounding is about 1e-7, the effect of attention about 1e-3
-
-
-@torch.no_grad()
-def is_causal(model: nn.Module, vocabulary: int) -> bool:
-    """True if the logits of a token stay the same when the last token of the sequence changes. Runs `model` twice, in
-    evaluation mode, on one sequence of 8 tokens below `vocabulary`. Call this before `octavo.convert`: the model must
-    compute in float32, and quantization with one scale for a tensor makes every logit depend on every token."""
-    device = next(model.parameters()).device
-    tokens = torch.arange(_TOKENS, device=device)[None] % vocabulary  # [1, T]
-    other = tokens.clone()
-    other[0, -1] = (tokens[0, -1] + vocabulary // 2) % vocabulary
-    training = model.training
-    model.eval()
-    try:
-        before, after = (logits_of(model(ids))[0].float() for ids in (tokens, other))
-    finally:
-        model.train(training)
-    allowed = _TOLERANCE * float(before.abs().max())
-    return bool((before[:-1] - after[:-1]).abs().max() <= allowed)
-
-
 def logits_of(output: object) -> Tensor:
     """The logits [B, T, V] that a forward pass returned: a tensor, or an output object of transformers."""
     logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

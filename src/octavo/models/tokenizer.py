@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, byte-level BPE, characters, or a Hugging Face tokenizer.
+"""Text to token ids and back, and to batches of ids: bytes, byte-level BPE, characters, a Hugging Face tokenizer.
 
 In bytes mode the id of a token is a byte of the text in UTF-8: 256 tokens, none unknown, nothing to train. Byte-level
 BPE (Sennrich et al., arXiv:1508.07909; over bytes: Radford et al., GPT-2, 2019) starts from the same 256 tokens and
@@ -9,16 +9,21 @@ spells each byte as a printable character. A byte that is a printable Latin-1 ch
 itself; the n-th of the others is the code point 256 + n.
 """
 
+import functools
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from octavo.data import Chat, chat_of
+from octavo.data import Chat, DataError, chat_of
 from octavo.data.chat import ChatTemplate
 from octavo.util import import_extra, open_local, parse_object, reading, some_of
 
@@ -318,3 +323,136 @@ class CharacterTokenizer(Tokenizer):
 def _codes(text: str) -> npt.NDArray[np.uint32]:
     # Text of a command line can hold surrogates, which are no characters: report them as unknown, not as a codec error.
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+
+
+# ---- Text to batches of token ids, where one integer is the position in the data.
+#
+# Documents are sorted by a hash of their content. That order is as good as a shuffle, and it is the same on every
+# machine, whatever the files are called. The documents are tokenized and laid end to end, and the last share is held
+# out for validation. A sequence is `context` consecutive tokens, and its targets are those one further on. An epoch
+# visits each sequence once, in a permutation drawn from a counter-based generator keyed by (seed, epoch) (Philox:
+# Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3"). Batch `i` depends on `i` and the seed alone.
+
+
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokenized text in two parts, arrays [T] of uint16 up to 65,536 tokens of vocabulary, and of uint32 above."""
+
+    train: Tokens
+    validation: Tokens
+    fingerprint: str  # SHA-256 of the ids and of the position of the split
+
+
+def build_corpus(texts: Iterable[str], tokenizer: Tokenizer, context: int, validation_fraction: float) -> Corpus:
+    """Order, tokenize and split `texts`; each part gets at least one sequence, `context` + 1 tokens, or a DataError.
+
+    The split is at the end of the document that is nearest to the requested fraction of tokens. If no end of a document
+    leaves a sequence to both parts (there may be one document only), the split is at the requested token itself.
+    """
+    tokens, ends = lay_out(texts, tokenizer)
+    split = _split(ends, len(tokens), context + 1, validation_fraction)
+    fingerprint = hashlib.sha256(f"{split} {tokens.dtype.name} ".encode())
+    fingerprint.update(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).data)
+    return Corpus(tokens[:split], tokens[split:], fingerprint.hexdigest())
+
+
+def lay_out(texts: Iterable[str], tokenizer: Tokenizer) -> tuple[Tokens, npt.NDArray[np.int64]]:
+    """The tokens of `texts`, ordered and end to end as in a corpus, and where each document ends among them."""
+    # A newline ends each document, so that no two run into one line.
+    documents = [text if text.endswith("\n") else text + "\n" for text in texts if text]
+    documents.sort(key=lambda text: hashlib.sha256(text.encode("utf-8")).digest())
+    ids = tokenizer.encode_batch(documents)
+    ends = np.cumsum([len(document) for document in ids], dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    dtype: type[Any] = np.uint16 if tokenizer.vocabulary_size <= 1 << 16 else np.uint32
+    tokens = np.empty(total, dtype)
+    for end, document in zip(ends, ids, strict=True):
+        tokens[end - len(document) : end] = document
+    return tokens, ends
+
+
+def _split(ends: npt.NDArray[np.int64], total: int, sequence: int, fraction: float) -> int:
+    target = total - round(total * fraction)
+    fitting = ends[(ends >= sequence) & (total - ends >= sequence)]
+    split = int(fitting[np.argmin(np.abs(fitting - target))]) if len(fitting) else target
+    for part, found in (("training", split), ("validation", total - split)):
+        if found < sequence:
+            raise DataError(
+                f"the {part} text must hold one sequence, {sequence} tokens (context + 1); it has {found} of the "
+                f"{total} in all, at validation_fraction {fraction}: give more data, a smaller context or another "
+                "fraction"
+            )
+    return split
+
+
+class Batches:
+    """Micro-batches of `tokens`, by index: `sequences` = (len(tokens) - 1) // context sequences without overlap.
+
+    With a `seed`, each epoch is a fresh permutation of them; with None, they come in order (validation). After the last
+    sequence of an epoch comes the first of the next, inside a batch too. `share` (index, count): this object gives the
+    index-th of count equal shares of each micro-batch of `batch` sequences, which do not depend on it.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, batch: int, seed: int | None, share: tuple[int, int] = (0, 1)
+    ) -> None:
+        if context < 1 or batch < 1 or (seed is not None and seed < 0):
+            raise ValueError(
+                f"context and batch must be at least 1 and seed 0 or more; got context {context}, batch {batch}, "
+                f"seed {seed}"
+            )
+        self.sequences = (len(tokens) - 1) // context
+        if self.sequences < 1:
+            raise DataError(f"a sequence needs {context + 1} tokens (context + 1); got {len(tokens)}")
+        index, count = share
+        if batch % count or not 0 <= index < count:
+            raise ValueError(f"share must be one of equal parts of a batch of {batch}; got {index} of {count}")
+        self.context, self.batch = context, batch
+        self.size = batch // count
+        self._first = index * self.size
+        self._tokens, self._seed = tokens, seed
+
+    @property
+    def highest(self) -> int:
+        """The highest token."""
+        return int(self._tokens.max())
+
+    def at(self, index: int) -> tuple[Tensor, Tensor]:
+        """(inputs, targets) of micro-batch `index`, from 0 without end: int64 [batch / count, context] on the CPU."""
+        if index < 0:
+            raise ValueError(f"the index of a batch must be 0 or more; got {index}")
+        first = index * self.batch + self._first
+        starts = self._starts(range(first, first + self.size))[:, None]
+        window = self._tokens[starts + np.arange(self.context + 1)].astype(np.int64)  # [size, context + 1]
+        pair = torch.from_numpy(window)
+        return pair[:, :-1].contiguous(), pair[:, 1:].contiguous()
+
+    def _starts(self, positions: range) -> npt.NDArray[np.int64]:
+        """The offsets of the sequences at `positions` of the endless row of sequences."""
+        count, seed = self.sequences, self._seed
+        rows = [p % count if seed is None else _permutation(seed, p // count, count)[p % count] for p in positions]
+        return np.array(rows, dtype=np.int64) * self.context
+
+
+class RandomBatches(Batches):
+    """Micro-batches of sequences at random offsets, each a function of the seed and of its position in the run."""
+
+    def __init__(self, tokens: Tokens, context: int, batch: int, seed: int, share: tuple[int, int] = (0, 1)) -> None:
+        super().__init__(tokens, context, batch, seed, share)
+        self._key = np.array([seed, 0], dtype=np.uint64)
+
+    def _starts(self, positions: range) -> npt.NDArray[np.int64]:
+        # Philox makes four numbers of 64 bits from each value of its counter; a sequence takes the first of them.
+        drawn = np.random.Philox(key=self._key, counter=positions.start).random_raw(4 * len(positions))[::4]
+        return (drawn % np.uint64(len(self._tokens) - self.context)).astype(np.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, count: int) -> npt.NDArray[np.int64]:
+    # Sorting raw output: numpy keeps the bits of Philox from release to release, but not what permutation() makes of
+    # them, and a resumed run must go on in the same order.
+    key = np.array([seed, epoch], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")

@@ -18,13 +18,11 @@ from octavo.nn.fused_loss import HeadRecipe, LossHead, find_loss, join_loss, sep
 from octavo.nn.fused_modules import (
     SILU,
     DecoderLayer,
-    FusedMLP,
+    FusedModule,
     NormLinear,
     SwiGLU,
-    fusable_layers,
     fuse_blocks,
     mark_saved_inputs,
-    read_norm,
 )
 from octavo.nn.linear import (
     Conv1D,
@@ -133,7 +131,8 @@ def convert(
     check_initialized(model)
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
-    separate_loss(model)
+    if any(isinstance(module, LossHead) for module in model.modules()):
+        separate_loss(model)
     loss = find_loss(model) if fuse_loss else None
     candidates = Candidates.of(model, skip)
     if device is None and candidates.weight.is_meta:
@@ -194,12 +193,11 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
     """The names of the modules that run several layers in one pass, and a description of each."""
     fused = {}
     for name, module in model.named_modules():
-        if isinstance(module, NormLinear) and fusable_layers(module.linears) and read_norm(module.norm):
-            fused[name] = f"{type(module.norm).__name__} + {module.extra_repr()}"
-        elif isinstance(module, FusedMLP) and fusable_layers((*module.inner, module.outer)):
-            fused[name] = f"{module.activation} MLP"
-        elif isinstance(module, LossHead):
+        if isinstance(module, LossHead):
             fused[name] = f"head + loss, {module.options[2]}"
+        elif isinstance(module, FusedModule) and module.cached_weights() is not None:
+            of_norm = f"{type(module.norm).__name__} + {module.extra_repr()}" if isinstance(module, NormLinear) else ""
+            fused[name] = of_norm or f"{module.activation} MLP"
     return fused
 
 

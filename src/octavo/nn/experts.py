@@ -198,7 +198,7 @@ class _Experts(torch.autograd.Function):
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
         dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
         m_n, m_h, expert = scale_mantissa(s_n), scale_mantissa(s_h), groups.expert
-        factor, folded = weight.float().view(-1, 1)[slot], s_out.squeeze(2)
+        factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
         g = ops.gather_quantize(
             dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
         )  # fmt: skip
@@ -341,7 +341,7 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 #     dx[M,K]   = g_q[M,N]   @ wT_q[e,K,N]^T  * (s_g[M] / m[M])
 #     dw[e,N,K] = h_q[N,M_e] @ xT_q[K,M_e]^T  * (c_max[e] / s_w[e,N])
 #
-# The GPU's GEMM of dw takes groups in positive multiples of 16 rows. Only its two operands need that, and the kernel
+# The GPU's GEMM of dw takes groups in positive multiples of 128 rows. Only its two operands need that, and the kernel
 # that transposes them writes the columns of each group to their place, with zeros behind them. So groups of any size
 # run, and no tensor is copied. The gradient of an expert without rows is zero.
 

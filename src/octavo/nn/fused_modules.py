@@ -42,7 +42,29 @@ LONGEST_NORM = 16384  # elements of a row: beyond, the registers of the fused no
 LONGEST_TRAINED_LAYER_NORM = 8192  # the backward pass holds the gradient of the bias too
 
 
-class NormLinear(nn.Module):
+class FusedModule(nn.Module):
+    """Base of the modules that run several linear layers in one pass, where that is possible."""
+
+    weight_cache: WeightCache  # of the quantized weights of `inner`
+    observer: Observer | None = None  # of `inner`
+
+    @property
+    def inner(self) -> Sequence[Any]:
+        """The layers that read the input, and run as one GEMM."""
+        raise NotImplementedError
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """All layers that run in the pass."""
+        return self.inner
+
+    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
+        """The stacked layers and their cast, where they are fused."""
+        fusable = fusable_layers(self.layers)
+        return None if fusable is None else (fusable.linears[: len(self.inner)], fusable.recipe.w)
+
+
+class NormLinear(FusedModule):
     """y_i = linear_i(norm(x + residual)).
 
     Args:
@@ -53,7 +75,6 @@ class NormLinear(nn.Module):
     """
 
     owner: nn.Module
-    observer: Observer | None = None
 
     def __init__(self, owner: nn.Module, norm: str, *linears: str) -> None:
         super().__init__()
@@ -66,7 +87,7 @@ class NormLinear(nn.Module):
         return find(self.owner, self.names[0])
 
     @property
-    def linears(self) -> list[nn.Module]:
+    def inner(self) -> list[nn.Module]:
         return [find(self.owner, name) for name in self.names[1:]]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -74,13 +95,13 @@ class NormLinear(nn.Module):
         outputs = self.fused(x, residual)
         if outputs is not None:
             return outputs
-        exchange, total = exchange_of(self, self.linears), x if residual is None else x + residual
+        exchange, total = exchange_of(self, self.inner), x if residual is None else x + residual
         n = exchange.input(self.norm, total)
-        return tuple(exchange.run(linear, n) for linear in self.linears), total
+        return tuple(exchange.run(linear, n) for linear in self.inner), total
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
-        exchange, layers, norm = exchange_of(self, self.linears), fusable_layers(self.linears), read_norm(self.norm)
+        exchange, layers, norm = exchange_of(self, self.inner), fusable_layers(self.inner), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0 or not layers.take(norm, x):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
@@ -90,9 +111,7 @@ class NormLinear(nn.Module):
         return tuple(exchange.output(part, x) for part in parts), total
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
-        """The stacked layers and their cast, where they are fused."""
-        layers = fusable_layers(self.linears)
-        return None if layers is None or read_norm(self.norm) is None else (layers.linears, layers.recipe.w)
+        return None if read_norm(self.norm) is None else super().cached_weights()
 
     def extra_repr(self) -> str:
         norm, *linears = (".".join(name) for name in self.names)
@@ -152,8 +171,7 @@ def is_fusable(cls: str, ending: str) -> bool:
 
 def exchange_of(module: nn.Module, linears: Sequence[nn.Module]) -> Exchange:
     """The exchange of the layers that read the input of `module`."""
-    way: Any = parallel_of(linears)
-    exchange: Exchange = ALONE if way is None else way
+    exchange: Exchange = parallel_of(linears) or ALONE
     exchange.check(module)
     return exchange
 
@@ -196,16 +214,14 @@ def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
 # and the residual stream around it are computed in the same pass where they are given.
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(FusedModule):
     """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU`, `GELU` and `GEGLU`."""
 
     activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
-    weight_cache: WeightCache
-    observer: Observer | None = None  # of the inner layers
 
     @property
-    def inner(self) -> tuple[nn.Linear, ...]:
-        raise NotImplementedError
+    def layers(self) -> Sequence[Any]:
+        return *self.inner, self.outer
 
     @property
     def outer(self) -> nn.Linear:
@@ -233,7 +249,7 @@ class FusedMLP(nn.Module):
 
     def run(self, x: Tensor, norm: nn.Module | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """y and x + residual, in one pass where that is possible."""
-        exchange, layers = exchange_of(self, self.inner), fusable_layers((*self.inner, self.outer))
+        exchange, layers = exchange_of(self, self.inner), fusable_layers(self.layers)
         known_norm = None if norm is None else read_norm(norm)
         unknown = norm is not None and known_norm is None
         if layers is None or x.numel() == 0 or unknown or not layers.take(known_norm, x):
@@ -248,11 +264,6 @@ class FusedMLP(nn.Module):
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
         pairs = layers.pair(x, slice(-1)), layers.pair(x, slice(-1, None))
         return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges, pairs)
-
-    def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
-        """The stacked inner layers and their cast, where they are fused."""
-        layers = fusable_layers((*self.inner, self.outer))
-        return None if layers is None else (layers.linears[:-1], layers.recipe.w)
 
 
 class SwiGLU(FusedMLP):
@@ -385,7 +396,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
         attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
-        if parallel_of(qkv.linears) is not None:  # transformers' own code takes the part of a sequence for all of it
+        if parallel_of(qkv.inner) is not None:  # transformers' own code takes the part of a sequence for all of it
             fused = qkv(hidden_states)
         else:
             fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
@@ -393,9 +404,7 @@ class DecoderLayer(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = fused[0]
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
-        projections = PrecomputedProjections(
-            hidden_states, qkv.linears, (q, k, v.contiguous() if v.requires_grad else v)
-        )
+        projections = PrecomputedProjections(hidden_states, qkv.inner, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = attend(hidden_states=projections, **kwargs)
         if isinstance(mlp, FusedMLP):
             return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)
@@ -443,7 +452,7 @@ class VisionBlock(nn.Module):
         fused = None if watched(attend) or watched(child(self, "mlp")) else qkv.fused(x)
         if fused is None:
             return super().forward(x, *args, **kwargs)
-        attention = attend(PrecomputedProjections(x, qkv.linears, fused[0]), *args, **kwargs)
+        attention = attend(PrecomputedProjections(x, qkv.inner, fused[0]), *args, **kwargs)
         attention = self.drop_path1(self.ls1(attention))
         y, total = child(self, "fused_mlp").run(x, child(self, "norm2"), attention)
         return total + self.drop_path2(self.ls2(y))
@@ -526,7 +535,7 @@ def _attend(
         total = x if residual is None else x + residual
         return attention(projections.norm(total), **kwargs), total
     outputs, total = fused
-    return attention(PrecomputedProjections(total, projections.linears, outputs), **kwargs), total
+    return attention(PrecomputedProjections(total, projections.inner, outputs), **kwargs), total
 
 
 def fuse_blocks(model: nn.Module) -> None:

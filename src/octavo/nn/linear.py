@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +23,7 @@ from octavo.nn.module_tools import (
     unsupported,
 )
 from octavo.nn.observer import Observer, observer_of
-from octavo.nn.parallel_weights import GatheredWeight, Parallel, ParallelLinear, local_part
+from octavo.nn.parallel_weights import GatheredWeight, ParallelLinear, local_part
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
@@ -31,6 +32,7 @@ from octavo.recipe import Recipe, RecipeName
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
 
+@dataclass(eq=False)
 class WeightCache:
     """A cache for the quantized weights of one layer, or of several that are stacked along their rows.
 
@@ -41,12 +43,11 @@ class WeightCache:
         amax: [1, 1], the amax of this rank's part of the gathered weight, where a history records it.
     """
 
-    def __init__(self) -> None:
-        self.q: QTensor | None = None
-        self.gathered: QTensor | None = None
-        self.amax: Tensor | None = None
-        self.cast_weights: list[Tensor] = []
-        self.key: tuple[Any, ...] = ()
+    q: QTensor | None = None
+    gathered: QTensor | None = None
+    amax: Tensor | None = None
+    cast_weights: list[Tensor] = field(default_factory=list)
+    key: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as an empty cache: no block of `cast_once` refreshes the copy of a model."""
@@ -183,7 +184,7 @@ class Linear(RecipeLayer, nn.Linear):
         torch.Size([8, 64])
     """
 
-    parallel: Parallel | None = None  # set where each rank has a part of the layer
+    parallel: Any = None  # a `ParallelLayer`, where each rank has a part of the layer
 
     def __init__(
         self,
@@ -202,7 +203,7 @@ class Linear(RecipeLayer, nn.Linear):
         if isinstance(x, PrecomputedProjections):
             return x.output_of(self)
         if self.parallel is not None:
-            return self.parallel.linear(self, x)
+            return self.parallel.linear(self, x)  # type: ignore[no-any-return]
         check_input(self, x)
         cached = None if x.numel() == 0 else self.quantized_weight(self.weight)
         return self.compute(x, self.weight, self.bias, cached)

@@ -7,7 +7,6 @@ nothing is recorded, and compiled code has no trace of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,38 +16,36 @@ from octavo.nn.delayed import ScaleHistory
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
-from octavo.observation.operand_statistics import BRIEF_WIDTH, WIDTH, clear, clear_statistics
+from octavo.observation.operand_statistics import HEAD, WIDTH, clear
 from octavo.observation.operands import observe, observe_experts
 
 
 class Observer:
     """Statistics of the operands of one GEMM with n stacked layers: x, n of w, and n of dy.
 
-    They are float64, [1 + n, WIDTH + BRIEF_WIDTH] of x and w (`forward`), and [n, ...] of dy (`backward`). A copy of a
-    model, and a file that one is pickled to, have None in the observer's place.
+    They are float64, [1 + n, WIDTH] of x and w (`forward`), and [n, WIDTH] of dy (`backward`). A copy of a model, and a
+    file that one is pickled to, have None in the observer's place.
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        stats = torch.empty(1 + 2 * layers, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=device)
-        clear_statistics(stats)
         # Two tensors: compiled code saves the second for the backward pass, before which another forward pass may come.
-        self.forward, self.backward = stats[: 1 + layers].clone(), stats[1 + layers :].clone()
+        empty = (torch.empty(rows, WIDTH, dtype=torch.float64, device=device) for rows in (1 + layers, layers))
+        self.forward, self.backward = map(clear, empty)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
 class ExpertObserver(Observer):
-    """Statistics of the operands of a grouped GEMM: those of one layer, and for each expert (`observe_experts`).
+    """Statistics of the operands of a grouped GEMM, of each expert: `experts` [E, HEAD], float64, of x, w and dy.
 
-    `sums` are of x [E, 3], of w and dy [E, 2]; `brief` of each operand [E, BRIEF_WIDTH]; all float64.
+    Of all experts together, `forward` and `backward` have the histogram, and whether the operand was computed again.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:
         super().__init__(1, device)
-        widths, zeros = {"x": 3, "w": 2, "dy": 2}, partial(torch.zeros, dtype=torch.float64, device=device)
-        self.sums = {name: zeros(experts, width) for name, width in widths.items()}
-        self.brief = {name: clear(zeros(experts, BRIEF_WIDTH)) for name in widths}
+        empty = {name: torch.empty(experts, HEAD, dtype=torch.float64, device=device) for name in ("x", "w", "dy")}
+        self.experts = {name: clear(table) for name, table in empty.items()}
 
 
 def expert_observer(module: Any, leaf: str) -> ExpertObserver | None:
@@ -69,10 +66,10 @@ def observe_group(
 ) -> None:
     """Record the operand "x", "w" or "dy" of a grouped GEMM, as `octavo.observation.operands.observe_experts` does."""
     if isinstance(observer, ExpertObserver):
-        stats = observer.backward[0] if operand == "dy" else observer.forward[("x", "w").index(operand)]
+        of_all, slot = (observer.backward, 0) if operand == "dy" else (observer.forward, ("x", "w").index(operand))
         data, scale = (t.flatten(0, 1) if q.data.ndim == 3 else t for t in (q.data, q.scale))
-        sums, brief = observer.sums[operand], observer.brief[operand]
-        observe_experts(stats, sums, brief, kind, source, offsets, data, scale, cast.spec, **factors)
+        stats, table = of_all[slot : slot + 1], observer.experts[operand]
+        observe_experts(stats, table, kind, source, offsets, data, scale, cast.spec, **factors)
 
 
 def observer_of(module: Any) -> Observer | None:

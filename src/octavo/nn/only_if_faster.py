@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from octavo.nn.conversion_report import ForwardPass, Row
 from octavo.nn.delayed import update_scales
-from octavo.nn.fused_modules import FusedMLP, NormLinear
+from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import Linear, RecipeLayer, convert_layer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
@@ -41,10 +41,9 @@ def gemm_shapes(model: nn.Module, rows: Sequence[Row], recipe: Recipe, tokens: M
     shapes = {name: (tokens[name], row.shape[1], row.shape[0]) for name, row in converted.items()}
     layers = {id(module): name for name, module in model.named_modules() if name in converted}
     for module in model.modules() if recipe.fusable else ():
-        if isinstance(module, NormLinear | FusedMLP):
-            fused = module.linears if isinstance(module, NormLinear) else module.inner
-            stack = [converted[layers[id(layer)]] for layer in fused if id(layer) in layers]
-            if len(stack) == len(fused):
+        if isinstance(module, FusedModule):
+            stack = [converted[layers[id(layer)]] for layer in module.inner if id(layer) in layers]
+            if len(stack) == len(module.inner):
                 width = sum(row.shape[0] for row in stack)
                 shapes.update({row.name: (tokens[row.name], row.shape[1], width) for row in stack})
     return shapes

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from octavo.nn.module_tools import PrecomputedProjections
 from octavo.numerics.formats import format_of
-from octavo.numerics.qtensor import Cast, QTensor, parse_granularity
+from octavo.numerics.qtensor import QTensor, parse_granularity
 
 
 def local_part(t: Any) -> Tensor:
@@ -103,27 +103,17 @@ class _Dequantize(torch.autograd.Function):
 # together with the other ranks, before and after `octavo.convert`. This module is all that layers know of other ranks.
 
 
-class Parallel(Protocol):
-    """The computation of a layer of which each rank has a part: an `octavo.nn.fused.Exchange`, with these two."""
-
-    def linear(self, layer: Any, x: Tensor) -> Tensor:
-        """The output of `layer`, an `nn.Linear`, converted or not."""
-
-    def quantize(self, stacks: Sequence[tuple[Sequence[nn.Linear], Cast]]) -> list[QTensor]:
-        """This rank's parts of the weights of each stack of parallel layers, by a cast of row scales."""
-
-
 class ParallelLinear(nn.Linear):
     """An `nn.Linear` of which each rank has a part, not converted."""
 
-    parallel: Parallel
+    parallel: Any  # an `octavo.distributed.parallel_layers.ParallelLayer`
 
     def forward(self, x: Tensor | PrecomputedProjections) -> Tensor:
         return x.output_of(self) if isinstance(x, PrecomputedProjections) else self.parallel.linear(self, x)
 
 
-def parallel_of(layers: Sequence[nn.Module]) -> Parallel | None:
-    """The computation of layers that share an input; None for layers that each rank has whole."""
+def parallel_of(layers: Sequence[nn.Module]) -> Any:
+    """The `ParallelLayer` of layers that share an input; None for layers that each rank has whole."""
     ways = {layer.__dict__.get("parallel") for layer in layers}
     if len(ways) > 1:
         raise ValueError(

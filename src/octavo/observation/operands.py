@@ -1,7 +1,8 @@
-"""Adding the statistics of a GEMM's operand to a buffer, in the steps that are sampled.
+"""Sampling a GEMM's operand, in the steps that have a sample.
 
 Rows are read, not the whole operand: one out of each of as many equal parts as there are rows to sample. Scales are all
-read.
+read. The rows are copied, and their statistics computed at the end of the step
+(`octavo.observation.operand_statistics`).
 
 The numbers of a fused pass (the output of a norm, of an activation, and the gradient of its input) exist as bytes only.
 Here they are computed again for the sampled rows, from the inputs of the pass.
@@ -10,147 +11,34 @@ Nothing here waits for the device. While a CUDA graph is captured, nothing is re
 each step.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
-from typing import Any, ClassVar, ParamSpec, Self
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.numerics.formats import widen
 from octavo.numerics.qtensor import Cast, parse_cast
-from octavo.numerics.scaling import SMALLEST_SCALE, scale_exponent
+from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.observation.operand_statistics import (
-    BRIEF_MAXIMA,
-    BRIEF_SUMS,
-    BRIEF_WIDTH,
     FIELD,
-    ROWS,
-    WIDTH,
-    BriefStore,
+    HEAD,
     Found,
-    Operand,
     Rows,
+    Store,
     add_statistics,
-    combine,
-    numbers_of,
-    row_statistics,
+    clear,
+    constant,
     sampled_rows,
-    scale_statistics,
-    statistics,
-    tensor_statistics,
 )
 from octavo.ops.permutation import group_of_rows, group_shifts
 from octavo.ops.registration import OPERATIONS
-
-# ---- The quantized form of an operand of which some rows are sampled: its errors, and the range of its scales.
-
-
-@dataclass(frozen=True)
-class QuantizedOperand:
-    """The bytes and scales of an operand [M, K], of which the rows `index` are sampled.
-
-    x ≈ numbers * scale / (row_scale * column_scale): the factors were multiplied into x before it was quantized, and
-    are taken out of the scales.
-    """
-
-    data: Tensor
-    scale: Tensor
-    cast: Cast
-    amax: Tensor | None = None  # [1, 1], where the scales were known before
-    row_scale: Tensor | None = None  # [M, 1]
-    shift_scale: Tensor | None = None  # [M, 1]: the exponents of c = 2^e * s_g take bytes from h
-    index: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-
-    def cut(self, rows: slice, count: int) -> Self:
-        """One of several stacked weights, which have row scales: that of `rows`, of which `count` are sampled."""
-        index = sampled_rows(rows.stop - rows.start, count, self.data.device)
-        if self.data.shape[0] == rows.stop - rows.start:
-            return replace(self, index=index)
-        return replace(self, data=self.data[rows], scale=self.scale[rows], index=index)
-
-    def rows(self, x: Tensor | None, columns: slice = slice(None), column_scale: Tensor | None = None) -> Rows:
-        """The sampled rows x = operand[index, columns], with their numbers and scales."""
-        scale = self._scale if column_scale is None else self._scale / column_scale
-        return Rows(x, self.numbers(columns), scale, None if self.shift_scale is None else self._least)
-
-    def of_scales(self, column_scale: Tensor | None = None) -> Found:
-        """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""
-        found = self._of_scales
-        if column_scale is not None:  # it was multiplied in before
-            scale, smallest = found["scale"] / column_scale.amin(), found["minus_smallest_scale"] / column_scale.amax()
-            found = found | {"scale": scale, "minus_smallest_scale": smallest}
-        if self.amax is not None:
-            expected = self.scale * self.cast.fmt.max
-            return found | {"all_amax": self.amax.amax(), "minus_gap": torch.log2(self.amax / expected).amax()}
-        if self.cast.scale == "fp32" and column_scale is None and self.row_scale is None:
-            scale = found["scale"]
-            return found | {"all_amax": torch.where(scale > SMALLEST_SCALE, scale * self.cast.fmt.max, 0)}
-        return found
-
-    def brief(self, x: Tensor | None, columns: slice) -> Operand:
-        """The rows x = operand[index, columns] in a brief sample. The fate of bytes alone is unknown."""
-        numbers = self.numbers(columns, torch.bfloat16)
-        return Operand(
-            self.numbers() * self._scale if x is None else x.contiguous(),
-            None if x is None else numbers,
-            self._largest_scale,
-            self.cast.fmt.max,
-            scaled_by_amax=self.amax is None and self.cast.scale == "fp32" and self.row_scale is None,
-            known=self._known,
-            shifted=None if self.shift_scale is None else numbers / self._least,
-        )
-
-    @cached_property
-    def _largest_scale(self) -> Tensor:
-        return self.scale.float().amax()
-
-    @cached_property
-    def _known(self) -> Tensor | None:
-        """A copy: the history begins a new step before the numbers are computed."""
-        return None if self.amax is None else self.amax.float().amax()
-
-    def numbers(self, columns: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
-        """Those of the bytes of the sampled rows."""
-        return numbers_of(self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype), dtype)
-
-    @cached_property
-    def unfolded(self) -> Tensor:
-        """The scales without the factor of the rows."""
-        return self.scale if self.row_scale is None else self.scale / self.row_scale
-
-    @cached_property
-    def _of_scales(self) -> Found:
-        return scale_statistics(self.unfolded)
-
-    @cached_property
-    def _scale(self) -> Tensor:
-        """That of the sampled rows, float32, which broadcasts against them."""
-        scale, by = self.scale.float(), self.cast.granularity
-        if by.rows is not None:
-            scale = scale[self.index if by.rows == 1 else self.index // by.rows]
-            if by.cols is not None:
-                scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
-        return scale if self.row_scale is None else scale / self.row_scale[self.index]
-
-    @cached_property
-    def _least(self) -> Tensor:
-        """The numbers [R, 1] of g, in the sampled rows, up to which the shift for dw makes zero of numbers.
-
-        The shift of a row is log2(the largest c / its c), where c = 2^e * s_g has the exponents of both scales.
-        """
-        assert self.shift_scale is not None
-        bits = (self.scale.view(torch.int32), self.shift_scale.view(torch.int32))
-        exponent = (bits[0] >> 23) + (bits[1] >> 23)  # of positive normal numbers
-        shift = (exponent.amax() - exponent[self.index]).clamp(max=100).float()
-        return torch.exp2(shift) * (self.cast.fmt.smallest_subnormal / 2)  # a tie rounds to zero
-
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.
 #
@@ -161,29 +49,24 @@ class QuantizedOperand:
 P = ParamSpec("P")
 
 
+BRIEF = -1
+
+
 class Sampling:
-    """The samples that are taken now, by any watch of the process."""
+    """The sample that is taken now, for any watch of the process."""
 
     active = False
-    full = 0  # rows of each operand in a full sample; 0: none
-    brief = False
-    _requests: ClassVar[dict[int, tuple[int, bool]]] = {}
+    full = 0  # rows of each operand in a full sample; 0: the sample is brief
+    _requests: ClassVar[dict[int, int]] = {}
 
     @classmethod
-    def request(cls, watch: object, rows: int, *, brief: bool = False) -> None:
-        """Record a full sample of `rows` rows of each operand, a brief one, or both, from now on; 0 and False: none."""
+    def request(cls, watch: object, rows: int) -> None:
+        """Take a full sample of `rows` rows of each operand, or a brief one (`BRIEF`), from now on; 0: none."""
         cls._requests.pop(id(watch), None)
-        if rows or brief:
-            cls._requests[id(watch)] = rows, brief
-        cls.full = max((rows for rows, _ in cls._requests.values()), default=0)
-        cls.brief = any(brief for _, brief in cls._requests.values())
+        if rows:
+            cls._requests[id(watch)] = rows
+        cls.full = max(0, *cls._requests.values()) if cls._requests else 0
         cls.active = bool(cls._requests)
-
-
-def is_recomputed(kind: str) -> bool:
-    """True for an operand of a forward pass within a backward pass, as activation checkpointing runs it."""
-    of_backward = kind == "dy" or kind.endswith("_gradient")
-    return not of_backward and torch._C._current_graph_task_id() != -1
 
 
 def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -220,7 +103,129 @@ def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P
 _LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-# ---- Adding the statistics of a GEMM's operand to a buffer, in the steps that are sampled.
+# ---- The quantized form of an operand of which some rows are sampled: its errors, and the range of its scales.
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """The bytes and scales of an operand [M, K], of which the rows `index` are sampled.
+
+    x ≈ numbers * scale / (row_scale * column_scale): the factors were multiplied into x before it was quantized, and
+    are taken out of the scales. The operand of a grouped GEMM has the parts of E experts, with as many sampled rows
+    each, of which w has equal ones; otherwise E is 1.
+    """
+
+    data: Tensor
+    scale: Tensor
+    cast: Cast
+    full: bool  # the sample
+    index: Tensor  # int64 [E * R]
+    amax: Tensor | None = None  # [1, 1], where the scales were known before
+    column_scale: Tensor | None = None  # [E, K]
+    row_scale: Tensor | None = None  # [M, 1]
+    shift_scale: Tensor | None = None  # [M, 1]: the exponents of c = 2^e * s_g take bytes from h
+    sizes: Tensor | None = None  # int64 [E], the rows of each expert
+    group: Tensor | None = None  # int64 [M], the expert of each row of x or dy; E for none
+
+    def rows(self, x: Tensor | None, columns: slice = slice(None)) -> Rows:
+        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need."""
+        codes = self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype)
+        numbers = self._blocks((codes if codes.is_cuda else widen(codes)).to(torch.bfloat16))  # exact
+        scales: Any = None
+        if self.full or x is None or self.amax is not None:
+            scales = self._blocks(self._row_scales)
+            scales = scales if self.column_scale is None else scales / self.column_scale[:, None, columns]
+        scale, more = self._of_scales
+        if self.column_scale is not None and not self._has_stored_scale:  # it was multiplied in before
+            factor = self.column_scale[:, columns]
+            scale = scale / factor.amin(1)
+            if self.full:
+                more = more | {"minus_smallest_scale": more["minus_smallest_scale"] / factor.amax(1)}
+        return Rows(
+            numbers * scales if x is None else self._blocks(x).contiguous(),
+            self.full,
+            self.cast,
+            None if x is None else numbers,
+            scales,
+            None if self._shift is None else self._blocks(self._shift),
+            scale,
+            self._known,
+            self._smallest_amax,
+            more,
+        )
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
+        return rows[None] if self.sizes is None else rows.view(len(self.sizes), -1, rows.shape[1])
+
+    @property
+    def _smallest_amax(self) -> float | None:
+        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
+            return None
+        # Of an expert it is known at least whether it is zero, though its sampled rows may be.
+        return -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
+
+    @cached_property
+    def _known(self) -> Tensor | None:
+        """A copy: the history begins a new step before the numbers are computed."""
+        return None if self.amax is None else self.amax.float().amax().view(1)
+
+    @property
+    def _has_stored_scale(self) -> bool:
+        """True if the scale is the stored one, with the factors: in a brief sample, without experts."""
+        return not self.full and self.sizes is None
+
+    @cached_property
+    def _of_scales(self) -> tuple[Tensor, Found]:
+        """The largest scale [E], and other fields of all scales; without the factors of the rows."""
+        scale, count = self.scale.float(), self.scale.numel()
+        if self._has_stored_scale:
+            return scale.amax().view(1), {}
+        scale = scale if self.row_scale is None else scale / self.row_scale
+        sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes.double()
+        found = {"scales": sizes, "bad_scales": self._of_experts(scale.isnan().float(), "sum")}
+        if self.full:  # the smallest of the blocks that are not all zero; NaN compares as false
+            smallest = torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf)
+            found["minus_smallest_scale"] = self._of_experts(smallest, "amax")
+        return self._of_experts(scale.nan_to_num(-torch.inf), "amax"), found
+
+    def _of_experts(self, values: Tensor, reduction: str) -> Tensor:
+        """A number of all scales of each expert: [E]."""
+        experts = 1 if self.sizes is None else len(self.sizes)
+        if self.group is None:
+            each = values.reshape(experts, -1)
+            return each.amax(1) if reduction == "amax" else each.sum(1)
+        if reduction == "amax":
+            nothing = values.new_full((experts + 1,), -torch.inf)
+            return nothing.scatter_reduce(0, self.group, values.view(-1), "amax")[:-1]
+        return values.new_zeros(experts + 1).index_add(0, self.group, values.view(-1))[:-1]
+
+    @cached_property
+    def _row_scales(self) -> Tensor:
+        """Those of the sampled rows, which broadcast against them."""
+        scale, by = self.scale.float(), self.cast.granularity
+        if by.rows is not None:
+            scale = scale[self.index if by.rows == 1 else self.index // by.rows]
+            if by.cols is not None:
+                scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
+        return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
+
+    @cached_property
+    def _shift(self) -> Tensor | None:
+        """The powers of two, int32 [R, 1], by which the shift for dw makes the numbers of the sampled rows smaller.
+
+        That of a row is log2(the largest c of its group / its c), where c = 2^e * s_g has the exponents of both scales.
+        """
+        if self.shift_scale is None:
+            return None
+        bits = (self.scale.view(torch.int32), self.shift_scale.view(torch.int32))
+        exponent = ((bits[0] >> 23) + (bits[1] >> 23)).view(-1)  # of positive normal numbers
+        if self.group is None or self.sizes is None:
+            return (exponent.amax() - exponent[self.index]).unsqueeze(1)
+        return group_shifts(exponent, self.group, len(self.sizes))[1][self.index].unsqueeze(1)
+
+
+# ---- The operands of a GEMM of one layer, or of several layers that are stacked.
 
 
 @sampled_operation("stats")
@@ -238,7 +243,7 @@ def observe(
     row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
-    """Add the statistics of an operand to `stats` [slots, WIDTH + BRIEF_WIDTH], if this step is sampled.
+    """Add the statistics of an operand to `stats` [slots, WIDTH], if this step is sampled.
 
     In a recomputation (activation checkpointing) the operands of the forward pass are not added again. That it ran is
     recorded.
@@ -258,64 +263,61 @@ def observe(
         column_scale, row_scale: [N, 1] and [T, 1], folded into dy before it was quantized.
         shift_scale: the scale [T, 1] of x, by whose exponent the bytes of dy are shifted for dw.
     """
-    if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not _is_sampled(stats, slot, kind):
         return
-    if is_recomputed(kind):
-        stats[slot, FIELD["recomputed"]] = 1
-        return
-    quantized = None
+    q, full = None, bool(Sampling.full)
     if data is not None and scale is not None:
-        quantized = QuantizedOperand(data, scale, parse_cast(spec), amax, row_scale, shift_scale)
-    if Sampling.full:
-        for i, part in enumerate(_sampled(kind, source, sizes, quantized, Sampling.full)):
-            add_statistics(stats[slot + i], _full(*part, column_scale))
-    if Sampling.brief:
-        store = BriefStore.of(stats)
-        for i, part in enumerate(_sampled(kind, source, sizes, quantized, ROWS)):
-            if store is not None:
-                store.add(stats, slot + i, _brief(*part))
-                continue
-            row = stats[slot + i, WIDTH : WIDTH + BRIEF_WIDTH]
-            row.copy_(combine(row[None], statistics([_brief(*part)]))[0])
+        column_scale = None if column_scale is None else column_scale.t()
+        q = Quantized(data, scale, parse_cast(spec), full, _NO_ROWS, amax, column_scale, row_scale, shift_scale)
+    store = Store.of(stats)
+    for row, (x, of_rows, columns) in enumerate(_parts(kind, source, sizes, q), slot):
+        rows = Rows(x.contiguous()[None], full) if of_rows is None else of_rows.rows(x, columns)
+        if store is None:
+            add_statistics(stats[row : row + 1], rows.statistics())
+        else:
+            store.add(stats, row, rows)
 
 
-Part = tuple[Tensor | None, QuantizedOperand | None, slice]
+def _is_sampled(stats: Tensor, slot: int, kind: str) -> bool:
+    """True if an operand is to be recorded. That it was computed again is noted in its row of statistics."""
+    if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    of_backward = kind == "dy" or kind.endswith("_gradient")
+    if of_backward or torch._C._current_graph_task_id() == -1:
+        return True
+    stats[slot, FIELD["recomputed"]] = 1  # a forward pass within a backward pass, as activation checkpointing runs it
+    return False
 
 
-def _full(x: Tensor | None, q: QuantizedOperand | None, columns: slice, column_scale: Tensor | None) -> Found:
-    if q is None:
-        assert x is not None
-        return tensor_statistics(x.float())[1]
-    column = None if column_scale is None else column_scale[columns].t()
-    return row_statistics(q.rows(x, columns, column), q.of_scales(column), q.cast.fmt)[1]
+ROWS = 16  # of an operand, in a brief sample
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
-def _brief(x: Tensor | None, q: QuantizedOperand | None, columns: slice) -> Operand:
-    if q is None:
-        assert x is not None
-        return Operand(x.contiguous())
-    return q.brief(x, columns)
-
-
-def _sampled(
-    kind: str, source: Sequence[Tensor], sizes: Sequence[int], quantized: QuantizedOperand | None, rows: int
-) -> Iterator[Part]:
+def _parts(
+    kind: str, source: Sequence[Tensor], sizes: Sequence[int], q: Quantized | None
+) -> Iterator[tuple[Any, Quantized | None, slice]]:
     """The sampled rows [R, K] of an operand, None where only bytes exist; its quantized form; its columns of dy.
 
     Stacked weights, and the columns of dy that belong to them, come one by one.
     """
+    rows = Sampling.full or ROWS
     if kind not in ("w", "bytes"):
         index = sampled_rows(source[0].shape[0], rows, source[0].device)
         x = numbers_of_rows(kind, [t[index] if t.ndim == 2 else t for t in source])
-        of_rows = None if quantized is None else replace(quantized, index=index)
+        of_rows = None if q is None else replace(q, index=index)
         ends = list(accumulate(sizes or [x.shape[1]]))
         for start, end in zip([0, *ends], ends, strict=False):
             yield x[:, start:end], of_rows, slice(start, end)
         return
     start = 0
     for i, size in enumerate(sizes):
-        part = None if quantized is None else quantized.cut(slice(start, start + size), rows)
-        yield source[i][sampled_rows(size, rows, source[i].device)] if source else None, part, slice(None)
+        of_rows = None
+        if q is not None:
+            part = slice(start, start + size)
+            whole = q.data.shape[0] == size  # stacked weights have row scales
+            data, scale = (q.data, q.scale) if whole else (q.data[part], q.scale[part])
+            of_rows = replace(q, data=data, scale=scale, index=sampled_rows(size, rows, data.device))
+        yield source[i][sampled_rows(size, rows, source[i].device)] if source else None, of_rows, slice(None)
         start += size
 
 
@@ -347,20 +349,19 @@ def numbers_of_rows(kind: str, source: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.ops.aten.silu_backward(first * up, gate), first * F.silu(gate)], 1)
 
 
-# ---- The same for an operand of a grouped GEMM, whose rows belong to groups.
+# ---- The operands of a grouped GEMM, whose rows belong to experts.
 #
-# A full sample has the statistics of all sampled rows, and for each expert the sums from which its SQNR follows. A
-# brief sample has the numbers of each expert by itself.
+# The same rows serve both kinds of samples: of each expert as many, spread over its group or its matrix, and the scales
+# of all its rows. An expert with fewer than EXPERT_ROWS rows of tokens has no numbers of rows in this sample.
 
 
-ROWS_OF_EXPERT = 4
+EXPERT_ROWS = 8  # of each expert at least
 
 
-@sampled_operation("stats", "sums", "brief")
+@sampled_operation("stats", "table")
 def observe_experts(
     stats: Tensor,
-    sums: Tensor,
-    brief: Tensor,
+    table: Tensor,
     kind: str,
     source: Sequence[Tensor],
     offsets: Tensor,
@@ -373,12 +374,9 @@ def observe_experts(
     row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
-    """Add the statistics of an operand to `stats` [WIDTH + ...] and `sums`, or to `brief`, if this step is sampled.
+    """Add the statistics of each expert to `table` [E, HEAD], and the histogram of all to `stats` [1, WIDTH].
 
     Args:
-        sums: [E, 2], of the squares and of the squared errors of an expert's sampled rows; [E, 3] for x, whose first
-            column counts all its rows.
-        brief: [E, BRIEF_WIDTH], the numbers of a brief sample by expert.
         kind, source: as in `observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of tokens where
             `slot` is given.
         offsets: int32 [E], where each group of rows ends. Each expert has as many rows of w.
@@ -387,171 +385,44 @@ def observe_experts(
         factor: [M, 1], multiplied into the rows of the source.
         column_scale, row_scale, shift_scale: as in `observe`; column_scale [E, N], a line for each expert.
     """
-    if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if not _is_sampled(stats, 0, kind):
         return
-    if is_recomputed(kind):
-        stats[FIELD["recomputed"]] = 1
-        return
-    q = QuantizedOperand(data, scale, parse_cast(spec), None, row_scale, shift_scale)
-    operand = GroupedOperand(kind, source, offsets, q, slot, factor, column_scale)
-    if Sampling.full:
-        _add_full(stats, sums, operand)
-    if Sampling.brief:
-        brief.copy_(combine(brief, brief_statistics(operand, *rows_of_experts(operand))))
+    m, experts = len(data), len(offsets)
+    sizes = offsets.diff(prepend=offsets.new_zeros(1)).long()
+    group = None if kind == "w" else group_of_rows(offsets, m).long()
+    if kind == "w":
+        sizes = torch.full_like(sizes, m // experts)
+    index = rows_of_experts(sizes, m, max(EXPERT_ROWS, Sampling.full // experts))
+    x = None
+    if source:
+        first, *rest = source
+        token = index if slot is None else slot[index] // (len(slot) // len(first))
+        x = numbers_of_rows("x" if kind == "w" else kind, [first[token], *(t[index] for t in rest)])
+        x = x if factor is None else x * factor[index]
+    factors = (column_scale, row_scale, shift_scale)
+    q = Quantized(data, scale, parse_cast(spec), bool(Sampling.full), index, None, *factors, sizes, group)
+    found = q.rows(x).statistics()
+    # An expert with few rows has the numbers of its scales alone.
+    known, of_rows = (sizes >= EXPERT_ROWS).unsqueeze(1), clear(torch.empty_like(found))
+    for name in ("all_amax", "scale", "minus_smallest_scale", "scales", "bad_scales"):
+        of_rows[:, FIELD[name]] = found[:, FIELD[name]]
+    found = torch.where(known, found, of_rows)
+    add_statistics(table, found[:, :HEAD])
+    if q.full:
+        stats[0, HEAD:] += found[:, HEAD:].sum(0)
 
 
-def _add_full(stats: Tensor, sums: Tensor, operand: GroupedOperand) -> None:
-    index, q = sampled_rows(operand.rows, max(Sampling.full, ROWS_OF_EXPERT * operand.experts), stats.device), operand.q
-    rows, group = operand.sample(index)
-    x, found = row_statistics(rows, q.of_scales(operand.column_scale), q.cast.fmt)
-    add_statistics(stats, found)
-    unknown = torch.full_like(x, torch.nan, dtype=torch.float64)
-    error = unknown if rows.x is None else (x - rows.numbers * rows.scales).double()
-    squares = torch.stack([x.double().square().sum(1), error.square().sum(1)], 1)
-    sums[:, -2:].index_add_(0, group, squares)
-    if sums.shape[1] == 3:
-        sums[:, 0] += operand.sizes
-
-
-# In a brief sample so many rows of each expert are read, spread over its group, and the scales of all its rows. An
-# expert with fewer rows has no numbers in this sample.
-EXPERT_ROWS = 8
-_NOT_ZERO = torch.finfo(torch.float32).tiny
-
-
-def rows_of_experts(operand: GroupedOperand) -> tuple[Tensor, Tensor]:
-    """`EXPERT_ROWS` rows of each expert, int64 [E * EXPERT_ROWS], and whether it has so many [E].
-
-    Rows of a matrix may repeat.
-    """
-    sizes = operand.sizes.long()
-    if operand.kind == "w":
-        sizes = torch.full_like(sizes, operand.rows // operand.experts)
-    part, place = _parts(sizes.device)
-    begin, end = part * sizes[:, None] // EXPERT_ROWS, (part + 1) * sizes[:, None] // EXPERT_ROWS
-    within = begin + (place * (end - begin)).long()
+def rows_of_experts(sizes: Tensor, m: int, count: int) -> Tensor:
+    """`count` rows of each expert, int64 [E * count], of m rows in groups of `sizes`. Rows of a small group repeat."""
+    part, place = _places(count, sizes.device)
+    begin, end = part * sizes[:, None] // count, (part + 1) * sizes[:, None] // count
     first = sizes.cumsum(0) - sizes
-    known = torch.ones_like(sizes, dtype=torch.bool) if operand.kind == "w" else sizes >= EXPERT_ROWS
-    return (first[:, None] + within).clamp(max=operand.rows - 1).view(-1), known
-
-
-def brief_statistics(operand: GroupedOperand, index: Tensor, known: Tensor) -> Tensor:
-    """The `BRIEF_FIELD` of each expert, float64 [E, fields]; those of no sample where not `known`.
-
-    `index` and `known` are those of `rows_of_experts`.
-    """
-    (rows, _), experts = operand.sample(index), operand.experts
-    x = rows.numbers * rows.scales if rows.x is None else rows.x
-    x, numbers = (t.view(experts, EXPERT_ROWS, -1) for t in (x, rows.numbers))
-    scale, bad = _of_scales(operand)
-    over_rows = (1, 2)
-    codes = numbers.count_nonzero(over_rows)
-    zero = torch.zeros_like(codes)
-    lost = zero
-    if rows.least is not None:
-        lost = codes - (numbers.abs() > rows.least.view(experts, EXPERT_ROWS, 1)).sum(over_rows)
-    columns = {
-        "amax": torch.linalg.vector_norm(x, torch.inf, over_rows),
-        "all_amax": _amax_of_all_rows(operand, scale),
-        "scale": scale,
-        "minus_gap": torch.full_like(scale, -torch.inf),  # no scale was known before
-        "elements": zero + x[0].numel(),
-        "nonfinite": (x - x).sum(over_rows) + bad,
-        "x2": torch.linalg.vector_norm(x, 2, over_rows).double().square(),
-        "x4": torch.linalg.vector_norm(x.square(), 2, over_rows).double().square(),
-        "nonzero": x.count_nonzero(over_rows),
-        "codes": codes if operand.source else torch.full_like(scale, torch.nan),
-        "lost": lost,
-        "saturated": zero,
-        "scales": zero + 1,
-    }
-    maxima = torch.stack([columns[name].double() for name in BRIEF_MAXIMA], 1)
-    sums = torch.stack([columns[name].double() for name in BRIEF_SUMS], 1)
-    seen = known.unsqueeze(1)
-    return torch.cat([torch.where(seen, maxima, -torch.inf), torch.where(seen, sums, 0)], 1)
-
-
-def _of_scales(operand: GroupedOperand) -> tuple[Tensor, Tensor]:
-    """The largest scale [E] of the rows of each expert, and 0, or NaN where one is not finite."""
-    scale = operand.q.scale.view(-1)
-    if operand.kind == "w":
-        each = scale.view(operand.experts, -1)
-        return each.amax(1), (each - each).sum(1)
-    nothing = torch.full((operand.experts + 1,), -torch.inf, device=scale.device)
-    largest = nothing.scatter_reduce(0, operand.group, scale, "amax")
-    bad = torch.zeros_like(nothing).index_add(0, operand.group, scale - scale)
-    return largest[:-1], bad[:-1]
-
-
-def _amax_of_all_rows(operand: GroupedOperand, scale: Tensor) -> Tensor:
-    """The amax [E] of all rows, which the largest scale gives. Where that has other factors, only whether it is 0."""
-    q = operand.q
-    plain = q.row_scale is None and operand.column_scale is None and q.cast.scale == "fp32"
-    amax = scale * q.cast.fmt.max if plain else torch.full_like(scale, _NOT_ZERO)
-    return torch.where(scale > SMALLEST_SCALE, amax, 0)
+    return (first[:, None] + begin + (place * (end - begin)).long()).clamp(max=m - 1).view(-1)
 
 
 @lru_cache(maxsize=16)
-def _parts(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The numbers of the parts that a group is cut into, [EXPERT_ROWS], and the place of a row within each, 0 to 1."""
-    places = sampled_rows(EXPERT_ROWS << 20, EXPERT_ROWS, device).double() / (1 << 20)
-    part = torch.arange(EXPERT_ROWS, device=device)
+def _places(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers of the parts that a group is cut into, [count], and the place of a row within each, 0 to 1."""
+    places = sampled_rows(count << 20, count, device).double() / (1 << 20)
+    part = torch.arange(count, device=device)
     return part, places - part
-
-
-# ---- An operand of a grouped GEMM, of which rows are sampled: their numbers before and after quantization.
-
-
-@dataclass(frozen=True)
-class GroupedOperand:
-    """An operand; the fields are the arguments of `observe_experts`."""
-
-    kind: str
-    source: Sequence[Tensor]
-    offsets: Tensor
-    q: QuantizedOperand
-    slot: Tensor | None = None
-    factor: Tensor | None = None
-    column_scale: Tensor | None = None
-
-    @property
-    def experts(self) -> int:
-        return len(self.offsets)
-
-    @property
-    def rows(self) -> int:
-        return len(self.q.data)
-
-    @cached_property
-    def sizes(self) -> Tensor:
-        """The rows [E] of x and dy that each expert has."""
-        return self.offsets.diff(prepend=self.offsets.new_zeros(1))
-
-    @cached_property
-    def group(self) -> Tensor:
-        """int64 [M]: the expert of each row; E for a row of none."""
-        if self.kind == "w":
-            return torch.arange(self.rows, device=self.offsets.device) // (self.rows // self.experts)
-        return group_of_rows(self.offsets, self.rows).long()
-
-    def sample(self, index: Tensor) -> tuple[Rows, Tensor]:
-        """The rows `index`, int64 [R], float32, and the expert of each. Rows of no expert are zero."""
-        inside, group = (self.group[index] < self.experts).unsqueeze(1), self.group[index].clamp(max=self.experts - 1)
-        numbers = torch.where(inside, replace(self.q, index=index).numbers(), 0)  # a row of no expert has any bytes
-        unfolded = self.q.unfolded[index]
-        scales = unfolded if self.column_scale is None else unfolded / self.column_scale[group]
-        x = torch.where(inside, self._wide(index), 0).float() if self.source else None
-        return Rows(x, numbers, scales, self._least(index)), group
-
-    def _wide(self, index: Tensor) -> Tensor:
-        first, *rest = self.source
-        token = index if self.slot is None else self.slot[index] // (len(self.slot) // len(first))
-        rows = numbers_of_rows("x" if self.kind == "w" else self.kind, [first[token], *(t[index] for t in rest)])
-        return rows if self.factor is None else rows * self.factor[index]
-
-    def _least(self, index: Tensor) -> Tensor | None:
-        if self.q.shift_scale is None:
-            return None
-        exponent = (scale_exponent(self.q.shift_scale) + scale_exponent(self.q.scale)).view(-1)
-        shift = group_shifts(exponent, self.group, self.experts)[1][index].clamp(max=100).float().unsqueeze(1)
-        return torch.exp2(shift) * (self.q.cast.fmt.smallest_subnormal / 2)  # a tie rounds to 0

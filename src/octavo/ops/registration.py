@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial, wraps
 from hashlib import sha256
@@ -115,12 +115,11 @@ class Operation(Generic[Result]):
         results = self._compute(self._read(args))
         if not isinstance(results, tuple):
             return results
-        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
-        return tuple(first.new_empty(0) if result is None else result for result in results)
+        return tuple(_first(args).new_empty(0) if result is None else result for result in results)
 
     def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
-        first = given[0] if isinstance(given[0], Tensor) else given[0][0]
+        first = _first(given)
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 return self._compute(given)
@@ -148,6 +147,12 @@ class Operation(Generic[Result]):
             end = start + len(kind._fields)
             given[start:end] = [kind(*given[start:end])]
         return given
+
+
+def _first(values: Sequence[Any]) -> Tensor:
+    """The first tensor among arguments, which begin with a tensor, a list of these, or a NamedTuple."""
+    first: Tensor = values[0] if isinstance(values[0], Tensor) else values[0][0]
+    return first
 
 
 def _is_plain(values: tuple[Any, ...]) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.files import read_json
-from octavo.checkpoint.run import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
+from octavo.checkpoint.folder import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
 from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, Scheme
 from octavo.ops.dispatch import GRADIENT_TILE, Backend
 from octavo.plan.memory import Memory, plan_memory

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.report.heat_maps import check_records
 from octavo.train.run_records import SERIES, check_record, read_records, recipe_name
 from octavo.util import plural

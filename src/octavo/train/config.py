@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from octavo.checkpoint.files import replace_file
-from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
-from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, delayed, get_recipe
+from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
+from octavo.recipe import GEMMS, RECIPE_FILES, Recipe, get_recipe
 
 __all__ = ["Config", "ConfigError"]
 
@@ -472,8 +472,12 @@ def _faults(config: Config) -> Iterator[str]:
     if not built_in and "/" not in config.model and not Path(config.model).is_dir():
         hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
         yield f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}"
-    recipe = delayed() if config.recipe == "delayed" else config.recipe
-    if config.calibration and (built_in or not (isinstance(recipe, Recipe) and recipe.scales_by_history)):
+    recipe = None
+    try:
+        recipe = None if config.recipe == "auto" else get_recipe(config.recipe)
+    except ValueError as error:
+        yield str(error)
+    if config.calibration and (built_in or recipe is None or not recipe.scales_by_history):
         yield (
             "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
             f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"

@@ -1,41 +1,65 @@
-"""Finished runs of `octavo train`: opening the model and the validation text of one, and tracing its dtypes."""
+"""The models and the text that commands open: of finished runs and of folders; and the dtypes of a model."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError, read_json
-from octavo.checkpoint.run import RUN_OR_MODEL, RunFolder, check_config
+from octavo.checkpoint.folder import RUN_OR_MODEL, RunFolder, check_config
 from octavo.data import ReadReport
+from octavo.inference.kv_cache import Pairs
+from octavo.inference.opening import Loaded, open_model
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
-from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.models.tokenizer import Batches, Tokenizer, build_corpus, load_tokenizer
 from octavo.train.config import Config
-from octavo.train.loss import AUTOCAST, Batches, build_corpus, open_data
-from octavo.train.model import cast_weights, convert_model, make_meta_model, make_model, positions_of, prepare_blocks
+from octavo.train.loss import AUTOCAST
+from octavo.train.model import (
+    cast_weights,
+    convert_model,
+    make_meta_model,
+    make_model,
+    open_data,
+    positions_of,
+    prepare_blocks,
+)
 from octavo.train.saving import load_model
 from octavo.train.settings import known_vocabulary, load_config, read_settings
 from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
 
-@dataclass(frozen=True, eq=False)
-class FinishedRun:
-    """The model of a run at one step, in evaluation mode, its linear layers in the recipe that it was trained in."""
+class OpenedModel(NamedTuple):
+    """A language model in evaluation mode. `precision` is that of autocast, as training has it, and `description` the
+    folder of its config.json and tokenizer. A packed folder may have `kv_scales`, a pair for each layer."""
 
-    config: Config
-    step: int
     model: nn.Module
     tokenizer: Tokenizer
+    context: int
     device: torch.device
+    precision: str
+    description: Path
+    title: str
+    kv_scales: Pairs | None = None
 
 
-def open_run(path: Path, step: int | None = None, device: str = "auto") -> FinishedRun:
-    """The checkpoint of `step` (None: the newest) of the run in `path`. An ArtifactError if it is not whole."""
+def open_source(source: Path, step: int | None, device: str) -> OpenedModel:
+    """The model of a run, a packed folder or a Hugging Face folder."""
+    check_config(source, "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder")
+    if RunFolder(source).has_model:
+        return open_run(source, step, device)
+    if step is not None:
+        raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
+    model, tokenizer, context, kv_scales = open_model(source, device)
+    return OpenedModel(model, tokenizer, context, choose_device(device), "fp32", source, str(source), kv_scales)
+
+
+def open_run(path: Path, step: int | None = None, device: str = "auto") -> OpenedModel:
+    """The checkpoint of `step` (None: the newest) of the run in `path`, in the recipe that it was trained in. An
+    ArtifactError if it is not whole."""
     run, place = RunFolder(path), choose_device(device)
     checkpoint = run.chosen(step)
     config = read_settings(run)
@@ -45,17 +69,21 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Finis
     step = run.step_of(checkpoint)
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))
     load_model(checkpoint, model)
-    return FinishedRun(config, step, model.eval(), tokenizer, place)
+    title = f"{path}, step {step}, {config.recipe}"
+    return OpenedModel(model.eval(), tokenizer, config.context, place, config.precision, run.model, title)
 
 
-def held_out(path: Path, tokenizer: Tokenizer) -> tuple[Batches, ReadReport]:
-    """The validation batches of the run in the folder `path`, and the report of reading its text."""
+def held_out(path: Path, opened: OpenedModel | Loaded) -> tuple[Batches, int, ReadReport]:
+    """The batches on which the run in `path` evaluates, for another model, how many it takes, and what was read."""
     run = RunFolder(path)
-    run.check()
+    if not run.has_model:
+        raise ValueError(f"{path} is no run of octavo train, so no text was held out: give --data, or --held-out RUN")
     config = read_settings(run)
+    if config.context > opened.context:
+        raise ValueError(f"the run {path} has sequences of {config.context} tokens, the model sees {opened.context}")
     _, reading = open_data(config, run.model)
-    corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
-    return Batches(corpus.validation, config.context, config.batch, None), reading.report
+    corpus = build_corpus(reading.texts, opened.tokenizer, config.context, config.validation_fraction)
+    return Batches(corpus.validation, config.context, config.batch, None), config.evaluate_batches, reading.report
 
 
 # ---- The dtype flow of a language model that is described by settings, a run, or a Hugging Face folder.
@@ -94,12 +122,7 @@ def _read(source: Path, changes: dict[str, Any]) -> tuple[Config, Path]:
     if source.is_dir() and RunFolder(source).has_model:
         return read_settings(RunFolder(source)).change(**changes), RunFolder(source).model
     folder = source.parent if source.name == "config.json" else source
-    described = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if described.get("quantization_config"):
-        raise ArtifactError(
-            f"{folder} is quantized: give the model that it was made from, which a training starts with"
-        )
-    if "model_type" in described:
+    if (folder / "config.json").is_file() and "model_type" in read_json(folder / "config.json"):
         context = min(positions_of(folder), _LONGEST)
         return Config().change(**{"model": str(folder), "batch": 1, "context": context} | changes), nowhere
     if source.is_dir():

@@ -14,11 +14,9 @@ runs; a single process is then a mesh of one.
 """
 
 import dataclasses
-import json
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -35,21 +33,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.inputs import token_embedding
-from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
+from octavo.hf.meta_model import (
+    DESCRIPTION,
+    check_counts,
+    check_unpacked,
+    compute_buffers,
+    is_causal,
+    quiet_transformers,
+)
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
-from octavo.models.decoder import Decoder, is_causal
-from octavo.models.tokenizer import Tokenizer
+from octavo.models.decoder import Decoder
+from octavo.models.tokenizer import (
+    BpeTokenizer,
+    ByteTokenizer,
+    CharacterTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from octavo.nn import Conversion, convert, use_fp8_attention
+from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
-from octavo.train.loss import Loss, make_loss
+from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
-from octavo.util import import_extra, open_config, open_local, reading
+from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
 
 def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
@@ -118,6 +131,19 @@ def chosen_recipe(config: Config, device: torch.device) -> Recipe:
     return choose_recipe(config.recipe, device).in_bf16(*config.bf16_gemms)
 
 
+def make_loss(config: Config, model: nn.Module) -> Loss:
+    """The loss that the settings choose. Call it before the model is converted, sharded or compiled."""
+    widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
+    if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
+        return ChunkedLoss(head, config.loss.chunk)
+    if config.loss.logits != "chunked":
+        return whole_loss
+    raise ConfigError(
+        "loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias, scaled or "
+        f"capped; {type(model).__name__} computes them in another way: choose auto or whole"
+    )
+
+
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
     """Raise a ConfigError if one of `parts` of weights, gradients and moments exceeds the memory of `device`."""
     if config.model not in BUILT_IN_MODELS:
@@ -151,27 +177,31 @@ def _count_parameters(config: ModelConfig) -> int | None:
     return counts[0] + (config.layers - 1) * (counts[1] - counts[0])
 
 
-def check_vocabulary(model: nn.Module, highest: int) -> None:
+def check_vocabulary(model: Any, highest: int) -> None:
     """Raise a ConfigError unless the model has an embedding for the token `highest`."""
-    embedding = token_embedding(model)
-    if embedding is not None and highest >= embedding.num_embeddings:
+    embedding = model.embedding if isinstance(model, Decoder) else model.get_input_embeddings()
+    if highest >= embedding.num_embeddings:
         raise ConfigError(
             f"the model's embedding has {embedding.num_embeddings} rows, but its tokenizer makes token {highest}: "
             "give the folder the tokenizer that belongs to the model"
         )
 
 
-def save_description(model: nn.Module, tokenizer: Tokenizer, config: Config, folder: Path) -> None:
-    """Write config.json, in Hugging Face's terms, and the tokenizer to `folder`."""
-    folder.mkdir(parents=True)
-    if config.model in BUILT_IN_MODELS:
-        described: Any = model.config
-        (folder / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
-        tokenizer.save(folder)
-        return
-    for path in sorted(Path(config.model).iterdir()):  # all but the weights
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
-            shutil.copy(path, folder / path.name)
+def open_data(config: Config, saved: Path) -> tuple[Tokenizer, Reading]:
+    """The tokenizer of a new run, or the one that a resumed run has `saved`, and the texts that `config` names."""
+    opened: Tokenizer | None = None
+    if config.tokenizer.startswith("hf:") and not saved.exists():
+        opened = HuggingFaceTokenizer.from_hub(config.tokenizer.removeprefix("hf:"))
+    elif config.tokenizer.startswith("hf:") or config.model not in BUILT_IN_MODELS:
+        opened = HuggingFaceTokenizer(saved if saved.exists() else config.model)
+    elif saved.exists():
+        opened = load_tokenizer(saved)
+    reading = read_text(config.data, opened.chat if opened else None)
+    if opened is None and config.tokenizer == "bpe":
+        opened = BpeTokenizer.train(reading.texts, config.vocabulary)
+    elif opened is None:
+        opened = CharacterTokenizer.train(reading.texts) if config.tokenizer == "characters" else ByteTokenizer()
+    return opened, reading
 
 
 def _built_in(config: Config, vocabulary: int) -> ModelConfig:
@@ -248,6 +278,7 @@ def check_folder(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
+            + hub_hint(name)
         )
     described = read_json(folder / "config.json")
     if described.get("quantization_config"):
@@ -397,19 +428,14 @@ def _selective() -> Any:
 
 def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
     """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    for fault in _parallel_faults(config, degrees, device):
-        raise ConfigError(fault)
-
-
-def _parallel_faults(config: Config, degrees: Degrees, device: torch.device) -> Iterator[str]:
     if config.batch % degrees.data:
-        yield (
+        raise ConfigError(
             f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
             f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
             f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
     if degrees.processes > 1 and config.precision == "fp16":
-        yield (
+        raise ConfigError(
             f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
             "process. Use bf16"
         )
@@ -417,18 +443,20 @@ def _parallel_faults(config: Config, degrees: Degrees, device: torch.device) -> 
     if tp == 1:
         return
     if config.sample:
-        yield (
+        raise ConfigError(
             f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
             f"{config.sample} and tp {tp}: sample from the run with octavo generate"
         )
     if config.model == "mixture":
-        yield f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard"
+        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
     sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
     for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
         if getattr(config, name) % tp:
-            yield f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}"
+            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
     if config.parallel.async_tp and device.type != "cuda":
-        yield f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        raise ConfigError(
+            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        )
 
 
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:

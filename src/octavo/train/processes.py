@@ -84,12 +84,19 @@ def _join(main: Callable[[], None]) -> None:
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
     store, number, ranks = attempt_store()
     try:
-        with naming_lost_ranks(store, number, ranks):
-            dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
-            main()
-    except (ConfigError, DataError, ArtifactError, WriteError, LockedError, LostRankError, FileExistsError) as error:
+        dist.init_process_group(_backend(), store=store, rank=number, world_size=ranks)
+        main()
+    except (ConfigError, DataError, ArtifactError, WriteError, LockedError, FileExistsError) as error:
         error.__context__ = None  # no traceback: the message says what to change
         raise error.with_traceback(None) from None
+    except Exception as error:
+        if isinstance(error, dist.DistError) or "gloo/transport" in str(error):  # gloo's errors have no class
+            raise RuntimeError(
+                f"rank {number} has lost another rank, which failed (torchrun prints its error as the root cause), was "
+                "killed, or stood still for longer than the setting parallel.timeout: raise that if a step may take "
+                "longer, and start all ranks with the same command"
+            ) from error
+        raise
     dist.destroy_process_group()  # not after an error: another process may have ended, for which NCCL would wait
 
 
@@ -219,15 +226,10 @@ def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-# ---- The processes of this attempt of a job that torchrun starts again: finding them, and naming those that are lost.
+# ---- The processes of this attempt of a job that torchrun starts again find one another.
 
 
 _PATIENCE = timedelta(minutes=10)
-_GRACE = timedelta(seconds=5)  # for the other ranks, to say why they ended
-
-
-class LostRankError(RuntimeError):
-    """Another rank has ended or does not answer. The message names it."""
 
 
 def attempt_store() -> tuple[Store, int, int]:
@@ -263,41 +265,6 @@ def agree_on_name(store: Store, rank: int, ranks: int) -> str:
             raise dist.DistStoreError(f"ranks {sorted(silent)} have not come within {_PATIENCE}")
         time.sleep(0.01)
     return own
-
-
-@contextmanager
-def naming_lost_ranks(store: Store, rank: int, ranks: int) -> Iterator[None]:
-    """Tell the other ranks why this one ends, and turn an error of the network into one that names the lost rank."""
-    try:
-        yield
-    except Exception as error:
-        lost = isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo's errors have no class
-        why = "the store that the ranks share is lost: its host has ended"
-        with suppress(RuntimeError):
-            store.set(f"ended/{rank}", "" if lost else f"{type(error).__name__}: {error}")
-            why = _lost(store, rank, ranks) if lost else ""
-        if lost:
-            raise LostRankError(f"rank {rank} ends, because {why}") from error
-        raise
-
-
-def _lost(store: Store, rank: int, ranks: int) -> str:
-    """Which rank failed and how, or which ranks have not said so."""
-    silent, deadline = set(range(ranks)) - {rank}, time.monotonic() + _GRACE.total_seconds()
-    while silent and time.monotonic() < deadline:
-        for other in sorted(silent):
-            if store.check([f"ended/{other}"]):
-                silent.remove(other)
-                if why := store.get(f"ended/{other}").decode():
-                    return f"rank {other} failed: {why}"
-        time.sleep(0.01)
-    if not silent:
-        return "the network between the ranks broke"
-    numbers = f"rank {min(silent)} does" if len(silent) == 1 else f"ranks {', '.join(map(str, sorted(silent)))} do"
-    return (
-        f"{numbers} not answer. It was killed, or it stood still for longer than the setting parallel.timeout: see its "
-        "output, start all ranks with the same command, and raise the setting if a step may take longer"
-    )
 
 
 # ---- The degrees of a run: how its processes form a mesh, and what FSDP2 gathers at once.
@@ -523,39 +490,31 @@ def collect_young(step: int) -> None:
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: a terminal closes, or an ssh connection ends
 
 
-@dataclass
-class Interrupt:
-    """Holds the number of the signal that came; 0 if none came."""
-
-    number: int = 0
-
-
 def name_of(number: int) -> str | None:
     """The name of a signal by its number; None for 0."""
     return signal.Signals(number).name if number else None
 
 
 @contextmanager
-def delay_interrupts() -> Iterator[Interrupt]:
-    """Note the signals within the block instead of acting on them; give their handlers back after it.
+def delay_interrupts() -> Iterator[list[int]]:
+    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it.
 
     A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
     """
-    state = Interrupt()
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}
+    noted: list[int] = []
+    before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 
     def give_back() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        state.number = number
+        noted.append(number)
         give_back()
 
     for number in before:
         signal.signal(number, note)
     try:
-        yield state
+        yield noted
     finally:
         give_back()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
 from octavo.util import check_kinds, parse_object

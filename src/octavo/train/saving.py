@@ -36,8 +36,7 @@ from octavo.checkpoint.files import (
     model_tensors,
     read_json,
 )
-from octavo.checkpoint.folder import WriteError, remove_folder, write_error, writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, WriteError, remove_folder, write_error, writing
 from octavo.scales import load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import rank, same_outcome, world_size
@@ -208,7 +207,7 @@ def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -
 
 
 def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
-    check_match({name: spec.meta() for name, spec in reader.specs.items()}, required, where)
+    check_match(reader.specs, required, where)
 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.files import read_json
-from octavo.checkpoint.run import BUILT_IN_MODELS, RunFolder
+from octavo.checkpoint.folder import BUILT_IN_MODELS, RunFolder
 from octavo.train.config import (
     LIST,
     PRESETS,

@@ -38,8 +38,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from octavo.checkpoint.folder import writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import RunFolder, writing
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage

@@ -24,8 +24,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import remove_folder
-from octavo.checkpoint.run import Actions, Promotion, Rollback, RunFolder
+from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts

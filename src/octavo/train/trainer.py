@@ -14,13 +14,14 @@ them: it may promote layers, and take the run back to an earlier step.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,31 +32,17 @@ from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import check_links, locked_folder, writing
-from octavo.checkpoint.run import RunFolder
+from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
 from octavo.models import BUILT_IN_MODELS
-from octavo.models.tokenizer import Tokenizer
+from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
-from octavo.recipe import get_recipe
 from octavo.scales import seed_scales, update_scales
 from octavo.train.config import Config, ConfigError, write_settings
-from octavo.train.loss import (
-    Batches,
-    Corpus,
-    Loss,
-    RandomBatches,
-    autocast,
-    build_corpus,
-    mean_loss,
-    next_token_loss,
-    open_data,
-    own_random,
-    whole_loss,
-)
+from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     allow_compilations,
     check_folder,
@@ -65,8 +52,8 @@ from octavo.train.model import (
     eager,
     make_meta_model,
     make_trained_model,
+    open_data,
     positions_of,
-    save_description,
 )
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
@@ -114,7 +101,7 @@ from octavo.train.step_metrics import (
     weight_ranges,
 )
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
-from octavo.util import hub_hint, plural
+from octavo.util import plural
 from octavo.watching import Watch
 
 
@@ -127,34 +114,34 @@ class Result:
     interrupted: str | None
 
 
-class TrainingData(NamedTuple):
-    """The batches of a run, the tokenizer of its text, and the report of the text that was read."""
+class RunData(NamedTuple):
+    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
 
-    training: Batches
-    validation: Batches
     tokenizer: Tokenizer
     read: ReadReport
+    corpus: Corpus
 
 
+@dataclass(eq=False)
 class Trainer:
     """A run in progress. `state` is what a checkpoint saves; `lock` keeps other programs out of the run's folder."""
 
-    def __init__(
-        self,
-        config: Config,
-        state: TrainState,
-        data: TrainingData,
-        run: RunFolder,
-        lock: AbstractContextManager[Any],
-        console: Console,
-        loss: Loss = whole_loss,
-    ) -> None:
-        self.config, self.state, self.data, self.console = config, state, data, console
-        self.run_folder, self.lock = run, lock
-        self.model, self.loss = state.model, loss
-        self.actions, self.recent = run.read_actions(), RecentSteps()
-        self.watch: Watch | None = None
-        self.trained = [p for group in state.optimizer.param_groups for p in group["params"]]
+    config: Config
+    state: TrainState
+    loss: Loss
+    data: RunData
+    training: Batches
+    validation: Batches
+    run_folder: RunFolder
+    actions: Actions
+    lock: AbstractContextManager[Any]
+    console: Console
+    recent: RecentSteps = field(default_factory=RecentSteps)
+    watch: Watch | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.state.model
 
     @cached_property
     def delayed(self) -> bool:
@@ -173,7 +160,7 @@ class Trainer:
         with (
             self.lock,
             collect_between_steps(),
-            delay_interrupts() as stop,
+            delay_interrupts() as noted,
             Metrics(self.run_folder.metrics, resumed_at=state.step, config=config) as metrics,
             watched(config, state, self.run_folder, metrics) as self.watch,
             CheckpointWriter(self.run_folder, config.keep) as checkpoints,
@@ -191,7 +178,7 @@ class Trainer:
                 collect_young(state.step)
                 show_step(self.console, state.step, config.steps)
                 # Read once a step: what comes later in this turn is for the next.
-                number, failed = agreement.reach(stop.number, checkpoints.failed)
+                number, failed = agreement.reach(sum(noted), checkpoints.failed)
                 if failed:
                     checkpoints.wait()
                 signal = name_of(number)
@@ -226,7 +213,8 @@ class Trainer:
         state.scaler.unscale_(state.optimizer)
         if self.watch is not None:
             self.watch.read_gradients()  # before they are clipped
-        norm = clip_gradients(self.trained, config.clip or math.inf)
+        trained = (p for group in state.optimizer.param_groups for p in group["params"])
+        norm = clip_gradients(trained, config.clip or math.inf)
         scale = state.scaler.get_scale()
         norm = self.recent.update(state.optimizer, state.scaler, norm)
         state.scaler.update()
@@ -247,7 +235,7 @@ class Trainer:
         total = torch.zeros((), device=state.device)
         first = self.actions.batch(step) * config.accumulate
         for micro in range(config.accumulate):
-            loss = self._loss(*self.data.training.at(first + micro))
+            loss = self._loss(*self.training.at(first + micro))
             state.scaler.scale(loss / config.accumulate).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total / config.accumulate
@@ -256,8 +244,9 @@ class Trainer:
         """The mean loss over the first `evaluate_batches` validation batches, each taken once at most."""
         self.model.eval()
         count, precision = self.config.evaluate_batches, self.config.precision
-        batches, device = self.data.validation, self.state.device
-        loss, _ = mean_loss(self.model, batches, device, precision=precision, count=count, loss=self.loss)
+        loss, _ = mean_loss(
+            self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
+        )
         return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
@@ -306,7 +295,7 @@ class Trainer:
     def _dtypes(self) -> dict[str, str]:
         """The dtypes on one sequence, in evaluation mode, in which scale histories do not change."""
         self.model.eval()
-        inputs, targets = self.data.validation.at(0)
+        inputs, targets = self.validation.at(0)
         with eager(), own_random(self.state.device):
             return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
@@ -421,9 +410,6 @@ def settle(config: Config) -> Config:
     """The settings that a new run writes down: with absolute paths, and a context, if not given, that the model has."""
     if config.model in BUILT_IN_MODELS:
         return _absolute_paths(config)
-    if not Path(config.model).is_dir():
-        names, hint = ", ".join(BUILT_IN_MODELS), hub_hint(config.model)
-        raise ConfigError(f"model must be {names} or a local Hugging Face folder; {config.model} is none{hint}")
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
@@ -448,20 +434,20 @@ def _check_empty(run: RunFolder) -> None:
 
 
 def _describe(trainer: Trainer) -> None:
-    """Write the settings of a new run and the description of its model to the run's folder."""
-    run = trainer.run_folder
+    """Write to the run's folder its settings, and the model's config.json, in Hugging Face's terms, and tokenizer."""
+    run, config = trainer.run_folder, trainer.config
     with writing(run.path):
         run.path.mkdir(parents=True, exist_ok=True)
-        write_settings(trainer.config, run)  # first: a job that is started again knows the folder by them
-        save_description(trainer.model, trainer.data.tokenizer, trainer.config, run.model)
-
-
-class RunData(NamedTuple):
-    """The text of a run in tokens, its tokenizer, and the report of the text that was read."""
-
-    tokenizer: Tokenizer
-    read: ReadReport
-    corpus: Corpus
+        write_settings(config, run)  # first: a job that is started again knows the folder by them
+        run.model.mkdir()
+        if config.model in BUILT_IN_MODELS:
+            described: Any = trainer.model.config
+            (run.model / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
+            trainer.data.tokenizer.save(run.model)
+            return
+        for path in sorted(Path(config.model).iterdir()):  # all but the weights
+            if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
+                shutil.copy(path, run.model / path.name)
 
 
 def prepare_run(
@@ -480,8 +466,6 @@ def prepare_run(
         degrees = find_degrees(config.parallel, world_size())
         device = own_device(config.device)
         check_parallel(config, degrees, device)
-        if config.recipe != "auto":
-            get_recipe(config.recipe)
         if config.tensorboard:
             event_writer()
         if config.wandb:
@@ -489,7 +473,8 @@ def prepare_run(
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
-    tokenizer, read, corpus = read_data(config, run, console) if data is None else data
+    data = read_data(config, run, console) if data is None else data
+    vocabulary, corpus = data.tokenizer.vocabulary_size, data.corpus
     draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
     if config.batch > training.sequences:
@@ -497,19 +482,18 @@ def prepare_run(
             f"batch must be at most the {training.sequences} sequences of {config.context} tokens in the training "
             f"text, got {config.batch}: give more data, or a smaller batch with accumulate"
         )
-    batches = training, Batches(corpus.validation, config.context, config.batch, None, share)
+    validation = Batches(corpus.validation, config.context, config.batch, None, share)
     storage = torch.device("cpu") if config.optimizer.offload else device
-    check_memory(config, tokenizer.vocabulary_size, storage, degrees.dp_shard * degrees.tp)
+    check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
-            meta_model = make_meta_model(config, tokenizer.vocabulary_size, run.model)
-            open_checkpoint(checkpoint, meta_model, corpus.fingerprint)
+            open_checkpoint(checkpoint, make_meta_model(config, vocabulary, run.model), corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(group_of_one())
-    made = make_trained_model(config, tokenizer.vocabulary_size, run.model, device, degrees)
+    made = make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
-        check_vocabulary(made.model, max(each.highest for each in batches))
+        check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
         with same_outcome():
             calibration = load_calibration(config.calibration, Path(config.model))
@@ -519,7 +503,8 @@ def prepare_run(
         print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
-    return Trainer(config, state, TrainingData(*batches, tokenizer, read), run, lock, console, made.loss)
+    actions = run.read_actions()
+    return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
 
 def read_data(config: Config, run: RunFolder, console: Console) -> RunData:

@@ -24,74 +24,55 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.checkpoint.folder import WriteError
-from octavo.nn.experts import Experts
 from octavo.nn.module_tools import check_module
-from octavo.observation.operand_statistics import (
-    BRIEF_MAXIMA,
-    BRIEF_WIDTH,
-    MAXIMA,
-    WIDTH,
-    BriefStore,
-    clear,
-    clear_statistics,
-)
-from octavo.observation.operands import Sampling
+from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear
+from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
-    Table,
     alignment_records,
     combined,
+    expert_record,
     layer_records,
     operand_records,
     transfer,
 )
-from octavo.watching.storage import LIMIT, NO_EXPERTS, Event, Records, WatchedLayer, WatchWriter
+from octavo.watching.storage import EXPERTS, LIMIT, NO_EXPERTS, OPERANDS, Event, Records, WatchedLayer, WatchWriter
 from octavo.watching.watched_layers import (
     Layers,
     WeightStatistics,
-    brief_expert_records,
-    brief_tables,
-    expert_alignments,
-    expert_records,
-    expert_sums,
-    first_numbers,
-    gate_and_up,
 )
 
 CHECK_INTERVAL = 10  # steps between brief samples
 _KEPT = 16  # samples that `take` can return
 
 
-def watch(
-    model: nn.Module,
-    *,
-    folder: str | Path | None = None,
-    interval: int = 100,
-    rows: int = 64,
-    dtype: torch.dtype = torch.bfloat16,
-    limit: int = LIMIT,
-    resumed_at: int = 0,
-) -> Watch:
-    """Record how the linear layers of a converted model compute, in every `interval`-th training step.
+class Watch:
+    """Records how the linear layers of a converted model compute, in every `interval`-th training step: `octavo.watch`.
 
-    Call it after `octavo.convert` and before the first step, so that compiled code is compiled once. Call `step` after
+    Make it after `octavo.convert` and before the first step, so that compiled code is compiled once. Call `step` after
     each step of the optimizer. The numbers of the training do not change. Where the process is one of several
-    (torch.distributed), all ranks must call it, and the records are those of all ranks; rank 0 writes them.
+    (torch.distributed), all ranks must make one, and the records are those of all ranks; rank 0 writes them.
 
     Args:
         model: on its device.
         folder: of the run, made if there is none; the records are in its folder `watch` (`octavo.watching.storage`).
             None writes no files.
         interval: the steps between full samples, which the files hold. Every tenth step has a brief one, of the numbers
-            that rules judge: see `Watch.take`.
+            that rules judge: see `take`.
         rows: of each operand that are read in a sampled step.
         dtype: of the GEMMs that are not quantized: that of autocast.
         limit: the largest size of the files in bytes. When they reach it, every second sample is dropped, and the
             interval doubles.
         resumed_at: the steps done when the watch begins, of a run that goes on. Records of later steps are dropped.
+
+    Attributes:
+        layers: as they ran in the last sample, by the number that records have for them.
+        interval: the steps between full samples now.
+        check_interval: the steps between brief samples.
+        done: the steps of the optimizer that are done.
+        listeners: called with each full sample, a step after it was taken, in the thread of the training.
 
     Raises:
         TypeError: `model` is no module.
@@ -108,31 +89,19 @@ def watch(
         ...         optimizer.zero_grad()
         ...         watch.step()
     """
-    check_module(model, "watch")
-    return Watch(model, folder, interval, rows, dtype, limit, resumed_at)
-
-
-class Watch:
-    """A model that is being watched: see `watch`.
-
-    Attributes:
-        layers: as they ran in the last sample, by the number that records have for them.
-        interval: the steps between full samples now.
-        check_interval: the steps between brief samples.
-        done: the steps of the optimizer that are done.
-        listeners: called with each full sample, a step after it was taken, in the thread of the training.
-    """
 
     def __init__(
         self,
         model: nn.Module,
-        folder: str | Path | None,
-        interval: int,
-        rows: int,
-        dtype: torch.dtype,
-        limit: int,
-        resumed_at: int,
+        *,
+        folder: str | Path | None = None,
+        interval: int = 100,
+        rows: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        limit: int = LIMIT,
+        resumed_at: int = 0,
     ) -> None:
+        check_module(model, "watch")
         if interval < 1 or rows < 1:
             raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
         self._layers = Layers(model, dtype)
@@ -141,7 +110,7 @@ class Watch:
         self.check_interval, self.done = CHECK_INTERVAL, resumed_at
         self.layers: Sequence[WatchedLayer] = self._layers.describe()
         self._writer: WatchWriter | None = None
-        if folder is not None and _rank() == 0:
+        if folder is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
             interval = self._writer.interval
         self._measurement = Measurement(model, self._layers, rows)
@@ -160,19 +129,14 @@ class Watch:
             raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
-        if self.sampled:
+        if self._measurement.full or self._measurement.brief:
             interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
             self._pending = self._thread.submit(self._finish, self._measurement.end(self.done, interval))
         self._begin()
 
-    @property
-    def sampled(self) -> bool:
-        """True if the step that comes next, or that runs now, has a sample of either kind."""
-        return self._measurement.full or self._measurement.brief
-
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
-        self._measurement.read_gradients()
+        self._measurement.weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
         """The records of operands and layers of each brief sample since the last call, up to 16.
@@ -192,7 +156,7 @@ class Watch:
     def refresh(self) -> None:
         """Describe the layers anew, of which some have another recipe now."""
         self._receive()
-        self._describe(force=True)
+        self._describe()
 
     def write_event(self, event: Event) -> None:
         """Append an event to the files of the run."""
@@ -272,30 +236,30 @@ class Watch:
         for listener in self.listeners:
             listener(sample)
 
-    def _describe(self, *, force: bool = False) -> None:
+    def _describe(self) -> None:
         layers = self._layers.describe()
-        if force or layers != self.layers:
+        if layers != self.layers:
             self.layers = layers
             if self._writer is not None:
                 self._writer.write_layers(layers)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+watch = Watch  # in a program, `octavo.watch(model)`
 
 
-# ---- The measurement of a training step: from the buffers of the layers to the records of a sample.
+# ---- The measurement of a training step: from the tables of statistics to the records of a sample.
 #
 # A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the
-# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels.
+# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels. Where a
+# step is to have both, the full one is taken, and the rules judge its numbers.
 
 
 @dataclass(frozen=True)
 class Sample:
     """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
 
-    Those of a brief sample are NaN where it has no number: `octavo.watching.records.operand_records`. It has
-    records of single experts, numbered after the layers, and none of the stacks of their matrices.
+    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
+    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
     """
 
     step: int
@@ -305,7 +269,7 @@ class Sample:
 
 
 Finished = tuple[Sample | None, Sample | None, int]
-"""the full and the brief sample of a step, and the steps between full samples"""
+"""the full sample of a step, its numbers for the rules, and the steps between full samples"""
 
 
 class Measurement:
@@ -318,16 +282,11 @@ class Measurement:
         self._layers, self._rows, self._device = layers, rows, _device_of(model)
         self.full = self.brief = False
         layers.attach(self._device)
-        self._weights = WeightStatistics(layers.modules, gate_and_up(model), rows, self._device)
-        self._firsts = first_numbers(len(layers.modules), layers.stacks)
-        self._recorded = [(layer, len(observer.sums["x"])) for layer, observer in layers.experts]
-        self._gate_and_up = [(layer, stack) for layer, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
-        self._cleared = [clear_statistics(torch.empty_like(stats)) for stats in layers.stats]
-        self._store = BriefStore(layers.stats)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._around_update(self._weights.before_update)),
-            register_optimizer_step_post_hook(self._around_update(self._weights.after_update)),
-        ]
+        self.weights = WeightStatistics(model, layers, rows, self._device)
+        self._experts = [(place, observer.experts) for place, observer in layers.experts]
+        self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
+        self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
+        self._store = Store(layers.stats)
 
     def largest_of_ranks(self, number: int) -> int:
         """The largest of the numbers that the ranks have. Waits for it."""
@@ -337,53 +296,35 @@ class Measurement:
     def begin(self, *, full: bool, brief: bool) -> None:
         """Decide about the step that comes next."""
         self.full, self.brief = full, brief
-        if (full or brief) and self._cleared:
-            torch._foreach_copy_(self._layers.stats, self._cleared)
-        for _, observer in self._layers.experts:
-            if full:
-                torch._foreach_zero_(list(observer.sums.values()))
-            for table in observer.brief.values() if brief else ():
-                clear(table)
-        self._weights.clear()
+        if (full or brief) and self._tables:
+            torch._foreach_copy_(self._tables, self._cleared)
+        self.weights.begin(active=full)
         self._store.clear()
-        Sampling.request(self, self._rows if full else 0, brief=brief)
-
-    def read_gradients(self) -> None:
-        """Read the gradients of the weights, if the step has a full sample."""
-        if self.full:
-            self._weights.read_gradients()
+        Sampling.request(self, self._rows if full else BRIEF if brief else 0)
 
     @torch.no_grad()
     def end(self, step: int, interval: int) -> Callable[[], Finished]:
         """Combine the statistics of all ranks, and begin to copy them to the host.
 
-        The result waits for the copy, and gives the full and the brief sample of `step`, and the largest `interval` of
-        the ranks.
+        The result waits for the copy, and gives the full sample of `step`, its numbers for the rules, and the largest
+        `interval` of the ranks.
         """
-        nothing = torch.empty(0, WIDTH + BRIEF_WIDTH, dtype=torch.float64, device=self._device)
+        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
-        observers = [observer for _, observer in self._layers.experts]
-        full: list[Table] = []
-        brief: list[Table] = []
+        stats = self._store.add_to(stats if self.full else stats[:, :HEAD])
+        tables = [(stats, len(MAXIMA)), (self.weights.alignments(), 0)]
         if self.full:
-            sums = expert_sums(observers, self._device)
-            full = [(stats[:, :WIDTH], len(MAXIMA)), (self._weights.stats(), len(LAYER_MAXIMA)), (sums, 0)]
-        if self.brief:
-            stacks = [stack for _, stack in self._gate_and_up]
-            alignments = torch.cat([self._weights.alignments(), expert_alignments(stacks, self._device)])
-            of_experts = brief_tables(observers, self._device)
-            numbers = self._store.add_to(stats[:, WIDTH:])
-            brief = [(numbers, len(BRIEF_MAXIMA)), (alignments, 0), (of_experts, len(BRIEF_MAXIMA))]
-        wait = transfer([*full, *brief], interval)
+            tables.append((self.weights.stats(), len(LAYER_MAXIMA)))
+        tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
+        wait, full, brief = transfer(tables, interval), self.full, self.brief
 
         def finish() -> Finished:
-            found, largest = wait()
-            of_full, of_brief = found[: len(full)], found[len(full) :]
-            return (
-                self._full(step, *of_full) if full else None,
-                self._brief(step, *of_brief) if brief else None,
-                largest,
-            )
+            (stats, alignments, *others), largest = wait()
+            of_layers = others.pop(0) if full else None
+            experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
+            alignment = self._alignment(alignments)
+            judged = self._judged(step, stats, experts, alignment) if brief else None
+            return self._full(step, stats, experts, of_layers, alignment) if full else None, judged, largest
 
         return finish
 
@@ -391,35 +332,33 @@ class Measurement:
         """Leave the model as it was before."""
         Sampling.request(self, 0)
         self._store.close()
-        for hook in self._hooks:
-            hook.remove()
+        self.weights.close()
         self._layers.detach()
 
-    def _operands(self, step: int, stats: Any, maxima: int) -> Records:
-        layers, operands, places = self._layers.operands()
-        return operand_records(step, layers, operands, combined(stats, places, maxima))
+    def _alignment(self, sums: Any) -> Any:
+        """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
+        found = np.full(self._layers.count, np.nan)
+        for numbers, (cosine, rows) in zip(self.weights.aligned, sums, strict=True):
+            found[numbers] = cosine / rows if rows else np.nan
+        return found
 
-    def _full(self, step: int, operand_stats: Any, layer_stats: Any, sums: Any) -> Sample:
-        of_layers = layer_records(step, self._layers.sizes(), layer_stats)
-        experts = expert_records(step, self._recorded, sums)
-        return Sample(step, self._operands(step, operand_stats, len(MAXIMA)), of_layers, experts)
+    def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
+        """The numbers for the rules. A brief sample has moments about zero, and so have these."""
+        records = [operand_records(step, *self._layers.operands(stats[:, :HEAD]), about_zero=True)]
+        for (place, _), each in zip(self._experts, experts, strict=True):
+            layers, operands = np.indices(each.shape[:2]).reshape(2, -1)
+            layers += self._layers.firsts[place.layers[0]]
+            records.append(operand_records(step, layers, operands, each.reshape(-1, HEAD), about_zero=True))
+        return Sample(step, np.concatenate(records), alignment_records(step, alignment))
 
-    def _brief(self, step: int, operand_stats: Any, alignments: Any, of_experts: Any) -> Sample:
-        firsts = [(self._firsts[layer], count) for layer, count in self._recorded]
-        experts = brief_expert_records(step, firsts, of_experts)
-        operands = np.concatenate([self._operands(step, operand_stats, len(BRIEF_MAXIMA)), experts])
-        numbers = [(self._firsts[layer] + e,) for layer, stack in self._gate_and_up for e in range(stack.count)]
-        aligned = alignment_records(step, [*self._weights.pairs, *numbers], alignments)
-        return Sample(step, operands, aligned)
-
-    def _around_update(self, read: Callable[[set[int]], None]) -> Callable[..., None]:
-        """The hook of optimizers that calls `read` with the ids of the parameters in a step with a full sample."""
-
-        def hook(optimizer: torch.optim.Optimizer, *args: Any) -> None:
-            if self.full:
-                read({id(parameter) for group in optimizer.param_groups for parameter in group["params"]})
-
-        return hook
+    def _full(self, step: int, stats: Any, experts: Sequence[Any], of_layers: Any, alignment: Any) -> Sample:
+        stats, found = stats.copy(), []
+        for (place, _), each in zip(self._experts, experts, strict=True):
+            own = stats[place.row : place.row + len(OPERANDS)]
+            own[:, :HEAD] = combined(np.concatenate([own[None, :, :HEAD], each]))
+            found.append(expert_record(step, place.layers[0], each))
+        of_weights = layer_records(step, self._layers.sizes(), of_layers, alignment)
+        return Sample(step, operand_records(step, *self._layers.operands(stats)), of_weights, np.array(found, EXPERTS))
 
 
 def _device_of(model: nn.Module) -> torch.device:

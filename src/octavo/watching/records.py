@@ -14,43 +14,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.observation.operand_statistics import BRIEF_FIELD, BRIEF_WIDTH, EXPONENTS, FIELD
-from octavo.watching.storage import BINADES, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED, Array
+from octavo.observation.operand_statistics import EXPONENTS, FIELD, HEAD, MAXIMA
+from octavo.watching.storage import BINADES, EXPERTS, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED, Array
 
 # The statistics of a layer, in the same form: maxima, sums, exponents of the gradient. elements: sampled, of it.
 LAYER_MAXIMA = ("gradient_amax", "weight_largest", "minus_weight_smallest")
 LAYER_SUMS = (
     *("gradient_elements", "gradient_x2", "elements", "nonfinite", "weight_elements", "weight_x2"),
-    *("update_x2", "updated_x2", "alignment", "aligned_rows"),
+    *("update_x2", "updated_x2"),
 )
 LAYER_FIELD = {name: i for i, name in enumerate((*LAYER_MAXIMA, *LAYER_SUMS, "exponents"))}
 
 
-def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> Array:
+def operand_records(step: int, layers: Array, operands: Array, stats: Array, *, about_zero: bool = False) -> Array:
     """The `OPERAND` records of a step. A row of `stats` without elements gives no record.
 
-    A brief sample [n, BRIEF_WIDTH] lacks numbers: they are NaN, its moments are those about zero, and all its numbers
-    that are not zero are in the last entry of the binades.
+    Without exponents, as in a brief sample, all numbers that are not zero are in the last entry of the binades. A
+    number that the sample lacks is NaN.
 
     `layers` and `operands` [n] are the numbers of the layer and the operand of each row of `stats`, [n, WIDTH] or
-    [n, BRIEF_WIDTH].
+    [n, HEAD]. Moments `about_zero` are those that a brief sample has.
     """
-    names = FIELD if stats.shape[1] > BRIEF_WIDTH else BRIEF_FIELD
-    seen = stats[:, names["elements"]] > 0
+    seen = stats[:, FIELD["elements"]] > 0
     stats, layers, operands = stats[seen], layers[seen], operands[seen]
-    unknown, zero = np.full(len(stats), np.nan), np.zeros(len(stats))
-    field = dict.fromkeys(FIELD, unknown) | dict.fromkeys(("x1", "x3", "recomputed", "nan_scales"), zero)
-    field |= {name: stats[:, i] for name, i in names.items()}
+    field = {name: stats[:, i] for name, i in FIELD.items()}
     n, quantized = field["elements"], field["scales"] > 0
-    if names is BRIEF_FIELD:
-        field["flushed"] = field["nonzero"] - field["codes"]
-        field["nonfinite"] = np.isnan(field["nonfinite"]).astype(float)  # one element at least
     records = np.zeros(len(stats), OPERAND)
     records["step"], records["layer"], records["operand"] = step, layers, operands
     records["flags"] = RECOMPUTED * (field["recomputed"] > 0) + UNQUANTIZED * ~quantized
     records["amax"] = amax = np.maximum(field["amax"], field["all_amax"])
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         m1, m2, m3, m4 = (field[f"x{k}"] / n for k in (1, 2, 3, 4))
+        m1, m3 = (0 * n, 0 * n) if about_zero else (m1, m3)
         records["rms"] = rms = np.sqrt(m2)
         records["crest"] = amax / rms
         records["kurtosis"] = (m4 - 4 * m1 * m3 + 6 * m1**2 * m2 - 3 * m1**4) / (m2 - m1**2) ** 2
@@ -58,25 +53,38 @@ def operand_records(step: int, layers: Array, operands: Array, stats: Array) -> 
         # Where all blocks are zero, no scale is left out.
         smallest = -field["minus_smallest_scale"]
         records["smallest_scale"] = np.where(np.isinf(smallest), scale, smallest)
-        for share in ("saturated", "flushed"):
-            records[share] = np.where(quantized, field[share] / n, np.nan)
+        records["saturated"] = np.where(quantized, field["saturated"] / n, np.nan)
+        records["flushed"] = np.where(quantized, (field["nonzero"] - field["codes"]) / n, np.nan)
         records["sqnr"] = np.where(quantized & (m2 > 0), 10 * np.log10(field["x2"] / field["noise"]), np.nan)
         records["zero_rows"] = field["zero_rows"] / field["rows"]
-        records["nonfinite"] = np.fmax(field["nonfinite"] / n, field["nan_scales"] / field["scales"])
+        records["nonfinite"] = np.fmax(field["nonfinite"] / n, field["bad_scales"] / field["scales"])
         records["shift_lost"] = np.where(field["codes"] > 0, field["lost"] / field["codes"], 0)
         records["gap"] = -_known(field["minus_gap"])
-        if names is BRIEF_FIELD:
-            records["binades"][:, -1] = np.rint(np.nan_to_num(field["nonzero"] / n) * FULL_SHARE)
-        else:
-            records["binades"] = binades(stats[:, FIELD["exponents"] :], amax, n)
+        records["binades"] = binades(stats[:, HEAD:], amax, n, field["nonzero"])
     return records
 
 
-def layer_records(step: int, sizes: Array, stats: Array) -> Array:
+def expert_record(step: int, layer: int, experts: Array) -> Array:
+    """The `EXPERTS` record of a stack, from the statistics of each expert's x, w and dy [E, 3, HEAD]."""
+    record = np.zeros((), EXPERTS)
+    rows, squares, errors = (experts[..., FIELD[name]] for name in ("scales", "x2", "noise"))
+    rows = rows[:, 0]  # an x of a row scale each
+    record["step"], record["layer"], record["experts"] = step, layer, len(experts)
+    record["fullest"], record["idle"] = rows.argmax(), (rows == 0).sum()
+    record["load"] = rows.max() / rows.mean() if rows.any() else np.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        db = np.where((squares > 0) & np.isfinite(errors), 10 * np.log10(squares / errors), np.inf)  # [E, 3]
+    record["worst"], least = db.argmin(0), db.min(0)
+    record["sqnr"] = np.where(np.isfinite(least), least, np.nan)
+    return record
+
+
+def layer_records(step: int, sizes: Array, stats: Array, alignment: Array) -> Array:
     """The `LAYER` records of a step, of the layers whose weight has a gradient.
 
-    `sizes` [layers] are the elements of the whole weights. `stats` [layers, n] has the fields and then EXPONENTS
-    counts. If several ranks hold a weight whole, each has counted all its elements.
+    `sizes` [layers] are the elements of the whole weights, `alignment` [layers] of the gates and ups. `stats`
+    [layers, n] has the fields and then EXPONENTS counts. If several ranks hold a weight whole, each has counted all its
+    elements.
     """
     seen = np.flatnonzero(stats[:, LAYER_FIELD["gradient_elements"]] > 0)
     stats, sizes = stats[seen], sizes[seen]
@@ -92,48 +100,42 @@ def layer_records(step: int, sizes: Array, stats: Array) -> Array:
         records["weight_smallest"] = -field["minus_weight_smallest"]
         records["weight_largest"] = field["weight_largest"]
         records["update_ratio"] = np.sqrt(field["update_x2"] / field["updated_x2"])
-        records["alignment"] = field["alignment"] / field["aligned_rows"]
-    records["gradient_binades"] = binades(
-        stats[:, LAYER_FIELD["exponents"] :], field["gradient_amax"], field["elements"]
-    )
+    records["alignment"] = alignment[seen]
+    counts = stats[:, LAYER_FIELD["exponents"] :]
+    records["gradient_binades"] = binades(counts, field["gradient_amax"], field["elements"], counts[:, 1:].sum(1))
     return records
 
 
-def alignment_records(step: int, numbers: Sequence[Sequence[int]], stats: Array) -> Array:
-    """The `LAYER` records of a brief sample: the alignment of gates and ups, and NaN for all else.
-
-    `numbers` [n] are of a gate and an up layer, or of an expert; `stats` [n, 2] the sum of |cosine| and the rows.
-    """
-    records = np.zeros(sum(map(len, numbers)), LAYER)
+def alignment_records(step: int, alignment: Array) -> Array:
+    """The `LAYER` records of a brief sample: the `alignment` [n] of gates and ups where it is known, and NaN else."""
+    known = np.flatnonzero(~np.isnan(alignment))
+    records = np.zeros(len(known), LAYER)
     for name in LAYER.names or ():
         if LAYER[name] == np.float32:
             records[name] = np.nan
-    records["step"], records["layer"] = step, [number for each in numbers for number in each]
-    with np.errstate(invalid="ignore"):
-        records["alignment"] = np.repeat(stats[:, 0] / stats[:, 1], list(map(len, numbers)))
+    records["step"], records["layer"], records["alignment"] = step, known, alignment[known]
     return records
 
 
-def binades(counts: Array, amax: Array, elements: Array) -> Array:
-    """Counts [n, EXPONENTS] by exponent as shares [n, BINADES] below the binade of amax [n], in units of FULL_SHARE."""
+def binades(counts: Array, amax: Array, elements: Array, nonzero: Array) -> Array:
+    """Counts [n, EXPONENTS] by exponent as shares [n, BINADES] below the binade of amax [n], in units of FULL_SHARE.
+
+    The last one has those of the `nonzero` elements [n] too that are not counted: all without counts, [n, 0].
+    """
     finite = np.where(np.isfinite(amax), amax, 0).astype(np.float32)
     top = (finite.view(np.int32) >> 23) & 0xFF  # the biased exponent
-    below = np.clip(top[:, None] - np.arange(EXPONENTS), 0, BINADES - 1)
+    below = np.clip(top[:, None] - np.arange(EXPONENTS)[: counts.shape[1]], 0, BINADES - 1)
     shares = np.zeros((len(counts), BINADES))
     rows = np.broadcast_to(np.arange(len(counts))[:, None], below.shape)
     np.add.at(shares, (rows[:, 1:], below[:, 1:]), counts[:, 1:])  # the first is that of zeros
+    shares[:, -1] += np.nan_to_num(nonzero - shares.sum(1))
     return np.rint(shares / np.maximum(elements, 1)[:, None] * FULL_SHARE).astype(np.uint16)
 
 
-def combined(stats: Array, places: Array, maxima: int) -> Array:
-    """Statistics [n, fields] of several places as one, [m, fields]; the first fields are `maxima`.
-
-    `places` [m, p] are the rows of `stats` that belong to one operand; -1 for none.
-    """
-    nothing = np.zeros((1, stats.shape[1]))
-    nothing[:, :maxima] = -np.inf
-    parts = np.concatenate([stats, nothing])[places]  # -1 takes the last row
-    return np.concatenate([parts[:, :, :maxima].max(1), parts[:, :, maxima:].sum(1)], axis=1)
+def combined(parts: Array) -> Array:
+    """The statistics [n, fields] of several parts [m, n, fields] as one."""
+    k = len(MAXIMA)
+    return np.concatenate([parts[..., :k].max(0), parts[..., k:].sum(0)], 1)
 
 
 def _known(maxima: Array) -> Array:

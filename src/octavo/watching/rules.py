@@ -180,7 +180,7 @@ def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
 def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
     scale = sample["scale"]
-    bad = np.isfinite(sample["amax"]) & ((scale <= 0) | ~np.isfinite(scale))
+    bad = np.isfinite(sample["amax"]) & (sample["nonfinite"] == 0) & ((scale <= 0) | ~np.isfinite(scale))
     return _of_quantized(sample, bad.astype(np.float64))
 
 

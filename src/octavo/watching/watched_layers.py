@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.nn.attention_layers import MultiheadAttention, input_weights
 from octavo.nn.conversion import find_experts, stacks_of
-from octavo.nn.fused_modules import FusedMLP, NormLinear
+from octavo.nn.experts import Experts
+from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import BRIEF_WIDTH, EXPONENTS, by_dtype, histogram_statistics, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, MAXIMA, by_dtype, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, operand_records
-from octavo.watching.storage import EXPERTS, OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, combined
+from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
@@ -36,6 +37,7 @@ class Place:
     name: str
     module: Any
     layers: tuple[int, ...]
+    row: int  # the first of its rows of statistics: x, w of each layer, dy of each layer
 
 
 class Layers:
@@ -44,6 +46,9 @@ class Layers:
     `modules` are `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of
     experts' matrices. `names` have no prefixes of wrappers. Each converted layer has one of the `places`, and each
     fused module one more. `dtype` is that of GEMMs that are not quantized.
+
+    The rules take single experts, which are numbered after the layers, in the order of the stacks: `firsts` has the
+    number of expert 0 of each stack, by the number of its layer, and `count` is that of layers and experts.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -61,13 +66,16 @@ class Layers:
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
         converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
-        self.places = [Place(self.names[i], self.modules[i], (i,)) for i in converted]
+        self.places = [Place(self.names[i], self.modules[i], (i,), 3 * at) for at, i in enumerate(converted)]
+        row = 3 * len(converted)
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
-            if isinstance(fused, NormLinear | FusedMLP):
-                linears = fused.linears if isinstance(fused, NormLinear) else fused.inner
-                if all(isinstance(linear, RecipeLayer) for linear in linears):
-                    self.places.append(Place(_plain(name), fused, tuple(numbers[id(linear)] for linear in linears)))
-
+            if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
+                layers = tuple(numbers[id(linear)] for linear in fused.inner)
+                self.places.append(Place(_plain(name), fused, layers, row))
+                row += 1 + 2 * len(layers)
+        self.firsts, self.count = dict[int, int](), len(self.modules)
+        for i, stack in self.stacks:
+            self.firsts[i], self.count = self.count, self.count + stack.count
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
         owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
         # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
@@ -90,10 +98,10 @@ class Layers:
             owner.__dict__.pop(name, None)
 
     @property
-    def experts(self) -> list[tuple[int, ExpertObserver]]:
-        """The observer of each stack of experts that is recorded, with the number of its layer."""
-        stacks = ((place.layers[0], place.module.observer) for place in self.places)
-        return [(layer, observer) for layer, observer in stacks if isinstance(observer, ExpertObserver)]
+    def experts(self) -> list[tuple[Place, ExpertObserver]]:
+        """The stacks of experts that are recorded."""
+        stacks = ((place, place.module.observer) for place in self.places)
+        return [(place, observer) for place, observer in stacks if isinstance(observer, ExpertObserver)]
 
     @property
     def stacks(self) -> list[tuple[int, ExpertStack]]:
@@ -106,23 +114,21 @@ class Layers:
         observers = (place.module.observer for place in self.places)
         return [stats for observer in observers for stats in (observer.forward, observer.backward)]
 
-    def operands(self) -> tuple[Array, Array, Array]:
-        """The layer [n] and the operand [n] of each operand of the converted layers, and the places of its statistics.
+    def operands(self, stats: Array) -> tuple[Array, Array, Array]:
+        """The layer [n], the operand [n] and the statistics [n, fields] of each operand of the converted layers.
 
-        These are rows [n, 2] of the concatenated `stats`, of the layer's own place and of the fused module's; -1: none.
+        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it.
         """
         rows: dict[tuple[int, int], list[int]] = {}
-        start = 0
         for place in self.places:
-            count = len(place.layers)
             for i, layer in enumerate(place.layers):
-                for operand, slot in enumerate((0, 1 + i, 1 + count + i)):  # the layers share x
-                    rows.setdefault((layer, operand), []).append(start + slot)
-            start += 1 + 2 * count
+                for operand, slot in enumerate((0, 1 + i, 1 + len(place.layers) + i)):  # the layers share x
+                    rows.setdefault((layer, operand), []).append(place.row + slot)
         keys = sorted(rows)
-        places = [(*rows[key], -1)[:2] for key in keys]
-        shape = (len(keys), 2)
-        return (*np.array(keys, int).reshape(shape).T, np.array(places, int).reshape(shape))
+        nothing = np.where(np.arange(stats.shape[1]) < len(MAXIMA), -np.inf, 0)
+        places = np.array([(*rows[key], -1)[:2] for key in keys], int).reshape(-1, 2)
+        parts = np.concatenate([stats, nothing[None]])[places.T]  # [2, n, fields]; -1 takes the last
+        return (*np.array(keys, int).reshape(-1, 2).T, combined(parts))
 
     def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
@@ -200,12 +206,6 @@ def _shape(module: Any) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1:].numel()
 
 
-def gate_and_up(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """The gate and up layers of each SwiGLU, by the names of transformers' Llama."""
-    pairs = [(getattr(m, "gate_proj", None), getattr(m, "up_proj", None)) for m in model.modules()]
-    return [(gate, up) for gate, up in pairs if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)]
-
-
 def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
@@ -222,9 +222,6 @@ def _plain(name: str) -> str:
 #
 # load      rows of the fullest expert / mean rows of an expert: 1 is even
 # worst     the expert whose operand has the lowest SQNR in the sample, 10 log10(sum(x^2) / sum((x - x_q * scale)^2))
-
-
-ALIGNED_ROWS = 16  # of an expert's gate and up, in a brief sample
 
 
 class ExpertStack:
@@ -258,81 +255,12 @@ class ExpertStack:
         self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
 
 
-def first_numbers(layers: int, stacks: Sequence[tuple[int, ExpertStack]]) -> dict[int, int]:
-    """The number of expert 0 of each stack, by the number of its layer.
-
-    The records of brief samples number single experts after the layers, in the order of the stacks.
-    """
-    ends = accumulate((stack.count for _, stack in stacks), initial=layers)
-    return {layer: first for (layer, _), first in zip(stacks, ends, strict=False)}
-
-
-def brief_tables(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
-    """The numbers of brief samples [3 * experts of all stacks, BRIEF_WIDTH]: of each expert x, w and dy."""
-    nothing = torch.empty(0, BRIEF_WIDTH, dtype=torch.float64, device=device)
-    each = (torch.stack([observer.brief[name] for name in OPERANDS], 1).flatten(0, 1) for observer in observers)
-    return torch.cat([nothing, *each])
-
-
-def brief_expert_records(step: int, firsts: Sequence[tuple[int, int]], tables: Array) -> Array:
-    """The `OPERAND` records of single experts in a brief sample, from `brief_tables`.
-
-    `firsts` has of each stack that is recorded the number of its expert 0, and its experts.
-    """
-    numbers = np.concatenate([np.empty(0, int), *(np.arange(first, first + count) for first, count in firsts)])
-    operands = np.tile(np.arange(len(OPERANDS)), len(numbers))
-    return operand_records(step, numbers.repeat(len(OPERANDS)), operands, tables)
-
-
-def expert_alignments(stacks: Sequence[ExpertStack], device: torch.device) -> Tensor:
-    """The sum of |cosine| of rows of gate and up, and their number, by expert: float64 [experts of all stacks, 2].
-
-    A rank that holds a part of the experts leaves the others at 0.
-    """
-    table = torch.zeros(sum(stack.count for stack in stacks), 2, dtype=torch.float64, device=device)
-    end = 0
-    for stack in stacks:
-        begin, end = end + first_matrix(stack.weight), end + stack.count
-        w = local_part(stack.weight).detach()
-        if len(w):
-            index = sampled_rows(w.shape[1] // 2, ALIGNED_ROWS, w.device)
-            gate, up = (half[:, index].float() for half in w.chunk(2, 1))
-            cosine = F.cosine_similarity(gate, up, dim=2).abs().sum(1)
-            found = torch.stack([cosine, torch.full_like(cosine, len(index))], 1)
-            table[begin : begin + len(w)] = found.to(device, torch.float64)
-    return table
-
-
 def first_matrix(weight: Any) -> int:
     """The number of the first matrix that this rank holds."""
     if not hasattr(weight, "__create_chunk_list__"):
         return 0
     [chunk] = weight.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
     return int(chunk.offsets[0])
-
-
-def expert_sums(observers: Sequence[ExpertObserver], device: torch.device) -> Tensor:
-    """The sums of all experts [experts of all stacks, 7], float64: those of x, w and dy beside each other."""
-    nothing = torch.empty(0, 7, dtype=torch.float64, device=device)
-    return torch.cat([nothing, *(torch.cat([observer.sums[name] for name in OPERANDS], 1) for observer in observers)])
-
-
-def expert_records(step: int, layers: Sequence[tuple[int, int]], sums: Array) -> Array:
-    """The `EXPERTS` records of a step, from `expert_sums`. `layers`: the number of each stack, and its experts."""
-    records = np.zeros(len(layers), EXPERTS)
-    start = 0
-    for record, (layer, experts) in zip(records, layers, strict=True):
-        found, start = sums[start : start + experts], start + experts
-        rows = found[:, 0]
-        record["step"], record["layer"], record["experts"] = step, layer, experts
-        record["fullest"], record["idle"] = rows.argmax(), (rows == 0).sum()
-        record["load"] = rows.max() / rows.mean() if rows.any() else np.nan
-        squares, errors = found[:, 1::2], found[:, 2::2]  # [E, 3]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            db = np.where((squares > 0) & np.isfinite(errors), 10 * np.log10(squares / errors), np.inf)
-        record["worst"], least = db.argmin(0), db.min(0)
-        record["sqnr"] = np.where(np.isfinite(least), least, np.nan)
-    return records
 
 
 # ---- Statistics of the weights of layers in a sampled step: the gradient, the range of the weight, and its change.
@@ -346,107 +274,123 @@ def expert_records(step: int, layers: Sequence[tuple[int, int]], sums: Array) ->
 
 
 UPDATE_ROWS = 16
+ALIGNED_ROWS = 16  # of an expert's gate and up
 
 
 class WeightStatistics:
-    """The statistics of the weights of `modules` in one step; histograms are of `rows` rows. `pairs` become the numbers
-    of the gate and up layers."""
+    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows.
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        pairs: Sequence[tuple[nn.Module, nn.Module]],
-        rows: int,
-        device: torch.device,
-    ) -> None:
-        numbers = {id(module): i for i, module in enumerate(modules)}
-        self._modules, self._rows, self._device = modules, rows, device
-        self.pairs = [(numbers[id(gate)], numbers[id(up)]) for gate, up in pairs]
-        self._before: dict[int, Tensor] = {}
-        self.clear()
+    `aligned` has the numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the
+    step is `active`.
+    """
 
-    def clear(self) -> None:
-        """Forget the step."""
+    def __init__(self, model: nn.Module, layers: Layers, rows: int, device: torch.device) -> None:
+        self._modules, self._rows, self._device = layers.modules, rows, device
+        numbers = {id(module): i for i, module in enumerate(layers.modules)}
+        pairs = [(getattr(m, "gate_proj", None), getattr(m, "up_proj", None)) for m in model.modules()]  # of Llama
+        self._pairs = [pair for pair in pairs if all(isinstance(layer, nn.Linear) for layer in pair)]
+        self._stacks = [(i, stack) for i, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
+        self.aligned: list[list[int]] = [[numbers[id(layer)] for layer in pair] for pair in self._pairs]
+        self.aligned += [[layers.firsts[i] + e] for i, stack in self._stacks for e in range(stack.count)]
+        self.begin(active=False)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+        ]
+
+    def begin(self, *, active: bool) -> None:
+        """Forget the step before."""
+        self.active, self._has_gradients = active, False
         self._found: list[dict[str, Tensor]] = [{} for _ in self._modules]
-        self._before.clear()
-        self.has_gradients = False
+        self._before: dict[int, Tensor] = {}
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def stats(self) -> Tensor:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
-        for i, module in enumerate(self._modules):
-            w = _local(weight_of(module), module)
-            if w.numel():
+        for found, module in zip(self._found, self._modules, strict=True):
+            if (w := _local(weight_of(module), module)).numel():
                 low, high = torch.aminmax(w)
-                self._found[i] |= {
-                    "minus_weight_smallest": -low,
-                    "weight_largest": high,
-                    "weight_elements": low.new_full((), w.numel(), dtype=torch.float32),
-                    "weight_x2": _sum_of_squares(w),
-                }
-        for pair, alignment in zip(self.pairs, self._alignments(), strict=True):
-            for i in pair:
-                self._found[i] |= alignment
+                elements = low.new_full((), w.numel(), dtype=torch.float32)
+                found |= {"weight_elements": elements, "weight_x2": _sum_of_squares(w)}
+                found |= {"minus_weight_smallest": -low, "weight_largest": high}
         nothing = torch.zeros(EXPONENTS, dtype=torch.float64, device=self._device)
         missing = dict.fromkeys(LAYER_MAXIMA, nothing[0] - torch.inf) | dict.fromkeys(LAYER_SUMS, nothing[0])
-        found = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
-        scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), found))
+        fields = [each.get(name, none).to(self._device) for each in self._found for name, none in missing.items()]
+        scalars = torch.stack(by_dtype(lambda some: torch.stack(some).double().unbind(), fields))
         exponents = [each.get("exponents", nothing).to(self._device, torch.float64) for each in self._found]
         return torch.cat([scalars.view(-1, len(missing)), torch.stack(exponents)], 1)
 
     @torch.no_grad()
     def read_gradients(self) -> None:
         """Read the gradients that the weights have now."""
-        self.has_gradients = True
-        for i, module in enumerate(self._modules):
+        self._has_gradients = True
+        for found, module in zip(self._found if self.active else (), self._modules, strict=False):
             weight = weight_of(module)
             if weight.grad is not None and (g := _local(weight.grad, module)).numel():
-                sample = histogram_statistics(g[_rows(g, self._rows)].float())
+                sample = g[_rows(g, self._rows)].float()
+                finite = sample.nan_to_num(0, 0, 0)
                 low, high = torch.aminmax(g)
-                self._found[i] |= sample | {
+                found |= {
+                    "elements": low.new_full((), sample.numel(), dtype=torch.float32),
+                    "nonfinite": (finite != sample).sum(dtype=torch.float64),
+                    "exponents": histograms(finite.abs()[None])[0],
                     "gradient_amax": torch.maximum(-low, high),
                     "gradient_elements": low.new_full((), g.numel(), dtype=torch.float32),
                     "gradient_x2": _sum_of_squares(g),
                 }
 
     @torch.no_grad()
-    def before_update(self, parameters: Collection[int]) -> None:
-        """Remember rows of the weights that the optimizer of `parameters` (by id) is about to change."""
-        if not self.has_gradients:
+    def _before_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        """Remember rows of the weights that the optimizer is about to change."""
+        if not self.active:
+            return
+        if not self._has_gradients:
             self.read_gradients()
+        changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for i, module in enumerate(self._modules):
             weight = weight_of(module)
-            if id(weight) in parameters and weight.grad is not None and (local := _local(weight, module)).numel():
+            if id(weight) in changed and weight.grad is not None and (local := _local(weight, module)).numel():
                 self._before[i] = local[_rows(local, UPDATE_ROWS)]
 
     @torch.no_grad()
-    def after_update(self, parameters: Collection[int]) -> None:
+    def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Read how far the rows moved."""
-        for i, module in enumerate(self._modules):
-            if id(weight := weight_of(module)) in parameters and i in self._before:
-                w = _local(weight, module)
-                after, before = w[_rows(w, UPDATE_ROWS)].double(), self._before.pop(i).double()
-                change = (after - before).square().sum()
-                self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
+        for i, rows in self._before.items():
+            w, before = _local(weight_of(self._modules[i]), self._modules[i]), rows.double()
+            change = (w[_rows(w, UPDATE_ROWS)].double() - before).square().sum()
+            self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
+        self._before.clear()
 
     @torch.no_grad()
     def alignments(self) -> Tensor:
-        """The sum of |cosine| of each pair, and the number of rows: float64 [pairs, 2]."""
-        nothing = torch.zeros((), device=self._device)
-        found = [each.get(name, nothing) for each in self._alignments() for name in ("alignment", "aligned_rows")]
-        return torch.stack([nothing, *(sums.to(self._device) for sums in found)])[1:].double().view(-1, 2)
+        """The sum of |cosine| of the rows of each gate and up, and their number: float64, a row for each of `aligned`.
 
-    def _alignments(self) -> list[dict[str, Tensor]]:
-        found: list[dict[str, Tensor]] = []
-        for pair in self.pairs:
-            gate, up = (_local(weight_of(self._modules[i]), self._modules[i]) for i in pair)
-            if gate.shape != up.shape or not gate.numel():
-                found.append({})
-                continue
-            index = _rows(gate, self._rows)
-            cosine = F.cosine_similarity(gate[index].float(), up[index].float(), dim=1)
-            found.append({"alignment": cosine.abs().sum(), "aligned_rows": cosine.new_full((), len(index))})
-        return found
+        A rank that holds a part of the experts leaves the others at 0.
+        """
+        table, end = torch.zeros(len(self.aligned), 2, dtype=torch.float64, device=self._device), 0
+        for pair in self._pairs:
+            gate, up = (_local(weight_of(layer), layer)[None] for layer in pair)
+            if gate.shape == up.shape and gate.numel():
+                _align(table[end : end + 1], gate, up, self._rows)
+            end += 1
+        for _, stack in self._stacks:
+            w, begin = local_part(stack.weight).detach(), end + first_matrix(stack.weight)
+            if len(w):
+                gate, up = w.chunk(2, 1)
+                _align(table[begin : begin + len(w)], gate, up, ALIGNED_ROWS)
+            end += stack.count
+        return table
+
+
+def _align(table: Tensor, gate: Tensor, up: Tensor, rows: int) -> None:
+    """Set the rows [n, 2] of `table` by sampled rows of gate and up [n, N, K]."""
+    index = sampled_rows(gate.shape[1], rows, gate.device)
+    cosine = F.cosine_similarity(gate[:, index].float(), up[:, index].float(), dim=2)
+    table.copy_(torch.stack([cosine.abs().sum(1), cosine.new_full((len(cosine),), len(index))], 1))
 
 
 def _sum_of_squares(w: Tensor) -> Tensor:

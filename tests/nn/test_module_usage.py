@@ -1,0 +1,170 @@
+"""Every converted module as a program uses it: compiled, checkpointed, without rows, under autocast, in inference."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fused_oracle import geglu, gelu, linears, swiglu, tokens
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
+
+import octavo
+from octavo.nn import Experts, GroupedLinear
+from octavo.recipe import GEMMS, Recipe, rowwise
+
+Inputs = tuple[Tensor, ...]
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(80, 112), nn.GELU(), nn.Linear(112, 48))
+
+
+def routed() -> Inputs:
+    """Tokens, the experts of each, and their weights."""
+    return torch.randn(40, 64), torch.rand(40, 5).topk(2).indices, torch.rand(40, 2)
+
+
+def groups() -> Inputs:
+    return torch.randn(40, 64), torch.tensor([7, 7, 40], dtype=torch.int32)
+
+
+def both() -> Inputs:
+    """x and the residual."""
+    return tokens(33), tokens(33)
+
+
+Make = tuple[Callable[[], nn.Module], Callable[[], Inputs]]
+MODULES: dict[str, Make] = {
+    "linear": (stack, lambda: (torch.randn(32, 80),)),
+    "convolution": (lambda: nn.Conv2d(24, 16, 4, 4), lambda: (torch.randn(2, 24, 8, 8),)),
+    "Conv1D": (lambda: nn.Sequential(Conv1D(96, 64)), lambda: (torch.randn(32, 64),)),
+    "attention": (SelfAttention, lambda: (torch.randn(2, 5, 32),)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
+        lambda: (torch.randn(2, 5, 32),),
+    ),
+    "norm and linear": (linears, both),
+    "swiglu": (swiglu, both),
+    "gelu": (gelu, both),
+    "geglu": (geglu, both),
+    "experts": (lambda: Experts(5, 64, 48), routed),
+    "grouped": (lambda: GroupedLinear(3, 64, 96), groups),
+}
+ROTATED = [replace(rowwise(), rotate=gemms) for gemms in (("y",), ("dx",), ("dw",), GEMMS)]
+RECIPES = {
+    "linear": (*octavo.recipe.PRESETS, *ROTATED),
+    "convolution": ("rowwise", "delayed"),
+    "Conv1D": ("rowwise", "delayed"),
+}
+each = pytest.mark.parametrize(
+    ("name", "recipe"), [(name, recipe) for name in MODULES for recipe in RECIPES.get(name, ("rowwise",))]
+)
+
+
+def made(name: str, recipe: str | Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    model = MODULES[name][0]()
+    octavo.convert(model, recipe)
+    return model
+
+
+def results(module: nn.Module, call: Callable[..., Any], inputs: Inputs, *, autocast: bool = False) -> list[Tensor]:
+    """The outputs, and the gradients of the inputs and parameters that have one."""
+    given = [t.clone().requires_grad_() if t.is_floating_point() else t for t in inputs]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        outputs = call(*given)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [t for t in (*given, *module.parameters()) if t.requires_grad]
+    torch.manual_seed(5)
+    gradients = torch.autograd.grad(outputs, leaves, [torch.randn_like(y) for y in outputs], materialize_grads=True)
+    return [*(y.detach() for y in outputs), *gradients]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.slow
+@each
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+def test_compiled_code_equals_eager_in_one_graph(name: str, recipe: str | Recipe, autocast: bool) -> None:
+    """`delayed` has two: one for the first step, which has no scales, and one for all others."""
+    torch.compiler.reset()
+    eager = made(name, recipe)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        inputs = MODULES[name][1]()
+        expected = results(eager, eager, inputs, autocast=autocast)
+        with torch._dynamo.config.patch(error_on_recompile=step > (recipe == "delayed")):
+            assert equal(results(model, compiled, inputs, autocast=autocast), expected)
+        for each_model in (eager, model):
+            octavo.scales.update_scales(each_model)
+    scales = octavo.scales.scale_state(model)
+    assert all(torch.equal(t, scales[key]) for key, t in octavo.scales.scale_state(eager).items())
+
+
+@each
+def test_checkpointed_activations_give_the_same_gradients(name: str, recipe: str | Recipe) -> None:
+    model = made(name, recipe)
+    for _ in range(2):  # the second step of `delayed` scales by its history
+        inputs = MODULES[name][1]()
+        again = results(model, lambda *given: checkpoint(model, *given, use_reentrant=False), inputs)
+        assert equal(again, results(model, model, inputs))
+        octavo.scales.update_scales(model)
+
+
+@each
+def test_no_rows(name: str, recipe: str | Recipe) -> None:
+    model, inputs = made(name, recipe), MODULES[name][1]()
+    nothing = tuple(0 * t if t.dtype == torch.int32 else t[:0] for t in inputs)
+    expected, found = results(model, model, inputs), results(model, model, nothing)
+    assert [t.dtype for t in found] == [t.dtype for t in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape in (other.shape, (0, *other.shape[1:]))
+        assert not one.any()
+
+
+@each
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_inference_and_training_give_the_same_outputs(name: str, recipe: str | Recipe, mode: Callable[[], Any]) -> None:
+    model, inputs = made(name, recipe), MODULES[name][1]()
+    expected = results(model, model, inputs)
+    with mode():
+        outputs = model(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    assert not any(y.requires_grad for y in outputs)
+    assert equal(list(outputs), expected[: len(outputs)])
+
+
+@each
+def test_autocast_decides_the_dtype_of_outputs_alone(name: str, recipe: str | Recipe) -> None:
+    model, inputs = made(name, recipe), MODULES[name][1]()
+    found, wide = results(model, model, inputs, autocast=True), results(model, model, inputs)
+    gradients = len([t for t in (*inputs, *model.parameters()) if t.is_floating_point()])
+    assert found[0].dtype == (torch.float32 if name == "encoder" else torch.bfloat16)  # which ends with a norm
+    assert {t.dtype for t in (*found[-gradients:], *wide)} == {torch.float32}
+
+
+@each
+def test_strided_inputs_and_copies_of_a_model_change_nothing(name: str, recipe: str | Recipe) -> None:
+    model, inputs = made(name, recipe), MODULES[name][1]()
+    expected = results(model, model, inputs)
+    turned = tuple(t.transpose(0, -1).contiguous().transpose(0, -1) if t.ndim > 1 else t for t in inputs)
+    assert equal(results(model, model, turned), expected)
+    other = copy.deepcopy(model)
+    assert equal(results(other, other, inputs), expected)

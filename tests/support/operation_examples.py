@@ -1,0 +1,199 @@
+"""Arguments of every registered operation, by its name, in the order of its schema."""
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import product
+from pkgutil import iter_modules
+from typing import Any
+
+import attention_fp8_oracle
+import attention_oracle
+import grouped_examples
+import rotary_examples
+import torch
+from gemm_examples import operands
+from quantize_oracle import matrix
+from torch import Tensor
+
+import octavo.nn.fused_loss  # registers linear_cross_entropy
+import octavo.ops
+from octavo.numerics import TENSOR, Cast, block, group
+from octavo.observation.operand_statistics import HEAD, WIDTH
+from octavo.ops import aligned_groups, group_of_rows, quantize, quantize_matrices, sort_by_expert
+from octavo.ops.gemm import operands_of
+from octavo.ops.registration import Operation
+from octavo.ops.softmax_loss import IGNORED
+
+Example = tuple[str, tuple[Any, ...]]
+
+MODULES = [import_module(f"octavo.ops.{module.name}") for module in iter_modules(octavo.ops.__path__)]
+FOUND = [value for module in MODULES for value in vars(module).values() if isinstance(value, Operation)]
+OPERATIONS = {operation.name: operation for operation in FOUND}
+
+
+CASTS = [Cast(), Cast(granularity=TENSOR), Cast("e5m2", group(32), "e8m0"), Cast(granularity=block(4, 4))]
+FUSED = [Cast(), Cast("e5m2", scale="pow2")]
+INT8 = Cast("int8")
+KINDS = {"gelu": 1, "swiglu": 2, "geglu": 2}  # columns of u for each column of h
+ROW = Cast().spec
+SEED = torch.tensor(0x0123456789ABCDEF)
+
+
+def examples(x: Tensor, casts: Sequence[Cast] = CASTS) -> Iterator[Example]:
+    """Operations that take a matrix x [M, K] of float32 or bfloat16, or something that is made of it."""
+    yield from quantizing(x, casts)
+    yield from norms(x)
+    yield from activations(x)
+
+
+def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
+    m, k = x.shape
+    row, column, seeds = torch.rand(m, 1) + 0.1, torch.rand(1, k) + 0.1, (None, SEED)
+    for cast, seed in product((*casts, INT8), seeds):
+        if seed is not None and cast is INT8:
+            continue
+        yield "quantize_transposed", (x, cast.spec, seed)
+        for factors in ((None, None), (column, None), (None, row), (column, row)):
+            yield "quantize", (x, cast.spec, *factors, seed)
+    for fmt, scale, seed in product(("e4m3", "e5m2"), (1e-3, 0.1), seeds):  # some numbers saturate
+        yield "quantize_scaled", (x, torch.full((1, 1), scale), fmt, seed)
+    yield "rotate", (x, None)
+    for s_w in (None, column.t().contiguous()):
+        yield "fold_scales", (row, row.exp2(), s_w)
+    for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
+        yield "quantize_stack", ([x, x[: m // 2]], cast.spec)
+    yield "row_scales", ([x, x[: m // 2]], ROW)
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3")
+    for fmt, by in product(("e4m3", "e5m2"), (TENSOR, block(128, 128), block(16, 16))):
+        scale = torch.rand(by.scale_shape((m, k))) + 0.1
+        yield "requantize_transposed", ([x], scale, fmt, by.name, row)
+    yield "requantize_transposed", ([x, x], torch.cat((row, row)), "e4m3", "row", row)
+    for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
+        for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
+            yield "transpose", (quantize(x, Cast(fmt)).data, shift, place, x)
+
+
+def norms(x: Tensor) -> Iterator[Example]:
+    m, k = x.shape
+    row, vector, other = torch.rand(m, 1) + 0.1, torch.rand(k), x.flip(0)
+    for center, cast in product((False, True), (*FUSED, INT8)):
+        residual, bias, mean = (other, vector, row) if center else (None, None, None)
+        for statistics in (False, True):
+            yield "norm_quantize", (x, residual, vector, bias, 1e-5, cast.spec, center, statistics)
+            yield "norm_quantize", (x, other, vector, bias, 1e-5, cast.spec, center, statistics)
+        yield "norm_backward", (x, other, vector, row, row, residual, center)
+        if cast is not INT8:
+            yield "requantize_norm", (x, mean, row, vector, bias, row, cast.format)
+
+
+def activations(x: Tensor) -> Iterator[Example]:
+    m, k = x.shape
+    row = torch.rand(m, 1) + 0.1
+    for (kind, width), cast in product(KINDS.items(), (*FUSED, INT8)):
+        u, factor = torch.cat((x, x.flip(1)), 1)[:, : width * k], torch.rand(1, width * k)
+        scale = torch.ops.octavo.activation_scales(u, kind, cast.spec)
+        yield "activation_quantize", (u, kind, cast.spec)
+        yield "activation_scales", (u, kind, cast.spec)
+        yield "activation_quantize_scaled", (u, kind, 2 * scale, cast.spec)
+        if cast is INT8:
+            continue
+        for lines, biased in product((None, torch.arange(m, dtype=torch.int32) % 2), (False, True)):
+            factors = factor if lines is None else torch.cat((factor, 2 * factor))
+            given = cast.spec, factors, row, cast.spec, scale, biased, lines
+            yield "activation_backward", (x.flip(0), u, kind, *given)
+
+
+def products(x: Tensor) -> Iterator[Example]:
+    """GEMMs and statistics of x."""
+    m, k = x.shape
+    q, w = quantize(x, Cast()), quantize(matrix((24, k), torch.bfloat16), Cast())
+    a, b = quantize(x, INT8), quantize(w.dequantize(), INT8)
+    for bias, residual in ((None, None), (torch.rand(24), torch.rand(m, 24).bfloat16())):
+        yield "weight_only_mm", (x, w.data, w.scale, "row", bias, residual)
+        yield "int8_mm", (a.data, a.scale, b.data, b.scale, bias, residual, torch.bfloat16)
+    yield "index_of_largest", (x,)
+    yield "observe", (torch.zeros(1, WIDTH).double(), 0, "x", [x], [], q.data, q.scale, ROW, None, None, None, None)
+
+
+def permutations(
+    tokens: int, top_k: int, experts: int, k: int, dtype: torch.dtype, casts: Sequence[Cast] = (Cast(),)
+) -> Iterator[Example]:
+    """Rows of tokens that are sorted by expert: nobody chooses the last one, and some choose one that is elsewhere."""
+    torch.manual_seed(0)
+    slot, row, offsets = sort_by_expert(torch.rand(tokens, experts + 1).topk(top_k).indices, experts)
+    rows = tokens * top_k
+    x, y = torch.randn(tokens, k).to(dtype), torch.randn(rows, k).to(dtype)
+    group = group_of_rows(offsets, rows).clamp(max=experts - 1)
+    factors, plain = (torch.rand(experts, k), group, torch.rand(rows, 1)), (None, None, None)
+    for cast in casts:
+        for given in ((x, slot, top_k, *factors), (x, slot, top_k, *plain), (y, None, 1, *factors)):
+            yield "gather_quantize", (given[0], cast.spec, *given[1:])
+    _, place = aligned_groups(offsets, rows)
+    for shift in (None, torch.randint(0, 20, (rows,), dtype=torch.int32)):
+        yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)
+    y = y.clone()
+    y[offsets[-1] :] = torch.nan  # rows of other ranks hold any numbers
+    for weight in (None, torch.rand(tokens, top_k)):
+        yield "combine", (y, row, weight)
+    yield "combine_weight_gradient", (x, y, row)
+
+
+def of_experts() -> Iterator[Example]:
+    x, offsets = matrix((20, 32), torch.bfloat16), torch.tensor([3, 3, 20], dtype=torch.int32)
+    w = matrix((3 * 48, 32), torch.bfloat16).view(3, 48, 32)
+    yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
+    a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
+    for pair in ("row", "mx"):
+        q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)
+        yield "grouped_mm", (*operands_of(q, stack), ends, torch.bfloat16, "emulated", False)
+        yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
+    # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
+    h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
+    yield "grouped_mm_dw", (h, b.scale, x_t, offsets, torch.float32, "emulated", True)
+    slot = torch.randperm(20).to(torch.int32)
+    buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
+    yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
+
+
+def of_gemm_and_attention() -> Iterator[Example]:
+    for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
+        a, b = operands(pair, 3, 64, 5)
+        yield "scaled_mm", (*operands_of(a, b), *added, torch.bfloat16, False, False)
+    for kind in attention_oracle.DTYPES:
+        q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
+        yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
+        k = torch.randn(2, 2, 2, 16).bfloat16()
+        yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
+        yield from rotations((2, 3, 4, 2, 16), kind)
+    x = [attention_fp8_oracle.quantized(t) for t in attention_fp8_oracle.given(2, 4, 2, 3, 3, 16)]
+    data, scales = [t.data for t in x[:3]], [t.scale for t in x[:3]]
+    yield "fp8_attention", (*data, *scales, 0.25, torch.bfloat16)
+    stats = torch.full((2, 4, 3), 3.0)
+    by_token = x[3].data.transpose(1, 2).contiguous()
+    yield "fp8_attention_backward", (by_token, *data, by_token, stats, torch.ones(7), 0.25, torch.bfloat16)
+
+
+def of_loss() -> Iterator[Example]:
+    z, labels, one = matrix((5, 40), torch.bfloat16), torch.tensor([3, IGNORED, -1, 39, 0]), torch.tensor(1.0)
+    for factor, lse, cap, fp8 in ((None, None, 0.0, False), (one, torch.ones(5), 0.0, False), (one, None, 30.0, True)):
+        yield "cross_entropy", (z, labels, factor, lse, 1.0, cap, fp8)
+    x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
+    for wants_x, wants_w in product((False, True), repeat=2):
+        options = torch.bfloat16, 2, wants_x, wants_w, 1.0, 0.0, "", wants_x
+        yield "linear_cross_entropy", (x, w, labels % 40, one, *options)
+
+
+def rotations(
+    shape: tuple[int, int, int, int, int],
+    kind: str,
+    dtype: torch.dtype = torch.bfloat16,
+    table: torch.dtype = torch.bfloat16,
+) -> Iterator[Example]:
+    """Of batch, tokens, heads of queries and of keys, and their size; q, k and v are views of one buffer."""
+    batch, tokens, _, kv_heads, dim = shape
+    for normed, keep_k in product((False, True), repeat=2):
+        x = rotary_examples.projections(*shape, dtype)
+        angles = rotary_examples.tables((1 if normed else batch, tokens, dim), table)
+        cache = rotary_examples.cache(kind, batch, kv_heads, tokens + 3, dim, tokens + 1)
+        weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
+        yield "rotate_append", (*x, *angles, *weights, 1e-6, *cache, keep_k)
