@@ -165,14 +165,14 @@ def _linear_cross_entropy(
         z, joined = head.products(rows), None
         if group:
             joined = _joined(*cross_entropy(z, some, None, None, scale, cap, False)[:2], group)
-        lse, picked, *g = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
+        lse, picked, *g_q = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
         if joined:
             picked = joined[1]
         else:  # of a label that is none, the loss is NaN
             picked.masked_fill_((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if dx is not None:
-            dx[start : start + chunk] = head.dx(z, *g)
+            dx[start : start + chunk] = head.dx(z, *g_q)
         if dw is not None:
             head.add_dw(dw, z, rows)
         del z
@@ -199,7 +199,7 @@ class _Head:
     def products(self, x: Tensor) -> Tensor:
         return x @ self.w.t()  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, *_: Tensor) -> Tensor:
+    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         return g @ self.w  # [c,V] @ [V,K]
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
@@ -230,9 +230,9 @@ class _Fp8Head(_Head):
         x_q = ops.quantize(x, Cast())
         return ops.scaled_mm(x_q, self.q, out_dtype=self.w.dtype, fast_accumulation=True)  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, *quantized: Tensor) -> Tensor:
+    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
-        return ops.scaled_mm(QTensor(*quantized, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
+        return ops.scaled_mm(QTensor(data, scale, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
@@ -368,7 +368,8 @@ class LossHead:
 
     def forward(self, x: Tensor) -> Tensor:
         theirs: Any = super()
-        return theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)  # type: ignore[no-any-return]
+        y: Tensor = theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)
+        return y
 
 
 class LossModel:
