@@ -75,7 +75,7 @@ NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes
 
 def main() -> None:
     given = parser_of(__doc__, only="", rounds=4, cce=False).parse_args()
-    torch._dynamo.config.cache_size_limit = 64
+    torch._dynamo.config.recompile_limit = 64
     for package in NEEDS.values():
         if not record.installed(package):
             print(f"{package} is not installed: its modes are left out", flush=True)

@@ -383,18 +383,6 @@ class LossModel:
         if cls.__bases__[0] is LossModel:
             cls.forward = _with_loss(cls.__bases__[1].forward)  # type: ignore[attr-defined]
 
-    @property
-    def loss_function(self) -> Any:
-        """What a model of transformers computes its loss by."""
-        module: Any = self
-        task = module.get_submodule(self.loss_head).task
-        theirs: Any = super()
-        return theirs.loss_function if task is None else task.result
-
-    @loss_function.setter
-    def loss_function(self, function: Any) -> None:
-        self._loss_function = function  # as transformers' models do
-
 
 def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a model of a class whose own is `theirs`. It keeps the signature, which Trainer reads."""
@@ -419,10 +407,12 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        self._loss_function = task.result  # what a model of transformers calls, if it is there
         try:
             output = theirs(self, *args, **kwargs)
         finally:
             head.task = None
+            del self._loss_function
         if place is None:
             return task.loss
         if isinstance(output, tuple):
