@@ -104,7 +104,7 @@ def convert(
         device: where the model will run, which decides the GEMMs. By default the device of its weights; for a model on
             the meta device, this machine's accelerator, or else the CPU.
         fuse_loss: of a causal model of transformers in training: `model(input_ids, labels=labels).loss` is computed
-            from the inputs of the head, 2,048 tokens at a time, so that the logits never exist as a whole, and
+            from the inputs of the head, 4,096 tokens at a time, so that the logits never exist as a whole, and
             `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
             does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
             Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=labels)` is the

@@ -32,9 +32,9 @@ from octavo.nn.module_tools import mix_into, unmix
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
-from octavo.ops.softmax_loss import IGNORED, cross_entropy
+from octavo.ops.softmax_loss import IGNORED, cross_entropy, multiply
 
-CHUNK = 2048  # tokens whose logits are in memory at a time
+CHUNK = 4096  # tokens whose logits are in memory at a time
 HeadRecipe = Literal["bf16", "rowwise"]
 
 
@@ -123,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad = grad / count if ctx.late else grad
         if dx is not None:
             dx = (dx * grad).to(ctx.dtype)
-        if dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
-            dw = (dw * grad).to(dw.dtype) if torch.compiler.is_compiling() else dw.mul_(grad)
+        if dw is not None and torch.compiler.is_compiling():
+            dw = (dw * grad).to(dw.dtype)
+        elif dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
+            multiply(dw, grad)
         return dx, dw, None, None, None
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3
 from octavo.ops.kernels.device_math import to_data
-from octavo.ops.launching import allocate, power_of_two_above
+from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
 BLOCK, WARPS = 32768, 32  # the most columns of a program at a time, and its warps then
+MULTIPLIED = 8192  # elements of a program of `multiply` at a time
 
 
 def cross_entropy(
@@ -100,3 +101,19 @@ def _logits(z, SCALE: tl.constexpr, CAP: tl.constexpr):
         z = tl.where(y < 0.0, -tanh, tanh)
         y = z * CAP
     return y, z
+
+
+def multiply(x: Tensor, factor: Tensor) -> None:
+    """Same as `multiply_reference`."""
+    programs = min(cdiv(x.numel(), MULTIPLIED), 8 * multiprocessors(x.device))
+    launcher(_multiply_kernel, (programs,))(x, factor, x.numel(), BLOCK=MULTIPLIED, num_warps=8)
+
+
+@triton.jit
+def _multiply_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
+            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offs, offs < N).to(tl.float32) * factor
+            tl.store(x_ptr + offs, x.to(x_ptr.dtype.element_ty), offs < N)
