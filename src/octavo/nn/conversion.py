@@ -14,7 +14,7 @@ from octavo.architectures import ARCHITECTURES
 from octavo.nn.attention_layers import MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
-from octavo.nn.fused_loss import HeadRecipe, LossHead, find_loss, join_loss, separate_loss
+from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import (
     SILU,
     DecoderLayer,
@@ -133,7 +133,9 @@ def convert(
     check_initialized(model)
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
-    separate_loss(model)
+    for module in list(model.modules()):
+        if isinstance(module, LossModel | LossHead):
+            unmix(module)
     loss = find_loss(model) if fuse_loss else None
     candidates = Candidates.of(model, skip)
     if device is None and candidates.weight.is_meta:

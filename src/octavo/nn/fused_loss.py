@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import mix_into, unmix
+from octavo.nn.module_tools import mix_into
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
@@ -397,7 +397,8 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
             labels = kwargs.pop("labels", None)
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or (place is not None and (not self.training or hasattr(self, "_loss_function"))):
+        own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
+        if labels is None or own_logits or not isinstance(self, LossModel):  # Accelerate keeps the method of a class
             return theirs(self, *args, **kwargs)
         head = self.get_submodule(self.loss_head)
         if not isinstance(head, LossHead):
@@ -431,12 +432,13 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
     """
     owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
     known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
-    head = find_head(owner) if known and not hasattr(owner, "_loss_function") else None
+    replaced = not vars(owner).keys().isdisjoint(("forward", "_loss_function"))  # as Accelerate and TRL replace forward
+    head = find_head(owner) if known and not replaced else None
     if head is None:
         raise ValueError(
-            "fuse_loss=True requires a causal model with transformers' own loss, whose logits are the outputs of a "
-            f"linear layer without bias, scaled or capped; {type(owner).__name__} computes them in another way: leave "
-            "fuse_loss out"
+            "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "
+            f"outputs of a linear layer without bias, scaled or capped; {type(owner).__name__} computes them in "
+            "another way: convert a new model before others change it, or leave fuse_loss out"
         )
     return owner, head
 
@@ -448,10 +450,3 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
-
-
-def separate_loss(model: nn.Module) -> None:
-    """Undo `join_loss`, if it was called."""
-    for module in list(model.modules()):
-        if isinstance(module, LossModel | LossHead):
-            unmix(module)
