@@ -34,7 +34,7 @@ from octavo import ops
 from octavo.nn.fused_loss import CHUNK, _Head, linear_cross_entropy
 from octavo.numerics import ROW, TENSOR, Cast
 from octavo.numerics.formats import E4M3
-from octavo.ops.softmax_loss import cross_entropy
+from octavo.ops.softmax_loss import cross_entropy, multiply
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[nn.Module], Any]
@@ -58,6 +58,7 @@ SMALL = {
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
 }  # fmt: skip
 BASE, LIGER = "bf16", " + Liger's loss"
+SOFTMAX = "softmax, loss and gradient"
 MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes after it
     BASE: lambda model: None,
     BASE + LIGER: lambda model: None,
@@ -75,7 +76,7 @@ NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes
 
 def main() -> None:
     given = parser_of(__doc__, only="", rounds=4, cce=False).parse_args()
-    torch._dynamo.config.cache_size_limit = 64
+    torch._dynamo.config.recompile_limit = 64
     for package in NEEDS.values():
         if not record.installed(package):
             print(f"{package} is not installed: its modes are left out", flush=True)
@@ -266,7 +267,7 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
     wide = torch.zeros_like(w, dtype=torch.float32)
     each: dict[str, Callable[[], Any]] = {
         "z, BF16": lambda: torch.mm(rows, w.t(), out=z),
-        "softmax, loss and gradient": lambda: cross_entropy(z, some, factor, None, 1.0, 0.0, False),
+        SOFTMAX: lambda: cross_entropy(z, some, factor, None, 1.0, 0.0, False),
         "copy of z (as many bytes as one read and one write)": lambda: g.copy_(z),
         "dx, BF16": lambda: g @ w,
         "dw, BF16, added": lambda: dw.addmm_(g.t(), rows),
@@ -281,7 +282,12 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
     }
     ms = {name: TOKENS / chunk * timed(step) for name, step in each.items()}
     ms["quantize and transpose w, once"] = timed(lambda: ops.transpose(ops.quantize(w, Cast(granularity=TENSOR)).data))
-    ms["dw times the gradient of the loss, once"] = timed(lambda: dw.mul_(factor))
+    ms["dw times the gradient of the loss, once"] = timed(lambda: multiply(dw, factor))
+    ms["dw times 1, once"] = timed(lambda: multiply(dw, torch.ones_like(factor)))
+    kernels: Any = importlib.import_module("octavo.ops.kernels.softmax_loss") if DEVICE == "cuda" else None
+    for block, warps in sized(((32768, 32), (32768, 16), (16384, 32), (16384, 16), (8192, 16), (8192, 8)), ()):
+        kernels.BLOCK, kernels.WARPS = block, warps
+        ms[f"softmax, loss and gradient, {block} columns, {warps} warps"] = TOKENS / chunk * timed(each[SOFTMAX])
     return ms
 
 

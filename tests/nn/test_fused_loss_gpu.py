@@ -40,20 +40,20 @@ def measured(loss_of):
 
 
 def errors(found):
-    """The largest error of each, relative to the largest element, against float64."""
+    """The relative error of each against float64; of a gradient that of its norm."""
     x, weight, targets = example()
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     loss = F.cross_entropy(x @ weight.T, targets)
     (loss / 3).backward()
     expected = [loss.detach(), x.grad, weight.grad]
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
 
 @pytest.mark.gpu
 def test_it_is_as_exact_as_the_plain_loss_in_a_fraction_of_the_memory():
     (whole, most), (found, peak) = measured(plain), measured(chunked)
     for error, limit in zip(errors(found), errors(whole), strict=True):
-        assert error <= 1.2 * limit
+        assert error <= 1.1 * limit + 1e-6
     logits, weight = TOKENS * VOCABULARY, VOCABULARY * WIDTH
     assert most > 10 * logits  # BF16 logits, their FP32 copy, log-softmax in FP32
     # of a chunk: the logits in BF16, and g in their place; of the weight: a BF16 copy, and the FP32 gradient
@@ -64,7 +64,7 @@ def test_it_is_as_exact_as_the_plain_loss_in_a_fraction_of_the_memory():
 def test_compiled_it_is_the_same():
     (whole, _), (found, _) = measured(chunked), measured(torch.compile(chunked, fullgraph=True))
     for error, limit in zip(errors(found), errors(whole), strict=True):
-        assert error <= 1.2 * limit
+        assert error <= 1.1 * limit + 1e-6
 
 
 def bf16(loss_of, **options):
@@ -81,7 +81,7 @@ def bf16(loss_of, **options):
 @pytest.mark.parametrize("chunk", [1000, 2048, 4096])
 def test_bf16_weights_get_a_gradient_that_is_as_exact_as_that_of_the_plain_loss(chunk):
     found, whole = (errors(each) for each in (bf16(linear_cross_entropy, chunk=chunk), bf16(plain)))
-    assert all(error <= 1.2 * limit + 1e-6 for error, limit in zip(found, whole, strict=True))
+    assert all(error <= 1.1 * limit + 1e-6 for error, limit in zip(found, whole, strict=True))
 
 
 @pytest.mark.gpu
@@ -95,6 +95,7 @@ def test_a_head_in_fp8_is_as_exact_as_a_layer_in_fp8():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
 def test_a_model_of_transformers_trains_with_it(recipe, compiled):

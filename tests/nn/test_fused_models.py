@@ -74,11 +74,20 @@ def test_the_head_is_found_with_what_is_done_to_its_outputs(name, device):
     assert model.training
 
 
+def changed(**attributes):
+    model = make("llama")
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
 @pytest.mark.parametrize("make", [
     lambda: transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES)),  # its head has a bias
     lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SIZES)),
     lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9, bias=False), nn.ReLU()),
-], ids=["bias", "masked", "relu"])  # fmt: skip
+    lambda: changed(forward=lambda input_ids: input_ids),
+    lambda: changed(loss_function=lambda logits, labels: logits.sum()),
+], ids=["bias", "masked", "relu", "forward", "loss"])  # fmt: skip
 def test_other_models_are_refused_and_stay_as_they_are(make):
     model = make()
     kind = type(model)
@@ -176,6 +185,18 @@ def test_a_later_conversion_without_it_undoes_it():
     octavo.convert(model, fuse_loss=True)
     octavo.convert(model)
     assert gradients(model)[1].logits is not None
+
+
+def test_a_forward_that_others_keep_is_that_of_the_class_after_a_restore():
+    """Accelerate binds the function of the class to the model, around which it casts."""
+    model = make("llama")
+    expected, _ = gradients(model)
+    octavo.convert(model, "bf16", fuse_loss=True)
+    model.forward = type(model).forward.__get__(model)
+    octavo.restore(model)
+    found, output = gradients(model)
+    check(found, expected)
+    assert output.logits is not None
 
 
 def test_a_loss_of_the_user_gets_the_logits():

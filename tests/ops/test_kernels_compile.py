@@ -134,6 +134,7 @@ def calls_of_training() -> Iterator[Call]:
     labels, one = torch.zeros(M, dtype=torch.int64), torch.tensor(1.0)
     for cap, fp8 in product((0.0, 30.0), (False, True)):
         yield "softmax_loss", "cross_entropy", (rows(128_256), labels, one, None, 1.0, cap, fp8)
+    yield "softmax_loss", "multiply", (rows(2048), one)
     clipped, angles = torch.zeros(2, dtype=torch.int64), on_cpu(1, 5, 128, dtype=HALF)
     k, turn = on_cpu(2, 2, 5, 128, dtype=HALF), Turn(angles, angles, ones(128), None, 1e-6)
     for dtype in (HALF, E4M3, INT8):

@@ -55,7 +55,7 @@ from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.registration import Operation
 from octavo.ops.rows import RowBatch, cast_rows
-from octavo.ops.softmax_loss import cross_entropy
+from octavo.ops.softmax_loss import cross_entropy, multiply
 
 WITH_KERNELS = {name: operation for name, operation in OPERATIONS.items() if operation.kernels}
 E4M3, INT, E8 = Cast(), torch.int32, torch.float8_e4m3fn
@@ -190,6 +190,8 @@ RUNS = [  # a call, and whether the kernel runs
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8).double(), zeros(2).long(), *LOSS), False),
     ("cross_entropy", lambda: cross_entropy(ones(0, 8), zeros(0).long(), *LOSS), False),
+    ("multiply", lambda: multiply(ones(2, 8), torch.tensor(0.5)), True),
+    ("multiply", lambda: multiply(ones(0, 8), torch.tensor(0.5)), False),
     ("rotate_append", lambda: turns(4, 2, 16), True),
     ("rotate_append", lambda: turns(2, 2, 264), False),
 ]

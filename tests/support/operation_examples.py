@@ -178,6 +178,7 @@ def of_loss() -> Iterator[Example]:
     for factor, lse, cap, fp8 in ((None, None, 0.0, False), (one, torch.ones(5), 0.0, False), (one, None, 30.0, True)):
         yield "cross_entropy", (z, labels, factor, lse, 1.0, cap, fp8)
     x, w = (matrix((n, 32), torch.bfloat16) for n in (5, 40))
+    yield "multiply", (x, 0.5 * one)
     for wants_x, wants_w in product((False, True), repeat=2):
         options = torch.bfloat16, 2, wants_x, wants_w, 1.0, 0.0, "", wants_x
         yield "linear_cross_entropy", (x, w, labels % 40, one, *options)

@@ -14,7 +14,7 @@ from octavo.architectures import ARCHITECTURES
 from octavo.nn.attention_layers import MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
-from octavo.nn.fused_loss import HeadRecipe, LossHead, find_loss, join_loss, separate_loss
+from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
 from octavo.nn.fused_modules import (
     SILU,
     DecoderLayer,
@@ -102,7 +102,7 @@ def convert(
         device: where the model will run, which decides the GEMMs. By default the device of its weights; for a model on
             the meta device, this machine's accelerator, or else the CPU.
         fuse_loss: of a causal model of transformers in training: `model(input_ids, labels=labels).loss` is computed
-            from the inputs of the head, 2,048 tokens at a time, so that the logits never exist as a whole, and
+            from the inputs of the head, 4,096 tokens at a time, so that the logits never exist as a whole, and
             `.logits` is None. It takes `num_items_in_batch`, `ignore_index` and `shift_labels` as transformers' loss
             does, so Trainer and Lightning need no change. In evaluation, and without labels, the logits are whole.
             Of a model that returns logits alone, as those of `octavo.models`, `model(tokens, labels=labels)` is the
@@ -131,8 +131,9 @@ def convert(
     check_initialized(model)
     if head not in get_args(HeadRecipe) or (head != "bf16" and not fuse_loss):
         raise ValueError(f"head takes 'bf16', or with fuse_loss=True 'rowwise'; got {head!r}, fuse_loss={fuse_loss}")
-    if any(isinstance(module, LossHead) for module in model.modules()):
-        separate_loss(model)
+    for module in list(model.modules()):
+        if isinstance(module, LossModel | LossHead):
+            unmix(module)
     loss = find_loss(model) if fuse_loss else None
     candidates = Candidates.of(model, skip)
     if device is None and candidates.weight.is_meta:

@@ -28,13 +28,13 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import ops
-from octavo.nn.module_tools import mix_into, unmix
+from octavo.nn.module_tools import mix_into
 from octavo.numerics.formats import E4M3
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.ops.registration import operation
-from octavo.ops.softmax_loss import IGNORED, cross_entropy
+from octavo.ops.softmax_loss import IGNORED, cross_entropy, multiply
 
-CHUNK = 2048  # tokens whose logits are in memory at a time
+CHUNK = 4096  # tokens whose logits are in memory at a time
 HeadRecipe = Literal["bf16", "rowwise"]
 
 
@@ -123,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad = grad / count if ctx.late else grad
         if dx is not None:
             dx = (dx * grad).to(ctx.dtype)
-        if dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
-            dw = (dw * grad).to(dw.dtype) if torch.compiler.is_compiling() else dw.mul_(grad)
+        if dw is not None and torch.compiler.is_compiling():
+            dw = (dw * grad).to(dw.dtype)
+        elif dw is not None:  # in place: a second tensor of the weight's size would be the peak of many models
+            multiply(dw, grad)
         return dx, dw, None, None, None
 
 
@@ -165,14 +167,14 @@ def _linear_cross_entropy(
         z, joined = head.products(rows), None
         if group:
             joined = _joined(*cross_entropy(z, some, None, None, scale, cap, False)[:2], group)
-        lse, picked, *g = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
+        lse, picked, *g_q = cross_entropy(z, some, wanted, joined and joined[0], scale, cap, fp8 and wants_x)
         if joined:
             picked = joined[1]
         else:  # of a label that is none, the loss is NaN
             picked.masked_fill_((some >= len(weight)) | ((some < 0) & (some != IGNORED)), torch.nan)
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if dx is not None:
-            dx[start : start + chunk] = head.dx(z, *g)
+            dx[start : start + chunk] = head.dx(z, *g_q)
         if dw is not None:
             head.add_dw(dw, z, rows)
         del z
@@ -199,7 +201,7 @@ class _Head:
     def products(self, x: Tensor) -> Tensor:
         return x @ self.w.t()  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, *_: Tensor) -> Tensor:
+    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         return g @ self.w  # [c,V] @ [V,K]
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
@@ -230,9 +232,9 @@ class _Fp8Head(_Head):
         x_q = ops.quantize(x, Cast())
         return ops.scaled_mm(x_q, self.q, out_dtype=self.w.dtype, fast_accumulation=True)  # [c,K] @ [V,K]^T
 
-    def dx(self, g: Tensor, *quantized: Tensor) -> Tensor:
+    def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
-        return ops.scaled_mm(QTensor(*quantized, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
+        return ops.scaled_mm(QTensor(data, scale, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
 
     def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
         g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
@@ -368,7 +370,8 @@ class LossHead:
 
     def forward(self, x: Tensor) -> Tensor:
         theirs: Any = super()
-        return theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)  # type: ignore[no-any-return]
+        y: Tensor = theirs.forward(x) if self.task is None else self.task.run(x, self.weight, *self.options)
+        return y
 
 
 class LossModel:
@@ -382,18 +385,6 @@ class LossModel:
         if cls.__bases__[0] is LossModel:
             cls.forward = _with_loss(cls.__bases__[1].forward)  # type: ignore[attr-defined]
 
-    @property
-    def loss_function(self) -> Any:
-        """What a model of transformers computes its loss by."""
-        module: Any = self
-        task = module.get_submodule(self.loss_head).task
-        theirs: Any = super()
-        return theirs.loss_function if task is None else task.result
-
-    @loss_function.setter
-    def loss_function(self, function: Any) -> None:
-        self._loss_function = function  # as transformers' models do
-
 
 def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     """The forward of a model of a class whose own is `theirs`. It keeps the signature, which Trainer reads."""
@@ -406,7 +397,8 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
             labels = kwargs.pop("labels", None)
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
-        if labels is None or (place is not None and (not self.training or hasattr(self, "_loss_function"))):
+        own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
+        if labels is None or own_logits or not isinstance(self, LossModel):  # Accelerate keeps the method of a class
             return theirs(self, *args, **kwargs)
         head = self.get_submodule(self.loss_head)
         if not isinstance(head, LossHead):
@@ -418,10 +410,12 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         if shifted is None:
             shifted = F.pad(labels, (0, 1), value=ignore)[..., 1:]
         head.task = task = Task(shifted, kwargs.get("num_items_in_batch"), ignore)
+        self._loss_function = task.result  # what a model of transformers calls, if it is there
         try:
             output = theirs(self, *args, **kwargs)
         finally:
             head.task = None
+            del self._loss_function
         if place is None:
             return task.loss
         if isinstance(output, tuple):
@@ -438,12 +432,13 @@ def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
     """
     owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
     known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"
-    head = find_head(owner) if known and not hasattr(owner, "_loss_function") else None
+    replaced = not vars(owner).keys().isdisjoint(("forward", "_loss_function"))  # as Accelerate and TRL replace forward
+    head = find_head(owner) if known and not replaced else None
     if head is None:
         raise ValueError(
-            "fuse_loss=True requires a causal model with transformers' own loss, whose logits are the outputs of a "
-            f"linear layer without bias, scaled or capped; {type(owner).__name__} computes them in another way: leave "
-            "fuse_loss out"
+            "fuse_loss=True requires a causal model with the forward and the loss of its class, whose logits are the "
+            f"outputs of a linear layer without bias, scaled or capped; {type(owner).__name__} computes them in "
+            "another way: convert a new model before others change it, or leave fuse_loss out"
         )
     return owner, head
 
@@ -455,10 +450,3 @@ def join_loss(owner: Any, head: Head, recipe: HeadRecipe) -> None:
     module = owner.get_submodule(head.name)
     mix_into(module, LossHead)
     module.task, module.options = None, (head, CHUNK, recipe)
-
-
-def separate_loss(model: nn.Module) -> None:
-    """Undo `join_loss`, if it was called."""
-    for module in list(model.modules()):
-        if isinstance(module, LossModel | LossHead):
-            unmix(module)

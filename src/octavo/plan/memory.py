@@ -145,7 +145,7 @@ def head_bytes(setup: Setup) -> float:
         return (setup.residual + 2) * model.width * tokens / setup.degrees.tp + 12 * vocabulary * tokens
     chunk = min(setup.config.loss.chunk, tokens)
     stream = (2 * setup.residual + 4) * model.width * tokens / setup.degrees.tp
-    return stream + 10 * vocabulary * chunk + BF16 * vocabulary * model.width
+    return stream + BF16 * vocabulary * (chunk + model.width)  # the gradient takes the place of the logits
 
 
 def _unreduced_bytes(setup: Setup, block: Block) -> float:

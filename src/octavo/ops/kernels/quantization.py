@@ -59,10 +59,12 @@ def quantize(
 
 
 def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass."""
-    if cast.granularity.rows != 1 or cast.granularity.cols is None:
-        return quantize(x.t().contiguous(), cast, None, None, seed)
+    """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass, and so are
+    rows of it that a program can hold."""
     m, k = x.shape
+    whole = cast.by_row and not cast.relative_floor and m <= LONGEST_COLUMN
+    if not whole and (cast.granularity.rows != 1 or cast.granularity.cols is None):
+        return quantize(x.t().contiguous(), cast, None, None, seed)
     data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
     quantize_groups_transposed(x.contiguous(), data, scale, cast, seed)
     return data, _as_scale(scale)
@@ -202,6 +204,7 @@ def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
 
 
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
+LONGEST_COLUMN = 8192  # that such a program can hold; above 512 it has 8 times as many elements, and more warps
 
 
 def quantize_blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
@@ -238,14 +241,14 @@ def _block_kernel(
 def quantize_groups_transposed(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
     """Quantize the transpose of a contiguous x [M, K] in groups along M: data [K, M], scale [K, M / group]."""
     m, k = x.shape
-    group_size = cast.granularity.cols
-    assert group_size is not None
+    group_size = cast.granularity.cols or m
     block_m = power_of_two_above(group_size)
-    block_k = max(1, TRANSPOSED_BLOCK // block_m)
+    large = block_m > 512
+    block_k = max(1, TRANSPOSED_BLOCK * (8 if large else 1) // block_m)
     launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
         x, data, scale, seed, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=32 if large else TRANSPOSED_WARPS,
     )  # fmt: skip
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from octavo.numerics.formats import E4M3
 from octavo.ops.kernels.device_math import to_data
-from octavo.ops.launching import allocate, power_of_two_above
+from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
 
 BLOCK, WARPS = 32768, 32  # the most columns of a program at a time, and its warps then
+MULTIPLIED = 8192  # elements of a program of `multiply` at a time
 
 
 def cross_entropy(
@@ -50,13 +51,22 @@ def _cross_entropy_kernel(
     t = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + t)
     z_ptr += t * V
+    offs = tl.arange(0, BLOCK)
     own = (label >= 0) & (label < V)
-    picked, _ = _logits(tl.load(z_ptr + label, own, other=0.0).to(tl.float32), SCALE, CAP)
+    picked, _tanh = _logits(tl.load(z_ptr + label, own, other=0.0).to(tl.float32), SCALE, CAP)
     lse = tl.full((), 0.0, tl.float32)
     if given_ptr is not None:
         lse = tl.load(given_ptr + t)
     elif label != IGNORED:
-        lse = _log_sum(z_ptr, V, SCALE, CAP, BLOCK)
+        largest = -INFINITY
+        total = 0.0
+        for start in range(0, V, BLOCK):
+            y, tanh = _logits(tl.load(z_ptr + start + offs, start + offs < V, other=0.0).to(tl.float32), SCALE, CAP)
+            y = tl.where(start + offs < V, y, -INFINITY)
+            higher = tl.maximum(largest, tl.max(y, 0))
+            total = total * tl.exp2((largest - higher) * LOG2_E) + tl.sum(tl.exp2((y - higher) * LOG2_E), 0)
+            largest = higher
+        lse = largest + tl.log(total)
     tl.store(lse_ptr + t, lse)
     tl.store(picked_ptr + t, picked)
     if factor_ptr is not None:
@@ -64,11 +74,21 @@ def _cross_entropy_kernel(
         inv = factor
         if data_ptr is not None:
             p = tl.where(own, tl.exp2((picked - lse) * LOG2_E), 0.0)
-            row_scale = tl.maximum(1.0 - p, LEAST) * factor / FORMAT_MAX
-            tl.store(scale_ptr + t, row_scale)
-            inv = 1.0 / row_scale
+            scale = tl.maximum(1.0 - p, LEAST) * factor / FORMAT_MAX
+            tl.store(scale_ptr + t, scale)
+            inv = 1.0 / scale
         tl.debug_barrier()  # no thread writes over the label's product before all have read it
-        _store_gradient(z_ptr, data_ptr, t, label, lse, factor, inv, V, SCALE, CAP, BLOCK)
+        for start in range(0, V, BLOCK):
+            mask = start + offs < V
+            y, tanh = _logits(tl.load(z_ptr + start + offs, mask, other=0.0).to(tl.float32), SCALE, CAP)
+            g = tl.exp2((y - lse) * LOG2_E)
+            g = tl.where(start + offs == label, g - 1.0, g) * factor
+            if CAP != 0:
+                g *= 1.0 - tanh * tanh
+            g = tl.where(label == IGNORED, 0.0, g)
+            tl.store(z_ptr + start + offs, g.to(z_ptr.dtype.element_ty), mask)
+            if data_ptr is not None:
+                tl.store(data_ptr + t * V + start + offs, to_data(g * inv, data_ptr.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -76,43 +96,24 @@ def _logits(z, SCALE: tl.constexpr, CAP: tl.constexpr):
     """The logits of products z, and tanh of the scaled ones (z itself without a cap)."""
     y = z * SCALE
     if CAP != 0:
-        # tanh, from the exponential of a number that is not positive
-        e = tl.exp2(tl.abs(y) * (-2.0 * LOG2_E))
+        e = tl.exp2(tl.abs(y) * (-2.0 * LOG2_E))  # of a number that is not positive
         tanh = (1.0 - e) / (1.0 + e)
         z = tl.where(y < 0.0, -tanh, tanh)
         y = z * CAP
     return y, z
 
 
-@triton.jit
-def _log_sum(z_ptr, V, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The logarithm of the sum of the exponentials of a row's logits."""
-    offs = tl.arange(0, BLOCK)
-    largest = -INFINITY
-    total = 0.0
-    for start in range(0, V, BLOCK):
-        y, _ = _logits(tl.load(z_ptr + start + offs, start + offs < V, other=0.0).to(tl.float32), SCALE, CAP)
-        y = tl.where(start + offs < V, y, -INFINITY)
-        higher = tl.maximum(largest, tl.max(y, 0))
-        total = total * tl.exp2((largest - higher) * LOG2_E) + tl.sum(tl.exp2((y - higher) * LOG2_E), 0)
-        largest = higher
-    return largest + tl.log(total)
+def multiply(x: Tensor, factor: Tensor) -> None:
+    """Same as `multiply_reference`."""
+    programs = min(cdiv(x.numel(), MULTIPLIED), 8 * multiprocessors(x.device))
+    launcher(_multiply_kernel, (programs,))(x, factor, x.numel(), BLOCK=MULTIPLIED, num_warps=8)
 
 
 @triton.jit
-def _store_gradient(
-    z_ptr, data_ptr, t, label, lse, factor, inv, V, SCALE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Write g of a row over z, and with `data_ptr` g * inv there in eight bits."""
-    offs = tl.arange(0, BLOCK)
-    for start in range(0, V, BLOCK):
-        mask = start + offs < V
-        y, tanh = _logits(tl.load(z_ptr + start + offs, mask, other=0.0).to(tl.float32), SCALE, CAP)
-        g = tl.exp2((y - lse) * LOG2_E)
-        g = tl.where(start + offs == label, g - 1.0, g) * factor
-        if CAP != 0:
-            g *= 1.0 - tanh * tanh
-        g = tl.where(label == IGNORED, 0.0, g)
-        tl.store(z_ptr + start + offs, g.to(z_ptr.dtype.element_ty), mask)
-        if data_ptr is not None:
-            tl.store(data_ptr + t * V + start + offs, to_data(g * inv, data_ptr.dtype.element_ty), mask)
+def _multiply_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(tl.float32)
+    if factor != 1.0:
+        for block in range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
+            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + offs, offs < N).to(tl.float32) * factor
+            tl.store(x_ptr + offs, x.to(x_ptr.dtype.element_ty), offs < N)
