@@ -100,7 +100,7 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 	PYTHONPATH=src $(PYTHON) -m torch.distributed.run --nproc-per-node $(GPUS) -m bench.gpu.tensor_parallel
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
-bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md and of smoothing and rotation on this CPU
+bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
 	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality

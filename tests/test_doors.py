@@ -58,7 +58,7 @@ LLAMA = "import torch, octavo, transformers\nmodel = transformers.LlamaForCausal
 WALKS = {
     "convert": (12, LLAMA, "octavo.convert(model)"),
     "pack": (23, "from octavo.packing import pack", "pack(MODEL, OUT)"),
-    "load": (23, "import octavo", "octavo.load(PACKED)"),
+    "load": (16, "import octavo", "octavo.load(PACKED)"),
     "start": (
         25,
         """

@@ -1,4 +1,4 @@
-"""The quality of the demo's model in eight bits: packing schemes, caches of keys and values, attention, and folds.
+"""The quality of the demo's model in eight bits: packing schemes, caches of keys and values, and attention.
 
 The model is trained once, in BF16. Everything is measured on the same held-out prompts, so changes are paired.
 
@@ -9,10 +9,6 @@ The model is trained once, in BF16. Everything is measured on the same held-out 
                  prompts and chunks. The scales come from a calibration, or from the first chunk of each prompt
     attention    the model packed by channel, with the attention of whole prompts in E4M3 beside that in BF16. A CPU
                  computes the arithmetic of `octavo.ops.fp8_attention` in float32
-
-    folds        the model as it is, and with planted outliers, as large models have them: one channel in 17 of each
-                 norm and of `up` is 64 times larger, and the weights that read it are 64 times smaller, so that the
-                 model computes the same. Each is smoothed, rotated or both, packed, and verified against its source
 
     python -m bench.cpu.quality
 """
@@ -55,9 +51,6 @@ SCHEMES = ("channel", "block", "static", "mx", "int8")
 SMOOTHED = ("channel", "int8")
 SAMPLES = 96  # prompts of a verification
 CHUNK, PROMPTS, CONTEXT, BATCH = 16, 64, 256, 8  # of the caches and of attention
-FOLDS = {"as it is": (False, False), "smooth": (True, False), "rotate": (False, True), "both": (True, True)}
-FOLDED = ("channel", "static", "int8")
-PLANTED, EVERY = 64.0, 17
 CACHES = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
 Cache = Callable[[Any, int], QuantizedKVCache]
 
@@ -70,7 +63,6 @@ def main() -> None:
         packed, batches = folder / "model channel", held_out(folder)
         print(record.write("kv_cache_quality", caches(packed, Calibration.load(calibrated(folder, "model")), batches)))
         print(record.write("attention_quality", attention(packed, batches)))
-        print(record.write("fold_gains", {"settings": demo.SETTINGS, "alpha": 0.5, "rows": folds(folder)}))
 
 
 def prepare(folder: Path) -> None:
@@ -134,12 +126,12 @@ def schemes(folder: Path) -> dict[str, Any]:
     }
 
 
-def judge(scheme: str, folder: Path, source: str = "model", model: str = "model") -> Report:
+def judge(scheme: str, folder: Path, source: str = "model") -> Report:
     """Pack `folder`/source with a scheme and verify it against `folder`/model; findings end the benchmark."""
     began, out = time.perf_counter(), folder / f"{source} {scheme}"
     calibration = calibrated(folder, source) if scheme == "static" else None
     pack(folder / source, out, scheme=scheme, calibration=calibration)
-    report = verify(out, folder / model, [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
+    report = verify(out, folder / "model", [str(folder / "heldout.txt")], prompts=PromptOptions(SAMPLES))
     if not report.ok:
         raise SystemExit("\n".join(map(str, report.findings)))
     print(f"{out.name}: {time.perf_counter() - began:.0f} s", flush=True)
@@ -158,48 +150,6 @@ def row(report: Report) -> dict[str, Any]:
     if outputs:  # the layers of a folded model have other inputs
         found["output_sqnr"] = {"mean": sum(outputs) / len(outputs), "least": min(outputs)}
     return found
-
-
-# --- Smoothing and rotation ------------------------------------------------------------------------------------
-
-
-def folds(folder: Path) -> list[dict[str, Any]]:
-    """The KL and the perplexity of each transform with each scheme."""
-    plant(folder / "model", folder / "planted")
-    rows = []
-    for model in ("model", "planted"):
-        for kind, (smooth, rotate) in FOLDS.items():
-            source = f"{model} {kind}"
-            calibration = calibrated(folder, model) if smooth else None
-            if smooth or rotate:
-                fold(folder / model, folder / source, smooth=calibration, rotate=rotate)
-            else:
-                shutil.copytree(folder / model, folder / source)
-            for scheme in FOLDED:
-                quality = judge(scheme, folder, source, model).quality
-                assert isinstance(quality, LogitQuality)
-                kl, ppl = quality.kl, quality.perplexity_ratio.value
-                found = {"kl": kl.value, "kl_low": kl.low, "kl_high": kl.high, "ppl": ppl}
-                rows.append({"model": model, "fold": kind, "cast": scheme, **found})
-    return rows
-
-
-def plant(source: Path, out: Path) -> None:
-    """Write the same function with outliers in the outputs of the norms and of `up`."""
-    shutil.copytree(source, out)
-    tensors = load_file(out / "model.safetensors")
-    for norm in [name for name in tensors if name.endswith("input_layernorm.weight")]:
-        layer = norm.removesuffix("input_layernorm.weight")
-        for writer, readers in (
-            ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-            ("mlp.up_proj", ("mlp.down_proj",)),
-        ):
-            i = int(layer.split(".")[-2])
-            tensors[f"{layer}{writer}.weight"][i::EVERY] *= PLANTED
-            for reader in readers:
-                tensors[f"{layer}{reader}.weight"][:, i::EVERY] /= PLANTED
-    save_file(tensors, out / "model.safetensors", {"format": "pt"})
 
 
 # --- Caches and attention --------------------------------------------------------------------------------------

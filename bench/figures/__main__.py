@@ -7,19 +7,19 @@ python -m bench.figures FOLDER     the same as PNG files, in the light colours
 import sys
 from pathlib import Path
 
-from bench.figures import accumulation, formats, lessons, quantization, rotation, rounding, scales
+from bench.figures import formats, lessons, products
 from bench.figures.style import Draw, save
 
 FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 FIGURES: tuple[Draw, ...] = (
     formats.number_line,
     formats.range_and_precision,
-    scales.scaling,
-    scales.granularity,
-    quantization.one_quantization,
-    accumulation.accumulation,
-    rounding.rounding,
-    rotation.rotation,
+    formats.scaling,
+    formats.granularity,
+    products.one_quantization,
+    products.accumulation,
+    formats.rounding,
+    formats.rotation,
     lessons.loss_scaling,
 )
 

@@ -13,11 +13,10 @@ The result is written after each way, beside the earlier one of the other way.
     python -m bench.gpu.compile_time [--depth 32]
 """
 
-import json
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -33,13 +32,7 @@ NAME = "gpu_compile_time"  # of the results
 
 
 def main() -> None:
-    parser = parser_of(__doc__, depth=sized(32, 2))
-    parser.add_argument("--mode", choices=MODES, help="only this mode, in this process")
-    parser.add_argument("--scope", choices=SCOPES)
-    options = parser.parse_args()
-    if options.mode is not None:
-        print(json.dumps(first_step(options.mode, options.scope, options.depth)), flush=True)
-        return
+    options = parser_of(__doc__, depth=sized(32, 2)).parse_args()
     cells = record.rows_before(NAME, "cells")
     for scope in SCOPES:
         found = [{"mode": mode, "scope": scope, **new_process(mode, scope, options.depth)} for mode in MODES]
@@ -50,15 +43,13 @@ def main() -> None:
 
 
 def new_process(mode: str, scope: str, depth: int) -> dict[str, float]:
-    """The result of `first_step` with empty caches."""
-    words = "--mode", mode, "--scope", scope, "--depth", str(depth)
+    """The result of `first_step` in a process of its own, with empty caches."""
     with tempfile.TemporaryDirectory() as empty:
         caches = {name: str(Path(empty) / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-        found: dict[str, float] = in_new_process("bench.gpu.compile_time", *words, **caches)
-    return found
+        return in_new_process(partial(first_step, mode, scope, depth), **caches)
 
 
-def first_step(mode: str, scope: str, depth: int) -> dict[str, Any]:
+def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
     """Seconds that the first compiled step takes beyond a later one, and milliseconds of the later one."""
     shape = replace(vision.SHAPES["ViT-H/14"], layers=depth)
     torch.manual_seed(0)

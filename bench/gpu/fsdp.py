@@ -34,7 +34,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import octavo
 from bench import record
 from bench.gpu import llama, ranks
-from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, medians, once, peak_of, summary
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
@@ -190,7 +189,7 @@ class Bench:
         row: ranks.Row = {"gradient_error": error, "peak_bytes": peak_of(runner.step, before, warmup=0)}
         row |= {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
         row |= self.times(name, runner)
-        row |= {"kernels": profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
+        row |= {"kernels": ranks.profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
         if name == BASE and self.base is None and room_for_two(row["peak_bytes"]):
             self.base = runner
         return row

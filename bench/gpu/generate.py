@@ -41,12 +41,12 @@ from bench.gpu.ceilings import copy_bandwidth
 from bench.gpu.harness import DEVICE, allocated, interleaved, kernels_of, parser_of, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
+from octavo import load
 from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.engine import Engine
 from octavo.inference.packed_linear import fuse, quantize_head
 from octavo.inference.session import Prompts, key_shape
 from octavo.inference.transformers_generate import accelerate_generate
-from octavo.loading import load
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.ops import index_of_largest

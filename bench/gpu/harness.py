@@ -9,15 +9,15 @@ writes nothing (`bench.smoke` runs all of them so).
 """
 
 import argparse
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
+from multiprocessing import get_context
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -70,13 +70,28 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def in_new_process(module: str, *words: str, **environment: str) -> Any:
-    """The result that `python -m MODULE WORDS` prints as JSON in its last line, with more environment variables."""
-    command = [sys.executable, "-m", module, *words, *(["--quick"] if QUICK else [])]
-    done = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True)
-    *others, last = done.stdout.splitlines()
-    print(*others, sep="\n", end="")
-    return json.loads(last)
+def in_new_process(call: Callable[[], Made], **environment: str) -> Made:
+    """What `call` gives in a process of its own, with more environment variables, which this process keeps too."""
+    os.environ |= environment
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(call).result()
+
+
+def in_processes(count: int, calls: Iterable[Callable[[], Any]]) -> int:
+    """Make the calls, `count` at a time, each in a process of its own. Prints the errors, and returns their number."""
+    failed = 0
+    with ProcessPoolExecutor(count, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for done in as_completed([pool.submit(_alone, call) for call in calls]):
+            if error := done.exception():
+                failed += 1
+                print(*traceback.format_exception(error), sep="", flush=True)
+    return failed
+
+
+def _alone(call: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64
+    call()
 
 
 # --- Time ------------------------------------------------------------------------------------------------------
@@ -303,7 +318,7 @@ def fastest(
     return [(tiling, found[tiling]) for tiling in (chosen, *sorted(found, key=lambda each: found[each])[:best])]
 
 
-# --- Passes of a stack of blocks (`bench.gpu.llama`), on random inputs -----------------------------------------
+# --- Passes forward and backward, on random inputs -------------------------------------------------------------
 
 
 def draw_matrices(model: nn.Module) -> None:
@@ -314,30 +329,37 @@ def draw_matrices(model: nn.Module) -> None:
             nn.init.normal_(p, std=0.02)
 
 
-class Passes:
-    """The passes of `model` over `tokens` tokens in BF16. Another `call` may compute the model, such as compiled code.
+def llama_inputs(
+    config: LlamaConfig, tokens: int, device: Any, part: tuple[int, int] = (0, 1)
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """x [1, T, width] with the tables of `rope_tables`, and dy, in BF16.
 
     `part` is (index, count): the index-th of count parts of the sequence; all of it by default.
     """
+    generator = torch.Generator(device).manual_seed(1)
+    drawn = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
+    index, count = part
+    x, dy = (t.to(torch.bfloat16).chunk(count, 1)[index].contiguous() for t in drawn)
+    return (x, *rope_tables(config, torch.arange(tokens, device=device))), dy
+
+
+class Passes:
+    """The passes of `model`. The first of the inputs has a gradient. Another `call` may compute the model."""
 
     def __init__(
-        self, model: nn.Module, config: LlamaConfig, tokens: int, device: Any, part: tuple[int, int] = (0, 1)
+        self, model: nn.Module, inputs: Sequence[Tensor], dy: Tensor, weights: Sequence[nn.Parameter] = ()
     ) -> None:
-        self.model = model
+        self.model, self.dy, self.weights = model, dy, weights
         self.call: Callable[..., Tensor] = model
-        generator = torch.Generator(device).manual_seed(1)
-        x, dy = (torch.randn(1, tokens, config.width, device=device, generator=generator) for _ in range(2))
-        index, count = part
-        self.x, self.dy = (t.to(torch.bfloat16).chunk(count, 1)[index].contiguous() for t in (x, dy))
+        self.x, *self.others = inputs
         self.x.requires_grad_()
-        self.tables = rope_tables(config, torch.arange(tokens, device=device))
+        self.after: Callable[[nn.Module], Any] = lambda model: None  # called with the model after each step
 
     def run(self) -> list[Tensor]:
-        """The output and the gradient of the input."""
-        y = self.call(self.x, *self.tables)
+        """The output, and the gradients of the first input and of `weights`."""
+        y = self.call(self.x, *self.others)
         y.backward(self.dy)  # type: ignore[no-untyped-call]
-        assert self.x.grad is not None
-        return [y.detach(), self.x.grad]
+        return [y.detach(), *(t.grad for t in (self.x, *self.weights) if t.grad is not None)]
 
     def drop(self) -> None:
         """Drop all gradients, as `zero_grad` drops them."""
@@ -348,4 +370,5 @@ class Passes:
         """`run`, then `drop`."""
         found = self.run()
         self.drop()
+        self.after(self.model)
         return found

@@ -110,29 +110,19 @@ MODES: dict[str, tuple[type[Experts], Callable[[Layer], None]]] = {
 }
 
 
-class Runner:
-    """A mode's layer and its step."""
+class Runner(harness.Passes):
+    """A mode's layer and its step, which returns y, dx and the gradients of both weights."""
 
     def __init__(self, mode: str, shape: Shape) -> None:
         experts, convert = MODES[mode]
         torch.manual_seed(0)
         with torch.device(DEVICE):
-            self.layer = Layer(shape, experts).to(torch.bfloat16)
-            self.x = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16, requires_grad=True)
-            self.dy = torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16)
-        convert(self.layer)
-        own: Any = harness.own_code(Layer)
-        self.layer.__class__ = own
-        self.call = torch.compile(self.layer)
-
-    def step(self) -> list[Any]:
-        """y, dx and the gradients of both weights."""
-        y = self.call(self.x)
-        y.backward(self.dy)
-        found = [y.detach(), self.x.grad, *(getattr(self.layer.experts, name).grad for name in Experts.matrices)]
-        self.layer.zero_grad()
-        self.x.grad = None
-        return found
+            layer = Layer(shape, experts).to(torch.bfloat16)
+            x, dy = (torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16) for _ in range(2))
+        convert(layer)
+        layer.__class__ = harness.own_code(Layer)  # type: ignore[assignment]
+        super().__init__(layer, (x,), dy, [getattr(layer.experts, name) for name in Experts.matrices])
+        self.call = torch.compile(layer)
 
 
 def accuracy_of_one_layer(shape: Shape) -> dict[str, float]:

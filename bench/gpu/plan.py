@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from bench import record
-from bench.gpu.communication import profiled
 from bench.gpu.harness import DEVICE, host_once, once, parser_of, show, sized
+from bench.gpu.ranks import profiled
 from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
 from octavo.rates.measured import Gpu, find_gpu, known_gpus

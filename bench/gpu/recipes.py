@@ -209,22 +209,17 @@ def extremes(by_layer: dict[str, tuple[float, float]]) -> Result:
 # --- Speed -----------------------------------------------------------------------------------------------------
 
 
-class Runner(harness.Passes):
-    """The blocks with a recipe, and their step."""
-
-    def __init__(self, name: str, config: LlamaConfig, tokens: int) -> None:
-        with torch.device(DEVICE):
-            model = llama.Plain(config).to(torch.bfloat16)
-        harness.draw_matrices(model)
-        octavo.convert(model, recipe_of(name))
-        for block in model.layers:
-            block.compile()
-        super().__init__(model, config, tokens, DEVICE)
-
-    def step(self) -> list[torch.Tensor]:
-        found = super().step()
-        octavo.scales.update_scales(self.model)
-        return found
+def passes_of(name: str, config: LlamaConfig, tokens: int) -> harness.Passes:
+    """The passes of the blocks with a recipe."""
+    with torch.device(DEVICE):
+        model = llama.Plain(config).to(torch.bfloat16)
+    harness.draw_matrices(model)
+    octavo.convert(model, recipe_of(name))
+    for block in model.layers:
+        block.compile()
+    passes = harness.Passes(model, *harness.llama_inputs(config, tokens, DEVICE))
+    passes.after = octavo.scales.update_scales
+    return passes
 
 
 def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int = 6) -> Result:
@@ -232,12 +227,12 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     device = torch.device(DEVICE)
     names = list(dict.fromkeys([BASE, *names]))
     same = equal_work(names)
-    runners: dict[str, Runner] = {}
+    runners: dict[str, harness.Passes] = {}
     rows: dict[str, Result] = {}
     for name in dict.fromkeys(same.values()):
         if DEVICE == "cuda" and "emulated" in implementations(name, device).values():
             continue
-        make = partial(harness.with_peak, partial(Runner, name, config, tokens))
+        make = partial(harness.with_peak, partial(passes_of, name, config, tokens))
         if (found := harness.made(name, make)) is not None:
             runners[name], rows[name] = found[0], {"peak_bytes": found[1]}
     exact = runners[BASE].step()

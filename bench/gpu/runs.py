@@ -27,13 +27,10 @@ import math
 import statistics
 import sysconfig
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +39,8 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, parser_of, show, summary
-from bench.gpu.loss.model import padded
+from bench.gpu.harness import DEVICE, allocated, in_processes, interleaved, parser_of, show, summary
+from bench.gpu.loss.model import CONFIGS, padded
 from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first
 from bench.gpu.loss.training import Learner, write_run
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations
@@ -52,7 +49,7 @@ from octavo.data import read_text
 from octavo.evaluation.metrics import ratio
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer
 from octavo.scales import cast_once
-from octavo.train.config import Compile, Config, ExpertSettings
+from octavo.train.config import Config
 from octavo.train.loss import Batches, Corpus, build_corpus
 from octavo.train.model import make_model
 
@@ -78,40 +75,13 @@ class Study(NamedTuple):
     result: str  # the file of bench/results
 
 
-GPT = Config(
-    model="gpt2", layers=12, width=768, heads=12, context=1024, tokenizer="bpe", vocabulary=50_257,
-    batch=32, accumulate=2, steps=800, learning_rate=6e-4, min_learning_rate=6e-5, warmup=40,
-    evaluate_batches=64, compile=Compile(blocks=True),
-)  # fmt: skip
-MIXTURE = GPT.change(  # experts hold 75 of its 90 million parameters; a token runs through 19 million of them
-    model="mixture", layers=6, width=512, heads=8, mlp_width=1024, context=512, vocabulary=16_384,
-    experts=asdict(ExpertSettings(count=8, top_k=2)), batch=48, accumulate=1, steps=400, learning_rate=1e-3,
-    min_learning_rate=1e-4,
-)  # fmt: skip
-M300 = GPT.change(  # 309 million parameters, a third of them in the embedding and the head; 131,072 tokens a step
-    model="llama", layers=16, width=1024, heads=16, kv_heads=16, mlp_width=2816, tied=False, context=2048, steps=768,
-    batch=16, accumulate=4, evaluate_batches=16,
-)  # fmt: skip
-SMALL = GPT.change(
-    model="llama", layers=6, width=512, heads=8, kv_heads=8, mlp_width=1536, context=512, tied=True, vocabulary=8192,
-    batch=32, accumulate=1, steps=500, learning_rate=1e-3, min_learning_rate=1e-5, evaluate_batches=48,
-    validation_fraction=0.08,
-)  # fmt: skip
-SMALL_CPU = SMALL.change(
-    layers=2, width=128, heads=4, kv_heads=4, mlp_width=256, context=64, vocabulary=512, batch=16, steps=60,
-    warmup=10, evaluate_batches=64, **{"compile.blocks": False},
-)  # fmt: skip
-ATTENTION = GPT.change(
-    model="llama", layers=6, width=512, heads=4, kv_heads=2, mlp_width=1408, context=2048, tokenizer="bytes",
-    vocabulary=256, batch=16, accumulate=1, steps=400, learning_rate=1e-3, min_learning_rate=1e-5, evaluate_batches=32,
-)  # fmt: skip
 STUDIES = {
-    "gpt": Study(GPT, PYTHON, 220_000_000, 1, "gpt_parity"),
-    "moe": Study(MIXTURE, PYTHON, 220_000_000, 1, "moe_parity"),
-    "300m": Study(M300, MORE, 400_000_000, 16, "pretrain_300m"),
-    "recipes": Study(SMALL, MORE, 45_000_000, 1, "recipes"),
-    "recipes-cpu": Study(SMALL_CPU, MORE, 3_000_000, 1, "recipes"),
-    "attention": Study(ATTENTION, ("stdlib",), 220_000_000, 1, "gpu_attention_loss"),
+    "gpt": Study(CONFIGS["gpt"], PYTHON, 220_000_000, 1, "gpt_parity"),
+    "moe": Study(CONFIGS["moe"], PYTHON, 220_000_000, 1, "moe_parity"),
+    "300m": Study(CONFIGS["300m"], MORE, 400_000_000, 16, "pretrain_300m"),
+    "recipes": Study(CONFIGS["recipes"], MORE, 45_000_000, 1, "recipes"),
+    "recipes-cpu": Study(CONFIGS["recipes-cpu"], MORE, 3_000_000, 1, "recipes"),
+    "attention": Study(CONFIGS["attention"], ("stdlib",), 220_000_000, 1, "gpu_attention_loss"),
 }
 
 
@@ -189,21 +159,15 @@ def train_all(study: Study, plan: Sequence[Run], out: Path, stop: int | None = N
         for mode, each in seeds.items():
             train_mode(study, mode, each, out, stop)
         return
-    with ProcessPoolExecutor(gpus * processes, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for place, (mode, each) in enumerate(seeds.items()):
-            pool.submit(work, place % gpus, study, mode, each, out, stop)
+    calls = [partial(work, i % gpus, study, mode, each, out, stop) for i, (mode, each) in enumerate(seeds.items())]
+    in_processes(gpus * processes, calls)  # a mode that does not run has no row in the table
 
 
-def work(gpu: int, study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:
-    """Train the runs of one mode on a GPU, in a process of their own."""
+def work(gpu: int, *task: Any) -> None:
+    """`train_mode` on a GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_device(gpu)
-    torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 64
-    try:
-        train_mode(study, mode, seeds, out, stop)
-    except Exception:  # a mode that does not run has no row in the table
-        print(f"{mode} failed:\n{traceback.format_exc()}", flush=True)
+    train_mode(*task)
 
 
 def train_mode(study: Study, mode: str, seeds: Sequence[int], out: Path, stop: int) -> None:

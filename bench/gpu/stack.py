@@ -15,16 +15,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import octavo
 from bench import record
 from bench.gpu import harness, llama
-from bench.gpu.communication import kind_of
 from bench.gpu.harness import DEVICE, parser_of, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
+from bench.gpu.ranks import kind_of
 from octavo.models.llama import LlamaConfig
 
 CONFIG = replace(llama.CONFIG, layers=sized(4, 2))
@@ -60,16 +60,11 @@ class Runner(harness.Passes):
         harness.draw_matrices(model)
         if convert is not None:
             convert(model, recipe)
-        self.delayed = convert is octavo.convert and recipe == "delayed"
         model.__class__ = harness.own_code(type(model))
-        super().__init__(model, config, tokens, DEVICE)
+        super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE))
         self.call = torch.compile(model) if compiled else model
-
-    def step(self) -> list[Tensor]:
-        found = super().step()
-        if self.delayed:
-            octavo.scales.update_scales(self.model)
-        return found
+        if convert is octavo.convert and recipe == "delayed":
+            self.after = octavo.scales.update_scales
 
 
 def main() -> None:

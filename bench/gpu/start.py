@@ -11,13 +11,10 @@ imported, and the GPU is initialized, before the clock starts. Both times are th
 one token after a prompt. Then 16 tokens are generated, which captures the decoding step.
 
     python -m bench.gpu.start [--folder FOLDER] [--rounds 3] [--prompt 256]
-    python -m cProfile -s cumtime -m bench.gpu.start --way octavo         where the time of one process goes
 
 FOLDER has the folders `packed` and `bf16`, and is made if it is not there. By default it is that of bench.gpu.generate.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 from functools import partial
@@ -30,8 +27,8 @@ from bench.gpu import llama
 from bench.gpu.generate import folder_of, generation, make_folders, open_bf16
 from bench.gpu.harness import DEVICE, in_new_process, parser_of, show, sized
 from bench.gpu.modes import EAGER, OCTAVO
+from octavo import load
 from octavo.hf.meta_model import quiet_transformers
-from octavo.loading import load
 from octavo.speed import timed
 
 NEW_MACHINE = "octavo, new machine"
@@ -40,19 +37,15 @@ FIGURES = ("load", "first_token", "sixteen_tokens")
 
 
 def main() -> None:
-    parser = parser_of(__doc__, rounds=sized(3, 1), prompt=sized(256, 8))
-    parser.add_argument("--folder", type=Path, default=folder_of(llama.CONFIG.layers))
-    parser.add_argument("--way", choices=WAYS, help="only this way, in this process")
-    options = parser.parse_args()
-    if options.way is not None:
-        print(json.dumps(start(options)), flush=True)
-        return
+    folder = folder_of(llama.CONFIG.layers)
+    options = parser_of(__doc__, rounds=sized(3, 1), prompt=sized(256, 8), folder=folder).parse_args()
     if not options.folder.exists():
         make_folders(llama.CONFIG, options.folder)
+    run = partial(seconds_of, options.folder, options.prompt)
     with tempfile.TemporaryDirectory() as compiled:
         for way in (OCTAVO, EAGER):
-            run(way, options, compiled)
-        rounds = [{way: run(way, options, compiled) for way in WAYS} for _ in range(options.rounds)]
+            run(compiled, way)
+        rounds = [{way: run(compiled, way) for way in WAYS} for _ in range(options.rounds)]
     medians = {way: {key: statistics.median(r[way][key] for r in rounds) for key in FIGURES} for way in WAYS}
     to_token = {way: found["load"] + found["first_token"] for way, found in medians.items()}
     times = {way: to_token[way] / to_token[EAGER] for way in WAYS}
@@ -61,24 +54,20 @@ def main() -> None:
     print(record.write("gpu_start", result))
 
 
-def run(way: str, options: argparse.Namespace, compiled: str) -> dict[str, float]:
+def seconds_of(folder: Path, prompt: int, compiled: str, way: str) -> dict[str, float]:
     """The seconds of a new process. Kernels of earlier processes are in the folder `compiled`."""
-    words = "--folder", str(options.folder), "--prompt", str(options.prompt), "--way", way
     with tempfile.TemporaryDirectory() as empty:
         cache = empty if way == NEW_MACHINE else compiled
-        found: dict[str, float] = in_new_process("bench.gpu.start", *words, TRITON_CACHE_DIR=cache)
-    return found
+        return in_new_process(partial(start, folder, prompt, way), TRITON_CACHE_DIR=cache)
 
 
-def start(options: argparse.Namespace) -> dict[str, float]:
+def start(folder: Path, prompt: int, way: str) -> dict[str, float]:
     """The seconds of one way, in this process."""
     device = torch.device(DEVICE)
     torch.zeros(1, device=device)
-    wide = options.way == EAGER
-    open_model = (
-        partial(open_bf16, options.folder / "bf16") if wide else partial(load, options.folder / "packed", device)
-    )
-    ids = torch.randint(250, (1, options.prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    wide = way == EAGER
+    open_model = partial(open_bf16, folder / "bf16") if wide else partial(load, folder / "packed", device)
+    ids = torch.randint(250, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     with quiet_transformers():
         seconds, model = timed(open_model, device)
         first, _ = timed(partial(generation(model), ids, 1), device)

@@ -29,13 +29,21 @@ from torch.distributed.tensor.parallel import (
 )
 
 import octavo
-from bench.gpu import llama
-from bench.gpu.communication import profiled
-from bench.gpu.harness import DEVICE, Passes, decibels, draw_matrices, interleaved, own_code, sized, summary
+from bench.gpu import harness, llama
+from bench.gpu.harness import (
+    DEVICE,
+    Passes,
+    decibels,
+    draw_matrices,
+    interleaved,
+    own_code,
+    sized,
+    summary,
+)
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Row, attempt, bandwidth, chosen, read_options, setting_of, slowest, start, write
+from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, read_options, setting_of, slowest, start, write
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
@@ -123,7 +131,7 @@ class Runner(Passes):
         for block in self.layers if compiled else ():
             block.__class__ = own_code(type(block))
             block.compile(fullgraph=True, dynamic=False, options=options)
-        super().__init__(model, config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size()))
+        super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size())))
 
 
 @dataclass

@@ -12,6 +12,8 @@ A table stands in its template with one row of cells, which is repeated for each
 
 The keys of a row are names in its cells. A cell with a value that is None or not there is a dash. A heading in braces
 makes a column of each of its values, and the rows whose other cells are equal are one row.
+
+What stands between `<!-- if concludes(results) -->` and `<!-- end -->` is left out where the expression is false.
 """
 
 import json
@@ -25,6 +27,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
+IF = re.compile(r"<!-- if (.+?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
@@ -47,7 +50,8 @@ def load() -> dict[str, Result]:
 
 def fill(template: str, names: Mapping[str, Any]) -> str:
     """`template` with its tables and then its fields filled."""
-    page = EACH.sub(lambda found: _table(found, names).replace("{", "{{").replace("}", "}}"), template)
+    page = IF.sub(lambda found: found[2] if eval(found[1], dict(names)) else "", template)
+    page = EACH.sub(lambda found: _table(found, names).replace("{", "{{").replace("}", "}}"), page)
     return re.sub(r"\n{3,}", "\n\n", _filled(page, names))  # a warning that says nothing leaves an empty paragraph
 
 

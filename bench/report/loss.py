@@ -122,34 +122,16 @@ def peers(results: Mapping[str, Result]) -> str:
     return f"In branches over the last {last}, trained in FP8 and evaluated in BF16 and in FP8: {costs}."
 
 
-CONCLUSIONS = """## What the gaps say
-
-- Training in FP8 costs {rowwise}. With y alone in FP8, and dx and dw in BF16, it costs {rowwise_y_only}: these runs
-  see the cast of the forward pass alone. They see no cost of gradients in FP8, of fast accumulation, or of E5M2.
-- Serving in FP8 costs more than training in it. Of weights served in FP8, those trained in `rowwise` have a loss
-  {served} higher than those trained in BF16.
-- With a scale for 64 elements in place of a row, served and trained in FP8, the cost is lower: {groupwise_fp8} of
-  `groupwise`, {rowwise_fp8} of `rowwise`.
-- `tensorwise` costs {tensorwise_fp8}, and {tensorwise_e4m3_fp8} with E4M3 in place of E5M2 for its gradients. The
-  intervals overlap, so the default stays.
-- A run that is {training:.2%} longer makes up for training in `rowwise`, and one that is {both:.2%} longer for training
-  and serving in it.
-
-These runs do not decide larger models, more than a few tokens a parameter, branches before {branch:.0%} of a run, other
-text, attention or the head in FP8, and experts."""
+def concludes(results: Mapping[str, Result]) -> bool:
+    """True if the largest study ran on a GPU and has the recipes that the page's conclusions name."""
+    study = studies(results)[0]
+    named = {"rowwise", "rowwise_y_only", "groupwise", "tensorwise", "tensorwise_e4m3"}
+    return bool(study.machine.gpu) and study.modes.keys() >= named
 
 
-def conclusions(results: Mapping[str, Result]) -> str:
-    """What the largest study on a GPU says about the recipes; "" where it lacks a run that this names."""
-    named = ("rowwise", "rowwise_y_only", "groupwise", "tensorwise", "tensorwise_e4m3")
-    for study in studies(results)[:1]:
-        if study.machine.gpu and study.modes.keys() >= set(named):
-            gaps = {name: interval(study.modes[name].bf16) for name in named}
-            gaps |= {f"{name}_fp8": interval(study.modes[name].fp8) for name in named}
-            row = study.modes["rowwise"]
-            lengths = {"training": row.bf16.tokens, "both": row.fp8.tokens, "branch": study.branch.share}
-            return CONCLUSIONS.format(**gaps, **lengths, served=interval(row.fp8_to_served_bf16))
-    return ""
+def cost(results: Mapping[str, Result], mode: str, form: str = "bf16") -> str:
+    """The gap of a mode in the largest study."""
+    return interval(studies(results)[0].modes[mode][form])
 
 
 def verdict(results: Mapping[str, Result]) -> str:

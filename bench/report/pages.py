@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from bench.gpu import modes
-from bench.report import gpus, loss, performance, plan, plots, recipes, scaling, shipped, training
+from bench.report import loss, performance, plan, plots, recipes, scaling, shipped, training
 from bench.report.filler import HELPERS, Result, fill, fill_row, load, markdown
 from bench.report.front_page import front, gains
 
@@ -23,7 +23,7 @@ PAGES: dict[str, ModuleType] = {
     "performance": performance,
     "accuracy": performance,
     "plan": plan,
-    "gpus": gpus,
+    "gpus": recipes,
     "scaling": scaling,
     "loss": loss,
     "pretraining": training,

@@ -208,7 +208,7 @@ def time_engine(engine: Engine, opened: Opened, grid: Grid, source: Path, as_jso
     """Time greedy tokens after random prompts at every size of the grid, and print the rows."""
     import torch
 
-    from octavo.hf.inputs import token_embedding
+    from octavo.hf.meta_model import token_embedding
     from octavo.inference.sampling import Sampling
     from octavo.numerics import ROW
     from octavo.ops import find_backend

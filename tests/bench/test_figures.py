@@ -9,7 +9,7 @@ import pytest
 import torch
 from code_blocks import DOCS, ROOT
 
-from bench.figures import accumulation, formats, rotation, rounding, scales
+from bench.figures import formats, products
 from bench.figures.__main__ import FIGURES, FOLDER, main
 from bench.report.filler import load
 from octavo.numerics.formats import E4M3, E5M2
@@ -61,32 +61,22 @@ def test_the_largest_error_is_half_a_spacing() -> None:
 
 def test_the_model_of_accumulation_gives_what_was_measured() -> None:
     for row in load()["gpu_ceilings"]["accumulation"]:
-        if row["data"] in accumulation.DATA and row["k"] < 28672:
+        if row["data"] in products.DATA and row["k"] < 28672:
             for kind in ("fast", "promoted"):
-                found = accumulation.decibels(row["data"], row["k"], fast=kind == "fast")
+                found = products.decibels(row["data"], row["k"], fast=kind == "fast")
                 assert found == pytest.approx(row[kind]["gemm"], abs=2), (row["data"], row["k"], kind)
 
 
 def test_stochastic_updates_arrive_and_others_do_not() -> None:
-    noise = torch.rand(rounding.STEPS, 400, generator=torch.Generator().manual_seed(3))
-    exact = 1 + rounding.STEPS * rounding.UPDATE
-    assert float(rounding.updated(noise)[-1].mean()) == pytest.approx(exact, abs=0.01)
-    assert float(rounding.updated(None)[-1]) == 1
+    noise = torch.rand(formats.STEPS, 400, generator=torch.Generator().manual_seed(3))
+    exact = 1 + formats.STEPS * formats.UPDATE
+    assert float(formats.updated(noise)[-1].mean()) == pytest.approx(exact, abs=0.01)
+    assert float(formats.updated(None)[-1]) == 1
 
 
 def test_an_outlier_costs_a_tensor_its_bits_and_a_row_only_that_row() -> None:
-    x = scales.with_outlier(2.0**24)
-    assert scales.others(x, scales.int8(x)) < 1
+    x = formats.with_outlier(2.0**24)
+    assert formats.others(x, formats.int8(x)) < 1
     row = 10 * np.log10(256)  # one row of 256 is lost
-    found = scales.others(x, scales.octavo.quantize(x).dequantize())
+    found = formats.others(x, formats.octavo.quantize(x).dequantize())
     assert found == pytest.approx(row, abs=1)
-
-
-def test_a_rotation_helps_integers_most() -> None:
-    x, w = rotation.tokens(), torch.randn(32, rotation.WIDTH, generator=torch.Generator().manual_seed(1))
-    gain = {
-        integers: rotation.product_sqnr(x, w, rotate=True, eight_bit_integers=integers)
-        - rotation.product_sqnr(x, w, rotate=False, eight_bit_integers=integers)
-        for integers in (True, False)
-    }
-    assert gain[True] > 10 > gain[False] > -3

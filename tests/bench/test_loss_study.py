@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from bench.gpu.loss import __main__ as command
 from bench.gpu.loss import result, text, training
-from bench.gpu.loss.model import MODES, SIZES, make_model
+from bench.gpu.loss.model import CONFIGS, MODES, make_model
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
 from octavo.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
-CONFIG = SIZES["tiny"].change(warmup=1)  # as `study_of` has it
+CONFIG = CONFIGS["tiny"].change(warmup=1)  # as `study_of` has it
 STUDY = training.Study("tiny", CONFIG)
 CPU = torch.device("cpu")
 TEMPLATE = Path(loss.__file__).with_name("loss.template.md")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.prepare(folder, CONFIG, [logging.config.__file__])
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(folder), "--processes", "2", "--plan", PLAN])
-    assert ended.value.code == 0, "".join(path.read_text() for path in (folder / "logs").iterdir())
+    assert ended.value.code == 0
     return folder
 
 
@@ -142,13 +142,13 @@ def test_other_models_learn_in_fp8(model: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_a_trunk_that_fails_ends_all_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_needs_a_trunk_that_fails_fails_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.study_of(tmp_path, size="tiny")
     (tmp_path / "tokens.npz").write_bytes(b"not numpy's")
     with pytest.raises(SystemExit) as ended:
         command.main(["all", str(tmp_path), "--plan", "trunk; branch bf16:7"])
-    assert ended.value.code  # the trunk, and what waited for it
-    assert "trunk failed with code 1" in capsys.readouterr().out
+    assert ended.value.code == 2
+    assert "tokens.npz" in capsys.readouterr().out
 
 
 # --- The result ------------------------------------------------------------------------------------------------
@@ -183,25 +183,6 @@ def test_recipes_of_few_orders_have_one_deviation() -> None:
         assert row["fp8"]["half_pooled"] == pytest.approx(half, rel=1e-6)
 
 
-def test_the_bias_of_a_gradient_is_told_from_its_noise() -> None:
-    """Errors of a known mean and deviation, in 64 batches."""
-    torch.manual_seed(0)
-    g, mean, deviation, batches = torch.full((256, 64), 2.0), 0.01, 0.1, 64
-    errors = mean + deviation * torch.randn(batches, 256, 64)
-    found = training.error_of(
-        g * batches, g.square().sum() * batches, errors.sum(0), errors.square().sum(), batches=batches
-    )
-    assert found["bias"] == pytest.approx((mean / 2) ** 2, rel=0.2)  # the mean of the errors alone has 2.6 times that
-    assert found["noise"] == pytest.approx((deviation / 2) ** 2, rel=0.02)
-
-
-def test_gradients_in_fp8_have_an_error_and_bf16_has_none(folder: Path, found: dict[str, Any]) -> None:
-    command.main(["gradients", str(folder), "rowwise,bf16_rounded"])
-    rows = result.merge(folder, STUDY)["gradients"]
-    assert rows["bf16_rounded"]["noise"]["worst"] == 0
-    assert 1e-4 < rows["rowwise"]["noise"]["median"] < 1e-1  # 40 to 10 dB
-
-
 def test_frozen_weights_in_fp8_have_the_loss_of_the_branch_that_is_evaluated_in_fp8(
     folder: Path, found: dict[str, Any]
 ) -> None:
@@ -223,11 +204,6 @@ def test_a_gap_of_a_doubling_is_worth_twice_the_tokens() -> None:
     assert gap["tokens"] == pytest.approx(1.0)
     assert gap["steps"] == pytest.approx(10)
     assert math.isclose(gap["text_half"], 0, abs_tol=1e-12)
-
-
-def test_the_summary_has_a_line_for_each_mode(found: dict[str, Any]) -> None:
-    lines = result.summary(found).splitlines()
-    assert all(any(line.startswith(mode) for line in lines) for mode in found["modes"])
 
 
 def test_runs_without_bf16_have_nothing_to_be_compared_with(tmp_path: Path) -> None:

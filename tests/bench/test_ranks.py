@@ -13,11 +13,11 @@ from ranks import run_ranks
 from torch import nn
 
 from bench.gpu import fsdp
-from bench.gpu.communication import kind_of, split, union, without_first
 from bench.gpu.fsdp import MODES
 from bench.gpu.harness import draw_matrices
 from bench.gpu.llama import Plain
 from bench.gpu.modes import BASE, OURS, WIDE
+from bench.gpu.ranks import kind_of, split, union, without_first
 from octavo.models.llama import LlamaConfig, rope_tables
 
 TINY = LlamaConfig(vocabulary=64, layers=2, width=64, heads=2, kv_heads=1, mlp_width=96, context=16, tied=False)

@@ -108,13 +108,6 @@ def test_the_interval_is_that_of_students_t(count):
     assert gap.half_width == pytest.approx(STUDENT[count] * gaps.std(ddof=1) / math.sqrt(count), rel=1e-3)
 
 
-def test_a_gap_is_resolved_if_its_interval_excludes_zero():
-    assert Gap((0.010, 0.011, 0.012)).resolved
-    assert Gap((-0.010, -0.011, -0.012)).resolved
-    assert not Gap((0.010, -0.002, 0.012)).resolved
-    assert not Gap((0.0, 0.0)).resolved
-
-
 def test_the_seeds_that_resolve_a_gap():
     gap = Gap((0.010, -0.002, 0.012))  # the deviation is 1.13 times the mean
     needed = gap.seeds_needed

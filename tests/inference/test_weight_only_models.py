@@ -86,8 +86,9 @@ def test_the_gradient_is_that_of_the_widened_weight() -> None:
 
 
 def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
-    folders: dict[str, Path], models: Path, no_fp8_gemm: None
+    folders: dict[str, Path], models: Path, no_fp8_gemm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("octavo.inference.opening.is_gpu", lambda device: True)
     with pytest.warns(UserWarning, match=r"14 layers of the scheme channel \(no FP8 GEMM here: weight-only\)"):
         model = octavo.load(folders["llama"])
     assert operations(lambda: logits(model))["octavo::weight_only_mm"] == 8

@@ -251,3 +251,12 @@ def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
         kernel.grouped_mm_dw(a, scale, b, offsets, dtype, fast)
     assert compiled.fit()
     assert [adds_in_registers(each) for each in compiled] == [not fast] * 5
+
+
+def test_the_copy_engine_loads_the_tiles_of_short_groups(monkeypatch):
+    kernel, compiled = compiled_for(90, "grouped_gemm", monkeypatch)
+    monkeypatch.setattr(kernel, "take_descriptors", lambda a, b: True)
+    for b in (on_cpu(8, 512, 4096), on_cpu(512, 8, 4096).transpose(0, 1)):
+        kernel.grouped_mm(on_cpu(4096, 4096), ones(4096, 1), b, ones(8, 512, 1), torch.zeros(8).int(), HALF, True)
+    assert compiled.fit()
+    assert all("cp.async.bulk.tensor" in each.asm["ptx"] for each in compiled)

@@ -257,14 +257,6 @@ def test_rotated_is_hadamards_matrix(size, runs):
     assert np.allclose(turned, expected, rtol=0, atol=1e-13)
 
 
-def test_signs_are_of_both_kinds_and_of_the_seed():
-    signs = random_signs(4096, 0)
-    assert set(signs.tolist()) == {-1.0, 1.0}
-    assert abs(float(signs.mean())) < 0.06
-    assert torch.equal(signs, random_signs(4096, 0))
-    assert not torch.equal(signs, random_signs(4096, 1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_changes_along_both_sides(dtype, monkeypatch):
     """In parts of a few rows, the last of them short."""

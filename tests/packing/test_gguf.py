@@ -30,14 +30,6 @@ from octavo.packing.gguf_export import export_gguf
 from octavo_cli.app import app
 
 
-def test_our_q8_0_is_that_of_gguf():
-    weight = torch.randn(7, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 7)[:, None]
-    weight[3] = 0
-    kind = gguf.GGMLQuantizationType.Q8_0
-    theirs = gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind)
-    assert torch.equal(torch.from_numpy(theirs), q8_0(weight))
-
-
 @pytest.mark.parametrize("weights", ["q8_0", "f16"])
 @pytest.mark.parametrize("name", KINDS)
 def test_transformers_runs_what_we_write(tmp_path, name, weights):

@@ -102,20 +102,7 @@ def test_a_plan_that_does_not_fit_finds_what_does():
     assert Case("gpt2").training().fitting == {}
 
 
-def test_runs_that_end_in_time():
-    runs = find_runs(Case("llama-3-8b"), 1e12, 14)
-    assert {plan.setup.recipe.name for plan in runs} == {"bf16", "rowwise"}
-    costs = [plan.cost(1e12, 1) for plan in runs]
-    assert costs == sorted(costs)
-    for plan in runs:
-        assert plan.fits
-        assert plan.days(1e12) <= 14
-        assert plan.tokens_per_step == pytest.approx(2**22, rel=0.3)
-    smaller = min(plan.gpus for plan in runs) - 8
-    assert Case("llama-3-8b", ("--batch", str(4 * smaller)), gpus=smaller).training().days(1e12) > 14
-    [recipe] = {p.setup.recipe.name for p in find_runs(Case("gpt2", ("--recipe", "tensorwise"), gpu="h100"), 1e10, 1)}
-    assert recipe == "tensorwise"
-    assert all(plan.setup.degrees.tp == 8 for plan in find_runs(Case("llama-3-70b"), 1e12, 30))
+def test_no_number_of_gpus_ends_in_time():
     with pytest.raises(ValueError, match=r"trains on 1e\+15 tokens in 1 days: \d+ take [\d,.]+ days"):
         find_runs(Case("llama-3-8b", ("--recipe", "rowwise")), 1e15, 1)
 

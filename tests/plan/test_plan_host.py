@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.gpu.plan import planned_again
-from octavo.plan.cases import WORTHWHILE, Case, TrainingPlan
+from octavo.plan.cases import Case, TrainingPlan
 from octavo.plan.step_time import HOP, NETWORK_HOP, Links, StepTime, Training
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -45,22 +45,6 @@ def test_the_measured_stack_of_four_blocks_on_one_gpu(mode: str, ms: float) -> N
     """bench/log.md, on the host of an H100: without an optimizer."""
     one, two = (time("--recipe", mode, "--accumulate", n, gpus=1).host for n in ("1", "2"))
     assert 1e3 * (two - one) / 16 == pytest.approx(ms / 4, rel=0.15)
-
-
-def test_settings_with_which_the_gpu_waits_less() -> None:
-    waiting = plan("--batch", "2", *FULL)
-    found = waiting.faster_settings
-    assert {"--batch 4", "--accumulate 4", "--activation-checkpointing.mode none", "--recipe bf16"} <= set(found)
-    assert "--compile.blocks" not in found  # they are
-    assert plan("--batch", "64", *FULL).faster_settings == {}  # of a busy GPU
-    assert min(found.values()) >= WORTHWHILE
-    for settings, option in {
-        ("--batch", "4", *FULL): "--batch 4",
-        ("--batch", "2", "--accumulate", "4", *FULL): "--accumulate 4",
-        ("--batch", "2"): "--activation-checkpointing.mode none",
-        ("--batch", "2", "--recipe", "bf16", *FULL): "--recipe bf16",
-    }.items():
-        assert plan(*settings).tokens_per_second / waiting.tokens_per_second == pytest.approx(found[option])
 
 
 def test_a_setting_that_does_not_fit_is_not_named() -> None:

@@ -14,11 +14,8 @@ from octavo.ops import quantize
 from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
 from octavo.plan.serving import (
-    Server,
     ServingPlan,
-    find_scheme,
     find_speeds,
-    plan_serving,
     weight_bytes,
 )
 from octavo.rates.measured import find_gpu, measured_expert_speeds
@@ -44,52 +41,6 @@ def serve(
 @pytest.mark.parametrize(("scheme", "key"), [("bf16", "bf16"), ("channel", "ours")])
 def test_the_weights_take_the_measured_memory(scheme, key):
     assert serve(scheme, 1, 1024).weights == pytest.approx(MEASURED["memory"][key]["model"], rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "mode", "batch", "cache"),
-    [
-        ("bf16", "bf16, compile", 1, "bf16"),
-        ("channel", "ours, compile", 1, "bf16"),
-        ("bf16", "bf16, compile", 64, "bf16"),
-        ("channel", "ours, compile", 64, "bf16"),
-        ("channel", "ours, FP8 KV cache", 64, "fp8"),
-    ],
-)
-def test_the_measured_decoding_steps(scheme, mode, batch, cache):
-    found = MEASURED[f"decode {batch}"]["ms"][mode]["median"]
-    assert 1e3 * serve(scheme, batch, 1024, cache).step_seconds == pytest.approx(found, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "mode"), [("bf16", "bf16, compile"), ("channel", "W8A8, compile"), ("weight", "weight-only, compile")]
-)
-def test_the_measured_decoding_steps_on_an_h200(scheme, mode):
-    decode = json.loads((RESULTS / "gpu_weight_only.json").read_text())["decode"]
-    planned = serve(scheme, 1, decode["context"], gpu="h200").step_seconds
-    assert 1e3 * planned == pytest.approx(decode["ms"][mode]["median"], rel=0.1)
-
-
-@pytest.mark.parametrize(("scheme", "mode"), [("bf16", "bf16, compile"), ("channel", "ours, compile")])
-def test_the_measured_prompt(scheme, mode):
-    found = MEASURED["prefill"]["ms"][mode]["median"]
-    assert 1e3 * serve(scheme, 1, 8192).prefill_seconds == pytest.approx(found, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "attention", "mode"),
-    [
-        ("bf16", "bf16", "bf16, compile"),
-        ("channel", "bf16", "ours, compile"),
-        ("channel", "fp8", "ours, compile, FP8 attention"),
-    ],
-)
-def test_the_measured_prompt_of_four_blocks_on_an_h200(scheme, attention, mode):
-    found = json.loads((RESULTS / "gpu_attention.json").read_text())["prefill"]
-    model = find_architecture("llama-3.1-8b", Config())
-    model = replace(model, blocks=(replace(model.blocks[0], count=found["layers"]),))
-    server = Server(model, find_scheme(scheme), find_gpu("h200"), 1, 1, found["tokens"], "bf16", attention)
-    assert 1e3 * plan_serving(server).prefill_seconds == pytest.approx(found["ms"][mode], rel=0.05)
 
 
 def test_keys_and_values_by_context_and_batch():

@@ -2,73 +2,35 @@
 
 import heapq
 import json
-import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from octavo.plan.cases import Case, TrainingPlan, find_architecture
-from octavo.plan.model_shape import Architecture, Block
-from octavo.plan.setup import Setup, attention_seconds, gradient_bytes, make_setup
+from octavo.plan.cases import Case, TrainingPlan
+from octavo.plan.model_shape import Block
+from octavo.plan.setup import Setup, attention_seconds, gradient_bytes
 from octavo.plan.step_time import (
     GELU,
     LAYER_NORM,
     STACKED_GATE,
     Pass,
-    StepTime,
-    bias_bytes,
     block_passes,
-    block_products,
-    plan_step,
 )
 from octavo.rates.measured import (
     MEASURED,
     MULTIPROCESSORS,
     find_gpu,
-    fp8_speed,
     grouped_seconds,
     layer_speedup,
     linear_seconds,
-    product_seconds,
     slowdowns,
 )
 from octavo.recipe import get_recipe
-from octavo.train.config import Config
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench/results"
 TABLE = json.loads((ROOT / "src/octavo/rates/h100.json").read_text())["grid"]
-
-
-def layer_stack(*, fused: bool) -> Architecture:
-    """The four blocks of bench/gpu/stack.py, without embedding and head."""
-    llama = find_architecture("llama-3.1-8b", Config())
-    blocks = (replace(llama.blocks[0], count=4),)
-    return replace(llama, blocks=blocks, vocabulary=0, head=0, embeddings=0, others=0, fused=fused)
-
-
-@pytest.mark.parametrize(
-    ("mode", "recipe", "fused"),
-    [
-        ("bf16, compile", "bf16", False),
-        ("ours fused: rowwise, compile", "rowwise", True),
-        ("ours plain: tensorwise, compile", "tensorwise", False),
-        ("ours plain: rowwise_dw_bf16, compile", "rowwise_dw_bf16", False),
-        ("ours plain: blockwise, compile", "blockwise", False),
-    ],
-)
-def test_the_measured_stack_of_layers(mode, recipe, fused):
-    rows = json.loads((RESULTS / "gpu_stack.json").read_text())["modes"]
-    measured = next(row["median"] for row in rows if row["mode"] == mode)
-    settings = {"batch": 1, "context": 8192, "compile.blocks": True, "optimizer.weights": "bf16"}
-    config = Config(recipe=recipe).change(**settings)
-    time = plan_step(make_setup(layer_stack(fused=fused), config, find_gpu("h100"), 1), 0.0)
-    assert 1e3 * (time.total - time.optimizer) == pytest.approx(measured, rel=0.1)
-
-
-def step(*settings: str, gpus: int = 1, gpu: str = "h100", network: float = 400.0) -> StepTime:
-    return Case("llama-3.1-8b", settings, gpu, gpus, network).training().time
 
 
 def test_the_rate_is_that_of_the_table_at_a_measured_shape():
@@ -77,40 +39,6 @@ def test_the_rate_is_that_of_the_table_at_a_measured_shape():
     assert 1e3 * linear_seconds(gpu, bf16, shape) == pytest.approx(row["bf16_ms"])
     assert 1e3 * linear_seconds(gpu, rowwise, shape) == pytest.approx(row["fp8_ms"])
     assert layer_speedup(gpu, rowwise, shape) == pytest.approx(row["bf16_ms"] / row["fp8_ms"])
-
-
-def test_no_bf16_layer_is_faster_than_the_power_allows_in_a_long_run():
-    """Small layers were measured for milliseconds, before the clock is lowered; the largest for a third of a second."""
-    gpu, bf16, size = find_gpu("h100"), get_recipe("bf16"), 32768
-    largest = linear_seconds(gpu, bf16, (size, size, size)) / size**3
-    assert largest == pytest.approx(6 / 687e12, rel=1e-3)
-    for shape in ((8192, 4096, 4096), (32768, 1024, 1024), (8192, 2048, 8192)):
-        m, k, n = shape
-        assert linear_seconds(gpu, bf16, shape) / (m * k * n) == pytest.approx(largest)
-    assert linear_seconds(gpu, bf16, (512, 1024, 1024)) / (512 * 1024**2) > 1.5 * largest
-
-
-def test_the_time_of_smaller_layers_than_measured_is_extrapolated():
-    gpu, rowwise = find_gpu("h100"), get_recipe("rowwise")
-    half, least, double = (linear_seconds(gpu, rowwise, (32768, k, 4096)) for k in (512, 1024, 2048))
-    assert half == pytest.approx(least - (double - least) / 2)
-    assert half > least / 2  # a lower rate
-    narrow, corner = (linear_seconds(gpu, rowwise, (32768, 512, n)) for n in (1024, 512))
-    assert narrow / 2 < corner < narrow
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-def test_the_measured_steps_of_gpt2(recipe):
-    runs = json.loads((RESULTS / "gpt_parity.json").read_text())["runs"]
-    measured = statistics.median(run["tokens_per_second"] for run in runs if run["mode"] == recipe)
-    settings = ("--recipe", recipe, "--batch", "64", "--context", "1024", "--loss.logits", "whole")
-    assert Case("gpt2", settings).training().tokens_per_second == pytest.approx(measured, rel=0.1)
-
-
-def test_a_gpu_without_measurements_gets_the_share_of_the_h100():
-    shape, bf16 = (8192, 4096, 4096), get_recipe("bf16")
-    a100, h100 = (linear_seconds(find_gpu(name), bf16, shape) for name in ("a100", "h100"))
-    assert a100 / h100 == pytest.approx(989.4 / 312)
 
 
 # ---- Outputs that do not fill a GPU: against a simulation of its multiprocessors, and against kernels of bench/resu
@@ -140,12 +68,6 @@ def test_tiles_that_multiprocessors_take_one_by_one(k, n):
     y, _, dw = slowdowns(ROWWISE, (32768, k, n))
     assert dw == pytest.approx(rounds(tiles) * MEASURED / tiles)
     assert 1 <= y < 1.04  # thousands of tiles
-
-
-def test_the_fastest_tile_is_chosen_and_few_tiles_share_their_sums():
-    """[5120, 1280] is 200 tiles of 256 x 128 in two waves; [1280, 1280] fewer than a wave in each of the tiles."""
-    assert slowdowns(BF16, (32768, 1280, 5120))[2] == 256 / 200
-    assert slowdowns(BF16, (32768, 1280, 1280))[2] == 1.0
 
 
 def test_each_gemm_of_a_mixed_recipe_has_its_own_tiles():
@@ -214,20 +136,6 @@ def test_the_gradient_of_gate_and_up_as_one_tensor():
     assert planned > 1.3e3 * row["shape"]["tokens"] * Pass(gradient.moved).seconds(find_gpu("h200"))
 
 
-def test_the_gradients_of_biases_read_the_gradients_of_outputs():
-    setup, block = setup_of("gpt2", "rowwise")
-    assert bias_bytes(setup, block) == 2 * 768 * (3 + 1 + 4 + 1) + 2 * 768 * 4  # dh and u of the fused MLP
-    without = replace(block, layers=tuple(replace(layer, bias=False) for layer in block.layers))
-    assert bias_bytes(setup, without) == 0
-
-
-def test_q_k_and_v_without_rotary_positions_are_views_whose_gradients_are_copied():
-    setup, block = setup_of("gpt2", "bf16")
-    forward, backward = (passes[-1].moved for passes in block_passes(setup, block))
-    assert forward == 0
-    assert backward - bias_bytes(setup, block) == 4 * 3 * 768
-
-
 # ---- Planned experts against the measured grouped GEMMs of bench/results, and what runs in FP8 of a mixture
 
 
@@ -245,57 +153,11 @@ def test_the_measured_rates_of_experts(shape, recipe, ways):
     assert planned - casts == pytest.approx(products, rel=1e-3)
 
 
-def test_the_measured_layer_of_mixtrals_experts():
-    row = json.loads((RESULTS / "gpu_moe.json").read_text())["mixtral"]
-    for recipe, mode in (("bf16", "bf16"), ("rowwise", "ours")):
-        plan = Case("mixtral-8x7b", ("--recipe", recipe, "--batch", "2"), gpus=1).training()
-        setup, block = plan.setup, plan.setup.model.blocks[0]
-        assert setup.tokens == row["shape"]["tokens"]
-        layers = [each for each in block_products(setup, block) if each.count > 1]
-        used = setup.recipe
-        linear = sum(product_seconds(setup.gpu, used, each.shape, each.count) for each in layers)
-        assert 1e3 * linear < row["ms"][mode]
-        assert 1e3 * linear == pytest.approx(row["ms"][mode], rel=0.15)  # the layer also sorts, and computes SwiGLU
-
-
-def test_few_rows_of_experts_take_the_time_of_reading_the_weights():
-    gpu, recipe = find_gpu("h200"), get_recipe("bf16")
-    few, one = (grouped_seconds(gpu, recipe, (rows, 4096, 14336), 8) for rows in (4, 1))
-    assert few == one == 8 * 6 * 4096 * 14336 / gpu.copy_rate
-
-
-def test_a_shared_mlp_is_computed_once_for_each_token():
-    setup = Case("deepseek-v3", gpus=1).training().setup
-    block = setup.model.blocks[1]
-    shared = [each for each in block_products(setup, block) if each.layer in ("up", "down") and each.count == 1]
-    assert [each.shape for each in shared] == [(4096, 7168, 2048), (4096, 7168, 2048), (4096, 2048, 7168)]
-
-
 # ---- Planned attention in FP8: where it runs, and its measured speed
-
-
-CELLS = json.loads((RESULTS / "gpu_attention.json").read_text())["cells"]
 
 
 def plan(*settings: str, model: str = "llama-3.1-8b", gpu: str = "h200") -> TrainingPlan:
     return Case(model, settings, gpu).training()
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: str(cell["tokens"]))
-def test_the_speeds_are_those_of_the_benchmark(cell):
-    for passes, key, mode in [
-        ("forward", "forward", "ours"),
-        ("forward from an FP8 KV cache", "forward", "ours, FP8 KV cache"),
-        ("forward and backward", "both", "ours"),
-    ]:
-        ms = cell[key]["ms"]
-        assert fp8_speed(passes, cell["tokens"]) == pytest.approx(ms["BF16, cuDNN"] / ms[mode], rel=0.01)
-
-
-def test_other_lengths_are_interpolated_and_longer_ones_have_the_speed_of_the_longest():
-    short, middle, long, beyond = (fp8_speed("forward", n) for n in (8192, 16384, 32768, 131072))
-    assert middle == pytest.approx((short + long) / 2)
-    assert beyond == long
 
 
 def test_attention_computes_whole_tiles():
@@ -310,26 +172,6 @@ def test_attention_computes_whole_tiles():
             both, forward = attention_seconds(block, gpu, context, context)
             assert both == pytest.approx(flops * computed / gpu.attention_rate + context * others)
             assert forward == pytest.approx(flops * computed / gpu.attention_rate / 4)
-
-
-def test_narrow_heads_have_a_lower_rate():
-    """Of the same FLOPs. 64 heads of 64 elements take twice the exponentials of 32 heads of 128."""
-    gpu, wide = find_gpu("h100"), plan().setup.model.blocks[0]
-    narrow = replace(wide, attention=replace(wide.attention, heads=64))
-    of_wide, of_narrow = (attention_seconds(block, gpu, 8192, 8192)[1] for block in (wide, narrow))
-    assert of_narrow / of_wide == pytest.approx((7 * 2 * 64 + 2 * 256) * 2 / (7 * 2 * 128 + 2 * 256))
-
-
-@pytest.mark.parametrize(("head", "computed"), [(40, 64), (80, 128), (128, 128), (160, 192), (512, 512)])
-def test_heads_are_padded_to_those_of_the_kernels(head, computed):
-    gpu, block = find_gpu("h100"), plan().setup.model.blocks[0]
-
-    def seconds(width):
-        a = replace(block.attention, heads=16, queries=16 * width, output=16 * width)
-        return attention_seconds(replace(block, attention=a), gpu, 8192, 8192)[1]
-
-    assert seconds(head) == pytest.approx(seconds(computed))
-    assert seconds(head) < seconds(computed + 64)
 
 
 def test_the_gradient_moves_the_bytes_that_were_profiled():

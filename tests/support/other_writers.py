@@ -104,18 +104,9 @@ def published(
     key: str = "quantization_config",
     side_file: dict[str, Any] | None = None,
 ) -> Weights:
-    """A folder whose weights are cast here.
-
-    Args:
-        folder: to make.
-        config: what stands in config.json under `key`; {} leaves that out.
-        blocks: the number of blocks of a weight [N, K]; (1,) stands for one.
-        dtype, pow2, name, shape: of the scale.
-        beside: other tensors of each packed layer.
-        change: what else becomes of the tensors.
-        key: see `config`.
-        side_file: the content of hf_quant_config.json.
-    """
+    """Make a folder whose weights are cast here. `config` stands in config.json under `key`; `blocks` gives the number
+    of blocks of a weight [N, K]; `dtype`, `pow2`, `name` and `shape` are of the scale; `beside` are other tensors of
+    each packed layer; `side_file` is the content of hf_quant_config.json."""
     model = make_source(folder)
     tensors = {k: t.detach().contiguous() for k, t in model.state_dict().items()}
     weights: Weights = {}

@@ -1,6 +1,5 @@
 """The reference of verification: the settings of several writers, the numbers they stand for, and the quality."""
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,26 +17,22 @@ from quality import compare_embeddings, compare_logits
 from safetensors.torch import load_file
 from tiny_models import TEXT, Folders, open_theirs, outputs
 from torch import Tensor
-from verify_examples import change_config, change_tensors, run_verify
+from verify_examples import change_tensors, run_verify
 
 from octavo.checkpoint.scheme import SCHEMES, Scheme
 from octavo.evaluation.metrics import Estimate, LogitQuality
-from octavo.hf.meta_model import transformers_meta_model
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
-from octavo.verification.checks import check_folder
 from octavo.verification.findings import LayerReport, Report
 from octavo.verification.layer_spec import (
     LayerSpec,
-    PackedLayers,
     SpecError,
     cache_scales,
     read_specs,
     round_input,
     widen,
 )
-from octavo.verification.stored_files import CheckpointFiles, read_files
-from octavo.verification.streamed_model import StreamedModel, required_by
+from octavo.verification.stored_files import read_files
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}
 NAMES = ["a.q_proj", "a.gate", "lm_head"]
@@ -89,29 +84,6 @@ def test_a_quantization_without_a_name_is_described() -> None:
     assert str(LayerSpec.per_tensor("tensor")) == "tensor, input tensor"
     pow2 = {"quant_method": "fp8", "activation_scheme": "dynamic", "scale_fmt": "ue8m0"}
     assert str(one(pow2 | {"weight_block_size": [128, 128]})) == "block, pow2 inputs"
-
-
-def test_other_layouts() -> None:
-    fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
-    assert one(fp8 | {"weight_block_size": [128, 128]}) == LayerSpec(128, 128, "token", 128, scale="weight_scale_inv")
-    names = {"flat": True, "scale": "weight_scale_inv", "input_scale": "activation_scale"}
-    of_tensor = fp8 | {"weight_block_size": None}
-    assert one(of_tensor) == LayerSpec.per_tensor("token", **names)
-    assert one(of_tensor | {"activation_scheme": "static"}) == LayerSpec.per_tensor("static", **names)
-    with pytest.raises(SpecError, match="must state a weight_block_size, or null: this is AutoFP8"):
-        one(fp8)
-    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_*"]}
-    assert one(modelopt) == LayerSpec.per_tensor("static", flat=True)
-    assert one(modelopt, "lm_head") is None
-    assert one(modelopt | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}) == LayerSpec.per_channel("token", flat=True)
-    assert LayerSpec.per_tensor("static", flat=True).scale_shapes(8, 8)[0] == ()
-    blocks = one(modelopt | {"quant_algo": "fp8_pb_wo"})
-    assert blocks == LayerSpec(128, 128, "token", 128, flat=True)
-    assert blocks.scale_shapes(256, 128) == [(2, 1, 1, 1), (2, 1)]
-    scale = torch.tensor([2.0, 3.0]).view(2, 1, 1, 1)
-    assert widen(torch.ones(256, 128), scale, blocks)[[0, 127, 128, 255], 5].tolist() == [2, 2, 3, 3]
-    with pytest.raises(SpecError, match="quant_algo must be one of FP8, .* it is 'NVFP4'"):
-        one(modelopt | {"quant_algo": "NVFP4"})
 
 
 def test_targets_by_name_come_before_patterns_and_classes() -> None:
@@ -218,47 +190,6 @@ def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path
     assert cache_scales(read_files(renamed)) == {name: (k, k) for name, (k, _) in scales.items()}
     change_tensors(renamed, lambda tensors: tensors.pop("model.layers.1.self_attn.kv_scale"))
     assert cache_scales(read_files(renamed)) == {}
-
-
-def test_layouts_of_other_writers(made: Folders, tmp_path: Path) -> None:
-    """ModelOpt and transformers name and shape the scale of a tensor in their own way."""
-    folder = made("mistral", scheme="static")
-    ours = read_files(folder)
-    meta_model = partial(transformers_meta_model, ours.config, folder)
-    required = required_by(meta_model())
-    ids = torch.randint(256, (2, 20))
-
-    def logits(files: CheckpointFiles) -> Tensor:
-        layers = check_folder(files, required)
-        assert not files.findings, [str(finding) for finding in files.findings]
-        assert len(layers) == 14
-        return StreamedModel(meta_model(), files.get, files.shapes, PackedLayers(files, layers, "cpu"))(ids)
-
-    expected = logits(ours)
-    modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}}
-    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": []}
-    for name, settings in (("modelopt", modelopt), ("fp8", fp8)):
-        theirs = shutil.copytree(folder, tmp_path / name)
-        change_config(theirs, config_groups=None, format=None, quantization_status=None, **settings)
-
-        def flatten(tensors: dict[str, Tensor], name: str = name) -> None:
-            tensors.update({key: t.reshape(()) for key, t in tensors.items() if key.endswith("_scale")})
-            for key in list(tensors) if name == "fp8" else ():
-                module, _, leaf = key.rpartition(".")
-                if other := {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}.get(leaf):
-                    tensors[f"{module}.{other}"] = tensors.pop(key)
-            if name == "modelopt":
-                tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
-
-        change_tensors(theirs, flatten)
-        assert torch.equal(logits(read_files(theirs)), expected)
-    side = shutil.copytree(tmp_path / "modelopt", tmp_path / "side")
-    config = json.loads((side / "config.json").read_text())
-    ignored = config.pop("quantization_config")["ignore"]
-    (side / "config.json").write_text(json.dumps(config))
-    settings = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ignored}
-    (side / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
-    assert torch.equal(logits(read_files(side)), expected)
 
 
 # ---- The quality of the model and of each layer is that of transformers' models, and of NumPy

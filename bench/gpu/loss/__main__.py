@@ -1,32 +1,30 @@
 """What does FP8 cost in loss? Branches of one trunk, in BF16, in FP8, and a disturbed BF16 twin. On one GPU.
 
     python -m bench.gpu.loss all FOLDER                   everything, in several processes on the GPU
-    python -m bench.gpu.loss summary FOLDER               the table of the runs that FOLDER has so far
     python -m bench.gpu.loss merge FOLDER                 FOLDER to bench/results/gpu_loss_SIZE.json, or cpu_
 
-`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS`, `frozen MODES:ORDERS` and
-`gradients MODES`. Each writes a file when a run ends and skips runs whose file is there, so `all` goes on where it was
+`all` starts the other commands: `prepare`, `trunk`, `rates`, `branch MODE:ORDERS` and `frozen MODES:ORDERS`.
+Each writes a file when a run ends and skips runs whose file is there, so `all` goes on where it was
 ended. The settings of the first command stay with FOLDER.
 """
 
 import argparse
 import json
-import math
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench import record
+from bench.gpu.harness import in_processes
 from bench.gpu.loss import result, text, training
-from bench.gpu.loss.model import SIZES
+from bench.gpu.loss.model import CONFIGS
 from bench.gpu.loss.training import SHARE, Study
 
+SIZES = [name for name, config in CONFIGS.items() if config.schedule == "wsd"]
 MAIN = ("bf16", "twin", "rowwise", "rowwise_y_only", "torchao_rowwise", "torchao_tensorwise")
 OTHERS = (
     "tensorwise", "delayed_e5m2_margin_1", "rowwise_dw_bf16", "blockwise", "tensorwise_e4m3", "rowwise_exact",
@@ -34,15 +32,16 @@ OTHERS = (
 )  # fmt: skip
 FROZEN = ",".join(("bf16", "rowwise", "torchao_rowwise", "torchao_tensorwise", *OTHERS))
 PLAN = (
-    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10", f"gradients {FROZEN}",
+    "trunk", "rates", *(f"branch {mode}:7,8,9,10" for mode in MAIN), f"frozen {FROZEN}:7,8,9,10",
     *(f"branch {mode}:7,8" for mode in OTHERS),
 )  # fmt: skip
-ALL_NEED = ("prepare", "trunk")  # a failure of one of these ends everything
+# The commands of a stage need the files of those before it: the tokens, the trunk and the final weights.
+STAGE = {"prepare": 0, "trunk": 1, "rates": 2, "branch": 2, "frozen": 3}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=(*COMMANDS, "all", "summary", "merge"))
+    parser.add_argument("command", choices=(*COMMANDS, "all", "merge"))
     parser.add_argument("folder", type=Path, help="the files of the study")
     parser.add_argument("runs", nargs="?", default="", metavar="MODES:ORDERS", help="of branch and frozen")
     parser.add_argument("--size", choices=SIZES, default="30m", help="the model, of a new folder")
@@ -52,7 +51,6 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rate", type=float, help="of the branches, over the trunk's learning rate; of a new folder")
     parser.add_argument("--processes", type=int, default=6, help="that `all` runs at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="end `all` after so long")
     parser.add_argument("--plan", default="; ".join(PLAN), help="the commands of `all`, separated by semicolons")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
@@ -60,10 +58,8 @@ def main(arguments: list[str] | None = None) -> None:
     study = study_of(folder, size=options.size, steps=options.steps, share=options.share, rate=options.rate)
     if options.command == "all":
         plan = [words.strip() for words in options.plan.split(";")]
-        sys.exit(run_all(folder, plan, options.processes, options.seconds))
-    if options.command == "summary":
-        print(result.summary(result.merge(folder, study)))
-    elif options.command == "merge":
+        sys.exit(run_all(folder, study, plan, options.processes))
+    if options.command == "merge":
         found = result.merge(folder, study)
         where = "gpu" if found["machine"]["gpu"] else "cpu"
         share = "" if study.share == SHARE else f"_at_{100 * study.share:.0f}"
@@ -71,8 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(record.write(f"{where}_loss_{study.size}{share}{rate}", found))
     else:
         torch._dynamo.config.recompile_limit = 64
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        COMMANDS[options.command](folder, study, device, *parse(options.runs))
+        call_of(options.command, options.runs, folder, study)()
 
 
 def study_of(
@@ -80,7 +75,7 @@ def study_of(
 ) -> Study:
     """The study that `folder` was begun with; what these are if it is new."""
     path = folder / "size.json"
-    begun = {"size": size, "steps": SIZES[size].steps, "share": SHARE, "rate": 1.0}
+    begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE, "rate": 1.0}
     given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
     if not path.exists():
         text.write_whole(path, json.dumps(begun | given).encode())
@@ -89,72 +84,41 @@ def study_of(
         if value != chosen[name]:
             raise SystemExit(f"{folder} was begun with {chosen[name]} {name}: leave --{name} out, or give a new folder")
     steps = int(chosen["steps"])
-    config = SIZES[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
+    config = CONFIGS[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
     return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
 
 
-def prepare(folder: Path, study: Study, device: torch.device) -> None:
-    if not (folder / "tokens.npz").exists():
-        print(text.prepare(folder, study.config), flush=True)
-
-
 COMMANDS: dict[str, Callable[..., None]] = {
-    "prepare": prepare,
+    "prepare": training.prepare,
     "trunk": training.train_trunk,
     "rates": training.check_rates,
     "branch": training.train_branches,
-    "gradients": training.compare_gradients,
     "frozen": training.evaluate_frozen,
 }
 
 
-def parse(runs: str) -> list[list[Any]]:
-    """The modes and the orders of a command, where it has them."""
+def call_of(command: str, runs: str, folder: Path, study: Study) -> Callable[[], None]:
+    """A command, with the modes and the orders of `runs` where it has them."""
     modes, _, orders = runs.partition(":")
     parts = modes.split(","), [int(order) for order in orders.split(",") if order]
-    return [part for part in parts if any(part)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return partial(COMMANDS[command], folder, study, device, *(part for part in parts if any(part)))
 
 
 # --- Several processes on one GPU ------------------------------------------------------------------------------
 
 
-def run_all(folder: Path, plan: list[str], processes: int, seconds: float) -> int:
-    """Run the commands of `plan` in order, `processes` at a time, beside `prepare`; the number that failed.
+def run_all(folder: Path, study: Study, plan: list[str], processes: int) -> int:
+    """Prepare the text and run the commands of `plan`, stage by stage, `processes` at a time; the number that failed.
 
-    One process leaves the GPU idle while its host launches kernels. Commands wait for the files that they need from
-    others: the tokens, the trunk and the final weights. The output of a command is in `folder`/logs.
+    One process leaves the GPU idle while its host launches kernels.
     """
-    deadline = time.monotonic() + seconds
-    (folder / "logs").mkdir(exist_ok=True)
-    waiting, running, failed = list(plan), {"prepare": start(folder, "prepare")}, 0
-    while running and time.monotonic() < deadline:
-        for name in [name for name, process in running.items() if process.poll() is not None]:
-            if code := running.pop(name).returncode:
-                failed += 1
-                print(f"{name} failed with code {code}: {log_of(folder, name)}", flush=True)
-                if name in ALL_NEED:
-                    waiting, deadline = [], 0
-        while waiting and len(running) < processes:
-            running[waiting[0]] = start(folder, waiting[0])
-            waiting.pop(0)
-        time.sleep(0.2)
-    for process in running.values():
-        process.terminate()
-    for process in running.values():
-        process.wait()
-    return failed + len(running)
-
-
-def start(folder: Path, command: str) -> subprocess.Popen[bytes]:
-    name, _, runs = command.partition(" ")
-    words = [sys.executable, "-m", "bench.gpu.loss", name, str(folder), *([runs] if runs else [])]
-    with log_of(folder, command).open("ab") as log:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
-        return subprocess.Popen(words, stdout=log, stderr=log, env=environment)
-
-
-def log_of(folder: Path, command: str) -> Path:
-    return folder / "logs" / (command.replace(" ", "-").replace(":", "-").replace(",", "-")[:80] + ".txt")
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "4"
+    commands, failed = [words.partition(" ") for words in ("prepare", *plan)], 0
+    for stage in range(4):
+        chosen = [call_of(name, runs, folder, study) for name, _, runs in commands if STAGE[name] == stage]
+        failed += in_processes(processes, chosen)
+    return failed
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ arXiv:2302.05442), which keeps a small model stable at a high learning rate. Two
 have half of the rate and no such norm.
 """
 
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,36 +22,22 @@ from octavo.models.decoder import KVCache
 from octavo.models.llama import Attention, Block, Llama, LlamaConfig, RMSNorm
 from octavo.nn import convert, use_fp8_attention
 from octavo.recipe import GEMMS, Recipe, rowwise
-from octavo.train.config import Compile, Config
+from octavo.train.config import Config
 from octavo.train.model import make_model as build
 from octavo.train.model import prepare_blocks
 
-SIZES = {
-    "30m": Config(  # 31.5 million parameters, 65,536 tokens a step
-        layers=8, width=512, heads=8, mlp_width=1536, context=1024, vocabulary=8192, tokenizer="bpe", batch=64,
-        steps=1400, schedule="wsd", decay=0.6, warmup=70, learning_rate=2e-3, min_learning_rate=0.0,
-        evaluate_batches=16, compile=Compile(blocks=True),
-    ),
-    "6m": Config(  # 6.2 million parameters: a text without repetitions gives ten tokens a parameter
-        layers=6, width=256, heads=4, mlp_width=768, context=1024, vocabulary=4096, tokenizer="bpe", batch=64,
-        steps=900, schedule="wsd", decay=0.6, warmup=45, learning_rate=2e-3, min_learning_rate=0.0,
-        evaluate_batches=16, compile=Compile(blocks=True),
-    ),
-    "1m": Config(  # one million parameters: for a CPU, which emulates FP8
-        layers=4, width=128, heads=4, mlp_width=384, context=128, vocabulary=1024, tokenizer="bpe", batch=16,
-        steps=1000, schedule="wsd", decay=0.6, warmup=50, learning_rate=2e-3, min_learning_rate=0.0,
-        evaluate_batches=64,
-    ),
-    "tiny": Config(  # for the tests and for a rehearsal on a CPU
-        layers=2, width=64, heads=2, mlp_width=128, context=32, vocabulary=300, tokenizer="bpe", batch=4,
-        steps=20, schedule="wsd", decay=0.6, warmup=2, learning_rate=2e-3, min_learning_rate=0.0,
-        evaluate_batches=3,
-    ),
-}  # fmt: skip
-# Of the size and schedule of "30m": GELU in place of SwiGLU, and eight experts of which a token runs through two.
-SIZES["30m_gelu"] = SIZES["30m"].change(model="gpt2", mlp_width=2048, learning_rate=1e-3)
-SIZES["30m_mixture"] = SIZES["30m"].change(model="mixture", mlp_width=768, learning_rate=1e-3)
+STUDIES = Path(__file__).parents[1] / "studies.toml"
 
+
+def read_configs() -> dict[str, Config]:
+    """The settings of each table of studies.toml."""
+    found: dict[str, Config] = {}
+    for name, table in tomllib.loads(STUDIES.read_text()).items():
+        found[name] = found.get(table.pop("like", ""), Config()).change(**table)
+    return found
+
+
+CONFIGS = read_configs()
 TORCHAO = {"torchao": "rowwise", "torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
 IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched

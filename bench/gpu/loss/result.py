@@ -70,7 +70,6 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         **curve,
         "modes": modes,
         "frozen": {mode: frozen_row(run, frozen["bf16"]) for mode, run in frozen.items()},
-        "gradients": {run["mode"]: gradient_row(run) for run in read(folder, "gradients-*.json")},
         "runs": {"trunk": trunk, "rates": rates, "branches": list(runs.values()), "frozen": list(frozen.values())},
     }
 
@@ -189,35 +188,3 @@ def frozen_row(run: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
         found = ratio([a - b for a, b in zip(losses, bases, strict=True)], bases)
         rows[name] = {"gap": found.value, "text_half": None if found.high is None else found.high - found.value}
     return rows
-
-
-def gradient_row(run: dict[str, Any]) -> dict[str, Any]:
-    """The bias and the noise of dw, relative and squared: the median over the weights, and the worst."""
-    weights = run["weights"].values()
-    rows = {kind: [each[kind] for each in weights] for kind in ("bias", "noise")}
-    return {kind: {"median": statistics.median(found), "worst": max(found)} for kind, found in rows.items()}
-
-
-# --- The summary -----------------------------------------------------------------------------------------------
-
-
-def summary(result: dict[str, Any]) -> str:
-    """The result as lines of text."""
-    lines = [
-        f"{result['parameters'] / 1e6:.1f}M parameters, {result['tokens'] / 1e6:.1f}M tokens, "
-        f"{result['tokens_per_parameter']:.2f} a parameter; BF16 ends at {result['loss']:.4f}, "
-        f"slope {result['slope']:.3%} a step",
-        *(f"rate {r['rate']} x, {r['steps']} steps: {r['loss']:.4f}" for r in result["rates"]),
-    ]
-    for mode, found in result["modes"].items():
-        cells = "  ".join(f"in {form} {words(found[form])}" for form in FORMS if form in found)
-        lines.append(f"{mode:24} n={len(found['orders'])}  {cells}")
-    for mode, rows in result["frozen"].items():
-        lines.append(f"frozen {mode:17} " + "  ".join(f"{name} {each['gap']:+.4%}" for name, each in rows.items()))
-    return "\n".join(lines)
-
-
-def words(gap: dict[str, Any]) -> str:
-    half = "" if gap["half"] is None else f" +- {gap['half']:.4%}"
-    orders = " ".join(f"{each:+.4%}" for each in gap["by_order"])
-    return f"{gap['gap']:+.4%}{half} (text +- {gap['text_half']:.4%}) [{orders}]"

@@ -2,7 +2,7 @@
 
 A branch starts from the whole state of the trunk (weights, moments, the count of steps) and goes on with the trunk's
 schedule. The branches of a data order see the same batches. A process trains all data orders of one mode, so that the
-mode is compiled once, and it compiles while the text is read and the trunk is trained.
+mode is compiled once.
 
 Every final model is evaluated both ways: its weights in BF16, and in the FP8 of its mode's own forward pass. Of a mode
 in BF16 the FP8 is that of `rowwise`.
@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bench import record
+from bench.gpu.loss import text
 from bench.gpu.loss.model import IN_BF16, make_model
 from bench.gpu.loss.text import read_tokens, reading_order, write_whole
 from octavo.models.mixture import Mixture
@@ -32,7 +33,6 @@ from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_stat
 
 SHARE = 0.6  # of the steps, after which branches leave the trunk, where a folder was not begun with another
 DISTURBANCE = 2e-3  # of each weight of a twin, relative, one standard deviation
-BATCHES = 64  # whose gradients are compared
 LAST = 3  # evaluations at the end of a run, whose mean is its loss
 SERVED_AS = "rowwise"  # the FP8 in which weights that were trained in BF16 are evaluated
 
@@ -169,6 +169,12 @@ def steps(
         yield learner.step(index, training[rows[index * batch : (index + 1) * batch]], rate)
 
 
+def prepare(folder: Path, study: Study, device: torch.device) -> None:
+    """Write the tokens of all runs."""
+    if not (folder / "tokens.npz").exists():
+        print(text.prepare(folder, study.config), flush=True)
+
+
 def train_trunk(folder: Path, study: Study, device: torch.device) -> None:
     """Train BF16 to the step of the branches, and write its state."""
     path = folder / "trunk.safetensors"
@@ -195,7 +201,7 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
             continue
         learner = Learner(mode, config, device)
         learner.warm_up(both=True)
-        trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
+        trunk = load_file(folder / "trunk.safetensors", device=str(device))
         training, held_out = texts(folder, config, device)
         for order, path in missing.items():
             learner.restart(trunk)
@@ -243,7 +249,7 @@ def check_rates(folder: Path, study: Study, device: torch.device) -> None:
 def evaluate_frozen(folder: Path, study: Study, device: torch.device, modes: list[str], orders: list[int]) -> None:
     """The losses of the trunk and of the final BF16 models in the forward pass of each mode, without training."""
     _, held_out = texts(folder, study.config, device)
-    weights = [wait_for(folder / f"{name}.safetensors") for name in ("trunk", *(f"final-{order}" for order in orders))]
+    weights = [folder / f"{name}.safetensors" for name in ("trunk", *(f"final-{order}" for order in orders))]
     for mode in modes:
         path = folder / f"frozen-{mode}.json"
         if path.exists():
@@ -259,44 +265,6 @@ def evaluate_frozen(folder: Path, study: Study, device: torch.device, modes: lis
         write_run(path, learner, {"losses": losses})
 
 
-def compare_gradients(folder: Path, study: Study, device: torch.device, modes: list[str]) -> None:
-    """The error of each gradient dw of a mode at the trunk's weights, against BF16's of the same batches.
-
-    With the error d of a batch and the gradient g of BF16, over the batches:
-
-        bias   |mean d|^2 / |mean g|^2, less what chance alone gives, |d - mean d|^2 / (batches - 1): it stays
-        noise  mean |d - mean d|^2 / mean |g|^2: the part of one batch that averages out
-    """
-    base = Learner("bf16", study.config, device)
-    trunk = load_file(wait_for(folder / "trunk.safetensors"), device=str(device))
-    training, _ = texts(folder, study.config, device)
-    rows = reading_order(len(training), study.first, study.config.batch, 7).to(device)
-    batches = torch.split(rows[study.first * study.config.batch :], study.config.batch)[:BATCHES]
-    for mode in modes:
-        path = folder / f"gradients-{mode}.json"
-        if path.exists() or mode in IN_BF16:
-            continue
-        learner = Learner(mode, study.config, device)
-        sums: dict[str, list[Tensor]] = {}  # of g, |g|^2, d and |d|^2
-        for each in (base, learner):
-            each.restart(trunk)
-        for batch in batches:
-            exact, found = (each.gradients(training[batch]) for each in (base, learner))
-            for name, g in exact.items():
-                d = found[name] - g
-                added = [g, g.square().sum(), d, d.square().sum()]
-                sums[name] = [a + b for a, b in zip(sums[name], added, strict=True)] if name in sums else added
-        weights = {name: error_of(*of_weight, batches=len(batches)) for name, of_weight in sums.items()}
-        write_run(path, learner, {"batches": len(batches), "weights": weights})
-
-
-def error_of(g: Tensor, g_squared: Tensor, d: Tensor, d_squared: Tensor, *, batches: int) -> dict[str, float]:
-    """The bias and the noise of one weight, from sums over the batches of g, |g|^2, d and |d|^2."""
-    around = max(float(d_squared) - float(d.square().sum()) / batches, 0.0)  # sum |d - mean d|^2
-    bias = float((d / batches).square().sum()) - around / batches / max(batches - 1, 1)
-    return {"bias": bias / float((g / batches).square().sum()), "noise": around / float(g_squared)}
-
-
 # --- Files -----------------------------------------------------------------------------------------------------
 
 
@@ -306,16 +274,8 @@ def save_whole(tensors: dict[str, Tensor], path: Path) -> None:
     part.rename(path)  # whole, or not there
 
 
-def wait_for(path: Path) -> Path:
-    """`path`, when another process has written it. The command that starts the processes ends this one if none does."""
-    while not path.exists():
-        time.sleep(0.2)
-    return path
-
-
 def texts(folder: Path, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
     """The sequences to train on, and those held out."""
-    wait_for(folder / "tokens.npz")
     training, held_out = (read_tokens(folder, part, config.context, device) for part in ("training", "held_out"))
     return training, held_out
 

@@ -9,11 +9,11 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.console import Console
@@ -66,7 +66,7 @@ class ShortRun:
 
 
 class ShortRuns:
-    """The short runs of one search, in the folder `out`. A context manager that holds the lock of the folder.
+    """The short runs of one search, in the folder `out`.
 
     `whole` is what the settings run in FP8. Runs start from `checkpoint`, or from new weights.
     """
@@ -85,7 +85,9 @@ class ShortRuns:
         self._runs: dict[tuple[Part, int], ShortRun] = {}
         self._data: RunData | None = None
 
-    def __enter__(self) -> "ShortRuns":
+    @contextmanager
+    def opened(self) -> Iterator[Self]:
+        """Read the runs that the folder has, and hold its lock in the block."""
         with ExitStack() as stack:
             if rank() == 0:
                 stack.enter_context(locked_folder(self.out))
@@ -93,11 +95,7 @@ class ShortRuns:
             if gc.get_freeze_count() == 0:  # else it would undo what the caller has frozen
                 stack.callback(gc.unfreeze)
             gc.freeze()  # a collection after each run then looks at the objects of that run alone
-            self._exit = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._exit.close()
+            yield self
 
     @property
     def count(self) -> int:
@@ -317,7 +315,7 @@ def bisect(
     gemms = tuple(name for name in GEMMS if getattr(recipe, name) is not None)
     if not gemms:
         raise ConfigError(f"the recipe {config.recipe} runs no GEMM in FP8: there is no gap to bisect")
-    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run) as runs:
+    with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run).opened() as runs:
         whole = runs.run(Part(gemms), config.seed)
         finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
         losses = tuple(runs.run(BF16, seed).loss for seed in runs.seeds(seeds))

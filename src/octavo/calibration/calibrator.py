@@ -10,28 +10,25 @@ Disk: at most two times tokens * width * 2 bytes. A batch holds prompts of one l
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from octavo.calibration.site_statistics import KINDS, PERCENTILES, Observed, Observer, Statistics, check_seen
 from octavo.checkpoint.files import ArtifactError, load_tensors, open_file, read_json, replace_file, save_tensors
 from octavo.checkpoint.folder import WriteError, check_absent, locked_folder, whole_folder, writing
-from octavo.checkpoint.run import find_model
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
+from octavo.hf.source import open_source
 from octavo.nn import select_linears
 from octavo.util import Progress, choose_device, no_progress
 from octavo.version import __version__
@@ -187,13 +184,15 @@ def hash_model(folder: Path, description: Path | None = None) -> str:
 # ---- The folder beside the result in which a calibration keeps its work, so that an interrupted one resumes.
 
 
+SITES = "sites.safetensors"
+
+
 @dataclass(frozen=True)
 class CalibrationWorkdir:
-    """The work folder of a calibration over `tokens` tokens. `part-007.safetensors` holds the sites of part 7 and says
-    that it is done. `hidden-007.bf16` holds the hidden states after it, BF16 [tokens, width]: part 8 starts there."""
+    """The work folder of a calibration. The folder part-007 says that part 7 is done. It holds the sites of the part,
+    and the hidden states after it, a file for each batch: part 8 starts there, and removes them when it is done."""
 
     path: Path
-    tokens: int
 
     def claim(self, fingerprint: dict[str, Any]) -> None:
         """Make the folder, or check that it is of the same model, data and settings: else an ArtifactError."""
@@ -206,92 +205,30 @@ class CalibrationWorkdir:
                     "continue with those, or choose another folder for the result"
                 )
             return
-        with self._writing():
+        with _continuing(), writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             replace_file(described, json.dumps(fingerprint, indent=1))
 
     def done(self, count: int) -> int:
         """The first of `count` parts that is still to run."""
-        first = next((part for part in range(count) if not self._part(part).is_file()), count)
-        if 0 < first < count and not self._hidden(first - 1).is_file():
-            raise ArtifactError(f"{self._hidden(first - 1)} is missing: move {self.path} elsewhere to start anew")
-        return first
+        return next((part for part in range(count) if not self.part(part).is_dir()), count)
 
-    @contextmanager
-    def hidden(
-        self, part: int, last: bool
-    ) -> Iterator[tuple[Callable[[torch.Size], Tensor], Callable[[Tensor], None]]]:
-        """Functions that read the hidden states before this part, and write the hidden states after it. They take one
-        batch at a time, in order: ids of a shape [B, T] have states BF16 [B, T, width]."""
-        before, start = self._states(part - 1) if part else None, 0
-        partial = self._hidden(part).with_suffix(".partial")
-        with self._writing():
-            file = partial.open("wb")
+    def part(self, number: int) -> Path:
+        return self.path / f"part-{number:03d}"
 
-        def read(shape: torch.Size) -> Tensor:
-            nonlocal start
-            assert before is not None
-            states = torch.from_numpy(np.array(before[start : start + shape.numel()]))
-            start += shape.numel()
-            return states.view(torch.bfloat16).view(*shape, -1)
-
-        def write(hidden: Tensor) -> None:
-            with self._writing():
-                file.write(hidden.detach().to(torch.bfloat16).cpu().contiguous().view(torch.int16).numpy().data)
-
-        try:
-            yield read, write
-            with self._writing():
-                _flush(file)
-        finally:
-            with self._writing():
-                file.close()
-        partial.unlink() if last else partial.rename(self._hidden(part))
-
-    def _states(self, part: int) -> npt.NDArray[np.int16]:
-        """The hidden states after a part, mapped into memory."""
-        path = self._hidden(part)
-        size = path.stat().st_size
-        if size == 0 or size % (2 * self.tokens):
-            raise ArtifactError(
-                f"{path} has {size} bytes, no multiple of 2 for each of {self.tokens} tokens: move its folder "
-                "elsewhere to start anew"
-            )
-        return np.memmap(path, np.int16, "r").reshape(self.tokens, -1)
-
-    def finish(self, part: int, sites: dict[str, Observed]) -> None:
-        """Store the sites of a part, which is then done."""
-        partial = self._part(part).with_suffix(".partial")
-        with self._writing():
-            save_tensors(to_tensors(sites), partial, {"sites": json.dumps(describe(sites))})
-            with partial.open("rb") as file:
-                _flush(file)
-        partial.rename(self._part(part))
-        self._hidden(part - 1).unlink(missing_ok=True)
-
-    def load(self, part: int) -> dict[str, Observed]:
-        path = self._part(part)
+    def load(self, number: int) -> dict[str, Observed]:
+        """The sites of a part."""
+        path = self.part(number) / SITES
         described = open_file(path).metadata() or {}
         return from_tensors(json.loads(described.get("sites", "null")), load_tensors(path), path)
 
-    def _part(self, part: int) -> Path:
-        return self.path / f"part-{part:03d}.safetensors"
 
-    def _hidden(self, part: int) -> Path:
-        return self.path / f"hidden-{part:03d}.bf16"
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            with writing(self.path):
-                yield
-        except WriteError as error:
-            raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+@contextmanager
+def _continuing() -> Iterator[None]:
+    try:
+        yield
+    except WriteError as error:
+        raise WriteError(f"{error}. The same command continues with the part of the work that it was in") from error
 
 
 # ---- From a BF16 model and text to the statistics of every tensor that would be quantized.
@@ -330,16 +267,16 @@ def calibrate(
     model, out = Path(model), Path(out)
     check_absent(out)
     place = choose_device(device)
-    described, stored = find_model(model, step)
-    parts = BlockModel(described, place, stored)
-    chosen = open_prompts(data, described, prompts, parts.meta_model, on_read)
+    source = open_source(model, step)
+    parts = BlockModel(source, place)
+    chosen = open_prompts(data, source.description, prompts, parts.meta_model, on_read)
     settings: dict[str, Any] = {
         "samples": prompts.samples, "context": prompts.context, "context_used": chosen.context, "batch": prompts.batch,
         "device": place.type, "seed": prompts.seed, "prompts": chosen.fingerprint,
     }  # fmt: skip
     versions = {"octavo": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")}
-    model_hash = hash_model(stored, described)
-    workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating", chosen.tokens)
+    model_hash = hash_model(source.origin, source.description)
+    workdir = CalibrationWorkdir(out.parent / f".{out.name}.calibrating")
     with locked_folder(workdir.path):
         workdir.claim({"model": model_hash, **settings, **{f"version of {k}": v for k, v in versions.items()}})
         observed = _run_all(parts, chosen.batches(prompts.batch), workdir, progress)
@@ -360,12 +297,15 @@ def _run_all(
     with observer.watch(), parts.loaded_frame():
         for part in range(workdir.done(count), count):
             progress(part, count, doing)
-            with workdir.hidden(part, last=part == count - 1) as (read, write):
-                _run_part(parts, part, batches, observer, read, write)
-            sites = observer.take()
-            if 0 < part < count - 1:
-                _check_block(sites, linears, parts.blocks[part - 1])
-            workdir.finish(part, sites)
+            before = workdir.part(part - 1)
+            with _continuing(), whole_folder(workdir.part(part)) as after:
+                _run_part(parts, part, batches, observer, before, after)
+                sites = observer.take()
+                if 0 < part < count - 1:
+                    _check_block(sites, linears, parts.blocks[part - 1])
+                save_tensors(to_tensors(sites), after / SITES, {"sites": json.dumps(describe(sites))})
+            for hidden in before.glob("hidden-*"):
+                hidden.unlink()
     observed = {name: site for part in range(count) for name, site in workdir.load(part).items()}
     check_seen(observed, parts.outside(linears), "what is in no block")
     progress(count, count, doing)
@@ -373,22 +313,17 @@ def _run_all(
 
 
 def _run_part(
-    parts: BlockModel,
-    part: int,
-    batches: list[Tensor],
-    observer: Observer,
-    read: Callable[[torch.Size], Tensor],
-    write: Callable[[Tensor], None],
+    parts: BlockModel, part: int, batches: list[Tensor], observer: Observer, before: Path, after: Path
 ) -> None:
+    """Run a part on the hidden states in the folder `before`, and write those after it into the folder `after`."""
     is_block = 0 < part <= len(parts.blocks)
     with parts.loaded_block(part - 1) if is_block else nullcontext():
-        for ids in batches:
-            if part == 0:
-                write(parts.embed(ids, observer.looking))
-            elif is_block:
-                write(parts.run_block(part - 1, ids, read(ids.shape), observer.looking))
-            else:
-                parts.finish(ids, read(ids.shape), observer.looking)
+        for i, ids in enumerate(batches):
+            name = f"hidden-{i:06d}.safetensors"
+            hidden = load_tensors(before / name)["hidden"] if part else None
+            hidden = parts.run_part(part, ids, hidden, observer.looking)
+            if part <= len(parts.blocks):
+                save_tensors({"hidden": hidden.to("cpu", torch.bfloat16)}, after / name)  # [B, T, width]
 
 
 def _check_block(sites: dict[str, Observed], linears: list[str], block: str) -> None:

@@ -17,13 +17,14 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from octavo.checkpoint.files import CHECKSUMS, Place, Spec, create_files, write_part
+from octavo.checkpoint.files import CHECKSUMS, Place, create_files, write_part
 from octavo.checkpoint.folder import partial_folder, whole_folder
 
 
@@ -53,11 +54,11 @@ class SafetensorsWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the files on the coordinator, and tell each rank the places of its tensors."""
-        specs: dict[str, dict[str, Spec]] = {}
+        specs: dict[str, dict[str, Tensor]] = {}
         for item in sorted((item for plan in plans for item in plan.items), key=lambda item: item.index.fqn):
             stem, _, name = item.index.fqn.partition("/")
             whole = _tensor_data(item)
-            specs.setdefault(stem, {})[name] = Spec(whole.properties.dtype, tuple(whole.size))
+            specs.setdefault(stem, {})[name] = torch.empty(whole.size, dtype=whole.properties.dtype, device="meta")
         folder = partial_folder(self.target)
         places = {
             f"{stem}/{name}": place

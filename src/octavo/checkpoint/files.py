@@ -1,7 +1,6 @@
 """Reading and writing safetensors and JSON files, with errors that name the file."""
 
 import json
-import math
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -97,6 +96,19 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(path.read_bytes(), str(path), ArtifactError)
 
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
+
+
+def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
+    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
+    used = config.get("num_experts_per_tok")
+    if count is not None and isinstance(used, int) and used > max(count, 1):
+        raise ArtifactError(
+            f"{where}: num_experts_per_tok must be at most the number of experts, got {used} of {count}"
+        )
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a file that appears whole or not at all: a full disk must not destroy the old one."""
     partial = path.with_name(f".{path.name}.partial")
@@ -129,32 +141,10 @@ _DTYPES = {
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Spec:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        """The spec of `tensor`, which may be on the meta device."""
-        return cls(tensor.dtype, tuple(tensor.shape))
-
-    def meta(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * self.numel
-
-
 class ShardReader:
     """The tensors of a folder: in STEM.safetensors, or each in the file that the index names for it.
 
-    `specs` has the dtype and shape of each tensor. `written` has those in files that Octavo wrote, as their headers
+    `specs` has a tensor on the meta device for each. `written` has those in files that Octavo wrote, as their headers
     say; their checksums are checked where they are read. `strays` are tensors that a file holds and the index takes
     from another, as an older file that was left there.
 
@@ -167,9 +157,9 @@ class ShardReader:
         self.folder = folder
         single = folder / f"{stem}{SUFFIX}"
         indexed = None if single.is_file() else _indexed(folder, stem)
-        self._places: dict[str, tuple[Path, int, Spec]] = {}  # the file of each tensor, and its first byte there
+        self._places: dict[str, tuple[Path, int, Tensor]] = {}  # the file of each tensor, and its first byte there
         self._stamps: dict[Path, tuple[int, int]] = {}
-        self.specs: dict[str, Spec] = {}
+        self.specs: dict[str, Tensor] = {}
         self.strays: list[str] = []
         self.written: set[str] = set()
         for path in [single] if indexed is None else sorted(set(indexed.values())):
@@ -218,7 +208,14 @@ class ShardReader:
         return read_all(self.get, self.specs, device)
 
 
-def read_all(get: Callable[[str], Tensor], specs: Mapping[str, Spec], device: torch.device | str) -> dict[str, Tensor]:
+def same_spec(a: Tensor, b: Tensor) -> bool:
+    """True if two tensors have one shape and one dtype."""
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
+
+
+def read_all(
+    get: Callable[[str], Tensor], specs: Mapping[str, Tensor], device: torch.device | str
+) -> dict[str, Tensor]:
     """The tensors of `specs`, which `get` reads on the CPU, on `device`. Several threads copy them to a GPU, so that
     the CPU holds few of them at a time."""
     largest_first = sorted(specs, key=lambda name: -specs[name].nbytes)  # so that the threads end together
@@ -237,8 +234,8 @@ def _stamp(path: Path) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _read_header(path: Path) -> tuple[dict[str, tuple[int, Spec]], bool]:
-    """The first byte and the spec of each tensor of a file, and whether Octavo wrote it."""
+def _read_header(path: Path) -> tuple[dict[str, tuple[int, Tensor]], bool]:
+    """The first byte of each tensor of a file, and its like on the meta device; and whether Octavo wrote the file."""
     open_file(path)  # safetensors checks the header
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -250,7 +247,7 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[int, Spec]], bool]:
             raise ArtifactError(
                 f"{path}: {name} has the dtype {entry['dtype']}, and {', '.join(_BY_NAME)} are read: convert it first"
             )
-        spec = Spec(_BY_NAME[entry["dtype"]], tuple(entry["shape"]))
+        spec = torch.empty(entry["shape"], dtype=_BY_NAME[entry["dtype"]], device="meta")
         found[name] = (8 + size + entry["data_offsets"][0], spec)
     return found, by_octavo
 
@@ -276,18 +273,19 @@ def _indexed(folder: Path, stem: str) -> dict[str, Path]:
 
 
 def write_shards(
-    folder: Path, specs: Mapping[str, Spec], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
+    folder: Path, specs: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> dict[str, str]:
     """Write `tensors` (name and data of each, once, in any order) as one file, or as several of at most SHARD_BYTES (or
-    one tensor) and an index; return the checksum of each. A ValueError if one does not fit its spec, or does not come.
-    """
+    one tensor) and an index; return the checksum of each. `specs` has their shapes and dtypes. A ValueError if one has
+    others, or does not come."""
     places = create_files(folder, "model", specs, metadata)
     waiting, checksums = dict(specs), {}
     with ExitStack() as stack:
         files = {file: stack.enter_context((folder / file).open("r+b")) for file in {at.file for at in places.values()}}
         for name, tensor in tensors:
-            if waiting.pop(name, None) != Spec.of(tensor):
-                raise ValueError(f"{name}: {Spec.of(tensor)} came, {specs.get(name)} was to come, once")
+            spec = waiting.pop(name, None)
+            if spec is None or not same_spec(spec, tensor):
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)} came, {spec} was to come, once")
             checksums[name] = write_part(files[places[name].file], places[name], tensor, [0] * tensor.ndim)
         if waiting:
             raise ValueError(f"{len(waiting)} tensors did not come, {next(iter(waiting))} among them")
@@ -303,10 +301,10 @@ class Place:
     shape: tuple[int, ...]
 
 
-def create_files(folder: Path, stem: str, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
+def create_files(folder: Path, stem: str, specs: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Place]:
     """Make the files of `specs`, with their headers and space for all data, and their index if they are several. Return
     the place of each tensor, to be filled by `write_part`."""
-    shards: list[dict[str, Spec]] = [{}]
+    shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, spec in specs.items():
         if shards[-1] and size + spec.nbytes > SHARD_BYTES:
@@ -341,7 +339,7 @@ def write_part(file: BinaryIO, place: Place, part: Tensor, offsets: Sequence[int
     return checksum(part)
 
 
-def _create_file(path: Path, specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> dict[str, Place]:
+def _create_file(path: Path, specs: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Place]:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts, end = {}, 0
     for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):

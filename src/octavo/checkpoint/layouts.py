@@ -538,13 +538,17 @@ class Packing:
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a packed folder, with a `quantization_config` in the newest spelling. An ArtifactError if a
     file is not JSON, or the folder is a run."""
-    refuse_run(folder)
-    check_config(folder, "a folder that octavo pack wrote")
-    config = read_json(where := folder / "config.json")
+    where = folder / "config.json"
+    if not where.is_file():
+        refuse_run(folder)
+        check_config(folder, "a folder that octavo pack wrote")
+    config = read_json(where)
     for layout in LAYOUTS.values():
         layout.renew(config, folder)
     found = config.get("quantization_config")
-    if found is not None and not isinstance(found, dict):
+    if found is None:
+        refuse_run(folder)
+    elif not isinstance(found, dict):
         raise ArtifactError(f"{where}: quantization_config must be an object, got {found!r}: pack the model again")
     return config
 

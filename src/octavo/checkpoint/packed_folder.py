@@ -5,10 +5,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
+from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
 from octavo.checkpoint.layouts import (
     HEADS,
@@ -30,9 +29,11 @@ from octavo.checkpoint.scheme import (
     Scheme,
     check_finite,
     check_scale,
+    check_tensors,
     is_kv_scale,
+    kv_pairs,
+    kv_tensors,
     suspected,
-    take_kv_scales,
     unused_scales,
 )
 from octavo.numerics import QTensor
@@ -91,31 +92,26 @@ class PackedTensors:
         """The scales of a cache, checked, and their names in the files."""
         disks = [name for name in self.reader.specs if any(map(is_kv_scale, packing.names_in_memory(name)))]
         found = packing.from_files({name: self.reader.get(name) for name in disks})
-        return take_kv_scales(found, linears, packing.kv_cache, self.folder), disks
+        required = kv_tensors(linears, packing.kv_cache)
+        check_tensors(found, required, self.folder)
+        return kv_pairs(found, required), disks
 
     def _check(self, name: str, scheme: Scheme) -> None:
-        where, weight, dtype = self.folder, self.reader.specs.get(f"{name}.weight"), scheme.weight.fmt.dtype
-        if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
-            is_there = "is missing" if weight is None else f"is {weight.dtype} {list(weight.shape)}"
-            raise ArtifactError(f"{where}: {name}.weight must be a matrix of {dtype}, it {is_there}")
-        n, k = weight.shape
+        stored = self.reader.specs.get(f"{name}.weight")
+        n, k = stored.shape if stored is not None and len(stored.shape) == 2 else (0, 0)
         if reason := scheme.unreadable(n, k):
-            raise ArtifactError(f"{where}: {name}.weight: {reason}")
-        required = Spec.of(scheme.empty_scale(n, k))
-        self._check_scale(name, SCALE_NAME, required)
-        if scheme.static:
-            self._check_scale(name, INPUT_SCALE_NAME, Spec(torch.float32, (1,)))
-
-    def _check_scale(self, name: str, leaf: str, required: Spec) -> None:
-        ours = f"{name}.{leaf}"
-        if ours not in self._scales:
-            raise ArtifactError(f"{self.folder}: {ours} is missing, and {name}.weight is packed: pack it again")
-        spec = self.reader.specs[self._scales[ours]]
-        if (found := Spec.of(self.packing.from_files({self._scales[ours]: spec.meta()})[ours])) != required:
-            raise ArtifactError(
-                f"{self.folder}: {self._scales[ours]} must be {required.dtype} {list(required.shape)}, it is "
-                f"{found.dtype} {list(found.shape)}"
-            )
+            raise ArtifactError(f"{self.folder}: {name}.weight: {reason}")
+        for leaf, tensor in scheme.tensors(n, k).items():
+            ours = f"{name}.{leaf}"
+            disk = self._scales.get(ours, ours)
+            spec = self.reader.specs.get(disk)
+            found = None if spec is None else self.packing.from_files({disk: spec})[ours]
+            if found is None or not same_spec(found, tensor):
+                is_there = "is missing" if found is None else f"is {found.dtype} {list(found.shape)}"
+                raise ArtifactError(
+                    f"{self.folder}: {disk} must be {tensor.dtype} {list(tensor.shape)}, it {is_there}: pack the model "
+                    "again"
+                )
 
     def _scale(self, name: str, leaf: str) -> Tensor:
         ours, disk = f"{name}.{leaf}", self._scales[f"{name}.{leaf}"]
@@ -148,18 +144,12 @@ class PackedTensors:
         scales = self.kv_scales.items() if packing.kv_cache else ()
         return packing.to_files({f"{n}.{leaf}": t for n, pair in scales for leaf, t in zip(_KV, pair, strict=True)})
 
-    def specs_as(self, packing: Packing) -> dict[str, Spec]:
-        """The specs of the files' tensors if the layers were packed by `packing`."""
-        specs = {name: self.reader.specs[name] for name in self.others}
-        specs |= {name: Spec.of(t) for name, t in self.kv_tensors(packing).items()}
+    def specs_as(self, packing: Packing) -> dict[str, Tensor]:
+        """The files' tensors, without their data, if the layers were packed by `packing`."""
+        specs = {name: self.reader.specs[name] for name in self.others} | self.kv_tensors(packing)
         for name, scheme in packing.schemes.items():
-            weight = self.reader.specs[f"{name}.weight"]
-            n, k = weight.shape
-            scales = {f"{name}.{SCALE_NAME}": scheme.empty_scale(n, k)}
-            if scheme.static:
-                scales[f"{name}.{INPUT_SCALE_NAME}"] = torch.empty(1)
-            specs |= {disk: Spec.of(t) for disk, t in packing.to_files(scales).items()}
-            specs[f"{name}.weight"] = Spec(scheme.weight.fmt.dtype, weight.shape)
+            tensors = scheme.tensors(*self.reader.specs[f"{name}.weight"].shape)
+            specs |= packing.to_files({f"{name}.{leaf}": t for leaf, t in tensors.items()})
         return specs
 
     def describe(self, target: Path, packing: Packing | None) -> None:

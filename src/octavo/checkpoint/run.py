@@ -18,10 +18,8 @@ A large file of tensors is several files with an index. The number of ranks of t
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file
 from octavo.checkpoint.folder import writing
@@ -193,16 +191,3 @@ def find_model(path: Path, step: int | None) -> tuple[Path, Path]:
     if step is not None:
         raise ValueError(f"{path} is a model, not a run of octavo train: it has no steps")
     return path, path
-
-
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what families call the number of experts
-
-
-def check_expert_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise an ArtifactError, which begins with `where`, if a token runs through more experts than there are."""
-    count = next((n for key in EXPERT_COUNTS if isinstance(n := config.get(key), int)), None)
-    used = config.get("num_experts_per_tok")
-    if count is not None and isinstance(used, int) and used > max(count, 1):
-        raise ArtifactError(
-            f"{where}: num_experts_per_tok must be at most the number of experts, got {used} of {count}"
-        )

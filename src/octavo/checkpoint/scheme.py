@@ -97,6 +97,12 @@ class Scheme:
         shape = self.weight.granularity.scale_shape((n, k))
         return torch.empty(shape, dtype=torch.uint8 if self.weight.scale == "e8m0" else torch.float32)
 
+    def tensors(self, n: int, k: int) -> dict[str, Tensor]:
+        """The tensors of a packed weight [N, K], by the last parts of their names, on the meta device."""
+        with torch.device("meta"):
+            found = {"weight": torch.empty(n, k, dtype=self.weight.fmt.dtype), SCALE_NAME: self.empty_scale(n, k)}
+            return found | ({INPUT_SCALE_NAME: torch.empty(1)} if self.static else {})
+
 
 def _arguments(cast: Cast, by_row: str, *, dynamic: bool) -> dict[str, Any]:
     """A cast in the spelling of compressed-tensors (github.com/vllm-project/compressed-tensors,
@@ -243,9 +249,10 @@ def check_tensors(found: Mapping[str, Tensor], required: Mapping[str, Tensor], w
             raise ArtifactError(
                 f"{where}: {name} must be {required[name].dtype}, the file has {tensor.dtype}; {ADVICE}"
             )
-    right = {name: is_positive(t) if name.endswith(SCALE_ENDINGS) else is_finite(t) for name, t in found.items()}
+    scales = {name for name in found if name.endswith(SCALE_ENDINGS) or is_kv_scale(name)}
+    right = {name: is_positive(t) if name in scales else is_finite(t) for name, t in found.items()}
     for name in failing(right):
-        if name.endswith(SCALE_ENDINGS):
+        if name in scales:
             check_scale(name, found[name], where)
         raise ArtifactError(f"{where}: {name} holds inf or NaN; {ADVICE}")
 
@@ -285,30 +292,17 @@ def is_kv_scale(name: str) -> bool:
     return name.endswith((f".{K_SCALE}", f".{V_SCALE}"))
 
 
-def take_kv_scales(tensors: dict[str, Tensor], linears: Iterable[str], declared: bool, where: Path) -> KvScales:
-    """Remove the scales of keys and values from `tensors` (by their names in memory), and return them, float32 [1], by
-    the name of the attention layer. An ArtifactError if one is missing, damaged, belongs to no attention layer among
-    `linears`, or exists though none is `declared`."""
-    found = {name: tensors.pop(name) for name in list(tensors) if is_kv_scale(name)}
-    if found and not declared:
-        raise ArtifactError(f"{where}: {next(iter(found))} is there, but no KV cache is declared: pack it again")
-    if not declared:
-        return {}
-    names = attentions(linears)
-    if unknown := sorted({name.rpartition(".")[0] for name in found} - set(names)):
-        raise ArtifactError(f"{where}: {unknown[0]} has the scale of a KV cache, and is no attention layer with k_proj")
-    return {name: (_checked(name, K_SCALE, found, where), _checked(name, V_SCALE, found, where)) for name in names}
+def kv_tensors(linears: Iterable[str], declared: bool) -> dict[str, Tensor]:
+    """The scales of keys and values that files must have, by their names in memory and without values: those of each
+    attention layer among `linears` if a cache is `declared`, else none."""
+    names = attentions(linears) if declared else []
+    return {f"{name}.{leaf}": torch.empty(1) for name in names for leaf in (K_SCALE, V_SCALE)}
 
 
-def _checked(attention: str, leaf: str, found: dict[str, Tensor], where: Path) -> Tensor:
-    name = f"{attention}.{leaf}"
-    scale = found.get(name)
-    if scale is None:
-        raise ArtifactError(f"{where}: {name} is missing, though a KV cache is declared: pack it again")
-    if scale.dtype != torch.float32 or scale.shape != (1,):
-        raise ArtifactError(f"{where}: {name} must be one float32 number, it is {scale.dtype} {list(scale.shape)}")
-    check_scale(name, scale, where)
-    return scale
+def kv_pairs(tensors: Mapping[str, Tensor], names: Iterable[str]) -> KvScales:
+    """The scales among `tensors` that `kv_tensors` names, by the name of the attention layer."""
+    found = [name.removesuffix(f".{K_SCALE}") for name in names if name.endswith(K_SCALE)]
+    return {name: (tensors[f"{name}.{K_SCALE}"], tensors[f"{name}.{V_SCALE}"]) for name in found}
 
 
 # ---- A check for scales of packed weights that look reciprocal.

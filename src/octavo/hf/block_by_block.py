@@ -8,37 +8,24 @@ is called on the ids. So the model itself computes the arguments of its blocks (
 return their input, block i gets the stored hidden states, and its output ends the call.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES
-from octavo.checkpoint.files import ArtifactError, check_match, model_tensors, read_json
-from octavo.hf.meta_model import MetaModel, compute_buffers, expert_matrices, open_model_files, transformers_meta_model
+from octavo.checkpoint.files import ArtifactError, model_tensors
+from octavo.hf.meta_model import compute_buffers, expert_matrices, tied_names, transformers_meta_model
+from octavo.hf.source import Source
 from octavo.nn.conversion import find_experts
 
 _NAMES = ", ".join(each.name for each in ARCHITECTURES.values() if each.block is not None and each.block.rms)
 SUPPORTED = f"{_NAMES}, GPT-2, OPT and BERT-like encoders are"
 
 Looking = Callable[[], AbstractContextManager[None]]
-
-
-def _meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
-    where = folder / "config.json"
-    if config.get("quantization_config"):
-        raise ArtifactError(f"{where} is of a packed model: calibrate the BF16 model that it was packed from")
-    meta_model = transformers_meta_model(config, folder)
-    meta_model.require_text()
-    model: Any = meta_model.model
-    model.config.use_cache = False
-    if reason := _unsupported(model):
-        raise ArtifactError(f"{where}: {type(model).__name__} cannot be calibrated, {reason}; {SUPPORTED} supported")
-    return meta_model
 
 
 def _unsupported(model: Any) -> str:
@@ -75,40 +62,37 @@ class _Stop(Exception):  # noqa: N818, it is no error
 
 
 class BlockModel:
-    """The model that `folder` describes, run in parts on `device`, all of them within a `loaded_frame` block.
+    """The model of `source`, run in parts on `device`, all of them within a `loaded_frame` block.
 
-    The tensors are in the files of `stored`, or of `folder` itself. `model` is on the meta device, except the weights
-    that are loaded. `blocks` are the names of its blocks; `experts` has the matrices of each module of experts, by
-    their names in the files. An ArtifactError if the model is packed already, its architecture cannot run block by
-    block, or a tensor is in no file or has another shape there.
+    `model` is on the meta device, except the weights that are loaded. `blocks` are the names of its blocks; `experts`
+    has the matrices of each module of experts, by their names in the files. An ArtifactError if the architecture cannot
+    run block by block.
     """
 
-    def __init__(self, folder: Path, device: str | torch.device, stored: Path | None = None) -> None:
-        config = read_json(folder / "config.json")
-        self.meta_model = meta_model = _meta_model(config, folder)
-        self.model = cast(Any, meta_model.model)
+    def __init__(self, source: Source, device: str | torch.device) -> None:
+        self.meta_model = meta_model = transformers_meta_model(source.config, source.description)
+        meta_model.require_text()
+        self.model = model = cast(Any, meta_model.model)
+        model.config.use_cache = False
+        if reason := _unsupported(model):
+            raise ArtifactError(
+                f"{source.description / 'config.json'}: {type(model).__name__} cannot be calibrated, {reason}; "
+                f"{SUPPORTED} supported"
+            )
         self.experts = expert_matrices(meta_model)
-        self.device = torch.device(device)
-        self._files = open_model_files(stored or folder, config, meta_model)
+        self.device, self._files = torch.device(device), source.reader
         [stack] = _stacks(self.model)
         self._modules: list[Any] = list(self.model.get_submodule(stack))
         self.blocks = [f"{stack}.{i}" for i in range(len(self._modules))]
         self._head: Any = self.model.get_output_embeddings()
-        tied: dict[Tensor, list[str]] = {}  # tensors hash by identity
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            tied.setdefault(parameter, []).append(name)
         heads = {id(module) for module in self._head.modules()} if self._head is not None else set()
         buffers = model_tensors(self.model).keys() - dict(self.model.named_parameters()).keys()
-        specs, required = self._files.specs, {}
+        specs = self._files.specs
         # The name in the files of each tensor that is loaded.
         self._on_disk = {name: name for name in buffers if name in specs}
-        for parameter, names in tied.items():
-            if needed := [name for name in names if id(self._owner(name)[0]) not in heads]:
-                disk = next((name for name in names if name in specs), names[0])
-                self._on_disk |= dict.fromkeys(needed, disk)
-                required[disk] = parameter
-        found = {disk: specs[disk].meta() for disk in required if disk in specs}
-        check_match(found, required, str(self._files.folder))
+        for name, names in tied_names(self.model).items():
+            if id(self._owner(name)[0]) not in heads:
+                self._on_disk[name] = next((each for each in names if each in specs), names[0])
 
     def outside(self, names: Iterable[str]) -> list[str]:
         """The `names` of modules or parameters that are in no block."""
@@ -145,33 +129,26 @@ class BlockModel:
         module, _, leaf = name.rpartition(".")
         return self.model.get_submodule(module), leaf
 
-    def embed(self, ids: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """The input of the first block, [B, T, width], from ids int64 [B, T]."""
+    def run_part(self, part: int, ids: Tensor, hidden: Tensor | None, looking: Looking = nullcontext) -> Tensor:
+        """The hidden states [B, T, width] after a part, from the `hidden` ones before it and ids int64 [B, T].
 
-        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise _Stop(passed)
-
-        with looking():
-            return self._run(ids, 0, block)
-
-    def run_block(self, index: int, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> Tensor:
-        """The output of block `index`, which must be loaded, for `hidden` [B, T, width]; the same shape."""
-
-        def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with looking():
-                raise _Stop(real(hidden.to(self.device), *args, **kwargs))
-
-        return self._run(ids, index, block)
-
-    def finish(self, ids: Tensor, hidden: Tensor, looking: Looking = nullcontext) -> None:
-        """Run the modules between the last block and the head on `hidden`, the output of the last block."""
-        with ExitStack() as later:
+        Part 0 is the embeddings, parts 1 to L are the blocks, each of which must be loaded. Part L + 1 is what lies
+        between the last block and the head, and returns no hidden states. The part runs within a `looking` block.
+        """
+        last = len(self.blocks)
+        with ExitStack() as seen:
 
             def block(real: Callable[..., Any], passed: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                later.enter_context(looking())
-                return hidden.to(self.device)
+                if hidden is None:
+                    raise _Stop(passed)
+                seen.enter_context(looking())
+                if part > last:
+                    return hidden.to(self.device)
+                raise _Stop(real(hidden.to(self.device), *args, **kwargs))
 
-            self._run(ids, len(self.blocks) - 1, block)
+            if hidden is None:
+                seen.enter_context(looking())
+            return self._run(ids, min(max(part, 1), last) - 1, block)
 
     @torch.no_grad()
     def _run(self, ids: Tensor, index: int, block: Callable[..., Tensor]) -> Tensor:

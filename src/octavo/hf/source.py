@@ -15,7 +15,6 @@ from torch import Tensor
 from octavo.checkpoint.files import (
     ArtifactError,
     ShardReader,
-    Spec,
     bytes_of,
     check_match,
     failing,
@@ -68,8 +67,8 @@ class Source:
         return self.meta_model.experts.part(name, self.get)
 
     @cached_property
-    def specs(self) -> dict[str, Spec]:
-        """The dtype and shape of each tensor of the model in the files."""
+    def specs(self) -> dict[str, Tensor]:
+        """A tensor on the meta device for each of the model, with the dtype that it has in the files."""
         return {name: self.reader.specs[name] for name in model_tensors(self.meta_model.model)}
 
     def fill_bf16(self, device: torch.device | str = "cpu") -> Any:
@@ -107,7 +106,7 @@ def open_source(path: Path, step: int | None = None) -> Source:
     meta_model = transformers_meta_model(config, path)
     reader = open_model_files(path, config, meta_model)
     required = model_tensors(meta_model.model)
-    stored = meta_model.experts.split({name: spec.meta() for name, spec in reader.specs.items()})
+    stored = meta_model.experts.split(reader.specs)
     needed = meta_model.experts.split(required)
     found = {name: tensor for name, tensor in stored.items() if name in needed}
     missing, left = sorted(needed.keys() - found.keys()), sorted(stored.keys() - found.keys())
@@ -126,8 +125,9 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     config = read_json(folder.model / "config.json")
     meta_model = run_meta_model(config, folder.model, settings.get("model"))
     reader = open_tensors(checkpoint, config)
-    found = {name: spec.meta() for name, spec in reader.specs.items()}
-    check_match(found, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes")
+    check_match(
+        reader.specs, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes"
+    )
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
         recipe = similar_preset(Recipe.from_dict(recipe))
@@ -155,7 +155,7 @@ class WrittenModel:
     folder: Path
     source: Path  # the folder whose tensors were read
     left_out: Sequence[str]  # tensors of the source's files that have no place in its model
-    specs: Mapping[str, Spec]  # of every tensor of the new files
+    specs: Mapping[str, Tensor]  # of every tensor of the new files, without its data
     folder_bytes: int  # of all files of the new folder
 
 
@@ -181,8 +181,8 @@ def write_model(
     for folder in {source.description, source.origin}:
         check_links(folder)
     added = added or {}
-    stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec.meta()).items()}
-    specs = {name: Spec.of(tensor) for name, tensor in {**added, **stored}.items()}
+    stored = {name: tensor for key, spec in source.specs.items() for name, tensor in change(key, spec).items()}
+    specs = {**added, **stored}
     digest = hashlib.sha256()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, Spec
+from octavo.checkpoint.files import ArtifactError, ShardReader
 from octavo.checkpoint.layouts import Layout
 from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
@@ -157,7 +157,7 @@ class ExpertReader(ShardReader):
         for name in names:
             parts = [part for part in files.parts.get(name, [name]) if part in in_files]
             first = in_files[parts[0] if parts else name]
-            self.specs[name] = Spec(first.dtype, files.shapes[name]) if len(parts) > 1 else first
+            self.specs[name] = first.new_empty(files.shapes[name]) if len(parts) > 1 else first
 
     def get(self, name: str) -> Tensor:
         return self._get(name)
@@ -262,8 +262,8 @@ class Conv1DReader(ShardReader):
         for name, spec in found.items():
             if _MASK.fullmatch(name):
                 continue
-            for opt, tensor in _convert(name, spec.meta()).items():
-                self.specs[opt], self._from[opt] = Spec.of(tensor), name
+            for opt, tensor in _convert(name, spec).items():
+                self.specs[opt], self._from[opt] = tensor, name
 
     def trained_names(self) -> dict[str, str]:
         """The layer of GPT-2 that holds each layer of OPT, by OPT's name."""

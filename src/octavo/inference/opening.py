@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +25,22 @@ from octavo.checkpoint.scheme import (
     Scheme,
     check_scale,
     check_tensors,
+    kv_pairs,
+    kv_tensors,
     reciprocal_warning,
     scheme_on,
     suspected,
-    take_kv_scales,
     unused_scales,
 )
-from octavo.hf.inputs import has_decoder, is_language_model
-from octavo.hf.meta_model import MetaModel, fill_model, our_meta_model, read_meta_model, transformers_meta_model
+from octavo.hf.meta_model import (
+    MetaModel,
+    fill_model,
+    has_decoder,
+    is_language_model,
+    our_meta_model,
+    read_meta_model,
+    transformers_meta_model,
+)
 from octavo.hf.source import open_source
 from octavo.inference.engine import AUTO
 from octavo.inference.kv_cache import Pairs, check_settings, pairs_in_order
@@ -44,7 +52,7 @@ from octavo.models.decoder import Decoder, is_causal
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
-from octavo.ops.launching import compile_only, has_kernels
+from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
 from octavo.util import choose_device, plural
@@ -78,6 +86,11 @@ def load_transformers(
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
         accelerate_generate(model, meta_model.context, kv_cache, kv_scales, attention)
     return model
+
+
+def is_gpu(device: torch.device) -> bool:
+    """True if kernels run on `device`, and the speed of layers there is worth a warning."""
+    return device.type == "cuda"
 
 
 class Loaded(NamedTuple):
@@ -119,12 +132,12 @@ def fill(
     model, kv_scales = _filled(meta_model, packing, reader, experts, device, kv_cache)
     _check_scales(model, folder)
     use_formats_of(model, device)
-    of_experts = set(experts.names)
-    linears = {name: scheme for name, scheme in packing.schemes.items() if name not in of_experts}
-    schemes = Counter(scheme_on(scheme, device) for scheme in linears.values())
-    weight_only, widened = gemm_notes(schemes, device)
-    for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
-        warnings.warn(f"{folder}: {note}", stacklevel=2)
+    if is_gpu(device):  # a CPU emulates every scheme
+        linears = packing.schemes.keys() - experts.names
+        schemes = Counter(scheme_on(packing.schemes[name], device) for name in packing.schemes if name in linears)
+        weight_only, widened = gemm_notes(schemes, device)
+        for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
+            warnings.warn(f"{folder}: {note}", stacklevel=2)
     model.to(device)
     fuse(model)
     return model, pairs_in_order(kv_scales) if kv_scales else None
@@ -147,7 +160,7 @@ def _filled(
     # The stacks of experts need room beside their parts, which a GPU may lack.
     place = torch.device("cpu") if meta_model.experts.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
-        tensors, kv_scales = _read_tensors(packing, reader, disks, place)
+        tensors = _read_tensors(packing, reader, place)
     experts.widen(tensors)
     widen_layers(tensors, kept, packing.schemes)
     if kept:
@@ -157,11 +170,14 @@ def _filled(
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
-    required = meta_model.experts.split(others) | experts.required
+    cache = kv_tensors(disks, packing.kv_cache)
+    required = meta_model.experts.split(others) | experts.required | cache
     for name, tensor in tensors.items():
         if name in unpacked and tensor.dtype in FLOATS:  # other programs write float16 and float32
             tensors[name] = tensor.to(unpacked[name].dtype)
     check_tensors(tensors, required, folder)
+    kv_scales = kv_pairs(tensors, cache)
+    tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
     return fill_model(meta_model, meta_model.experts.merge(tensors) | stacks), kv_scales
 
@@ -172,13 +188,9 @@ def _plain(disks: list[str], reader: ShardReader) -> set[str]:
     return {disk for disk, spec in specs.items() if spec is None or spec.dtype not in WEIGHT_DTYPES}
 
 
-def _read_tensors(
-    packing: Packing, reader: ShardReader, disks: list[str], device: torch.device
-) -> tuple[dict[str, Tensor], KvScales]:
-    """Every tensor that the model takes, on `device`, by its name in the files, with scales as `PackedLinear` holds
-    them; and the scales of keys and values."""
+def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor that is read, on `device`, by its name in the files, with scales as `PackedLinear` holds them."""
     tensors = packing.from_files(reader.get_all(device))
-    kv_scales = take_kv_scales(tensors, disks, packing.kv_cache, reader.folder)
     unused = unused_scales(tensors, tensors.__getitem__, reader.folder)
     for name in unused:
         del tensors[name]
@@ -187,7 +199,7 @@ def _read_tensors(
             f"{reader.folder}: {unused[0]} ({len(unused)} such tensors) is a scale that Octavo does not use",
             stacklevel=2,
         )
-    return tensors, kv_scales
+    return tensors
 
 
 def _check_scales(model: nn.Module, folder: Path) -> None:
@@ -281,19 +293,12 @@ class ExpertLoading:
             layers = []
             for stack, weight in stacks.items():
                 scheme = self._stacks[stack] = self._schemes[self._parts[stack][0]]
-                self._require(stack, weight, scheme)
+                tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
+                self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
                 layers.append(PackedGroupedLinear(weight, scheme))
                 if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in self._weight_only:
                     self._weight_only.append(name)
             self._model.set_submodule(name, PackedExperts(*layers))
-
-    def _require(self, stack: str, weight: Tensor, scheme: Scheme) -> None:
-        with torch.device("meta"):
-            n, k = self._rows(stack, weight), weight.shape[2]
-            tensors = {"weight": torch.empty(n, k, dtype=EXPERT_DTYPE), SCALE_NAME: scheme.empty_scale(n, k)}
-            if scheme.static:
-                tensors[INPUT_SCALE_NAME] = torch.empty(1)
-        self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
 
     def _reason(self, stack: str, weight: Any) -> str:
         """Why a stack [E, N, K] does not run in FP8, or ""."""
@@ -409,12 +414,12 @@ def small_model(meta_model: MetaModel, folder: Path) -> MetaModel | None:
 def compile_meanwhile(
     meta_model: MetaModel, packing: Packing, folder: Path, device: torch.device, kv_cache: str
 ) -> Iterator[None]:
-    """Compile the kernels of a model in another thread; at the end, wait for it. Nothing happens without kernels.
+    """Compile the kernels of a model for a GPU in another thread; at the end, wait for it.
 
     An error is not reported: the kernels are then compiled at their first launch.
     """
     try:
-        small = small_model(meta_model, folder) if has_kernels(device) else None
+        small = small_model(meta_model, folder) if is_gpu(device) else None
         if small is not None:
             swap_linears(small.model, _packed_layers(small, packing, folder / "config.json"))
     except Exception:  # a model that cannot be that small
@@ -423,12 +428,9 @@ def compile_meanwhile(
         yield
         return
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
-    thread = threading.Thread(target=_compile, args=(small, device, dtype), daemon=True)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_compile, small, device, dtype)
         yield
-    finally:
-        thread.join()
 
 
 def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> None:

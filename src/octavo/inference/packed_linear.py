@@ -385,7 +385,7 @@ class Stacked:
         data = torch.cat([w.view(torch.uint8) for w in weights])  # it lacks float8 dtypes on some devices
         scale = torch.cat([layer.weight_scale for layer in layers])
         self.weight = layers[0].scheme.packed_weight(data.view(weights[0].dtype), scale)
-        self.bias = Stack(weights, biases).bias()
+        self.bias = Stack(weights, biases).bias() if any(bias is not None for bias in biases) else None
         self.cast, self.sizes = layers[0].input_cast, tuple(map(len, weights))
         for layer, end in zip(layers, accumulate(self.sizes), strict=True):
             rows = slice(end - layer.out_features, end)

@@ -341,7 +341,7 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 #     dx[M,K]   = g_q[M,N]   @ wT_q[e,K,N]^T  * (s_g[M] / m[M])
 #     dw[e,N,K] = h_q[N,M_e] @ xT_q[K,M_e]^T  * (c_max[e] / s_w[e,N])
 #
-# The GPU's GEMM of dw takes groups in positive multiples of 16 rows. Only its two operands need that, and the kernel
+# The GPU's GEMM of dw takes groups in positive multiples of 128 rows. Only its two operands need that, and the kernel
 # that transposes them writes the columns of each group to their place, with zeros behind them. So groups of any size
 # run, and no tensor is copied. The gradient of an expert without rows is zero.
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from octavo.recipe import Recipe, RecipeName
 ROUNDED = 1 + 2.0**-23  # amax / max of a format, rounded to float32, does not clip amax
 
 
+@dataclass(eq=False)
 class WeightCache:
     """A cache for the quantized weights of one layer, or of several that are stacked along their rows.
 
@@ -32,12 +34,11 @@ class WeightCache:
         amax: [1, 1], the amax of this rank's part of the gathered weight, where a history records it.
     """
 
-    def __init__(self) -> None:
-        self.q: QTensor | None = None
-        self.gathered: QTensor | None = None
-        self.amax: Tensor | None = None
-        self.cast_weights: list[Tensor] = []
-        self.key: tuple[Any, ...] = ()
+    q: QTensor | None = None
+    gathered: QTensor | None = None
+    amax: Tensor | None = None
+    cast_weights: list[Tensor] = field(default_factory=list)
+    key: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as an empty cache: no block of `cast_once` refreshes the copy of a model."""

@@ -18,7 +18,8 @@ from octavo.ops.gemm import operands_of, scaled_mm_reference
 from octavo.ops.launching import Operands
 from octavo.ops.registration import check_tensor, operation
 
-ALIGNMENT = 16  # the GPU's kernel takes N and K, and in `grouped_mm_dw` the sizes of groups, in multiples of this
+ALIGNMENT = 16  # the GPU's kernel takes N and K in multiples of this
+COLUMNS = 128  # a group has a positive multiple of these in `grouped_mm_dw`: a step of the kernel, which needs no mask
 
 
 def grouped_mm(
@@ -60,8 +61,8 @@ def grouped_mm_dw(
     """dw [E, N, K]: the columns of group e of `a` times those of `b`, transposed.
 
     Args:
-        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of 16 columns: columns of
-            zeros fill groups up (`octavo.ops.aligned_groups`).
+        a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of `COLUMNS` columns:
+            columns of zeros fill groups up (`octavo.ops.aligned_groups`).
         scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
         offsets: int32 [E], where each group of columns ends.
         formats: of a and b.

@@ -55,8 +55,13 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Launch `kernel`, a function of `triton.jit`, on `grid`, with tensors, integers and None for its first parameters.
 
-    The first is a tensor on the current device. `constants` are its last parameters, and options of the compiler.
+    The first is a tensor on the current device, or the descriptor of one. `constants` are its last parameters, and
+    options of the compiler.
     """
+    if not isinstance(args[0], Tensor):  # Triton encodes descriptors at each launch
+        if running.get() is None:
+            kernel[grid](*args, **constants)
+        return
     device = args[0].get_device()
     kinds, values = _read(args, device)
     key = (id(kernel), device, grid, *kinds, *constants.values())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.ops.grouped_gemm import ALIGNMENT
+from octavo.ops.grouped_gemm import ALIGNMENT, COLUMNS
 from octavo.ops.launching import has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
@@ -179,16 +179,16 @@ def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, 
 
 
 def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Places for the groups in which each has a positive multiple of 16 rows, as `grouped_mm_dw` takes them.
+    """Places for the groups in which each has a positive multiple of 128 rows, as `grouped_mm_dw` takes them.
 
     The groups of M = `rows` rows end at `offsets`, int32 [E]. The results are the offsets of the larger groups, int32
     [E], and the row that lies at each place, int32 [M'], or -1. M' depends on M and E only: M rounded up to a multiple
-    of 16, and 16 for each group.
+    of 16, and 128 for each group.
     """
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
-    aligned = ((sizes + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT
+    aligned = ((sizes + COLUMNS - 1) // COLUMNS).clamp(min=1) * COLUMNS
     ends = aligned.cumsum(0, dtype=torch.int32)
-    places = -(-rows // ALIGNMENT) * ALIGNMENT + ALIGNMENT * len(offsets)
+    places = -(-rows // ALIGNMENT) * ALIGNMENT + COLUMNS * len(offsets)
     group = group_of_rows(ends, places).clamp(max=len(offsets) - 1)
     within = torch.arange(places, device=offsets.device, dtype=torch.int32) - (ends - aligned)[group]
     row = (offsets - sizes)[group] + within

@@ -32,8 +32,8 @@ from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.inputs import model_outputs, predicts_tokens
 from octavo.hf.layer_map import groups
+from octavo.hf.meta_model import model_outputs, predicts_tokens
 from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder

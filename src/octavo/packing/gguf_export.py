@@ -57,14 +57,8 @@ def export_gguf(
     step: int | None = None,
     progress: Progress = no_progress,
 ) -> GgufReport:
-    """Write a model to one GGUF file, which appears whole or not at all. Memory: about one tensor.
-
-    Args:
-        source: the folder of a run of `octavo train`, of which `step` counts, or the newest checkpoint, or of a Hugging
-            Face model: Llama, Mistral or Qwen2.
-        out: the file to make.
-        weights: the type of linear weights, q8_0 or f16.
-        tokenizer: write the tokenizer too.
+    """Write a run or a Hugging Face folder of a Llama, Mistral or Qwen2 to one GGUF file `out`, which appears whole or
+    not at all, with linear weights in q8_0 or f16. Memory: about one tensor.
 
     Raises the errors of `octavo.packing.pack`. A ValueError names an architecture, a feature of it, or a size that is
     not supported; an ArtifactError names a number beyond F16, or a tokenizer of another kind.
@@ -80,7 +74,7 @@ def export_gguf(
         check_links(folder)
     model = _Model(gguf, opened, weights)
     no_words = {"tokenizer.ggml.model": "none"}
-    words = _tokenizer(opened.description, opened.config, model.vocabulary) if tokenizer else no_words
+    words = _tokenizer(gguf, opened.description, model.vocabulary) if tokenizer else no_words
     with locked_folder(out):
         size = _write(model, out, _metadata(model) | words, model.data(progress))
     return GgufReport(out, size, model.architecture, model.types, _remarks(model))
@@ -275,16 +269,12 @@ _LLAMA3 = (
 )  # fmt: skip
 # (the expression of the Split before ByteLevel, or ""; ignore_merges) -> llama.cpp's name
 _NAMES = {("", False): "gpt-2", (_LLAMA3, True): "llama-bpe", (_LLAMA3.replace("{1,3}", ""), False): "qwen2"}
-# The special tokens of a tokenizer_config.json -> their names in GGUF
-_SPECIAL = {
-    "bos": "bos_token_id", "eos": "eos_token_id", "pad": "padding_token_id", "unk": "unknown_token_id"
-}  # fmt: skip
+_SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # the names of special tokens in GGUF
 
 
-def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _tokenizer(gguf: Any, folder: Path, size: int) -> dict[str, Any]:
     """The tokenizer of a Hugging Face folder as keys and values of GGUF; an ArtifactError if it is not a BPE that
-    llama.cpp can follow. `config` is the model's config.json, for the ids of special tokens that no file names. `size`
-    are the rows of the embedding; one without a token is an unused token."""
+    llama.cpp can follow. `size` are the rows of the embedding; one without a token is an unused token."""
     path = folder / "tokenizer.json"
     found = read_json(path)
     model = found.get("model") or {}
@@ -305,10 +295,7 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, 
     for token, kind in special_kinds(found).items() if pieces else ():
         if token in ids:
             kinds[ids[token]] = kind
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    special, merges = _special(settings, config, ids), _merges(found, path)
-    beside = folder / "chat_template.jinja"
-    template = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
+    merges, special = _merges(found, path), gguf.SpecialVocab(folder, special_token_types=tuple(_SPECIAL), n_vocab=size)
     return {
         "tokenizer.ggml.model": "llama" if pieces else "gpt2",
         "tokenizer.ggml.pre": pre,
@@ -316,10 +303,10 @@ def _tokenizer(folder: Path, config: Mapping[str, Any], size: int) -> dict[str, 
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [] if pieces else [" ".join(pair) for pair in merges],
         "tokenizer.ggml.scores": scores(found, merges, tokens, path) if pieces else [],
-        "tokenizer.ggml.add_bos_token": _adds_bos(found, settings, special, ids),
-        **{f"tokenizer.ggml.{_SPECIAL[name]}": number for name, number in special.items()},
+        "tokenizer.ggml.add_bos_token": special.add_special_token.get("bos", False),
+        **{f"tokenizer.ggml.{_SPECIAL[name]}_token_id": i for name, i in special.special_token_ids.items()},
         **blank,
-        "tokenizer.chat_template": template if isinstance(template, str) else "",
+        "tokenizer.chat_template": special.chat_template if isinstance(special.chat_template, str) else "",
     }
 
 
@@ -353,32 +340,6 @@ def _merges(found: Mapping[str, Any], path: Path) -> list[tuple[str, str]]:
     if not merges:
         raise ArtifactError(f"{path} has no merges, which llama.cpp requires: --no-tokenizer writes the weights only")
     return [(pair[0], pair[1]) for pair in merges]
-
-
-def _special(settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    special = {}
-    for name in _SPECIAL:
-        token = settings.get(f"{name}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        number = config.get(f"{name}_token_id")
-        number = number[0] if isinstance(number, list) and number else number
-        found = ids.get(text, number) if isinstance(text, str) else number
-        if isinstance(found, int):
-            special[name] = found
-    return special
-
-
-def _adds_bos(
-    found: Mapping[str, Any], settings: Mapping[str, Any], special: Mapping[str, int], ids: Mapping[str, int]
-) -> bool:
-    """True if texts begin with bos, by `add_bos_token` or else by the tokenizer's template."""
-    if "add_bos_token" in settings:
-        return bool(settings["add_bos_token"])
-    post = found.get("post_processor") or {}
-    steps = post.get("processors", [post])
-    singles = [step["single"] for step in steps if step.get("type") == "TemplateProcessing" and step.get("single")]
-    first = [single[0].get("SpecialToken", {}).get("id") for single in singles]
-    return any(isinstance(token, str) and token in ids and ids[token] == special.get("bos") for token in first)
 
 
 # ---- A SentencePiece-like BPE (the tokenizer.json of Llama 2 and Mistral) in llama.cpp's form: pieces with scores.

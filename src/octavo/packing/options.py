@@ -126,44 +126,37 @@ def static_scales(
     checkpoint of a run, or come from a calibration. A calibration alone gives the scales of keys and values."""
     names = [name for name, scheme in schemes.items() if scheme.static]
     layers = [name for name in names if name not in experts]
-    if not names and options.kv_cache is None:
-        if options.calibration is not None:
-            # nothing of it is stored, but a wrong folder is an error
-            load_calibration(options.calibration, source.origin, source.description)
-        return StaticScales()
-    inputs: dict[str, Tensor] = {}
-    weights: dict[str, Tensor] = {}
+    folder, chosen = options.calibration, options.rule or "amax"
+    calibration = None if folder is None else load_calibration(folder, source.origin, source.description)
+    inputs, weights, keys_and_values = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    record: dict[str, object] = {}
     rule, others = "", names
-    if options.input_scales is not None:
+    if names and options.input_scales is not None:
         inputs, rule, others = _given(options.input_scales, names), "frozen", []
-        weights = _histories(source, names)[1] if names and source.recipe == "delayed" else {}
+        weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
     # Without --scheme a run keeps the scales that it was trained with.
-    elif source.recipe == "delayed" and layers and (options.scheme is None or options.calibration is None):
+    elif source.recipe == "delayed" and layers and (options.scheme is None or calibration is None):
         (inputs, weights), rule, others = _histories(source, layers), "history", names[len(layers) :]
-    found = StaticScales()
     if others or options.kv_cache is not None:
-        found = calibrated_scales(options, source, others)
-    record = dict(found.record or {})
+        if calibration is None:
+            raise _lacking(source, others)
+        if missing := [name for name in others if name not in calibration.layers]:
+            raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
+        inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
+        keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, chosen, source)
+        record = {"rule": chosen, **calibration.record, "kv_cache": options.kv_cache}
     if rule:
-        record |= {"rule": rule} | ({"calibration_rule": record["rule"]} if record else {})
-    return StaticScales({**found.inputs, **inputs}, found.keys_and_values, record, weights)
+        record |= {"rule": rule} | ({"calibration_rule": chosen} if record else {})
+    return StaticScales(inputs, keys_and_values, record or None, weights)
 
 
-def calibrated_scales(options: PackOptions, source: Source, layers: Sequence[str]) -> StaticScales:
-    """The scales that a calibration gives of the inputs of `layers`, and with `options.kv_cache` of keys and values."""
-    folder, rule = options.calibration, options.rule or "amax"
-    if folder is None:
-        source.meta_model.require_text()
-        stored, freeze = "--kv-cache stores scales of keys and values", ""
-        if layers:
-            stored, freeze = "the scheme static stores scales of inputs", ", or find them with --freeze 64 --data TEXT"
-        raise ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
-    calibration = load_calibration(folder, source.origin, source.description)
-    if missing := [name for name in layers if name not in calibration.layers]:
-        raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
-    inputs = {name: calibration.scale(name, rule).reshape(1) for name in layers}
-    keys_and_values = {} if options.kv_cache is None else _keys_and_values(calibration, rule, source)
-    return StaticScales(inputs, keys_and_values, {"rule": rule, **calibration.record, "kv_cache": options.kv_cache})
+def _lacking(source: Source, layers: Sequence[str]) -> ValueError:
+    """The error where a calibration is missing, for the inputs of `layers` or for a cache."""
+    source.meta_model.require_text()
+    stored, freeze = "--kv-cache stores scales of keys and values", ""
+    if layers:
+        stored, freeze = "the scheme static stores scales of inputs", ", or find them with --freeze 64 --data TEXT"
+    return ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
 
 
 def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
@@ -314,7 +307,7 @@ def choose_experts(source: Source, options: PackOptions) -> dict[str, tuple[int,
     if not files.stacks:
         raise ValueError(f"{source.origin} has no stacked experts that Octavo packs: leave --experts out")
     skip = (*source.skip, *options.skip)
-    stacked = {name: source.specs[name].meta() for name in files.stacks}
+    stacked = {name: source.specs[name] for name in files.stacks}
     modules = {name: name.rpartition(".")[0] for name in stacked}
     stacked = {n: t for n, t in stacked.items() if modules[n] not in source.promoted and not _matches(modules[n], skip)}
     shapes = {name.removesuffix(".weight"): tuple(t.shape) for name, t in files.split(stacked).items()}

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.files import Spec
 from octavo.checkpoint.folder import check_absent, has_tokenizer, read_card
 from octavo.checkpoint.layouts import LAYOUTS, UNQUANTIZED_DTYPE, Packing, get_layout, quantization_config
 from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME, Scheme
-from octavo.hf.inputs import names_language_model
 from octavo.hf.layer_map import groups
+from octavo.hf.meta_model import names_language_model
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
 from octavo.nn.conversion_report import Leftover, find_coverage
 from octavo.numerics import TENSOR, Cast, QTensor
@@ -99,7 +98,7 @@ def pack_source(
         **vars(written),
         packed={name: scheme.name for name, scheme in layers.schemes.items()},
         skipped=layers.skipped,
-        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel for n in layers.linears) + job.expert_bytes(packed=True),
+        bf16_bytes=2 * sum(source.specs[f"{n}.weight"].numel() for n in layers.linears) + job.expert_bytes(packed=True),
         packed_bytes=job.packed_bytes(written.specs),
         gains=job.weights.gains,
         ratios=job.weights.ratios,
@@ -155,7 +154,7 @@ class PackJob:
         size = 0
         for stack, parts in self.source.meta_model.experts.stacks.items():
             count = sum((part in self.layers.schemes) == packed for part in parts)
-            size += 2 * self.source.specs[stack].numel // len(parts) * count  # the parts of a stack are of one size
+            size += 2 * self.source.specs[stack].numel() // len(parts) * count  # the parts of a stack are of one size
         return size
 
     def config(self) -> dict[str, Any]:
@@ -187,7 +186,7 @@ class PackJob:
             **remarks,
         }
 
-    def packed_bytes(self, specs: Mapping[str, Spec]) -> int:
+    def packed_bytes(self, specs: Mapping[str, Tensor]) -> int:
         """The bytes of the packed weights and their scales among the files' tensors `specs`."""
         packed = {f"{name}.weight" for name in self.packing.schemes}
         packed |= {self.packing.layout.rename(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import Spec, read_json, write_shards
+from octavo.checkpoint.files import read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -33,8 +33,7 @@ from octavo.checkpoint.scheme import (
 )
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, Prompts, open_prompts
-from octavo.hf.inputs import arguments_of, measured_part, predicts_tokens
-from octavo.hf.meta_model import read_meta_model
+from octavo.hf.meta_model import arguments_of, measured_part, predicts_tokens, read_meta_model
 from octavo.hf.source import open_source
 from octavo.inference.opening import load_packed
 from octavo.inference.packed_linear import PackedLinear
@@ -74,7 +73,7 @@ def unpack(folder: str | Path, out: str | Path, progress: Progress = no_progress
     packed = _open(folder)
     specs = {name: packed.reader.specs[name] for name in packed.others}
     weights = [f"{name}.weight" for name in packed.packing.schemes]
-    specs |= {weight: Spec(UNQUANTIZED_DTYPE, packed.reader.specs[weight].shape) for weight in weights}
+    specs |= {weight: packed.reader.specs[weight].to(UNQUANTIZED_DTYPE) for weight in weights}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         yield from ((name, packed.other(name)) for name in packed.others)

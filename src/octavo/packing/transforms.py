@@ -144,19 +144,13 @@ def fold(
     step: int | None = None,
     progress: Progress = no_progress,
 ) -> FoldReport:
-    """Write a model that computes the same, with outliers folded into its weights. Memory: about one tensor.
+    """Write the Hugging Face folder `out`, a model that computes the same as a run or a folder, with outliers folded
+    into its weights. Memory: about one tensor.
 
-    Args:
-        model: a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3; to smooth also OPT and BERT-like encoders), or a run
-            of `octavo train` of a Llama, of which `step` counts, or the newest checkpoint.
-        out: the Hugging Face folder to make. It appears whole or not at all.
-        smooth: the folder that `octavo calibrate` wrote for this model: move outliers of activations to weights.
-        alpha: how much of the outliers moves, 0 (none) to 1 (all).
-        rotate: rotate the residual stream and the values, with signs by `seed`. Then only `down_proj`'s input is
-            smoothed.
-        dtype: of the new weights: bfloat16 or float32.
-
-    Raises the errors of `octavo.packing.pack`, and an ArtifactError if the architecture cannot be folded.
+    `smooth` is the calibration of the model, by which the part `alpha` of the outliers, 0 to 1, moves to the weights.
+    `rotate` turns the residual stream and the values, with signs by `seed`; then only `down_proj`'s input is smoothed.
+    The new weights are in `dtype`, bfloat16 or float32. Raises the errors of `octavo.packing.pack`, and an
+    ArtifactError if the architecture cannot be folded.
     """
     model, out = Path(model), Path(out)
     check_absent(out)

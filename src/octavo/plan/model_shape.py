@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo import architectures
-from octavo.checkpoint.run import check_expert_counts
+from octavo.checkpoint.files import check_expert_counts
 
 
 @dataclass(frozen=True)

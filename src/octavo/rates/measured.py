@@ -75,10 +75,15 @@ class Gpu:
         }
 
 
+@functools.cache
 def _read(file: str) -> dict[str, Any]:
-    """The object in a file beside this one."""
-    found: dict[str, Any] = json.loads((files("octavo.rates") / file).read_text())
+    """The object in a file beside this one. Keys that are digits, numbers of tokens, are numbers."""
+    found: dict[str, Any] = json.loads((files("octavo.rates") / file).read_text(), object_hook=_with_numbers)
     return found
+
+
+def _with_numbers(values: dict[str, Any]) -> dict[str | int, Any]:
+    return {int(key) if key.isdigit() else key: value for key, value in values.items()}
 
 
 @functools.cache
@@ -192,10 +197,8 @@ class Table:
         return {row.shape: row.speedup for row in rows if row.recipe == recipe}
 
     def to_json(self) -> str:
-        """The table as JSON, with one measurement a line."""
-        fields = {"machine": json.dumps(asdict(self.machine)), "method": json.dumps(self.method)}
-        fields |= {"grid": _lines(self.grid), "shapes": _lines(self.shapes)}
-        return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in fields.items()) + "\n}\n"
+        """The table as JSON."""
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -233,10 +236,6 @@ def _around(axis: Sequence[int], size: int) -> list[tuple[int, float]]:
 
 def _axes(points: Any) -> list[list[int]]:
     return [sorted(set(axis)) for axis in zip(*points, strict=True)]
-
-
-def _lines(rows: Sequence[Measurement]) -> str:
-    return "[" + ",".join(f"\n    {json.dumps(asdict(row))}" for row in rows) + ("\n  ]" if rows else "]")
 
 
 # ---- The time of linear layers and of grouped ones (experts), from measured rates where there are any.
@@ -334,7 +333,7 @@ def _share(gpu: Gpu, recipe: Recipe) -> float:
 def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> float:
     """Seconds of forward and backward pass of `groups` matrices [N, K], each with M rows of its own."""
     m, k, n = shape
-    rate = interpolate_along(_by_name("expert_rates.json", "rates")["rowwise" if recipe.quantized else "bf16"], m)
+    rate = interpolate_along(_read("expert_rates.json")["rates"]["rowwise" if recipe.quantized else "bf16"], m)
     products = 6.0 * m * k * n / (rate * _share(gpu, recipe))
     reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
     casts = _cast_bytes(shape) / gpu.copy_rate if recipe.quantized else 0.0
@@ -468,16 +467,14 @@ def measured_experts_like(size: float) -> tuple[Mapping[str, int], Mapping[int, 
     )
 
 
-@functools.cache
 def measured_expert_speeds() -> Sequence[tuple[Mapping[str, int], Mapping[int, Mapping[str, float]]]]:
     """The sizes of each measured layer of experts, and its speeds as in `measured_experts_like`."""
-    return [(layer["shape"], _by_tokens(layer["speeds"])) for layer in _read("expert_speeds.json")["layers"]]
+    return [(layer["shape"], layer["speeds"]) for layer in _read("expert_speeds.json")["layers"]]
 
 
-@functools.cache
 def measured_speeds() -> Mapping[int, Mapping[str, float]]:
     """The speed over BF16 by the number of tokens and the name of the scheme."""
-    return _by_tokens(_read("scheme_speeds.json")["speeds"])
+    return _read("scheme_speeds.json")["speeds"]  # type: ignore[no-any-return]
 
 
 def fp8_speed(passes: str, tokens: int) -> float:
@@ -485,15 +482,4 @@ def fp8_speed(passes: str, tokens: int) -> float:
 
     `passes` are forward, forward and backward, or forward from an FP8 KV cache.
     """
-    return interpolate_along(_by_name("attention_speeds.json", "speeds")[passes], tokens)
-
-
-@functools.cache
-def _by_name(file: str, key: str) -> Mapping[str, Mapping[int, float]]:
-    """Figures by their name and number of tokens (of an expert: of its rows)."""
-    return {name: _by_tokens(row) for name, row in _read(file)[key].items()}
-
-
-def _by_tokens(figures: Mapping[str, Any]) -> dict[int, Any]:
-    """Figures of a JSON file, whose keys are texts, by their number of tokens."""
-    return {int(tokens): figure for tokens, figure in figures.items()}
+    return interpolate_along(_read("attention_speeds.json")["speeds"][passes], tokens)

@@ -36,8 +36,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.inputs import token_embedding
-from octavo.hf.meta_model import DESCRIPTION, check_counts, check_unpacked, compute_buffers, quiet_transformers
+from octavo.hf.meta_model import (
+    DESCRIPTION,
+    check_counts,
+    check_unpacked,
+    compute_buffers,
+    quiet_transformers,
+    token_embedding,
+)
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.decoder import Decoder, is_causal

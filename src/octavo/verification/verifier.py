@@ -27,8 +27,7 @@ from octavo.checkpoint.run import RunFolder, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets, energies, sqnr
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.inputs import is_language_model, predicts_tokens, random_inputs
-from octavo.hf.meta_model import MetaModel, transformers_meta_model
+from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import Required, check_folder, check_weights
 from octavo.verification.findings import LayerReport, Report, measure_sizes

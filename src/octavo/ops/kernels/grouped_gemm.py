@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.qtensor import Granularity
 from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, find_tile, readable_scale, sum_groups
@@ -35,6 +36,7 @@ from octavo.ops.registration import launcher
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
+LONG = 1536  # rows from which the copy engine was not measured
 SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
 
 
@@ -63,9 +65,19 @@ def grouped_mm(
     """
     (m, k), (e, n, _) = a.shape, b.shape
     a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
-    block_n, block_m, stages, warps = tiling or choose(likely_rows(m, e), fast, a.device)
+    described = tiling is None and fast and take_descriptors(a, b)
+    block_n, block_m, stages, warps = DESCRIBED if described else tiling or choose(likely_rows(m, e), fast, a.device)
     y = allocate(a, (m, n), out_dtype)
     tiles_m = most_tiles(m, e, block_m)
+    if described:
+        of_a, of_b, row_step, column_step = descriptors(a, b)
+        launcher(_described_kernel, (cdiv(n, block_n) * tiles_m,))(
+            of_a, of_b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
+            tiles_m, e, n, k, row_step, column_step,
+            BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS,
+            NUM_STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+        return y
     launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
         a, b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
         tiles_m, e, n, k, b.stride(0), b.stride(1),
@@ -84,7 +96,7 @@ def grouped_mm_dw(
     fast: bool,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of 16. A group may be empty.
+    """Same as `grouped_mm_dw` of the operation, for offsets in multiples of `DEPTH`. A group may be empty.
 
     tiling: None chooses one. Its left operand is a.
     """
@@ -97,6 +109,33 @@ def grouped_mm_dw(
         NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dw
+
+
+DESCRIBED = Tiling(256, 128, 4, 8)
+
+
+def take_descriptors(a: Tensor, b: Tensor) -> bool:
+    """True if a Hopper's copy engine loads the tiles of a [M, K] and b [E, N, K] for fast sums."""
+    m, k = a.shape
+    fits = SMALL_M < likely_rows(m, len(b)) < LONG and k % DEPTH == 0 and _layout(b) is not None
+    return fits and a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
+
+
+def _layout(b: Tensor) -> tuple[int, int] | None:
+    """The rows and columns from a matrix of b [E, N, K] to the next: those of [E * N, K], or of [N, E * K]."""
+    e, n, k = b.shape
+    if b.stride() == (n * k, k, 1):
+        return n, 0
+    return (0, k) if b.stride() == (k, e * k, 1) else None
+
+
+def descriptors(a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, int, int]:
+    """The descriptors of a [M, K] and b [E, N, K], and the rows and columns from a matrix of b to the next."""
+    layout = _layout(b)
+    assert layout is not None
+    matrix = b.flatten(0, 1) if layout[0] else b.transpose(0, 1).flatten(1)
+    of_a = TensorDescriptor.from_tensor(a, [DESCRIBED.right, DEPTH])
+    return of_a, TensorDescriptor.from_tensor(matrix, [DESCRIBED.left, DEPTH]), *layout
 
 
 @cache
@@ -149,6 +188,29 @@ def _rows_kernel(
 
 
 @triton.jit
+def _described_kernel(
+    of_a, of_b, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, row_step, column_step,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """`_rows_kernel` with fast sums. Rows of tiles behind a group or a matrix are those of the next: not stored."""
+    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
+    e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
+    if start_m < end_m:
+        row, column = e * row_step + pid_n * BLOCK_N, e * column_step
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
+            acc = tl.dot(of_a.load([start_m, at]), of_b.load([row, column + at]).T, acc)
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_m, mask_n = offs_m < end_m, offs_n < N
+        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[:, None]
+        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[:, None], offs_n[None, :], y_ptr, None, None, None, N, 0,
+                   mask_m[:, None] & mask_n[None, :])  # fmt: skip
+
+
+@triton.jit
 def _reduction_kernel(
     a_ptr, b_ptr, scale_ptr, offsets_ptr, dw_ptr, N, K, M,
     FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -156,15 +218,15 @@ def _reduction_kernel(
 ):  # fmt: skip
     pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
     e = tl.program_id(1)
-    # Known multiples of 16, so that a load takes 16 bytes and its mask has one value for these.
-    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), 16)
-    end = tl.multiple_of(tl.load(offsets_ptr + e), 16)
+    # Known multiples, so that a load takes 16 bytes.
+    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), BLOCK_M)
+    end = tl.multiple_of(tl.load(offsets_ptr + e), BLOCK_M)
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_n, mask_k = offs_n < N, offs_k < K
     a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
     b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
-    acc = _sum_products(a_rows, b_rows, start, end, FAST, False, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
+    acc = _sum_products(a_rows, b_rows, start, end, FAST, True, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
     rows = e.to(tl.int64) * N + offs_n
     acc *= tl.load(scale_ptr + rows, mask_n, other=0.0)[:, None]
     store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, None, K, 0, mask_n[:, None] & mask_k[None, :])
