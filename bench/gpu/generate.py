@@ -37,8 +37,8 @@ from transformers import LlamaConfig as HFConfig
 from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
+from bench.gpu.ceilings import copy_bandwidth
 from bench.gpu.harness import DEVICE, allocated, interleaved, kernels_of, parser_of, show, sized
-from bench.gpu.kernels import copy_ms
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
@@ -316,14 +316,16 @@ def rows(shape: LlamaConfig) -> Result:
     packed.octavo_engine.sessions.clear()
     first_token(MANY, PROMPT)
     packed.octavo_engine.sessions.clear()
-    copied = sized(2**31, 2**20)
-    result["copy_bytes_per_second"] = copy = 1e3 * copied / copy_ms(copied)
+    many = Grid([MANY], [PROMPT]).draw(Cell(MANY, PROMPT), shape.vocabulary, torch.device(DEVICE))
+    result["kernels of the first tokens"] = kernels_of(partial(ways[0].generate, many, 1), 1)[:25]
+    packed.octavo_engine.sessions.clear()
+    result["copy"] = copy = copy_bandwidth()  # TB/s
     for name, model in {"BF16 in octavo's engine": wide, OCTAVO: packed, f"{OCTAVO}, head in E4M3": packed}.items():
         if "head" in name:
             quantize_head(packed)
         for batch in (1, MANY):
             found = step_of(model, shape, batch)
-            result["decoding"].append({"mode": name, **found, "share": 1e3 * found["bytes"] / found["ms"] / copy})
+            result["decoding"].append({"mode": name, **found, "share": found["bytes"] / found["ms"] / copy / 1e9})
             show(result["decoding"][-1])
     return result
 

@@ -1,6 +1,5 @@
 """The kernels, compiled by ptxas for GPUs that are not here, fit into their shared memory."""
 
-import re
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import product
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, ones
 
 from octavo.numerics import ROW, TENSOR, Cast, block, group
-from octavo.ops.launching import Cache, Operands, Turn, _options
+from octavo.ops.launching import Cache, Operands, Turn
 
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(torch.version.hip is not None, reason="NVIDIA's compiler")]
@@ -81,15 +80,12 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
 
     def launcher(kernel: Any, grid: Any) -> Any:
         kernel.device_caches.clear()
-        return lambda *args, **constants: compiled.append(
-            kernel.warmup(*args, grid=grid, **constants, **_options(constants))
-        )
+        return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
     for each in (module, column_sums_kernel):  # several modules of kernels launch those of the second
         monkeypatch.setattr(each, "launcher", launcher)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
-    monkeypatch.setattr(module, "begins_early", lambda device, rows: capability >= 90, raising=False)
     if hasattr(module, "choose"):
         monkeypatch.setattr(module, "choose", module.choose.__wrapped__)  # without its cache
     return compiled
@@ -125,6 +121,7 @@ def calls_of_training() -> Iterator[Call]:
     for s_w in (None, ones(4096, 1)):
         yield "transposition", "fold_scales", (row, row, s_w)
     yield "requantization", "requantize_transposed", ([rows(4096)], row, Cast().fmt, ROW)
+    yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
     yield "permutation", "gather_quantize", (rows(4096), Cast(), slot.view(-1), 2, None, None, None)
@@ -223,40 +220,6 @@ def test_attention_over_a_cache_takes_what_its_tile_says(capability, dim, querie
     tile = tiles.choose_tile(size, padded, dim, compiled.limit)
     assert compiled.shared[0] == tiles.shared_bytes(tile, size, padded, dim)
     assert compiled.fit()
-
-
-def calls_of_steps() -> Iterator[Call]:
-    """The kernels of a decoding step."""
-    x, cast = on_cpu(1, 4096, dtype=HALF), Cast()
-    keys, angles = on_cpu(1, 2, 4096, 128, dtype=HALF), on_cpu(1, 1, 128, dtype=HALF)
-    cache, turn = Cache(keys, keys, None, None, torch.tensor(5)), Turn(angles, angles, None, None, 1e-6)
-    yield "norm", "norm_quantize", (x, x, ones(4096), None, 1e-5, cast, False, False)
-    yield "quantization", "quantize", (x, cast, None, None, None)
-    yield "largest", "index_of_largest", (on_cpu(1, 128256, dtype=HALF),)
-    yield "activation", "activation_quantize", (x, "swiglu", cast)
-    yield "rotary", "rotate_append", (*(on_cpu(1, 1, 256, dtype=HALF) for _ in "qkv"), turn, cache, ones(2), False)
-    yield "attention", "cached_attention", (on_cpu(1, 2, 1, 128, dtype=HALF), cache, None, 1.0)
-    packed = on_cpu(4096, 4096)
-    for m in (1, 64):
-        yield "gemm", "scaled_mm", (on_cpu(m, 4096), ones(m, 1), packed, ones(4096, 1), None, HALF, True)
-    yield "weight_only", "weight_only_mm", (x, packed, ones(4096, 1), ROW, None, None, None, True)
-
-
-@pytest.mark.parametrize(("capability", "early"), [(89, False), (90, True), (120, True)])
-@pytest.mark.parametrize(
-    ("file", "function", "args"), [*calls_of_steps()], ids=lambda v: v if isinstance(v, str) else ""
-)
-def test_from_hopper_on_steps_wait_before_they_read(file, function, args, capability, early, monkeypatch):
-    """Before, they prefetch weights alone."""
-    kernel, compiled = compiled_for(capability, file, monkeypatch)
-    getattr(kernel, function)(*args)
-    assert [each.metadata.launch_pdl for each in compiled] == [early] * len(compiled) != []
-    for text in (each.asm["ptx"] for each in compiled):
-        assert ("griddepcontrol.launch_dependents" in text, "griddepcontrol.wait" in text) == (early, early)
-        before = text.partition("griddepcontrol.wait")[0] if early else ""
-        assert not re.search(r"^\s*(@\S+ )?(ld|st|cp\.async|atom|red)\S*\.global", before, re.MULTILINE)
-    prefetching = ["prefetch.global" in each.asm["ptx"] for each in compiled]
-    assert any(prefetching) == (early and file in ("gemm", "weight_only"))
 
 
 def adds_in_registers(compiled: Any) -> bool:

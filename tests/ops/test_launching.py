@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.ops import launching as module
-from octavo.ops.launching import _read, allocate, begins_early, compile_only, launch, running
+from octavo.ops.launching import _read, allocate, compile_only, launch, running
 
 
 class CompiledKernel:
@@ -53,15 +53,6 @@ def test_the_second_launch_is_direct_with_the_constants_in_order():
     assert kernel.calls[0] == ("searched", (3, 2), (x, None, 5), {"EVEN": True, "BLOCK": 4, "num_warps": 8})
     fixed = ("compiled", 3, 2, 1, "stream of -1", "function", "metadata", None, None, None)
     assert kernel.calls[1] == (*fixed, x.data_ptr(), None, 7, 4, True)
-
-
-def test_a_kernel_that_begins_early_is_compiled_so():
-    kernel, x = Kernel(), torch.zeros(8)
-    for early in (True, True, False):
-        launch(kernel, (3,), x, None, 5, BLOCK=4, EVEN=True, EARLY=early)
-    searched = [call[3].get("launch_pdl") for call in kernel.calls if call[0] == "searched"]
-    assert searched == [True, None]
-    assert begins_early(torch.device("cpu"), 1) is False
 
 
 X = torch.zeros(8)

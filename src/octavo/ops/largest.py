@@ -1,6 +1,6 @@
 """The index of the largest number of each row: the choice of a token in greedy decoding.
 
-PyTorch's `argmax` takes ten times as long for one row of 128,256 numbers on a Hopper: it gives the row to few programs.
+PyTorch's `argmax` takes 30 us for a row of 128,256 numbers on an H200, and one program of ours 25: so several share it.
 """
 
 from torch import Tensor, int64

@@ -56,7 +56,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     """Launch `kernel`, a function of `triton.jit`, on `grid`, with tensors, integers and None for its first parameters.
 
     The first is a tensor on the current device, or the descriptor of one. `constants` are its last parameters, and
-    options of the compiler. With the constant EARLY, the kernel may begin before those before it end (`begins_early`).
+    options of the compiler.
     """
     if not isinstance(args[0], Tensor):  # Triton encodes descriptors at each launch
         if running.get() is None:
@@ -71,12 +71,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         try:
             run(_current_stream(device), *handles, None, None, None, *values, *rest)
         except (AttributeError, TypeError):  # a Triton whose launcher takes other arguments
-            kernel[grid](*args, **constants, **_options(constants))
+            kernel[grid](*args, **constants)
         return
     if (compilation := running.get()) is not None:
         compilation.add(kernel, (id(kernel), *kinds, *constants.values()), grid, args, constants)
         return
-    compiled = kernel[grid](*args, **constants, **_options(constants))
+    compiled = kernel[grid](*args, **constants)
     if type(compiled).__name__ == "CompiledKernel":  # Triton's interpreter returns None
         if len(_cached) >= MOST:
             _cached.clear()
@@ -84,11 +84,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         handles = compiled.function, compiled.packed_metadata
         # With the kernel, so that no other one gets its id. Triton's own hash of a kernel takes longer.
         _cached[key] = partial(compiled.run, *(*grid, 1, 1)[:3]), handles, rest, kernel
-
-
-def _options(constants: dict[str, Any]) -> dict[str, bool]:
-    """The option of the compiler for the constant EARLY, which Triton's interpreter does not know."""
-    return {"launch_pdl": True} if constants.get("EARLY") else {}
 
 
 def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
@@ -157,7 +152,7 @@ def compile_only() -> Iterator[None]:
 def _compile(kernel: Any, grid: tuple[int, ...], args: Any, constants: dict[str, Any]) -> None:
     try:
         with torch.cuda.device(args[0].device):
-            compiled = kernel.warmup(*args, grid=grid, **constants, **_options(constants))
+            compiled = kernel.warmup(*args, grid=grid, **constants)
             _ = compiled.run  # loads the kernel on the GPU, and makes its launcher, which the host's compiler compiles
     except Exception:
         LOG.debug("%s was not compiled", kernel, exc_info=True)
@@ -183,15 +178,6 @@ def has_kernels(device: Place, lowest: tuple[int, int] = (8, 9)) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or not HAS_TRITON:
         return False
     return torch.cuda.get_device_capability(device) >= lowest
-
-
-FEW_ROWS = 128  # of a decoding step
-
-
-def begins_early(device: torch.device, rows: int) -> bool:
-    """True if a kernel over so many rows begins while those before it end: programmatic dependent launch, from Hopper
-    on (CUDA C++ Programming Guide). It reads nothing that they write, and writes nothing, before it waits for them."""
-    return type(rows) is int and rows <= FEW_ROWS and has_kernels(device, (9, 0))
 
 
 @cache

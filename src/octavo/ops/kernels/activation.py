@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Cast
-from octavo.ops.kernels.device_math import add, amax_bits, await_inputs, inverse, scale_from_amax, sum_columns, to_data
-from octavo.ops.launching import allocate, begins_early, cdiv, power_of_two_above
+from octavo.ops.kernels.device_math import add, amax_bits, inverse, scale_from_amax, sum_columns, to_data
+from octavo.ops.launching import allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
 MAX_BLOCK_F = 16384  # columns of gradients that fit the registers of a program; of h, twice as many fit
@@ -55,7 +55,7 @@ def _forward(u: Tensor, data: Tensor | None, scale: Tensor, kind: str, cast: Cas
     warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
     launcher(_forward_kernel, (u.shape[0],))(
         u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
-        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, EARLY=begins_early(u.device, u.shape[0]), num_warps=warps,
+        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
     )  # fmt: skip
 
 
@@ -121,9 +121,8 @@ def _warps(f: int, block_f: int) -> int:
 def _forward_kernel(
     u_ptr, data_ptr, scale_ptr, F,
     FORMAT_MAX: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, POWER_OF_TWO: tl.constexpr, GIVEN: tl.constexpr,
-    BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_F: tl.constexpr, ONE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     # Without `data_ptr` the scales are computed alone; with GIVEN they are read.
     m = tl.program_id(0).to(tl.int64)
     if GIVEN:

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
-from octavo.ops.kernels.device_math import SMALLEST_SCALE, await_inputs, ceil_power_of_two, inverse, to_stored
-from octavo.ops.launching import Cache, allocate, begins_early, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
+from octavo.ops.launching import Cache, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
@@ -41,19 +41,19 @@ def cached_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float
     block_n, warps, stages = choose_tile(keys.element_size(), block_m, block_d, shared_memory(q.device))
     splits = splits_of(pairs, capacity, block_n, PROGRAMS_PER_SM * multiprocessors(q.device))
     result = allocate(q, q.shape)
-    one_split, early = splits == 1, begins_early(q.device, batch * num_new)
+    one_split = splits == 1
     # For each part and row: the result, then the maxima and the sums of all. One buffer is one call of the allocator.
     partial = result if one_split else allocate(q, (pairs * splits * num_rows * (dim + 2),), torch.float32)
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
         HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=block_d, ONE_SPLIT=one_split, EARLY=early, num_warps=warps, num_stages=stages,
+        BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if one_split:
         return result
     launcher(_combine_kernel, (num_rows, pairs))(
         partial, length, first, result, kv_heads, capacity, num_rows, splits,
-        HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, EARLY=early, num_warps=4,
+        HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -100,9 +100,8 @@ def _part_kernel(
     q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr,
     kv_heads, capacity, num_rows, num_new,
     HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ONE_SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    ONE_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     head = pair % kv_heads
     offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
@@ -191,9 +190,8 @@ def _attend_block(
 @triton.jit
 def _combine_kernel(
     partial_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, splits,
-    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     row, pair = tl.program_id(0), tl.program_id(1)
     offs_split, offs_d = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_D)
     offs = (pair * splits + offs_split).to(tl.int64) * num_rows + row

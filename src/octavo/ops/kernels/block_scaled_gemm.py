@@ -18,15 +18,7 @@ from torch import Tensor
 
 from octavo.ops.kernels.gemm import COMBINE_BLOCK_N, choose_split, combine_kernel, cut, empty_product, store_sums
 from octavo.ops.kernels.weight_only import dequantize
-from octavo.ops.launching import (
-    Operands,
-    allocate,
-    begins_early,
-    cdiv,
-    multiprocessors,
-    power_of_two_above,
-    shared_memory,
-)
+from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.library_gemms import ALIGNMENT
 from octavo.ops.registration import launcher
 
@@ -77,7 +69,7 @@ def scaled_mm(
     if partials is not None:
         launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
             partials, None, None, *extra, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
-            STRIDE_SCALE_A=0, STRIDE_SCALE_B=0, EARLY=begins_early(y.device, m), num_warps=4,
+            STRIDE_SCALE_A=0, STRIDE_SCALE_B=0, num_warps=4,
         )  # fmt: skip
     return y
 

@@ -18,23 +18,6 @@ NAN_BITS = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
-def await_inputs(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait until those before this one have ended (`launching.begins_early`)."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def prefetch(ptr, EARLY: tl.constexpr):
-    """Read lines of 128 bytes into the L2 cache, before the inputs are there. What other kernels write is seen."""
-    if EARLY:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def amax_bits(x, axis: tl.constexpr):
     """The bits of the largest |x| along `axis`, as int32."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)

@@ -17,12 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.kernels.device_math import await_inputs, prefetch
-from octavo.ops.launching import allocate, begins_early, cdiv, multiprocessors, power_of_two_above
+from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
-
-# Lines of 128 bytes of each row of b that a program reads ahead, into the L2 cache, while a is computed.
-ROW_LINES, TILE_LINES = tl.constexpr(16), tl.constexpr(8)
 
 
 class Tiling(NamedTuple):
@@ -58,8 +54,7 @@ def scaled_mm(
     strides = {"STRIDE_SCALE_A": int(scale_a.shape[0] > 1), "STRIDE_SCALE_B": int(scale_b.shape[0] > 1)}
     tiling = tiling or choose(m, n, k, a.device)
     block_n, block_k, stages, warps, split_k = tiling
-    early = begins_early(a.device, m)
-    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "EARLY": early, "num_warps": warps}
+    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps}
     tiles = cdiv(n, block_n)
     if m == 1:
         launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
@@ -74,7 +69,7 @@ def scaled_mm(
     if partials is not None:
         launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
             partials, scale_a, scale_b, bias, residual, y, m, n,
-            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, EARLY=early, num_warps=4,
+            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -99,13 +94,11 @@ def largest_block_k(k: int, most: int) -> int:
 def _row_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
     K: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_k = tl.arange(0, BLOCK_K)
     b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
-    prefetch(b_row_ptr[:, None] + tl.minimum(tl.arange(0, ROW_LINES) * 128, K - 1)[None, :], EARLY)
-    await_inputs(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
@@ -125,7 +118,7 @@ def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N,
     K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, PROMOTE: tl.constexpr,
     STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_m = tl.arange(0, BLOCK_M)
@@ -135,8 +128,6 @@ def _tile_kernel(
     a_row_ptr = a_ptr + tl.minimum(offs_m, M - 1) * K  # rows beyond M are computed, and not stored
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     start_k = tl.program_id(1) * K_PER_SPLIT
-    prefetch(b_row_ptr[:, None] + tl.minimum(start_k + tl.arange(0, TILE_LINES) * 128, K - 1)[None, :], EARLY)
-    await_inputs(EARLY)
     for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
             b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
@@ -163,9 +154,7 @@ def _tile_kernel(
 def combine_kernel(
     partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
     SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     m = tl.program_id(1)
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     acc = tl.zeros((BLOCK_N,), tl.float32)

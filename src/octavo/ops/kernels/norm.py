@@ -16,7 +16,6 @@ from octavo.numerics.qtensor import Cast
 from octavo.ops.kernels.device_math import (
     add,
     amax_bits,
-    await_inputs,
     column,
     inverse,
     row_sum,
@@ -24,7 +23,7 @@ from octavo.ops.kernels.device_math import (
     sum_columns,
     to_data,
 )
-from octavo.ops.launching import allocate, begins_early, cdiv, multiprocessors, row_tile
+from octavo.ops.launching import allocate, cdiv, multiprocessors, row_tile
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # of the backward pass
@@ -54,7 +53,7 @@ def norm_quantize(
     launcher(_norm_kernel, (cdiv(m, block_m),))(
         x, residual, weight, bias, total, data, scale, mean, rstd, m, k,
         EPS=float(np.float32(eps)), FORMAT_MAX=cast.fmt.max, CENTER=center, POWER_OF_TWO=cast.power_of_two,
-        BLOCK_K=block_k, BLOCK_M=block_m, EARLY=begins_early(x.device, m), num_warps=warps,
+        BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
     return total, data, scale, mean, rstd
 
@@ -63,9 +62,8 @@ def norm_quantize(
 def _norm_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, total_ptr, data_ptr, scale_ptr, mean_ptr, rstd_ptr, M, K,
     EPS: tl.constexpr, FORMAT_MAX: tl.constexpr, CENTER: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]

@@ -23,7 +23,6 @@ from octavo.ops.kernels.device_math import (
     INFINITY_BITS,
     NAN_BITS,
     amax_bits,
-    await_inputs,
     ceil_power_of_two,
     grid_shift,
     inverse,
@@ -33,7 +32,7 @@ from octavo.ops.kernels.device_math import (
     to_data,
     with_sign,
 )
-from octavo.ops.launching import allocate, begins_early, cdiv, power_of_two_above, row_tile
+from octavo.ops.launching import allocate, cdiv, power_of_two_above, row_tile
 from octavo.ops.registration import launcher
 
 FLOOR_PROGRAMS = 256  # the most programs of the second launch
@@ -127,8 +126,7 @@ def _launch_rows(
     launcher(_row_kernel, (cdiv(m, block_m),))(
         x, data, scale, *optional, first_row, m, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, UNROUNDED=unrounded,
-        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m,
-        EARLY=begins_early(x.device, m), num_warps=warps,
+        E8M0=cast.scale == "e8m0" and not unrounded, BLOCK_K=block_k, BLOCK_M=block_m, num_warps=warps,
     )  # fmt: skip
 
 
@@ -136,9 +134,8 @@ def _launch_rows(
 def _row_kernel(
     x_ptr, data_ptr, scale_ptr, column_scale_ptr, mantissa_of_ptr, seed_ptr, first_row, M, K,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, UNROUNDED: tl.constexpr, E8M0: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     offs_m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]

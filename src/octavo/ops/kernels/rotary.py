@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
-from octavo.ops.kernels.device_math import add, await_inputs, to_stored
-from octavo.ops.launching import Cache, Turn, allocate, begins_early, cdiv, power_of_two_above
+from octavo.ops.kernels.device_math import add, to_stored
+from octavo.ops.launching import Cache, Turn, allocate, cdiv, power_of_two_above
 from octavo.ops.registration import launcher
 
 BLOCK = 2048  # elements of a program
@@ -37,7 +37,7 @@ def rotate_append(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
-        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, EARLY=begins_early(q.device, batch * tokens),
+        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 128)),
     )  # fmt: skip
     return rotated, kept
@@ -49,9 +49,8 @@ def _rotate_append_kernel(
     length_ptr, clipped_ptr, q_out_ptr, k_out_ptr,
     stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, num_new, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
-    LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, EARLY: tl.constexpr,
+    LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    await_inputs(EARLY)
     batch = (tl.program_id(0) // (HEADS + 2 * KV_HEADS)).to(tl.int64)
     head = tl.program_id(0) % (HEADS + 2 * KV_HEADS)
     offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -22,10 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.qtensor import Granularity
-from octavo.ops.kernels.device_math import await_inputs, prefetch
 from octavo.ops.kernels.gemm import (
     COMBINE_BLOCK_N,
-    ROW_LINES,
     Tiling,
     choose_split,
     combine_kernel,
@@ -34,15 +32,7 @@ from octavo.ops.kernels.gemm import (
     largest_block_k,
     store_sums,
 )
-from octavo.ops.launching import (
-    allocate,
-    begins_early,
-    cdiv,
-    has_kernels,
-    multiprocessors,
-    power_of_two_above,
-    shared_memory,
-)
+from octavo.ops.launching import allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 MAX_BLOCK_M = 128
@@ -75,9 +65,9 @@ def weight_only_mm(
         "SCALE_ROWS": granularity.rows or n, "STRIDE_SCALE": scale.shape[1], "GROUP": group,
         "BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps,
     }  # fmt: skip
-    tiles, early = cdiv(n, block_n), begins_early(x.device, m)
+    tiles = cdiv(n, block_n)
     if m == 1:
-        launcher(_row_kernel, (tiles,))(x, w, scale, bias, residual, y, n, K=k, **tile, EARLY=early)
+        launcher(_row_kernel, (tiles,))(x, w, scale, bias, residual, y, n, K=k, **tile)
         return y
     k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(x, (split_k, m, n), torch.float32) if split_k > 1 else None
@@ -88,7 +78,7 @@ def weight_only_mm(
     if partials is not None:
         launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
             partials, None, None if group else scale, bias, residual, y, m, n, SPLIT_K=split_k,
-            BLOCK_N=COMBINE_BLOCK_N, STRIDE_SCALE_A=0, STRIDE_SCALE_B=int(scale.shape[0] > 1), EARLY=early, num_warps=4,
+            BLOCK_N=COMBINE_BLOCK_N, STRIDE_SCALE_A=0, STRIDE_SCALE_B=int(scale.shape[0] > 1), num_warps=4,
         )  # fmt: skip
     return y
 
@@ -198,13 +188,11 @@ def _widen_scale(scale):
 def _row_kernel(
     x_ptr, w_ptr, scale_ptr, bias_ptr, residual_ptr, y_ptr, N,
     K: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_k = tl.arange(0, BLOCK_K)
     w_row_ptr = w_ptr + offs_n.to(tl.int64) * K
-    prefetch(w_row_ptr[:, None] + tl.minimum(tl.arange(0, ROW_LINES) * 128, K - 1)[None, :], EARLY)
-    await_inputs(EARLY)
     offs_scale = offs_n // SCALE_ROWS * STRIDE_SCALE
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
