@@ -58,8 +58,8 @@ def is_frozen(layer: Any) -> bool:
 
 
 def reads(adapters: Sequence[Sequence[Adapter]], norm: tuple[Any, ...] | None, dtype: torch.dtype) -> bool:
-    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`: not with the mean of a layer
-    norm, nor in float16, which the products of the residual stream may exceed."""
+    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`. They cannot with the mean of
+    a layer norm, nor in float16, which the products of the residual stream may exceed."""
     centered = norm is not None and norm[0].center
     return not any(adapters) or not (centered or dtype == torch.float16)
 

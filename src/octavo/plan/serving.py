@@ -147,8 +147,9 @@ CACHE_BYTES = {"bf16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class Server:
-    """A model as it is served: the scheme of its packed layers (None: BF16), GPUs that share each layer, `batch` texts
-    of `context` tokens at once, and the dtypes (bf16, fp8) of keys and values and of the attention of prompts."""
+    """A model as it is served: the scheme of its packed layers (None: BF16), and GPUs that share each layer. It has
+    `batch` texts of `context` tokens at once, and the dtypes (bf16, fp8) of keys and values and of the attention of
+    prompts."""
 
     model: Architecture
     scheme: Scheme | None
