@@ -179,9 +179,8 @@ class ShardReader:
         self._checksums = Checksums(folder, stem, self.written)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in a mapping of its own: a mapping keeps all pages in memory that are read
-        through it. An ArtifactError if the file was changed since this reader was made, or holds other bytes than
-        Octavo wrote."""
+        """One tensor, on the CPU, in a mapping of its own, because a mapping keeps its read pages in memory. An
+        ArtifactError if the file was changed since this reader was made, or holds other bytes than Octavo wrote."""
         return self._checksums.check(self._places[name][0], name, self._map(name))
 
     def _map(self, name: str) -> Tensor:

@@ -49,8 +49,8 @@ from octavo.util import plural
 
 
 class PackedModule(ScaleBuffers):
-    """A module with eight-bit weights and their scales as buffers, which keep their dtypes. Otherwise
-    `model.half()` would widen the weights and round the scales."""
+    """A module with eight-bit weights and their scales as buffers, which keep their dtypes. Otherwise `model.half()`
+    would widen the weights and round the scales."""
 
     cast_with_model = ("bias",)
 
@@ -238,8 +238,7 @@ _find_cached = lru_cache(maxsize=256)(_input_cast)
 
 def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
     """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
-    the reason. Then the layers that are slower than BF16, because their operands are widened at a large M. "" for
-    none."""
+    the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
     weight_only, widened = [], []
     for scheme, count in schemes.items():
         cast, backend = find_gemm(scheme, device)

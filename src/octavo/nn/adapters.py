@@ -5,10 +5,10 @@
     dn     = g_q @ wT_q^T + du @ A,  du = dy @ B
     dA     = du^T @ n;  dB = dy^T @ u
 
-What adapters read is there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A * gamma
-reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter reads
-these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight bits
-only, for dx, and their adapters read these. So adapters add R numbers a token to what is saved for the backward pass.
+Adapters read tensors that are there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A *
+gamma reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter
+reads these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight
+bits only, for dx, and their adapters read these. So adapters add R saved numbers a token for the backward pass.
 
 The products of adapters run in the dtype of the layer, as under autocast; their sums are float32.
 

@@ -1,5 +1,4 @@
-"""Attention by a recipe: the projections, q k^T and p v in FP8, and the tensors saved for
-backward."""
+"""Attention by a recipe: the projections, q k^T and p v in FP8, and the tensors saved for backward."""
 
 import math
 from typing import Any

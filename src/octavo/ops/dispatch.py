@@ -201,8 +201,7 @@ def architecture_key(gpu: GpuArchitecture) -> str:
 
 
 def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a GEMM of `library` returns y for the output dtype `dtype`: BF16 where it cannot write
-    `dtype`."""
+    """The dtype in which a GEMM of `library` returns y: `dtype`, or BF16 where it cannot write `dtype`."""
     able = _ROW_SCALED_DTYPES.get(library) if granularity == ROW else None
     return torch.bfloat16 if able and dtype not in able else dtype
 
