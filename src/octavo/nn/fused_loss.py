@@ -398,7 +398,7 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
         own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
-        if labels is None or own_logits or not isinstance(self, LossModel):  # Accelerate keeps the method of a class
+        if labels is None or own_logits or not hasattr(self, "loss_head"):  # Accelerate keeps this after a restore
             return theirs(self, *args, **kwargs)
         head = self.get_submodule(self.loss_head)
         if not isinstance(head, LossHead):
