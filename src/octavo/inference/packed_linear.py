@@ -51,8 +51,8 @@ from octavo.util import plural
 
 
 class PackedModule(ScaleBuffers):
-    """A module whose buffers hold eight-bit weights and their scales, which keep their dtypes: `model.half()` would
-    widen the weights and round the scales."""
+    """A module with eight-bit weights and their scales as buffers, which keep their dtypes. Otherwise `model.half()`
+    would widen the weights and round the scales."""
 
     cast_with_model = ("bias",)
 
@@ -239,8 +239,8 @@ _find_cached = lru_cache(maxsize=256)(_input_cast)
 
 
 def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
-    """The packed layers, counted by scheme, that run weight-only on `device` although their scheme casts inputs, with
-    the reason; and those that are slower than a BF16 model, whose operands are widened at a large M. "" for none."""
+    """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
+    the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
     weight_only, widened = [], []
     for scheme, count in schemes.items():
         cast, backend = find_gemm(scheme, device)

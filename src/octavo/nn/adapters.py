@@ -5,10 +5,10 @@
     dn     = g_q @ wT_q^T + du @ A,  du = dy @ B
     dA     = du^T @ n;  dB = dy^T @ u
 
-What adapters read is there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A * gamma
-reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter reads
-these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight bits
-only, for dx, and their adapters read these. So adapters add R numbers a token to what is saved for the backward pass.
+Adapters read tensors that are there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A *
+gamma reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter
+reads these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight
+bits only, for dx, and their adapters read these. So adapters add R saved numbers a token for the backward pass.
 
 The products of adapters run in the dtype of the layer, as under autocast; their sums are float32.
 
@@ -36,8 +36,8 @@ def is_frozen(layer: Any) -> bool:
 
 
 def reads(adapters: Sequence[Sequence[Adapter]], norm: tuple[Any, ...] | None, dtype: torch.dtype) -> bool:
-    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`: not with the mean of a layer
-    norm, nor in float16, which the products of the residual stream may exceed."""
+    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`. They cannot with the mean of
+    a layer norm, nor in float16, which the products of the residual stream may exceed."""
     centered = norm is not None and norm[0].center
     return not any(adapters) or not (centered or dtype == torch.float16)
 

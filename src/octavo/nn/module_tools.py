@@ -261,7 +261,7 @@ class PrecomputedProjections:
 
 
 class ScaleBuffers(nn.Module):
-    """A module with buffers that begin as zeros and keep their dtypes, but for those in `cast_with_model`.
+    """A module with buffers that begin as zeros and keep their dtypes, except the buffers in `cast_with_model`.
 
     `model.bfloat16()` casts the buffers of other modules, and `to_empty` gives those on the meta device memory that is
     not zero.
