@@ -22,16 +22,18 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import Adapter, parts_of_layer, reads, stack_adapters
+from octavo.nn.adapters import reads, stack_adapters
 from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
 from octavo.nn.module_tools import (
+    Adapter,
     PrecomputedProjections,
     ScaleBuffers,
     check_width,
     mix_classes,
+    parts_of_layer,
     watched,
 )
 from octavo.numerics import Cast, QTensor, scale_from_amax

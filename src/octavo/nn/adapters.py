@@ -16,39 +16,17 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import ops
-from octavo.nn.module_tools import watched
+from octavo.nn.module_tools import Adapter
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import QTensor
 
-# ---- Adapters, and the layers that they wrap.
-
-
-class Adapter(NamedTuple):
-    """B(A(x)) * scale, which is added to the output of a layer."""
-
-    a: Tensor  # [r, K]
-    b: Tensor  # [N, r]
-    scale: float
-
-
-class AdaptedLayer(nn.Module):
-    """A layer in adapters, as a library of adapters wraps it (`octavo.integrations.peft`)."""
-
-    def parts(self) -> tuple[nn.Module, list[Adapter]] | None:
-        """The layer and the adapters whose sum the output is; None where only `forward` computes it."""
-        raise NotImplementedError
-
-
-def parts_of_layer(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:
-    """`AdaptedLayer.parts`; another module is the layer itself. None too where the module or the layer is watched."""
-    found = module.parts() if isinstance(module, AdaptedLayer) else (module, [])
-    return None if found is None or watched(module) or watched(found[0]) else found
+# ---- The adapters of layers with one input, stacked.
 
 
 def is_frozen(layer: Any) -> bool:
