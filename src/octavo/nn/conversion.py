@@ -41,6 +41,7 @@ from octavo.nn.module_tools import (
     check_module,
     class_name,
     is_fsdp_module,
+    is_of_library,
     mix_into,
     parts_of,
     shape_of,
@@ -424,7 +425,8 @@ def restore(model: nn.Module) -> list[str]:
 
     Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. The scale histories
     of `delayed` are deleted: save `octavo.scales.scale_state(model)` first if you need them. A model that was not
-    converted stays as it is. Leave the block of `octavo.scales.cast_once` first.
+    converted stays as it is. Leave the block of `octavo.scales.cast_once` first. The layers that torchao's
+    `convert_to_float8_training` made of `nn.Linear` become such again.
 
     Returns:
         The names of the restored modules: linear layers, and the modules that ran them fused.
@@ -454,13 +456,27 @@ def restore(model: nn.Module) -> list[str]:
                 "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
     modules = list(model.named_modules())
-    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m)]
+    return [
+        name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m) or _undo_torchao(m)
+    ]
 
 
 def _restore_block(module: nn.Module) -> bool:
     if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
         return False  # its own class cannot run layers that are parallel
     return unmix(module)
+
+
+def _undo_torchao(module: Any) -> bool:
+    """Make a `Float8Linear` of torchao the `nn.Linear` that it was made of, and return whether `module` was one."""
+    if not is_of_library(module, "torchao", "Float8Linear") or is_fsdp_module(module):
+        return False
+    for name in module.__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys():
+        delattr(module, name)
+    module.__class__ = nn.Linear
+    if (plain := getattr(module.weight, "_tensor", None)) is not None:  # the wrapper that casts in an all-gather
+        module.weight = nn.Parameter(plain, module.weight.requires_grad)
+    return True
 
 
 # ---- FP8 off for a block of code.
