@@ -30,8 +30,8 @@ class Layout:
         raise NotImplementedError
 
     def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError,
-        which lists what was read and required, for a packing of another kind."""
+        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError for a
+        packing of another kind, with the values found and required."""
         raise NotImplementedError
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
