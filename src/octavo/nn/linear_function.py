@@ -12,7 +12,8 @@ So forward and backward see the same weight, and the backward pass needs one byt
 loses nothing, because s_g is a power of two and the mantissa of s_x is already in g.
 
 Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
-in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
+in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype. It
+reads x and w, or with `Recipe.exact_backward` the numbers that x_q and w_q stand for.
 
 A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. The others read bytes without a rotation.
 """
@@ -309,6 +310,8 @@ def _by_row(gemm: Gemm | None) -> bool:
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
     """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
     gemm = call.recipe.dw
+    if call.recipe.exact_backward and x_q is not None:
+        return x_q.data, x_q.scale
     if gemm is None:
         return x.to(call.dtype), None
     if call.recipe.quantizes_x_once and x_q is not None:
@@ -348,7 +351,11 @@ def _dx(
     w: Tensor,
     call: Call,
 ) -> Tensor:
-    gemm = call.recipe.dx
+    gemm, cast = call.recipe.dx, call.recipe.w
+    if call.recipe.exact_backward and cast is not None:
+        w_t = weight_transposed([w], w_data, s_w, cast, dy)
+        wide = w_t.data.float() * s_w.t() if cast.by_row else w_t.dequantize()  # [K,N]
+        return dy.to(call.dtype) @ wide.to(call.dtype).t()  # [T,N] @ [N,K]
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
     if call.recipe.quantizes_w_once:
@@ -369,6 +376,8 @@ def _dw(
     call: Call,
 ) -> Tensor:
     recipe, gemm = call.recipe, call.recipe.dw
+    if recipe.exact_backward and recipe.x is not None:
+        x = QTensor(x, s_x, recipe.x.fmt, recipe.x.granularity).dequantize(call.dtype)
     if gemm is None:
         return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     if recipe.quantizes_x_once and x.dtype in FLOATS:  # x itself was saved: cast again, as a weight is
