@@ -146,10 +146,10 @@ class FusableLayers(NamedTuple):
         alone = not any(self.adapters)
         return alone or (all(map(is_frozen, self.linears)) and reads(self.adapters, norm, compute_dtype(x)))
 
-    def pair(self, x: Tensor, some: slice = slice(None)) -> Pair:
-        """The adapters of `some` of the layers as one pair, for the input `x`."""
-        weights = [linear.weight for linear in self.linears[some]] if any(self.adapters) else []
-        return stack_adapters(self.adapters[some], weights, compute_dtype(x))
+    def pair(self, x: Tensor, first: int = 0, end: int | None = None) -> Pair:
+        """The adapters of the layers from `first` to `end` as one pair, for the input `x`."""
+        weights = [linear.weight for linear in self.linears[first:end]] if any(self.adapters) else []
+        return stack_adapters(self.adapters[first:end], weights, compute_dtype(x))
 
 
 def fusable_layers(modules: Sequence[nn.Module]) -> FusableLayers | None:
@@ -264,7 +264,7 @@ class FusedMLP(FusedModule):
         inner_stack = exchange.stack(inner, call.recipe.w, self.weight_cache)
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
-        pairs = layers.pair(x, slice(-1)), layers.pair(x, slice(-1, None))
+        pairs = layers.pair(x, 0, -1), layers.pair(x, -1)
         return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges, pairs)
 
 

@@ -36,7 +36,6 @@ from octavo.ops.registration import launcher
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
-LONG = 1536  # rows from which the copy engine was not measured
 SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
 
 
@@ -117,7 +116,7 @@ DESCRIBED = Tiling(256, 128, 4, 8)
 def take_descriptors(a: Tensor, b: Tensor) -> bool:
     """True if a Hopper's copy engine loads the tiles of a [M, K] and b [E, N, K] for fast sums."""
     m, k = a.shape
-    fits = SMALL_M < likely_rows(m, len(b)) < LONG and k % DEPTH == 0 and _layout(b) is not None
+    fits = likely_rows(m, len(b)) > SMALL_M and k % DEPTH == 0 and _layout(b) is not None
     return fits and a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0)
 
 
