@@ -32,6 +32,9 @@ from octavo.ops.registration import launcher
 # The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (SageAttention2, arXiv:2411.10958;
 # DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Without fast accumulation a step's product of 128 elements is added to
 # a float32 sum in registers, on every GPU.
+#
+# Hopper's copy engine (TMA) loads a tile by a descriptor of the whole tensor, without pointers or masks in registers.
+# Fast sums of groups of 512 rows gain 1.2x to 1.3x by it, and those of 4,096 rows 1.03x to 1.08x (bench/log.md).
 
 
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
