@@ -128,7 +128,8 @@ def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_each_step_has_its_learning_rate(begin, records, schedule):
-    trainer = begin(recipe="bf16", steps=8, warmup=2, decay=0.5, schedule=schedule)
+    decay = {"decay": 0.5} if schedule == "wsd" else {}
+    trainer = begin(recipe="bf16", steps=8, warmup=2, schedule=schedule, **decay)
     used, optimizer = [], trainer.state.optimizer
     optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
     trainer.run()
@@ -226,7 +227,7 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
     settings["skip"] = ["*self_attn*", "*gate_proj", "*up_proj"]  # Dynamo takes a second for each FP8 layer it traces
     ends = []
     for blocks in (False, True):
-        compiled = {"blocks": blocks, "backend": "count"}
+        compiled = {"blocks": True, "backend": "count"} if blocks else {}
         trainer = begin(compile=compiled, out=str(tmp_path / f"{blocks}"), **settings)
         result = trainer.run()
         ends.append(copied(model_tensors(trainer.model) | {"evaluation": torch.tensor(result.evaluation_loss)}))
