@@ -74,6 +74,23 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path, m
     assert [(line["name"], len(line["y"])) for line in chart["lines"]] == [("weight", 14), ("output", 14)]
 
 
+def test_the_live_model(octavo: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = octavo("verify", folders["packed"], "--live")
+    assert code == 0
+    assert "live: 0 faults; y of 15 linear layers and dx of 0 compared; products in FP8" in out
+
+    def load(*args: Any) -> Any:
+        model = opened(*args)
+        model.model.layers[1].mlp.up_proj.weight_scale[3] = 0
+        return model
+
+    opened = package.load
+    monkeypatch.setattr(package, "load", load)
+    code, out, _ = octavo("verify", folders["packed"], "--live")
+    assert code == 1
+    assert "has a scale that is NaN, infinite, zero or negative" in " ".join(out.split())
+
+
 def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     code, out, err = octavo(*arguments(folders, "--budget", "kl=1e-9", "--html", tmp_path / "r.html"))
     assert code == 1
