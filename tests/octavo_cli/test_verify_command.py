@@ -11,6 +11,7 @@ import pytest
 import transformers
 from tiny_models import make_model
 
+from octavo import load as load_packed
 from octavo.packing import pack
 
 
@@ -80,12 +81,11 @@ def test_the_live_model(octavo: Any, folders: dict[str, Path], monkeypatch: pyte
     assert "live: 0 faults; y of 15 linear layers and dx of 0 compared; products in FP8" in out
 
     def load(*args: Any) -> Any:
-        model = opened(*args)
+        model = load_packed(*args)
         model.model.layers[1].mlp.up_proj.weight_scale[3] = 0
         return model
 
-    opened = package.load
-    monkeypatch.setattr(package, "load", load)
+    monkeypatch.setattr("octavo.load", load)
     code, out, _ = octavo("verify", folders["packed"], "--live")
     assert code == 1
     assert "has a scale that is NaN, infinite, zero or negative" in " ".join(out.split())

@@ -1,6 +1,7 @@
 """Check a live model of any library: what its linear layers compute, and the tensors that they compute with.
 
-    y[T,N] = x @ w^T + b         dx[T,K] = dy @ w          w: dequantized, in float32 (`live_weights`)
+    w[N,K] = data * scale        one scale a block, or as a subclass of Tensor (torchao, Transformer Engine) dequantizes
+    y[T,N] = x @ w^T + b         dx[T,K] = dy @ w          in float32
     u[t,n] = sqrt(sum_k (x[t,k] w[n,k])^2)                 the size of a sum of products with random signs
     error  = worst n of sqrt(sum_t (y - y_ref)^2 / sum_t u^2), and of dx alike
 
@@ -9,9 +10,10 @@ of the operands: 0.04 in e4m3, and about 1 where the layer multiplied another we
 """
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,13 +24,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from octavo.hf.meta_model import arguments_of, random_inputs
+from octavo.checkpoint.files import ArtifactError
+from octavo.hf.meta_model import arguments_of, random_inputs, transformers_meta_model
 from octavo.inspection.dtype_report import Table, as_text, patterns_of
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import check_module
 from octavo.tracing import compute_dtype, floating, flops_of, kind_of, names_of
 from octavo.util import plural
-from octavo.verification.live_weights import Fault, Held, held, weight_faults
+from octavo.verification.layer_spec import LayerSpec, PackedLayers, numbers_of, read_specs, scale_values, widen
+from octavo.verification.stored_files import Finding, read_files
 
 _REMEDIES = {
     "scale": "load the scale from the folder of the weight; with source, check compares both",
@@ -38,8 +42,17 @@ _REMEDIES = {
     "gradient": "give the layer a backward pass (dx = dy @ w), or train the model dequantized",
     "precision": "convert the model itself, such as by octavo.convert(model), and check it again",
 }
+_INF = float("inf")
 _ROWS = 256  # of x, y, dy and dx that are compared
 _SMALL = 2**20  # elements of a buffer that a pass may change: statistics and scales, no weights
+
+
+@dataclass(frozen=True)
+class Fault(Finding):
+    """Something wrong with a live model; `kind` is a key of `_REMEDIES`."""
+
+    error: float  # of y, dx or w, relative; inf where nothing can be right
+    count: int = 1  # of repeated modules
 
 
 @dataclass
@@ -101,7 +114,7 @@ def check(
         raise ValueError("check takes a model that is not sharded: give the model before fully_shard")
     run = _Run(model)
     run.step(*_arguments(model, batch))
-    found = [*weight_faults(model, None if source is None else Path(source), run.remarks), *run.faults()]
+    found = [*_weight_faults(model, None if source is None else Path(source), run.remarks), *run.faults()]
     if "fp8" in (precision, os.environ.get("ACCELERATE_MIXED_PRECISION")) and not run.flops["FP8"]:
         ran = " and ".join(run.flops) or "no dtype"
         found.append(
@@ -188,7 +201,7 @@ class _Run(TorchDispatchMode):
         if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not x.numel() or not y.is_floating_point():
             return
         with self._apart():
-            w, eight_bit, _ = _linear_weight(module)
+            w, eight_bit = _linear_weight(module)
             if (x.shape[-1], y.shape) != (w.shape[1], (*x.shape[:-1], w.shape[0])):
                 return
             rows, bias = _rows(x), getattr(module, "bias", None)
@@ -208,7 +221,7 @@ class _Run(TorchDispatchMode):
     def _compare_dx(self, layer: _Layer, dy: list[Tensor], dx: Tensor) -> None:
         layer.gradients += 1
         with self._apart():
-            w, rows, found = _linear_weight(layer.module).weight, _rows(dy.pop()), _rows(dx)
+            (w, _), rows, found = _linear_weight(layer.module), _rows(dy.pop()), _rows(dx)
             expected = rows @ w  # [T,N] @ [N,K]
             layer.dx_error = max(layer.dx_error, _error(found, expected, rows, w.mT))
             layer.dx_size = float(found.norm() / expected.norm().clamp(min=1e-30))
@@ -254,10 +267,10 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (name.endswith(("Linear", "Conv1D")) and "Norm" not in name)
 
 
-def _linear_weight(module: nn.Module) -> Held:
-    """The weight [N, K] of a linear layer. GPT-2's is stored as [K, N]."""
-    found = held(module)
-    return found._replace(weight=found.weight.mT) if type(module).__name__ == "Conv1D" else found
+def _linear_weight(module: nn.Module) -> tuple[Tensor, bool]:
+    """The weight [N, K] of a linear layer, and True if it is eight-bit. GPT-2's is stored as [K, N]."""
+    weight, eight_bit, _ = _held(module)
+    return weight.mT if type(module).__name__ == "Conv1D" else weight, eight_bit
 
 
 def _separate(module: nn.Module, args: Any) -> Any:
@@ -292,3 +305,117 @@ def _kept(model: nn.Module) -> Iterator[None]:
         for buffer, value in buffers:
             contexts.callback(buffer.copy_, value)
         yield
+
+
+# ---- The numbers that weights stand for, and the tensors of the folder that they should come from.
+
+
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8)
+_SCALES = ("{}_scale_inv", "{}_scale", "scale", "scales")  # of the weight `{}`; they multiply
+_LARGE = 240  # bytes reach this, and most 448; weights do not
+_NEAR = {True: 0.1, False: 2.0**-7}  # |w - w_file| / |w_file|: where one of them is eight-bit, and where none is
+# What wrappers add to names: of PEFT, DDP, torch.compile and checkpointing.
+_WRAPPED = re.compile(r"^base_model\.model\.|^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|base_layer\.(?=\w+$)")
+
+
+def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
+    """What the parameter or buffer `leaf` of a module stands for, float32 [..., N, K]; True if it is eight-bit; and
+    what is wrong with its scale."""
+    tensor = getattr(module, leaf).detach()
+    if hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "dequantize"):
+        scales = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if "scale" in name]
+        return tensor.dequantize().float(), True, next(filter(None, map(_wrong_scale, scales)), "")
+    if tensor.dtype in _EIGHT_BITS:
+        known = (getattr(module, name.format(leaf), None) for name in _SCALES)
+        return _widened(tensor, next((scale for scale in known if isinstance(scale, Tensor)), None))
+    weight = tensor.float()
+    large = tensor.is_floating_point() and weight.ndim > 1 and weight.numel() and float(weight.abs().max()) >= _LARGE
+    alone = large and torch.equal(weight, weight.to(torch.float8_e4m3fn).float())
+    return weight, False, "has the bytes of e4m3, up to 240 and more, without their scales" if alone else ""
+
+
+def _widened(data: Tensor, scale: Tensor | None) -> tuple[Tensor, bool, str]:
+    """The same of eight-bit data and its scale, whose shape says which blocks share one."""
+    numbers = numbers_of(data)
+    if scale is None:
+        return numbers, True, f"is {data.dtype} and has no scale: its bytes alone are multiplied"
+    if data.ndim == 3:  # a stack of experts: their rows, one below the other
+        weight, _, wrong = _widened(data.flatten(0, 1), scale.flatten(0, 1))
+        return weight.view(data.shape), True, wrong
+    values = scale_values(scale.detach(), LayerSpec.per_tensor("none"))
+    rows, columns = (_block(size, count) for size, count in zip(data.shape, values.shape, strict=True))
+    if rows < 0 or columns < 0:
+        return numbers, True, f"is {list(data.shape)}, and its scale {list(scale.shape)} fits no block of it"
+    wrong = _wrong_scale(values)
+    if not wrong and bool((values == 1).all()) and data.is_floating_point() and float(numbers.abs().max()) >= _LARGE:
+        wrong = "has scales that are all 1, beside bytes up to 240 and more: they were never loaded"
+    return widen(data, scale.detach(), LayerSpec(rows, columns, "none")), True, wrong
+
+
+def _wrong_scale(scale: Tensor) -> str:
+    right = bool((scale.isfinite() & (scale > 0)).all()) if scale.dtype != torch.float8_e8m0fnu else True
+    return "" if right else "has a scale that is NaN, infinite, zero or negative"
+
+
+def _block(size: int, count: int) -> int:
+    """The elements that share a scale, of `size` with `count` scales: 0 for all; -1 if no block fits."""
+    if count in (1, size):
+        return int(1 < count == size)
+    powers = (1 << bits for bits in range(1, 15))
+    return next((block for block in powers if -(-size // block) == count), -1 if size % count else size // count)
+
+
+def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) -> Iterator[Fault]:
+    """Weights whose scale is missing, does not fit or cannot be right, and tensors that are not those of the folder."""
+    read, eight_bit = ({}, set[str]()) if folder is None else _readers(folder)
+    alone = []
+    for module_name, module in model.named_modules():
+        for leaf, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            name = f"{module_name}.{leaf}".lstrip(".")
+            if tensor is None or "scale" in leaf or not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS):
+                continue
+            (weight, narrow, wrong), known = _held(module, leaf), _WRAPPED.sub("", name)
+            if wrong and tensor.ndim > 1:
+                yield Fault("scale", name, wrong, _INF)
+            if known in read:
+                near = _NEAR[narrow or known in eight_bit]
+                yield from (Fault("file", name, *found) for found in _differences(weight.cpu(), read[known](), near))
+            elif read and tensor.ndim > 1:
+                alone.append(name)
+    if alone:
+        remarks.append(f"{alone[0]} ({len(alone)} such) has no counterpart in the folder: it was not compared")
+
+
+def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
+    """A function that reads and dequantizes each tensor of a folder, by the names that transformers' model has; and the
+    names of those in eight bits, stacks among them."""
+    files = read_files(folder)
+    if files.findings:
+        raise ArtifactError(f"{folder / files.findings[0].where} {files.findings[0].message}: see octavo verify")
+    packed = [name for name, dtype in files.dtypes.items() if dtype in ("F8_E4M3", "I8") and name.endswith(".weight")]
+    specs, _ = read_specs(files.settings, [name.removesuffix(".weight") for name in packed]) if packed else ({}, None)
+    get: Any = PackedLayers(files, {name: spec for name, spec in specs.items() if spec}, "cpu").get
+    names = list(files.shapes)
+    with suppress(ArtifactError, ImportError):  # not of transformers: the model has the names of the files
+        experts = transformers_meta_model(files.config, folder).experts
+        get, names = experts.by_model_names(get, names) if experts.stacks else (get, names)
+    return {name: partial(get, name) for name in names}, {*packed, *(set(names) - files.shapes.keys())}
+
+
+def _differences(w: Tensor, truth: Tensor, near: float) -> Iterator[tuple[str, float]]:
+    """What a tensor holds in place of the folder's, and |w - w_file| / |w_file|: of each matrix of a stack."""
+    truth = truth.float()
+    error = float((w - truth).norm() / truth.norm().clamp(min=1e-30)) if w.shape == truth.shape else _INF
+    if not error < _INF:
+        yield f"is {list(w.shape)}, or not finite; it is {list(truth.shape)} in the folder", _INF
+    elif w.ndim == 3:
+        for i, pair in enumerate(zip(w, truth, strict=True)):
+            yield from ((f"matrix {i} {what}", error) for what, error in _differences(*pair, near))
+    elif error > near:
+        factor = float((w * truth).sum() / truth.square().sum().clamp(min=1e-30))
+        cosine = factor * float(truth.norm() / w.norm().clamp(min=1e-30))
+        if abs(cosine) < 0.5:
+            yield f"has nothing of the folder's (cosine {cosine:.2f}): never loaded, it is random or zero", error
+        else:
+            lost = "a scale is lost, or it was trained or merged since"
+            yield f"is {factor:.4g} times the folder's (cosine {cosine:.3f}): {lost}", error
