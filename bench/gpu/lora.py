@@ -2,7 +2,8 @@
 
 Eight layers of Llama-3-8B's shape and a head of 128,256; 4 x 1,024 random tokens; r = 16, adapters in BF16. A step is
 forward, loss, backward and AdamW of the adapters. "body" leaves out the head, the loss and AdamW: its gradient is
-random. Each decoder layer is compiled by itself. The modes take turns; a peak is that of a step, weights included.
+random. "fused loss" is `octavo.convert(model, fuse_loss=True)`. Each decoder layer is compiled by itself. The modes
+take turns; a peak is that of a step, weights included.
 
 First come the gradients of all A and B on a small model, in decibels against float64: of the weights themselves
 ("bf16"), and of the weights that eight bits hold (the others).
@@ -33,12 +34,14 @@ from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.packed_linear import fuse
 from octavo.integrations.peft import support
 from octavo.models.llama import LlamaConfig
+from octavo.nn.fused_loss import find_loss, join_loss
 from octavo.ops import quantize
 
 SHAPE = sized(replace(LLAMA, layers=8, context=4096), SMALL)
 BATCH, TOKENS, RANK = 4, sized(1024, 32), 16
 BASE, CONVERTED, PACKED = "bf16 + PEFT", "octavo converted + PEFT", "octavo packed + PEFT"
-MODES = (BASE, CONVERTED, PACKED)
+FUSED_LOSS = ", fused loss"
+MODES = (BASE, CONVERTED, PACKED, CONVERTED + FUSED_LOSS, PACKED + FUSED_LOSS)
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NAME = ".lora_{}.default.weight"
 
@@ -47,13 +50,15 @@ def build(mode: str, shape: LlamaConfig, scope: ExitStack) -> Any:
     """The model of a mode in adapters; the same weights and adapters in each. `scope` ends what a mode opens."""
     torch.manual_seed(0)
     model, config = build_bf16(shape, DEVICE), LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
-    if mode == CONVERTED:
-        octavo.convert(model)
-    if mode == PACKED:
+    if mode.startswith(CONVERTED):
+        octavo.convert(model, fuse_loss=mode.endswith(FUSED_LOSS))
+    if mode.startswith(PACKED):
         model = build_fp8(model, DEVICE)
         fuse(model)
+    if mode == PACKED + FUSED_LOSS:
+        join_loss(*find_loss(model), "bf16")
     model = in_adapters(model, config if mode == BASE else support(config))
-    if mode == CONVERTED:
+    if mode.startswith(CONVERTED):
         scope.enter_context(octavo.scales.cast_once(model))
     return model
 
@@ -151,7 +156,7 @@ def main() -> None:
         result |= {"rank": RANK, "layers": SHAPE.layers, "batch": BATCH, "tokens": TOKENS, "peak_gib": peaks}
         result["loss"] = {mode: float(runner.step()) for mode, runner in runners.items()}
         result |= {"step": measure(runners, Runner.step), "body": measure(runners, Runner.body)}
-        result["kernels"] = {mode: categories(runner.body) for mode, runner in runners.items()}
+        result["kernels"] = {mode: categories(runner.body) for mode, runner in list(runners.items())[:3]}
     show({name: each for name, each in result.items() if name != "kernels"})
     print(record.write("gpu_lora", result))
 

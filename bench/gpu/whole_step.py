@@ -284,10 +284,12 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
     ms["quantize and transpose w, once"] = timed(lambda: ops.transpose(ops.quantize(w, Cast(granularity=TENSOR)).data))
     ms["dw times the gradient of the loss, once"] = timed(lambda: multiply(dw, factor))
     ms["dw times 1, once"] = timed(lambda: multiply(dw, torch.ones_like(factor)))
-    kernels: Any = importlib.import_module("octavo.ops.kernels.softmax_loss") if DEVICE == "cuda" else None
-    for block, warps in sized(((32768, 32), (32768, 16), (16384, 32), (16384, 16), (8192, 16), (8192, 8)), ()):
-        kernels.BLOCK, kernels.WARPS = block, warps
-        ms[f"softmax, loss and gradient, {block} columns, {warps} warps"] = TOKENS / chunk * timed(each[SOFTMAX])
+    if DEVICE == "cuda":
+        kernels: Any = importlib.import_module("octavo.ops.kernels.softmax_loss")
+        own = kernels.BLOCK, kernels.WARPS
+        for tiling in ((32768, 16), (16384, 32), (16384, 16), (8192, 16), (8192, 8), own):
+            kernels.BLOCK, kernels.WARPS = tiling
+            ms[f"{SOFTMAX}, by (columns, warps) {tiling}"] = TOKENS / chunk * timed(each[SOFTMAX])
     return ms
 
 

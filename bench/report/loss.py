@@ -52,6 +52,15 @@ def frozen(results: Mapping[str, Result]) -> list[Fields]:
     return rows
 
 
+def gradients(results: Mapping[str, Result]) -> list[Fields]:
+    """A row a study and a recipe: the bias and the noise of its gradients of weights, as shares of the gradients."""
+    return [
+        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`")})
+        for study in studies(results)
+        for mode, row in study.get("gradients", {}).items()
+    ]
+
+
 def label(study: Any) -> str:
     """The model and the machine, and what is not as in the main study: the step of the branches and their rate."""
     rate = study.branch.get("rate", 1.0)

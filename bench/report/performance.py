@@ -31,6 +31,23 @@ def current(stack: Result) -> list[Result]:
     return [row for row in stack["modes"] if row["mode"] != REPLACED]
 
 
+# --- Whole steps -----------------------------------------------------------------------------------------------
+
+
+def whole_steps(result: Result) -> Rows:
+    """A row a cell and a mode."""
+    for cell, found in result.items():
+        for mode, row in found.get("modes", {}).items():
+            yield {"cell": cell, "mode": mode, **row}
+
+
+def losses_alone(result: Result) -> Rows:
+    """A row a loss that was timed."""
+    losses = result["losses"]
+    for name, ms in losses["ms"].items():
+        yield {"name": name, "ms": ms, "peak_gib": losses["peak_gib"][name], "errors": losses["errors"][name]}
+
+
 # --- Generating text -------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Octavo: FP8 for PyTorch over the whole life of a model.
 
-A name is imported from its module when it is first asked for, so that a command such as `octavo plan`, which computes
-with shapes alone, does not import the modules that train and pack.
+A name is imported from its module at its first use. So a command such as `octavo plan`, which computes with shapes
+alone, does not import the modules that train and pack.
 """
 
 from __future__ import annotations

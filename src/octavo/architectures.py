@@ -1,4 +1,4 @@
-"""The architectures whose modules Octavo knows by name: one record each, which every room reads.
+"""The architectures with modules that Octavo knows by name: one record each, for every package.
 
     x -> norms[0] -> q, k, v -> (head norms) -> attention -> o -> + x -> z
     z -> norms[1] -> up -> activation -> down -> + z

@@ -344,7 +344,7 @@ def tensorwise_rotated(gradients: str = "e5m2") -> Recipe:
 def rowwise(gradients: str = "e4m3") -> Recipe:
     """The default: one scale a row; each tensor is quantized once, and its bytes are transposed for the other GEMM.
 
-    y and dx accumulate fast: one operand is a weight, whose signs are mixed. dw never does: its sum over the tokens may
+    y and dx accumulate fast: one operand is a weight, whose signs are mixed. dw never does. Its sum over the tokens may
     be of one sign, and fast accumulation then lost up to a third of it (docs/decisions.md).
     """
     dy = Cast(gradients, ROW, "pow2")

@@ -215,8 +215,8 @@ def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, a
 
 
 def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
-    """The prompts that the command line gives, or those of a file: one a line, or JSON lines with a "prompt". "-", or
-    no file where standard input is no terminal, stands for standard input."""
+    """The prompts of the command line, or of a file: one a line, or JSON lines with a "prompt". "-" stands for standard
+    input, and so does no file where standard input is no terminal."""
     if given and file:
         raise ValueError("--prompt and --file both give prompts: give one of them")
     prompts = given or _read(file)

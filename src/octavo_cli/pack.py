@@ -87,8 +87,8 @@ def pack_command(
     """Write a model with its linear weights in FP8.
 
     The folder is a whole model: octavo generate, vLLM and transformers (with compressed-tensors) open it. Output heads,
-    routers, layers that training skipped or moved to BF16, and everything but linear layers stay in BF16, and so do the
-    experts of a mixture without --experts. --layer NAME=SCHEME packs a layer that training moved to BF16 all the same.
+    routers, layers that training skipped or moved to BF16, and everything but linear layers stay in BF16. Experts of a
+    mixture stay in BF16 without --experts. --layer NAME=SCHEME packs a layer that training moved to BF16.
 
     --smooth and --rotate write a model in BF16 that computes the same and quantizes better, to calibrate and pack like
     any other. The factors of smoothing are powers of two, so nothing is rounded; a rotation rounds the weights that it

@@ -315,7 +315,7 @@ def _name(part: str) -> str:
 
 
 def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> list[str]:
-    """For each case whose GPUs wait for the host: how long, and the settings with which they train on more tokens."""
+    """For each case with GPUs that wait for the host: how long, and the settings that train on more tokens."""
     found = []
     for label, plan in zip(labels, plans, strict=True):
         if plan.time.waiting:

@@ -261,8 +261,8 @@ def compare_command(
     A gap is the relative difference between the evaluation losses of a run and of the first run. The runs may still be
     in progress.
 
-    With --decide, runs with the same settings but the seed are a group, and those of the other groups are compared with
-    those of the first, in pairs of one seed and one branch. The interval holds however often one looks.
+    With --decide, runs with the same settings but the seed are a group. The first group is compared with each other
+    group, in pairs of one seed and one branch. The interval holds however often one looks.
 
     Examples:
 

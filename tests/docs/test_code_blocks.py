@@ -21,7 +21,6 @@ from octavo_cli.app import app
 UNTESTED = {
     "README.md": {"git": "clones from the network", "make": "takes minutes"},
     "CONTRIBUTING.md": {"make": "takes minutes"},
-    "docs/attention.md": {"python": "takes minutes, and wants a GPU"},
     "docs/distributed.md": {
         "from": "runs on many GPUs",
         "import": "reads the run of many GPUs",
@@ -32,15 +31,12 @@ UNTESTED = {
         "import": "Lightning has an environment of its own: make test-integrations",
     },
     "docs/learn/6_serving.md": {"vllm": "vLLM has an environment of its own: make test-vllm"},
-    "docs/performance.md": {"make": "takes minutes, and wants a GPU"},
     "docs/pretraining.md": {"python": "takes hours, and wants GPUs"},
     "docs/quickstart.md": {
         "pip": "installs from the network",
         "hf": "downloads from the network",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
-    "docs/recipes.md": {"python": "takes minutes, and wants a GPU"},
-    "docs/scaling.md": {"make": "needs several GPUs"},
     "docs/serving.md": {
         "compiled": "compiles for minutes",
         "model": "needs a Hopper GPU and cuDNN",
@@ -48,7 +44,6 @@ UNTESTED = {
     },
     "docs/troubleshooting.md": {"TORCH_LOGS=recompiles": "compiles"},
     "docs/training_loop.md": {"from": "reads the calibration of a whole model"},
-    "docs/vision.md": {"python": "takes minutes, and wants a GPU"},
 }
 
 # The pages of the learning path go on with each other's names and files. Every other page runs by itself.

@@ -20,7 +20,7 @@ from fused_oracle import (
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.nn.adapters import AdaptedLayer, Adapter
+from octavo.nn.module_tools import AdaptedLayer, Adapter
 
 RANK, SCALE = 4, 1.5
 

@@ -159,6 +159,7 @@ def of_gemm_and_attention() -> Iterator[Example]:
     for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
         a, b = operands(pair, 3, 64, 5)
         yield "scaled_mm", (*operands_of(a, b), *added, torch.bfloat16, False, False)
+    yield "add_product", (matrix((5, 40)), matrix((5, 3)), matrix((40, 3)))
     for kind in attention_oracle.DTYPES:
         q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
         yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)

@@ -82,8 +82,8 @@ class Gap:
 def pooled_half_width(gaps: Iterable[Gap]) -> float:
     """Half of the interval around the mean of one gap, from the spread that all `gaps` share.
 
-    Each gap has the noise of the same few seeds, so the variance is the mean of theirs, with the sum of their degrees
-    of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
+    Each gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their
+    degrees of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
     """
     finite = [gap.by_seed for gap in gaps if not math.isinf(gap.mean)]
     if not finite:
@@ -110,8 +110,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """The gap of the runs in which only `part` is in FP8, and half of its interval: the narrower one of the intervals
-    from its own spread and from that of all trials until then (`pooled_half_width`)."""
+    """The gap of the runs in which only `part` is in FP8, and half of its interval. One interval comes from its own
+    spread, another from all trials until then (`pooled_half_width`); the narrower one counts."""
 
     part: Part
     gap: Gap

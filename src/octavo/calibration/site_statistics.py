@@ -41,9 +41,9 @@ _GRID_STEPS, _GRID_OCTAVES = 8, 5
 
 
 class Statistics:
-    """The statistics of the tensors at one site, in FP32 for tensors of any dtype: `tokens`, the number of vectors of K
-    elements; `channel_amax`, float32 [K]; `history`, the amax of each batch, oldest first; `histogram`, int64 [BINS],
-    the number of elements with each BF16 magnitude."""
+    """The statistics of the tensors at one site, in FP32 for tensors of any dtype. `tokens` is the number of vectors of
+    K elements, and `channel_amax` is float32 [K]. `history` has the amax of each batch, oldest first. `histogram`,
+    int64 [BINS], has the number of elements with each BF16 magnitude."""
 
     def __init__(self, site: str) -> None:
         self.site = site

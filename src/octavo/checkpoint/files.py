@@ -148,9 +148,9 @@ class ShardReader:
     say; their checksums are checked where they are read. `strays` are tensors that a file holds and the index takes
     from another, as an older file that was left there.
 
-    An ArtifactError if a file is truncated or not of the format, or has a dtype that is not read; if the index names a
-    file outside the folder, or a tensor that its file does not have; or for a folder of pickles, which are never
-    opened.
+    An ArtifactError if a file is truncated or not of the format, or has a dtype that is not read. Also if the index
+    names a file outside the folder, or a tensor that its file does not have. Also for a folder of pickles, which are
+    never opened.
     """
 
     def __init__(self, folder: Path, stem: str = "model") -> None:
@@ -179,7 +179,7 @@ class ShardReader:
         self._checksums = Checksums(folder, stem, self.written)
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in a mapping of its own: a mapping keeps in memory what is read through it. An
+        """One tensor, on the CPU, in a mapping of its own, because a mapping keeps its read pages in memory. An
         ArtifactError if the file was changed since this reader was made, or holds other bytes than Octavo wrote."""
         return self._checksums.check(self._places[name][0], name, self._map(name))
 

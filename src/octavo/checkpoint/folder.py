@@ -267,8 +267,8 @@ def _check_link(path: Path, folder: Path) -> None:
 
 def copy_description(source: Path, target: Path) -> None:
     """Copy the files of a model folder that are neither config.json nor tensors. An ArtifactError if a file is a link
-    out of `source` (`check_links`), if modules.json is damaged or names a folder outside of `source`, or if a module
-    there has its tensors in a pickle."""
+    out of `source` (`check_links`), or if modules.json is damaged or names a folder outside of `source`. Also if a
+    module there has its tensors in a pickle."""
     check_links(source)
     for path in sorted(source.iterdir()):
         described = path.suffix in _DESCRIBES and not path.name.endswith(".index.json")
@@ -490,7 +490,7 @@ def refuse_run(folder: Path) -> None:
 
 def find_model(path: Path, step: int | None) -> tuple[Path, Path]:
     """The folder that describes a model, and the one with its tensors: the same, unless `path` is a run, of which the
-    checkpoint of `step` counts, or the newest (None). A ValueError if a step is asked of a folder that is no run."""
+    checkpoint of `step` counts, or the newest (None). A ValueError if `step` is given for a folder that is no run."""
     check_config(path, RUN_OR_MODEL)
     run = RunFolder(path)
     if run.has_model:

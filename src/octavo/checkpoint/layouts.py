@@ -76,8 +76,8 @@ class Layout:
         raise NotImplementedError
 
     def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
-        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError,
-        which lists what was read and required, for a packing of another kind."""
+        """The scheme of each packed layer, and whether the scales of keys and values are stored. An ArtifactError for a
+        packing of another kind, with the values found and required."""
         raise NotImplementedError
 
     def renew(self, config: dict[str, Any], folder: Path) -> None:
@@ -238,7 +238,7 @@ class CompressedTensors(Layout):
 
 def _point_at_experts(targets: dict[Scheme, list[str]], schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> None:
     """Add a pattern of experts to `targets`. transformers loads all experts, packed or not, by the first group with
-    such a pattern, or else by the first group; and by one of integers it loads none."""
+    such a pattern, or else by the first group. By a group of integers it loads none."""
     packed = next(filter(is_expert, schemes), None)
     if packed is not None:
         targets[schemes[packed]].append(f"re:{re.escape(packed)}$")
@@ -583,7 +583,7 @@ def read_packing(
     config: Mapping[str, Any], linears: Sequence[str], where: Path, plain: Collection[str] = ()
 ) -> Packing:
     """The packing of the layers `linears` (by their names in files) that a config.json of `read_config` states. An
-    ArtifactError if the model is not packed, or in another way: it lists what was read and required.
+    ArtifactError if the model is not packed, or in another way: it lists the values found and required.
 
     The weights of the layers `plain` are not in eight bits. An output head among them is not packed, even if the
     configuration does not name it: readers leave heads unpacked, and some writers rely on that.

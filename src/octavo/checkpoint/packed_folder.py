@@ -44,10 +44,10 @@ _KV = (K_SCALE, V_SCALE)
 class PackedTensors:
     """The tensors of a packed folder, one at a time.
 
-    `packing` has the layout, and the scheme of each packed layer; `ignored` are the linear layers that the folder
-    declares unpacked; `others` the tensors that are neither weights of packed layers nor scales; `unused` the scales
-    that no layer reads. `kv_scales` has the scales of a cache's keys and values, float32 [1] each, by the name of the
-    attention layer.
+    `packing` has the layout, and the scheme of each packed layer. `ignored` are the linear layers that the folder
+    declares unpacked. `others` are the tensors that are neither weights of packed layers nor scales. `unused` are the
+    scales that no layer reads. `kv_scales` has the scales of a cache's keys and values, float32 [1] each, by the name
+    of the attention layer.
 
     An ArtifactError if the folder is a run, not packed, packed in a way that Octavo does not read, or damaged.
     """

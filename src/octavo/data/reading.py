@@ -1,4 +1,4 @@
-"""Read text from files, folders, globs and data sets, and report what was read and skipped."""
+"""Read text from files, folders, globs and data sets, and report the files that were read and skipped."""
 
 import glob
 import json

@@ -4,8 +4,8 @@ A prompt is what the model would see in service. It carries the tokenizer's spec
 sequence has the largest activations: Sun et al. 2024, arXiv:2402.17762) and, for a conversation, the chat template.
 A text file is cut into windows of one context each. A row is one prompt, cut after one context.
 
-The choice of prompts depends on their text and the seed, not on file names: documents, and the windows of each, are
-sorted by a keyed hash, and every document gives its share before any gives more.
+The choice of prompts depends on their text and the seed, not on file names. Documents, and the windows of each, are
+sorted by a keyed hash. Every document gives its share before any gives more.
 """
 
 import hashlib

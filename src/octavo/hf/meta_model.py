@@ -220,8 +220,8 @@ class MetaModel:
         return embedding
 
     def kept_wide(self, names: Iterable[str]) -> list[str]:
-        """Those of the linear layers `names` that every quantizer of transformers leaves out, because the class keeps
-        them in float32 where a model runs in float16: `wo` of T5, whose code reads the dtype of its weight."""
+        """The linear layers among `names` that every quantizer of transformers leaves out. Their class keeps them in
+        float32 where a model runs in float16, such as `wo` of T5, whose code reads the dtype of its weight."""
         keys = getattr(self.model, "_keep_in_fp32_modules", None) or ()
         return [name for name in names if any(re.search(rf"(^|\.){key}(\.|$)", name) for key in keys)]
 
@@ -336,8 +336,8 @@ def _model(transformers: Any, config: Any) -> Any:
 
 
 def check_counts(config: Mapping[str, Any], folder: Path) -> None:
-    """Raise an ArtifactError if config.json states more layers or experts than the files of `folder` have tensors: the
-    modules of a number that is far too large would take all memory before a tensor is missed."""
+    """Raise an ArtifactError if config.json states more layers or experts than the files of `folder` have tensors. For
+    a number that is far too large, the modules would take all memory before a tensor is missed."""
     key, count = max(_counts(config), key=lambda stated: stated[1], default=("", 0))
     if count <= _FEW:
         return

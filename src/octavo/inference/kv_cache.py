@@ -109,7 +109,7 @@ class LayerKVCache:
     of a model, and its owner advances it; None makes a count that `append` advances. With `fp8_attention`, long prompts
     attend in E4M3 where that is faster.
 
-    Of `keys` and `values` the first `length` tokens are in use; `k_scale` and `v_scale` are float32 [G], or None in
+    The first `length` tokens of `keys` and `values` are in use; `k_scale` and `v_scale` are float32 [G], or None in
     BF16. `clipped`, int64 [2] on the device, counts the numbers of the keys and of the values that saturated or were
     NaN. While `warming`, the scales grow. `empty` says that no token is stored.
     """

@@ -22,16 +22,18 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import Adapter, parts_of_layer, reads, stack_adapters
+from octavo.nn.adapters import reads, stack_adapters
 from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
 from octavo.nn.module_tools import (
+    Adapter,
     PrecomputedProjections,
     ScaleBuffers,
     check_width,
     mix_classes,
+    parts_of_layer,
     watched,
 )
 from octavo.numerics import Cast, QTensor, scale_from_amax
@@ -49,8 +51,8 @@ from octavo.util import plural
 
 
 class PackedModule(ScaleBuffers):
-    """A module whose buffers hold eight-bit weights and their scales, which keep their dtypes: `model.half()` would
-    widen the weights and round the scales."""
+    """A module with eight-bit weights and their scales as buffers, which keep their dtypes. Otherwise `model.half()`
+    would widen the weights and round the scales."""
 
     cast_with_model = ("bias",)
 
@@ -237,8 +239,8 @@ _find_cached = lru_cache(maxsize=256)(_input_cast)
 
 
 def gemm_notes(schemes: Counter[Scheme], device: torch.device) -> tuple[str, str]:
-    """The packed layers, counted by scheme, that run weight-only on `device` although their scheme casts inputs, with
-    the reason; and those that are slower than a BF16 model, whose operands are widened at a large M. "" for none."""
+    """The packed layers that run weight-only on `device` although their scheme casts inputs, counted by scheme, with
+    the reason. Then the layers whose operands are widened at a large M, slower than BF16. "" for none."""
     weight_only, widened = [], []
     for scheme, count in schemes.items():
         cast, backend = find_gemm(scheme, device)

@@ -158,8 +158,8 @@ FEWEST = 64  # tokens that a prompt is padded to
 
 
 class Pass:
-    """A forward pass over `tokens`, int64 [B, T], whose numbers change from one run to the next. Of a prompt, `kept`,
-    int64 [1], is the index of the last token before the padding; a step keeps its only one."""
+    """A forward pass over `tokens`, int64 [B, T], whose numbers change from one run to the next. `kept`, int64 [1],
+    is the index of a prompt's last token before the padding; a step keeps its only token."""
 
     def __init__(self, batch: int, length: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # a later generation may run outside of inference mode

@@ -15,9 +15,8 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from octavo.inference.packed_linear import PackedLinear
-from octavo.nn.adapters import AdaptedLayer, Adapter
 from octavo.nn.linear import adapted_output
-from octavo.nn.module_tools import PrecomputedProjections
+from octavo.nn.module_tools import AdaptedLayer, Adapter, PrecomputedProjections
 
 ConfigT = TypeVar("ConfigT", bound=LoraConfig)
 

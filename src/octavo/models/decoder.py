@@ -4,8 +4,8 @@
 
 The head may be tied to the embedding (Press and Wolf 2017, arXiv:1608.05859). Weights are drawn from a normal
 distribution with a standard deviation of 0.02. For the two projections of a block that write to the residual stream it
-is smaller by a factor of 1/sqrt(2 * layers), so that the stream's variance does not grow with depth (Radford et al.
-2019, GPT-2, section 2.3).
+is smaller by a factor of 1/sqrt(2 * layers). So the stream's variance does not grow with depth (Radford et al. 2019,
+GPT-2, section 2.3).
 
 In training, dropout (Srivastava et al. 2014) applies where GPT-2 has it: to the embeddings, to the probabilities of an
 attention, and to the outputs of attention and MLP. It draws from torch's global random generator.
@@ -108,7 +108,7 @@ def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any
 
 
 class DecoderShape(Protocol):
-    """What every decoder's configuration has: sizes in elements, `context` in tokens."""
+    """The fields of every decoder's configuration: sizes in elements, `context` in tokens."""
 
     @property
     def layers(self) -> int: ...
@@ -206,8 +206,8 @@ class Decoder(nn.Module, ABC):
         return torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions(tokens)
 
     def last_states(self, x: Tensor, delta: Tensor | None, cache: KVCache | None, kept: Tensor | None) -> Tensor:
-        """x + delta of the tokens whose logits `forward` computes, [B, n, width], contiguous: the head would multiply a
-        slice [B, 1, width] of more tokens as B products, and read its weight B times."""
+        """x + delta of the tokens whose logits `forward` computes, [B, n, width], contiguous. A slice [B, 1, width] of
+        more tokens would make the head B products, which read its weight B times."""
         assert delta is not None
         if cache is None:
             return x + delta

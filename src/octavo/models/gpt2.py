@@ -78,8 +78,8 @@ class GPT2Config:
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         """Read the fields of an OPT config.json. An absent field has transformers' default; dropout is not read. Raises
-        a ValueError for a missing size, and for a feature that this implementation lacks: an activation other than gelu
-        (OPT's own models use relu), post-norm, projected embeddings, an MLP width other than 4 * width."""
+        a ValueError for a missing size, and for a feature that is missing here: other activations than gelu (OPT's own
+        models use relu), post-norm, projected embeddings, other MLP widths than 4 * width."""
         sizes = read_sizes(hf, "an OPT", "vocabulary", "layers", "width", "heads", "context")
         config = cls(**sizes, tied=hf.get("tie_word_embeddings", True), bias=hf.get("enable_bias", True))
         supported = {

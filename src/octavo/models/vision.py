@@ -7,7 +7,7 @@ The patches of an image are the tokens of a pre-norm transformer, whose mean is 
     logits = head(mean over tokens of norm(x))
 
 Dosovitskiy et al. 2021, arXiv:2010.11929, with the mean of the tokens in place of a class token (Beyer et al. 2022,
-arXiv:2205.01580). The patches are a convolution whose windows do not overlap, which is a matrix product.
+arXiv:2205.01580). The patches are a convolution with windows that do not overlap, so it is a matrix product.
 """
 
 import math

@@ -5,10 +5,10 @@
     dn     = g_q @ wT_q^T + du @ A,  du = dy @ B
     dA     = du^T @ n;  dB = dy^T @ u
 
-What adapters read is there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A * gamma
-reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter reads
-these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight bits
-only, for dx, and their adapters read these. So adapters add R numbers a token to what is saved for the backward pass.
+Adapters read tensors that are there anyway. A norm without a mean is linear in its input, n = x * rstd * gamma, so A *
+gamma reads the residual stream x, which the norm saves. The last layer of an MLP quantizes its input h, and its adapter
+reads these bytes, which the backward pass of the activation computes again. That pass gives dy of gate and up in eight
+bits only, for dx, and their adapters read these. So adapters add R saved numbers a token for the backward pass.
 
 The products of adapters run in the dtype of the layer, as under autocast; their sums are float32.
 
@@ -16,39 +16,17 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import ops
-from octavo.nn.module_tools import watched
+from octavo.nn.module_tools import Adapter
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import QTensor
 
-# ---- Adapters, and the layers that they wrap.
-
-
-class Adapter(NamedTuple):
-    """B(A(x)) * scale, which is added to the output of a layer."""
-
-    a: Tensor  # [r, K]
-    b: Tensor  # [N, r]
-    scale: float
-
-
-class AdaptedLayer(nn.Module):
-    """A layer in adapters, as a library of adapters wraps it (`octavo.integrations.peft`)."""
-
-    def parts(self) -> tuple[nn.Module, list[Adapter]] | None:
-        """The layer and the adapters whose sum the output is; None where only `forward` computes it."""
-        raise NotImplementedError
-
-
-def parts_of_layer(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:
-    """`AdaptedLayer.parts`; another module is the layer itself. None too where the module or the layer is watched."""
-    found = module.parts() if isinstance(module, AdaptedLayer) else (module, [])
-    return None if found is None or watched(module) or watched(found[0]) else found
+# ---- The adapters of layers with one input, stacked.
 
 
 def is_frozen(layer: Any) -> bool:
@@ -58,8 +36,8 @@ def is_frozen(layer: Any) -> bool:
 
 
 def reads(adapters: Sequence[Sequence[Adapter]], norm: tuple[Any, ...] | None, dtype: torch.dtype) -> bool:
-    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`: not with the mean of a layer
-    norm, nor in float16, which the products of the residual stream may exceed."""
+    """True if the adapters, if there are any, can read the input of a `Norm` in `dtype`. They cannot with the mean of
+    a layer norm, nor in float16, which the products of the residual stream may exceed."""
     centered = norm is not None and norm[0].center
     return not any(adapters) or not (centered or dtype == torch.float16)
 

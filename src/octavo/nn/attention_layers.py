@@ -1,4 +1,4 @@
-"""Attention by a recipe: the projections, q k^T and p v in FP8, and what is saved for backward."""
+"""Attention by a recipe: the projections, q k^T and p v in FP8, and the tensors saved for backward."""
 
 import math
 from typing import Any
@@ -288,7 +288,7 @@ def use_bf16_attention(model: nn.Module) -> None:
 
 
 def _is_causal_attention(module: nn.Module) -> bool:
-    """True if `module` is an attention of ours, which reads `fp8_gradients`, or a causal one of transformers."""
+    """True if `module` is Octavo's attention, which reads `fp8_gradients`, or a causal one of transformers."""
     if hasattr(module, "fp8_gradients"):
         return True
     named = type(module).__name__.endswith("Attention") and hasattr(module, "head_dim") and hasattr(module, "config")

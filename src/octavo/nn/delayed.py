@@ -89,8 +89,8 @@ def histories(model: nn.Module) -> Iterator[tuple[str, ScaleHistory]]:
 def update_scales(model: nn.Module) -> None:
     """Finish a step of delayed scaling: call it after each optimizer step. Does nothing for other recipes.
 
-    Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are those of all
-    ranks, by one small all-reduce for each dimension of the mesh: every rank must call this.
+    Where the parameters of `model` are sharded (DTensor: FSDP2, tensor parallelism), the amax values are reduced over
+    all ranks, by one small all-reduce for each dimension of the mesh. So every rank must call this.
 
     Raises:
         TypeError: `model` is no module.

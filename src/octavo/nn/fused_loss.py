@@ -6,8 +6,8 @@
 With a vocabulary V of 128k, z and the tensors of its size that autograd saves are the peak of a training step: 4 GB
 each for 8,192 tokens in FP32. Here the forward pass goes over chunks of tokens, turns z into g in place
 (`octavo.ops.softmax_loss`) and computes dx and dw too. So z is computed once and never exists as a whole (Hsu et al.
-2024, Liger Kernel, arXiv:2410.10989). dw is summed in float32 where there are more than two chunks: each sum in BF16
-rounds it once more.
+2024, Liger Kernel, arXiv:2410.10989). dw is summed in float32 where there are more than two chunks, because each sum
+in BF16 rounds it once more.
 
 With tensor parallelism each rank has the rows of w of its part of the vocabulary. The ranks exchange lse and the logit
 of the label of each token, and add up dx.
@@ -54,9 +54,9 @@ def linear_cross_entropy(
 
     Products run in the dtype of autocast, if it is on, and otherwise in that of `x` [..., K]. Softmax and loss are
     float32 (float64 if x is). The gradients can be computed once (no `retain_graph`, no second derivatives). A DTensor
-    `weight` that is sharded by rows over a mesh of one dimension is the vocabulary's share of each rank: then x holds
-    all tokens, the same on each rank, or each rank's equal share of the tokens along dimension 1, as sequence
-    parallelism has them.
+    `weight` that is sharded by rows over a mesh of one dimension is the vocabulary's share of each rank. Then x holds
+    all tokens, the same on each rank, or each rank's equal share of the tokens along dimension 1, as in sequence
+    parallelism.
 
     Args:
         chunk: tokens whose logits are in memory at a time.
@@ -398,7 +398,7 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
         else:
             labels = args[place] if len(args) > place else kwargs.get("labels")
         own_logits = place is not None and (not self.training or hasattr(self, "_loss_function"))
-        if labels is None or own_logits or not isinstance(self, LossModel):  # Accelerate keeps the method of a class
+        if labels is None or own_logits or not hasattr(self, "loss_head"):  # Accelerate keeps this after a restore
             return theirs(self, *args, **kwargs)
         head = self.get_submodule(self.loss_head)
         if not isinstance(head, LossHead):
@@ -428,7 +428,7 @@ def _with_loss(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def find_loss(model: nn.Module) -> tuple[nn.Module, Head]:
     """The causal model in `model`, a model of transformers or `model` itself, and its head.
 
-    Raises a ValueError for a model whose logits or whose loss are computed in another way.
+    Raises a ValueError for a model that computes its logits or its loss in another way.
     """
     owner: Any = next((m for m in model.modules() if hasattr(type(m), "loss_function")), model)
     known = not hasattr(owner, "loss_function") or owner.loss_function.__name__ == "ForCausalLMLoss"

@@ -8,17 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import Adapter, Pair, is_frozen, parts_of_layer, reads, stack_adapters
+from octavo.nn.adapters import Pair, is_frozen, reads, stack_adapters
 from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
+    Adapter,
     PrecomputedProjections,
     check_call,
     class_name,
     is_of_library,
     library_of,
     mix_into,
+    parts_of_layer,
     watched,
 )
 from octavo.nn.observer import Observer, observer_of

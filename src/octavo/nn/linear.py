@@ -10,16 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adapters import AdaptedLayer, is_frozen, parts_of_layer, reads, stack_adapters
+from octavo.nn.adapters import is_frozen, reads, stack_adapters
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
 from octavo.nn.fused import Stack, norm_linear
 from octavo.nn.linear_function import FusedCall, LinearCall, linear
 from octavo.nn.module_tools import (
+    AdaptedLayer,
     PrecomputedProjections,
     check_call,
     check_input,
     mix_into,
     parts_of,
+    parts_of_layer,
     unsupported,
 )
 from octavo.nn.observer import Observer, observer_of

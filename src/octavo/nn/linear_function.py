@@ -8,8 +8,8 @@ The default recipe, `rowwise`. Tokens T, inputs K, outputs N; x ≈ x_q * s_x al
     dw[N,K] = h_q[N,T] @ xT_q[K,T]^T   * (c_max / s_w[N])       xT_q: the bytes of x_q, transposed
               h_q = g_q^T with column t times c[t]/c_max, c = 2^e * s_g: powers of two, so only exponents move
 
-So forward and backward see the same weight, and the backward pass needs one byte an element of x. s_g is a power of two
-and the mantissa of s_x is already in g, so row scaling of x loses nothing.
+So forward and backward see the same weight, and the backward pass needs one byte an element of x. Row scaling of x
+loses nothing, because s_g is a power of two and the mantissa of s_x is already in g.
 
 Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
 in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.

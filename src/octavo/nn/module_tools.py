@@ -1,11 +1,11 @@
-"""Tools for modules of other libraries: their limits, their classes, subclasses in place, shared inputs."""
+"""Tools for modules of other libraries: their limits, their classes, subclasses in place, shared inputs, adapters."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -261,7 +261,7 @@ class PrecomputedProjections:
 
 
 class ScaleBuffers(nn.Module):
-    """A module with buffers that begin as zeros and keep their dtypes, but for those in `cast_with_model`.
+    """A module with buffers that begin as zeros and keep their dtypes, except the buffers in `cast_with_model`.
 
     `model.bfloat16()` casts the buffers of other modules, and `to_empty` gives those on the meta device memory that is
     not zero.
@@ -279,3 +279,28 @@ class ScaleBuffers(nn.Module):
             if new.dtype != old.dtype and name not in self.cast_with_model:
                 self._buffers[name] = old.to(new.device)
         return result
+
+
+# ---- Layers in adapters (LoRA), which `octavo.nn.adapters` computes.
+
+
+class Adapter(NamedTuple):
+    """B(A(x)) * scale, which is added to the output of a layer."""
+
+    a: Tensor  # [r, K]
+    b: Tensor  # [N, r]
+    scale: float
+
+
+class AdaptedLayer(nn.Module):
+    """A layer in adapters, as a library of adapters wraps it (`octavo.integrations.peft`)."""
+
+    def parts(self) -> tuple[nn.Module, list[Adapter]] | None:
+        """The layer and the adapters whose sum the output is; None where only `forward` computes it."""
+        raise NotImplementedError
+
+
+def parts_of_layer(module: nn.Module) -> tuple[nn.Module, list[Adapter]] | None:
+    """`AdaptedLayer.parts`; another module is the layer itself. None too where the module or the layer is watched."""
+    found = module.parts() if isinstance(module, AdaptedLayer) else (module, [])
+    return None if found is None or watched(module) or watched(found[0]) else found

@@ -39,7 +39,7 @@ class Observer:
 class ExpertObserver(Observer):
     """Statistics of the operands of a grouped GEMM, of each expert: `experts` [E, HEAD], float64, of x, w and dy.
 
-    Of all experts together, `forward` and `backward` have the histogram, and whether the operand was computed again.
+    `forward` and `backward` have the histogram of all experts, and a flag if the operand was computed again.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:

@@ -141,8 +141,8 @@ def find_speedups(
 def hides_launching(shapes: Sequence[Shape]) -> bool:
     """True if compiled layers of these (M, K, N) keep the GPU busy for as long as the host needs to launch them in FP8.
 
-    The host needs a third of a millisecond for each, and two thirds for the model (bench/gpu/layer.py, on an H200:
-    steps of one small layer take 0.83 ms in BF16 and 1.01 ms in FP8).
+    The host needs a third of a millisecond for each, and two thirds for the model. Steps of one small layer take
+    0.83 ms in BF16 and 1.01 ms in FP8 (bench/gpu/layer.py, on an H200).
     """
     return 6 * sum(m * k * n for m, k, n in shapes) >= LAUNCH_FLOPS * (len(shapes) + 2)
 

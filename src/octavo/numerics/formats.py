@@ -148,8 +148,8 @@ def format_of(dtype: torch.dtype) -> Format:
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     """The codes of `x`, any floating dtype, in `fmt`: int64 of the same shape, rounded to nearest even.
 
-    With `noise`, uniform in [0, 1), x is rounded up with a probability equal to the distance from its lower neighbour
-    in units of the spacing, so that E[decode(encode(x))] = x up to the format's max.
+    With `noise`, uniform in [0, 1), the probability to round x up is the distance from its lower neighbour in units
+    of the spacing. So E[decode(encode(x))] = x up to the format's max.
     """
     x = x.double()
     if not fmt.signed:

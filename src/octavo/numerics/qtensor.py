@@ -294,7 +294,7 @@ class Cast:
         return hash(self._key)
 
     def __str__(self) -> str:
-        """The format, the granularity, and what is not the default."""
+        """The format, the granularity, and the fields that are not the default."""
         floor = f"floor {self.relative_floor:g}" if self.relative_floor else ""
         others = (self.scale, self.rounding, floor, "delayed" if self.history else "")
         return " ".join([self.format, self.granularity.name, *(w for w in others if w not in ("", "fp32", "nearest"))])

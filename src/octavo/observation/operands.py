@@ -279,7 +279,7 @@ def observe(
 
 
 def _is_sampled(stats: Tensor, slot: int, kind: str) -> bool:
-    """True if an operand is to be recorded. That it was computed again is noted in its row of statistics."""
+    """True if an operand should be recorded. That it was computed again is noted in its row of statistics."""
     if not Sampling.active or (stats.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     of_backward = kind == "dy" or kind.endswith("_gradient")

@@ -1,6 +1,6 @@
 """The operations. Each is declared in one file, with its checks and its reference; `kernels` has the Triton kernels.
 
-A CPU runs the reference, a GPU the kernels. Both give the same bytes, but for `attention_fp8`, which cuDNN runs. A
+A CPU runs the reference, a GPU the kernels. Both give the same bytes, except for `attention_fp8`, which cuDNN runs. A
 tensor of another shape or dtype than a docstring names, and a cast that an operation does not do, raise a ValueError.
 """
 

@@ -116,7 +116,7 @@ WIDTHS = {"swiglu": 2, "geglu": 2, "gelu": 1}  # columns of u for each column of
 
 
 class ActivationGradient(NamedTuple):
-    """The quantized gradient of u, the quantized h of forward, and the gradient of a bias (empty if not asked)."""
+    """The quantized gradient of u, the quantized h of forward, and the gradient of a bias (empty without one)."""
 
     du: QTensor
     h: QTensor

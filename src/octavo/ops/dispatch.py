@@ -1,7 +1,7 @@
 """The choice of the implementation that a GEMM, or attention in FP8, runs on.
 
-One function decides for each kind of operand, and reports call it too. What PyTorch's `scaled_mm` runs on each GPU is
-recorded in dispatch.json.
+One function decides for each kind of operand, and reports call it too. dispatch.json records the GEMMs that PyTorch's
+`scaled_mm` runs on each GPU.
 """
 
 import json
@@ -201,7 +201,7 @@ def architecture_key(gpu: GpuArchitecture) -> str:
 
 
 def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a GEMM of `library` returns y where `dtype` is asked for: BF16 where it cannot write that."""
+    """The dtype in which a GEMM of `library` returns y: `dtype`, or BF16 where it cannot write `dtype`."""
     able = _ROW_SCALED_DTYPES.get(library) if granularity == ROW else None
     return torch.bfloat16 if able and dtype not in able else dtype
 

@@ -245,7 +245,7 @@ def choose_groups(
     progress: Progress,
 ) -> BudgetReport:
     """Rank the groups `layers`, and find how few must stay in BF16, measured on `batches`, ids int64 [B, T]. If the
-    budgets cannot be held, a ValueError says what is reached."""
+    budgets cannot be held, a ValueError has the values that are reached."""
     ranking = _rank(model, layers, batches, progress)
     measured: dict[int, Quality] = {}
 

@@ -128,7 +128,7 @@ class _Model:
         return weights if linear else "f16"
 
     def data(self, progress: Progress) -> Iterator[Tensor]:
-        """Every tensor in float32, read when it is asked for."""
+        """Every tensor in float32, read at its first use."""
         if self.frequencies is not None:
             yield self.frequencies
         for done, name in enumerate(self.source.specs, start=1):

@@ -108,9 +108,9 @@ class PackOptions:
 class StaticScales:
     """Stored scales, and their origin, the entry "calibration" of octavo.json.
 
-    `inputs` has the scale of the input of each layer, float32 [1]; `keys_and_values` <attention>.k_scale (of keys after
-    the rotation) and <attention>.v_scale, float32 [1], for every attention layer, or nothing without a cache; `weights`
-    the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
+    `inputs` has the scale of the input of each layer, float32 [1]. `keys_and_values` has <attention>.k_scale (of keys
+    after the rotation) and <attention>.v_scale, float32 [1], for every attention layer, or nothing without a cache.
+    `weights` has the scale of the weight of each layer, float32 [1, 1], if a run's checkpoint holds it.
     """
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -273,7 +273,7 @@ def _select(source: Source, options: PackOptions) -> dict[str, str]:
 
 def _promoted(source: Source, names: Sequence[str], asked: Collection[str]) -> dict[str, str]:
     """The layers that training moved to BF16 and the layers that readers fuse with them, each with the reason. The
-    layers `asked` are packed all the same."""
+    layers `asked` are packed in any case."""
     left = {}
     for group in groups(names):
         promoted = [name for name in group if name in source.promoted and name not in asked]

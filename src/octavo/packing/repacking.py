@@ -154,8 +154,8 @@ def _open(folder: Path) -> PackedTensors:
 def _still_true(
     packed: PackedTensors, packing: Packing, sqnr: Mapping[str, float], same_inputs: bool
 ) -> dict[str, object]:
-    """The entries of the old octavo.json that hold for the new folder. They say what was folded into the model, which
-    layers have the bytes that `pack` cast, and with `same_inputs` where stored scales come from."""
+    """The entries of the old octavo.json that hold for the new folder. They record the folded factors, the layers
+    with bytes that `pack` cast, and with `same_inputs` the source of stored scales."""
     path = packed.folder / "octavo.json"
     record = read_json(path) if path.is_file() else {}
     cast = record.get("layers") or {}

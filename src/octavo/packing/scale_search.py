@@ -6,9 +6,9 @@ For int8, s = f * amax / 127 and q is an integer. Factors f below 1 clip the lar
 finer grid, so integers have factors from 1 down to 0.6. The grid of a float is relative already, and the gain of such
 factors is 0.02 to 0.1 dB. Factors above 1 clip nothing. They move all elements against the binades of e4m3, whose
 relative step is twice as large at the bottom of a binade as at its top, and lose only subnormals. Their gain grows as
-fewer elements share a scale: for normal weights 0.01 dB with one scale for a tensor, 0.1 for a block of 128 x 128,
-0.4 for a row of 1024, 1.0 for a group of 128 and 1.9 for a group of 32. Scales that are powers of two can only take
-the factors 1 and 1/2.
+fewer elements share a scale. For normal weights it is 0.01 dB with one scale for a tensor, 0.1 for a block of 128 x
+128, 0.4 for a row of 1024, 1.0 for a group of 128, and 1.9 for a group of 32. Scales that are powers of two can only
+take the factors 1 and 1/2.
 
 q of e4m3 is computed without a cast. For 2^e <= |w/s| < 2^(e+1) the step of e4m3 is 2^(e-3), which is the last bit of
 the float32 number 1.5 * 2^(e+20). Adding that number and subtracting it again rounds w/s to the step, to nearest

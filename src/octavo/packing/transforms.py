@@ -6,8 +6,8 @@ channel has a factor s; the module that writes the tensor (a norm, or the linear
     norm(x) w^T = (norm(x) / s) (w s)^T
 
 Rotation (QuaRot, Ashkboos et al., arXiv:2404.00456; with learned matrices SpinQuant, arXiv:2405.16406) multiplies the
-whole residual stream by a random Hadamard matrix Q, which does not change the root mean square of a token, and each
-head of the values by a Hadamard matrix H of its size:
+whole residual stream by a random Hadamard matrix Q, which does not change the root mean square of a token. It
+multiplies each head of the values by a Hadamard matrix H of its size:
 
     embedding Q | weights that read a norm with the weight g: w diag(g) Q | weights that write to the stream: Q^T w
     values: H^T w_v, w_o H

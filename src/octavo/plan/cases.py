@@ -152,7 +152,7 @@ class TrainingPlan:
     @property
     def faster_settings(self) -> dict[str, float]:
         """Where the GPU waits for the host: options of `octavo train` that give it more work for the same launches,
-        share the update, or launch less, and how many times the tokens/s each gives."""
+        share the update, or launch less. Each has its tokens/s as a multiple."""
         config, found = self.setup.config, {}
         changes: dict[str, dict[str, Any]] = {
             f"--batch {2 * config.batch}": {"batch": 2 * config.batch},
@@ -170,7 +170,7 @@ class TrainingPlan:
 
     @cached_property
     def fitting(self) -> dict[str, "TrainingPlan"]:
-        """Where the plan does not fit: the options with which it does, and their plans; as few changes as possible. Of
+        """Where the plan does not fit: the options with which it does, and their plans; as few changes as possible. In
         each kind of change the fewest GPUs count, then the most tokens a second."""
         sequences, mode = self.setup.config.batch // self.setup.degrees.data, attrgetter(MODE)(self.setup.config)
         kinds: dict[str, list[Any]] = {
@@ -327,10 +327,10 @@ _SERVING = {"scheme": "scheme", "kv-cache": "cache", "attention": "attention"}  
 
 @dataclass(frozen=True)
 class Case:
-    """A question to `octavo plan`: a model (`find_architecture`; or a file of settings, a preset or a run of octavo
-    train), settings as on a command line, GPUs, and Gb/s of a GPU's network card. In serving: the `scheme` of the
-    packed layers ("" for that of the recipe), and the dtypes of the `cache` of keys and values and of the `attention`
-    of prompts."""
+    """A question to `octavo plan`: a model, settings as on a command line, GPUs, and Gb/s of a GPU's network card.
+    The model is one of `find_architecture`, a file of settings, a preset, or a run of octavo train. In serving: the
+    `scheme` of the packed layers ("" for that of the recipe), and the dtypes of the `cache` of keys and values and of
+    the `attention` of prompts."""
 
     model: str
     settings: tuple[str, ...] = ()

@@ -202,7 +202,7 @@ def is_fused(model: Architecture, recipe: Recipe) -> bool:
 
 
 def _hidden_bytes(setup: Setup, block: Block) -> float:
-    """What the activation and, in a block of experts, the last layer save."""
+    """The bytes that the activation and, in a block of experts, the last layer save."""
     u, compiled = block.activated, setup.config.compile.blocks
     routed = max((layer.active for layer in block.layers if layer.copies > 1), default=0)  # experts of a token
     fused = setup.fp8_experts if routed else is_fused(setup.model, setup.recipe)

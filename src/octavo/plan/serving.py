@@ -147,8 +147,8 @@ CACHE_BYTES = {"bf16": 2, "fp8": 1}
 
 @dataclass(frozen=True)
 class Server:
-    """A model as it is served: the scheme of its packed layers (None: BF16), GPUs that share each layer, `batch` texts
-    of `context` tokens at once, and the dtypes (bf16, fp8) of keys and values and of the attention of prompts."""
+    """A model as it is served: the scheme of its packed layers (None: BF16), and GPUs that share each layer; `batch`
+    texts of `context` tokens at once. Dtypes (bf16, fp8) are of keys and values and of the attention of prompts."""
 
     model: Architecture
     scheme: Scheme | None
@@ -165,7 +165,7 @@ class Server:
 
     @cached_property
     def expert_speeds(self) -> SchemeSpeeds | None:
-        """Of the experts, if the model has any: all have one shape, or its transpose."""
+        """The speeds of the experts, if the model has any: all have one shape, or its transpose."""
         layers = (layer for block in self.model.blocks for layer in block.layers if layer.copies > 1)
         experts = next(layers, None)
         return None if experts is None else find_speeds(self.scheme, self.gpu, experts)

@@ -50,7 +50,7 @@ class StepTime:
 
     @property
     def parts(self) -> dict[str, float]:
-        """What the step is the sum of."""
+        """The parts that add up to the step."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "host"}
 
     @property
@@ -428,9 +428,9 @@ class Links:
 
 @dataclass(frozen=True)
 class Training:
-    """One mode's step on one GPU: seconds of a block (both passes), of the rest (head and loss) and of the optimizer
-    for all parameters; bytes of the collectives of a block and of the root; and bytes of one gradient among these,
-    which groups of GPUs sum in FP32."""
+    """One mode's step on one GPU: seconds of a block (both passes), of the rest (head and loss), and of the
+    optimizer for all parameters. Then the bytes of the collectives of a block and of the root, and the bytes of one
+    gradient among these, which groups of GPUs sum in FP32."""
 
     layers: int
     block: float

@@ -170,7 +170,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Table:
-    """The measurements of one machine: for each recipe all points of a grid of M, K and N, between which speedups are
+    """The measurements of one machine. Each recipe has all points of a grid of M, K and N, between which speedups are
     interpolated, and single `shapes`, which say nothing about layers of other sizes."""
 
     machine: Machine
@@ -202,7 +202,7 @@ class Table:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The table that `to_json` wrote. A ValueError says what is wrong with other text."""
+        """The table that `to_json` wrote. Other text is a ValueError, which names the fault."""
         fields = json.loads(text)
         try:
             grid, shapes = (tuple(Measurement(**row) for row in fields.pop(name)) for name in ("grid", "shapes"))

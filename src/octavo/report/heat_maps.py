@@ -170,7 +170,7 @@ def spread(steps: Array, count: int) -> list[int]:
 
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
-    layers, 40], and `amax`, float32 [steps, layers]; of operands also `scale` and `smallest_scale`. All are base64."""
+    layers, 40], and `amax`, float32 [steps, layers]; operands have `scale` and `smallest_scale` too. All are base64."""
     operands, fields = _at(watched.operands, steps), {name: name for name in ("amax", "scale", "smallest_scale")}
     found = {
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)

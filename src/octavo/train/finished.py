@@ -74,7 +74,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
 
 
 def held_out(path: Path, opened: OpenedModel | Loaded) -> tuple[Batches, int, ReadReport]:
-    """The batches on which the run in `path` evaluates, for another model, how many it takes, and what was read."""
+    """The batches on which the run in `path` evaluates, for another model, their number, and a report of the text."""
     run = RunFolder(path)
     if not run.has_model:
         raise ValueError(f"{path} is no run of octavo train, so no text was held out: give --data, or --held-out RUN")

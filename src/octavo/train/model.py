@@ -540,7 +540,7 @@ def parallelize(model: nn.Module, config: Config, mesh: DeviceMesh, *, fp8: bool
 
 
 def _materialize(model: Any, device: torch.device, storage: torch.device) -> None:
-    """Give memory to what is on the meta device, and move the rest: parameters to `storage`, buffers to `device`."""
+    """Give memory to tensors on the meta device, and move the rest: parameters to `storage`, buffers to `device`."""
 
     def place(t: Tensor) -> Tensor:
         where = storage if isinstance(t, DTensor) else device

@@ -1,12 +1,12 @@
 """The records of runs, and the verdict on the losses of two groups of runs, within a margin.
 
 Runs are paired where they have the same seed and the same branch: they see the same batches. The loss of a run is the
-mean of its last three evaluations, and the gap of a pair the relative difference of its losses. Of n pairs with the
+mean of its last three evaluations, and the gap of a pair the relative difference of its losses. For n pairs with the
 mean gap d and the standard deviation s, the interval is
 
     d +- t(n - 1, 1 - alpha_n / 2) * s / sqrt(n),    alpha_n = 5 % * 2 / (n (n - 1)),    n >= 3
 
-One may look after every added pair, and stop as one likes. The alpha_n of all n from 3 on sum to 5 %, so by the union
+One may look after every added pair, and stop as one likes. The alpha_n of all n from 3 on sum to 5 %. So by the union
 bound the intervals of all looks together hold the true gap with 95 % probability: the 5 % are spent over the looks (Lan
 and DeMets, Biometrika 70, 1983). This takes the gaps of the pairs to be independent and normal, as Student's t does.
 """

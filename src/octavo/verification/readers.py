@@ -14,8 +14,8 @@ a scale is at about 1.
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
 of their inputs. If the folder stores scales of a KV cache, the reference rounds keys and values, as transformers does.
-vLLM then has its cache in eight bits, and may be at 2 times the larger: its attention may round more than the cache.
-vLLM gives log-probabilities in place of logits, and both distances are of log-probabilities there.
+With vLLM the cache is then in eight bits, and the limit is 2 times the larger: its attention may round more than the
+cache. It gives log-probabilities, not logits, and both distances are of log-probabilities there.
 """
 
 import io

@@ -13,7 +13,7 @@ __all__ = ["Event", "GemmRun", "Sample", "Watch", "Watched", "WatchedLayer", "co
 if not TYPE_CHECKING:  # a type checker would take every name for one of the package
 
     def __getattr__(name: str) -> Any:
-        """Import the collection of a watch when it is first asked for: a report only reads a watch."""
+        """Import the collection of a watch at its first use: a report only reads a watch."""
         if name not in ("Sample", "Watch", "watch"):
             raise AttributeError(f"module 'octavo.watching' has no attribute {name!r}")
         return getattr(import_module("octavo.watching.collection"), name)

@@ -180,7 +180,7 @@ class Watch:
         self._begin()
 
     def close(self) -> None:
-        """Write what is pending, and leave the model as it was before."""
+        """Write the pending samples, and leave the model as it was before."""
         self._closed = True
         self._measurement.close()
         try:

@@ -47,8 +47,8 @@ class Layers:
     experts' matrices. `names` have no prefixes of wrappers. Each converted layer has one of the `places`, and each
     fused module one more. `dtype` is that of GEMMs that are not quantized.
 
-    The rules take single experts, which are numbered after the layers, in the order of the stacks: `firsts` has the
-    number of expert 0 of each stack, by the number of its layer, and `count` is that of layers and experts.
+    The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts` has the
+    number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and experts.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

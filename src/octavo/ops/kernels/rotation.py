@@ -1,9 +1,9 @@
 """The Hadamard rotation as a Triton kernel, in one pass: a program holds whole blocks of the rotation in registers.
 
-A stage adds and subtracts the neighbours at even and odd positions, and makes the bit that told them apart the highest
-bit of the position. So the next bit is the lowest in the next stage, and after as many stages as there are bits, all
-are in their places again. Triton moves numbers between threads only where the lowest bit is not within a thread: three
-times for a block of 4,096. The sums are those of the reference, in its order.
+A stage adds and subtracts the neighbours at even and odd positions, and makes the bit that distinguishes them the
+highest bit of the position. So the next bit is the lowest in the next stage, and after as many stages as there are
+bits, all are in their places again. Triton moves numbers between threads only where the lowest bit is not within a
+thread: three times for a block of 4,096. The sums are those of the reference, in its order.
 """
 
 import triton

@@ -1,7 +1,7 @@
 """The cross-entropy as a Triton kernel: a program computes one row of logits, block by block.
 
-The second pass finds most of the row in the L2 cache: a program has all threads of a multiprocessor, so that as many
-rows are in work as there are multiprocessors (34 MB of 128,256 logits in BF16 on an H100).
+The second pass finds most of the row in the L2 cache: a program has all threads of a multiprocessor. So as many rows
+are in work as there are multiprocessors (34 MB of 128,256 logits in BF16 on an H100).
 """
 
 from typing import Any
