@@ -42,7 +42,6 @@ _REMEDIES = {
     "gradient": "give the layer a backward pass (dx = dy @ w), or train the model dequantized",
     "precision": "convert the model itself, such as by octavo.convert(model), and check it again",
 }
-_INF = float("inf")
 _ROWS = 256  # of x, y, dy and dx that are compared
 _SMALL = 2**20  # elements of a buffer that a pass may change: statistics and scales, no weights
 
@@ -57,7 +56,7 @@ class Fault(Finding):
 
 @dataclass
 class LiveReport:
-    """What is wrong with a live model, worst first; printed, it is a table."""
+    """The faults of a live model, worst first; printed, it is a table."""
 
     faults: list[Fault]
     remarks: list[str]
@@ -88,7 +87,7 @@ def check(
 
     It compares y and dx of each linear layer with its dequantized weight, eight-bit weights with their scales, and
     tensors in memory with the folder's. It follows gradients, and counts the dtypes multiplied. The model stays as it
-    is. What another module computes from a layer's weight is not compared.
+    is. A layer that another module computes, without a call, is not compared.
 
     Args:
         model: not sharded, in the mode in which it is used. Lost gradients are a fault in training alone.
@@ -118,9 +117,7 @@ def check(
     found = [*_weight_faults(model, None if source is None else Path(source), run.remarks), *run.faults()]
     if "fp8" in (precision, os.environ.get("ACCELERATE_MIXED_PRECISION")) and not run.flops["FP8"]:
         ran = " and ".join(run.flops) or "no dtype"
-        found.append(
-            Fault("precision", "(model)", f"FP8 was asked for, and no product ran in it: all ran in {ran}", 1.0)
-        )
+        found.append(Fault("precision", "(model)", f"FP8 was asked for, and all products ran in {ran}", 1.0))
     groups: dict[tuple[str, str], list[Fault]] = {}
     patterns = patterns_of(model)
     for fault in found:
@@ -146,7 +143,7 @@ def _arguments(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass
 class _Layer:
-    """What was seen of a linear layer, over its calls."""
+    """A linear layer, and the worst of its calls."""
 
     module: nn.Module
     allowed: float = 0.0  # 0 until a call is compared
@@ -298,7 +295,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
     """Gradients, small buffers and random numbers stay; a gradient of the pass is dropped when it is complete."""
     grads = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     buffers = [(b, b.clone()) for b in model.buffers() if b.numel() <= _SMALL]
-    with ExitStack() as contexts, torch.random.fork_rng(), torch.no_grad():
+    with ExitStack() as contexts, torch.random.fork_rng():
         for p, grad in grads:
             contexts.callback(setattr, p, "grad", grad)
             contexts.enter_context(p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))  # type: ignore[no-untyped-call]
@@ -320,8 +317,8 @@ _WRAPPED = re.compile(r"^base_model\.model\.|^module\.|_orig_mod\.|_checkpoint_w
 
 
 def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
-    """What the parameter or buffer `leaf` of a module stands for, float32 [..., N, K]; True if it is eight-bit; and
-    what is wrong with its scale."""
+    """The numbers of a parameter or buffer of a module, float32 [..., N, K]; True if it is eight-bit; and what is wrong
+    with its scale, or ""."""
     tensor = getattr(module, leaf).detach()
     if hasattr(tensor, "__tensor_flatten__") and hasattr(type(tensor), "dequantize"):
         scales = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if "scale" in name]
@@ -336,7 +333,7 @@ def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
 
 
 def _widened(data: Tensor, scale: Tensor | None) -> tuple[Tensor, bool, str]:
-    """The same of eight-bit data and its scale, whose shape says which blocks share one."""
+    """The same for eight-bit data and its scale. The shape of the scale says which blocks share one."""
     numbers = numbers_of(data)
     if scale is None:
         return numbers, True, f"is {data.dtype} and has no scale: its bytes alone are multiplied"
@@ -377,7 +374,7 @@ def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) ->
                 continue
             (weight, narrow, wrong), known = _held(module, leaf), _WRAPPED.sub("", name)
             if wrong and tensor.ndim > 1:
-                yield Fault("scale", name, wrong, _INF)
+                yield Fault("scale", name, wrong, torch.inf)
             if known in read:
                 near = _NEAR[narrow or known in eight_bit]
                 yield from (Fault("file", name, *found) for found in _differences(weight.cpu(), read[known](), near))
@@ -404,11 +401,11 @@ def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
 
 
 def _differences(w: Tensor, truth: Tensor, near: float) -> Iterator[tuple[str, float]]:
-    """What a tensor holds in place of the folder's, and |w - w_file| / |w_file|: of each matrix of a stack."""
+    """A sentence on a tensor that is not the folder's, and |w - w_file| / |w_file|; one for each matrix of a stack."""
     truth = truth.float()
-    error = float((w - truth).norm() / truth.norm().clamp(min=1e-30)) if w.shape == truth.shape else _INF
-    if not error < _INF:
-        yield f"is {list(w.shape)}, or not finite; it is {list(truth.shape)} in the folder", _INF
+    error = float((w - truth).norm() / truth.norm().clamp(min=1e-30)) if w.shape == truth.shape else torch.inf
+    if not error < torch.inf:
+        yield f"is {list(w.shape)}, or not finite; it is {list(truth.shape)} in the folder", torch.inf
     elif w.ndim == 3:
         for i, pair in enumerate(zip(w, truth, strict=True)):
             yield from ((f"matrix {i} {what}", error) for what, error in _differences(*pair, near))
