@@ -23,6 +23,7 @@ from octavo.recipe import (
     groupwise,
     rowwise,
     rowwise_dw_bf16,
+    rowwise_forward,
     similar_preset,
     tensorwise,
     tensorwise_rotated,
@@ -78,12 +79,14 @@ def test_presets_that_follow_others_and_presets_with_settings():
     assert tensorwise_rotated() == replace(tensorwise(), name="tensorwise_rotated", rotate=("y",))
     dx = replace(rowwise().dx, a=replace(rowwise().dy, scale="fp32"))  # only dw asks for powers of two
     assert rowwise_dw_bf16() == replace(rowwise(), name="rowwise_dw_bf16", dx=dx, dw=None)
+    assert rowwise_forward() == replace(rowwise(), name="rowwise_forward", dx=None, dw=None, exact_backward=True)
+    assert not rowwise_forward().in_bf16("y").exact_backward
     history = History(16, "ema")
     assert {cast.history for pair in casts(delayed(history=history)) for cast in pair} == {history}
     assert casts(groupwise(size=32)) == three(*[Cast("e4m3", group(32), "fp32")] * 3)
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("bf16", "rowwise_dw_bf16")])
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("bf16", "rowwise_dw_bf16", "rowwise_forward")])
 def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name):
     recipe = PRESETS[name]()
     for gemm in ("y", "dx", "dw"):
@@ -98,7 +101,7 @@ def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name)
     assert recipe.in_bf16() is recipe
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n != "bf16"])
+@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("bf16", "rowwise_forward")])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m2fnuz"])
 def test_the_gradients_format_can_be_chosen(name, fmt):
     recipe = PRESETS[name](gradients=fmt)
@@ -111,7 +114,7 @@ def test_fast_accumulation_never_in_dw_and_rotation_in_one_preset():
     for name, preset in PRESETS.items():
         recipe = preset()
         fast = [gemm is not None and gemm.fast_accumulation for gemm in (recipe.y, recipe.dx, recipe.dw)]
-        assert fast == [name != "bf16", name.startswith("rowwise"), False]
+        assert fast == [name != "bf16", name in ("rowwise", "rowwise_dw_bf16"), False]
         assert recipe.name == name
         assert recipe.rotate == (("y",) if name == "tensorwise_rotated" else ())
 
@@ -253,6 +256,16 @@ REFUSED = [
     (lambda: Cast("e4m3", "row"), r"granularity must be a Granularity, got 'row' \(str\): give ROW"),
     (lambda: Gemm("e4m3", Cast()), r"got 'e4m3' \(str\) for a: give a Cast, such as Cast\('e4m3'\)"),
     (lambda: Gemm(Cast(), "e4m3"), r"got 'e4m3' \(str\) for b: give a Cast"),
+    (
+        lambda: replace(rowwise(), exact_backward=True),
+        "rowwise: exact_backward takes dx and dw in BF16.* leave it out",
+    ),
+    (lambda: Recipe("mine", exact_backward=True), "mine: exact_backward takes .* casts of y without rotation, by row"),
+    (lambda: replace(rowwise_forward(), rotate=("y",)), "exact_backward takes .* casts of y without rotation"),
+    (
+        lambda: Recipe("mine", groupwise().y, exact_backward=True),
+        "exact_backward takes .* by row, tensor or square",
+    ),
     (lambda: Recipe("mine", dx="e4m3"), r"recipe mine: dx must be a Gemm, or None for BF16, got 'e4m3' \(str\)"),
     (lambda: Recipe("mine", Gemm(Cast(scale="e8m0"), Cast())), "no GEMM takes row scales in e8m0: .*scale='pow2'"),
     (lambda: Recipe("mine", Gemm(Cast(), Cast(scale="e8m0"))), "no GEMM takes row scales in e8m0: .*scale='pow2'"),
@@ -389,7 +402,10 @@ def test_a_changed_preset_needs_a_name_of_its_own(tmp_path):
     ("values", "essentials"),
     [
         ([1], ["must hold a JSON object, got list"]),
-        ({"rotat": True}, ["unknown field rotat (did you mean 'rotate'?)", "name, rotate, emulate, y, dx, dw"]),
+        (
+            {"rotat": True},
+            ["unknown field rotat (did you mean 'rotate'?)", "name, rotate, emulate, exact_backward, y, dx, dw"],
+        ),
         ({"zzz": 1}, ["unknown field zzz: the fields are name"]),
         ({"rotate": 1}, ["rotate lists the GEMMs", "of y, dx, dw", "got 1"]),
         ({"name": ""}, ["name must not be empty"]),
@@ -448,7 +464,7 @@ def test_a_misspelt_preset_is_answered_with_the_nearest_and_a_format_with_the_de
 
 def test_the_similar_preset_casts_x_and_w_alike():
     for name, preset in PRESETS.items():
-        similar = "rowwise" if name == "rowwise_dw_bf16" else name
+        similar = "rowwise" if name.startswith("rowwise") else name
         assert similar_preset(replace(preset(), name="mine")) == similar
     assert similar_preset(delayed(history=History(16, margin=4.0))) == "delayed"
     assert similar_preset(replace(rowwise(), dx=None, dw=None)) == "rowwise"

@@ -16,6 +16,7 @@ from octavo.recipe import (
     mxfp8,
     rowwise,
     rowwise_dw_bf16,
+    rowwise_forward,
     tensorwise,
     tensorwise_rotated,
 )
@@ -65,6 +66,7 @@ VARIANTS: dict[str, Variant] = {
     "rowwise": Variant(rowwise(), "the default; fast accumulation in y and dx"),
     "rowwise_exact_dx": Variant(exact_dx(), "`rowwise`, no fast accumulation in dx"),
     "rowwise_dw_bf16": Variant(rowwise_dw_bf16(), "`rowwise`, dw in BF16"),
+    "rowwise_forward": Variant(rowwise_forward(), "`rowwise` in y, dx and dw in BF16 from its bytes"),
     "rowwise_stochastic": Variant(stochastic(rowwise()), "`rowwise`, gradients rounded stochastically"),
     "rowwise_rotated": Variant(
         replace(rowwise(), rotate=("y",)), "`rowwise`, x and w rotated by a Hadamard matrix, for y alone"

@@ -84,6 +84,8 @@ class Recipe:
         rotate: the GEMMs whose two operands are rotated along the reduction by a Hadamard matrix before they are
             quantized, for this GEMM alone: any of "y", "dx" and "dw" (`octavo.recipe`).
         emulate: on a GPU that has no GEMM for these casts, compute it slowly in float32 instead of raising an error.
+        exact_backward: dx and dw, both in BF16, read the numbers that the bytes of y stand for. They are the gradients
+            of the y that was computed, and not of its high-precision twin.
 
     Attributes:
         fusable: the three GEMMs, where the fused modules (`octavo.nn.NormLinear`, `octavo.nn.SwiGLU`) can run them, or
@@ -93,7 +95,7 @@ class Recipe:
 
     Raises:
         TypeError: y, dx or dw is neither a `Gemm` nor None.
-        ValueError: no GEMM takes these casts together, or `rotate` names something else.
+        ValueError: no GEMM takes these casts together, `rotate` names something else, or `exact_backward` does not fit.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Recipe:
     dw: Gemm | None = None
     rotate: tuple[str, ...] = ()
     emulate: bool = False
+    exact_backward: bool = False
     fusable: FusableRecipe | None = field(init=False, repr=False, compare=False)
     text: str = field(init=False, repr=False, compare=False)
 
@@ -122,6 +125,13 @@ class Recipe:
         self._check_rotation()
         self._check_row_scales()
         self._check_histories()
+        casts = () if self.y is None or "y" in self.rotate else (self.y.a, self.y.b)
+        fits = casts and all(cast.bytes_serve_both and cast.rounding == "nearest" for cast in casts)
+        if self.exact_backward and not (fits and self.dx is None and self.dw is None):
+            raise ValueError(
+                f"recipe {self.name}: exact_backward takes dx and dw in BF16, and casts of y without rotation, by row, "
+                f"tensor or square block, rounded to nearest; got {self!r}: leave it out"
+            )
         object.__setattr__(self, "text", json.dumps(self.to_dict() | {"name": "compiled"}))  # the dataclass is frozen
         object.__setattr__(self, "fusable", self._find_fusable())
 
@@ -188,16 +198,16 @@ class Recipe:
 
     @property
     def quantizes_w_once(self) -> bool:
-        """True if dx reads the bytes of the cast `w`, transposed."""
+        """True if dx reads the bytes of the cast `w`, transposed or widened."""
         if self.dx is None or "dx" in self.rotate:
-            return False
+            return self.exact_backward
         return self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
     def quantizes_x_once(self) -> bool:
-        """True if dw reads the bytes of the cast `x`, transposed."""
+        """True if dw reads the bytes of the cast `x`, transposed or widened."""
         if self.dw is None or "dw" in self.rotate:
-            return False
+            return self.exact_backward
         return self.dw.b == self.x and self.dw.b.bytes_serve_both
 
     @property
@@ -219,7 +229,8 @@ class Recipe:
         if not chosen:
             return self
         rotate = tuple(gemm for gemm in self.rotate if gemm not in chosen)
-        changes: dict[str, Any] = {"rotate": rotate} | dict.fromkeys(chosen)
+        changes: dict[str, Any] = {"rotate": rotate, "exact_backward": self.exact_backward and "y" not in chosen}
+        changes |= dict.fromkeys(chosen)
         return replace(self, name=f"{self.name} with {', '.join(chosen)} in bf16", **changes)
 
     @property
@@ -250,12 +261,15 @@ class Recipe:
     def __repr__(self) -> str:
         gemms = {name: getattr(self, name) for name in GEMMS}
         casts = ", ".join(f"{name}: {f'{gemm.a} x {gemm.b}' if gemm else 'bf16'}" for name, gemm in gemms.items())
-        return f"Recipe({self.name!r}, {casts}, rotate={self.rotate}, emulate={self.emulate})"
+        exact = ", exact_backward=True" if self.exact_backward else ""
+        return f"Recipe({self.name!r}, {casts}, rotate={self.rotate}, emulate={self.emulate}{exact})"
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON values: each GEMM by the names of its operands, None for BF16."""
         gemms = {name: _gemm_to_dict(getattr(self, name), *operands) for name, operands in _OPERANDS.items()}
-        return {"name": self.name, "rotate": list(self.rotate), "emulate": self.emulate, **gemms}
+        settings = {"name": self.name, "rotate": list(self.rotate), "emulate": self.emulate}
+        # Earlier versions read the recipes of all others.
+        return settings | ({"exact_backward": True} if self.exact_backward else {}) | gemms
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], name: str = "custom") -> Recipe:
@@ -267,7 +281,7 @@ class Recipe:
             ValueError: an unknown field, a value of the wrong type or outside its range, or casts that no GEMM takes
                 together; the message names the field, such as y.x.granularity.
         """
-        kinds = {"name": str, "rotate": object, "emulate": bool} | dict.fromkeys(GEMMS, object)
+        kinds = {"name": str, "rotate": object, "emulate": bool, "exact_backward": bool} | dict.fromkeys(GEMMS, object)
         fields = {"name": name} | _read_fields(values, kinds, "")
         if not fields["name"]:
             raise ValueError("name must not be empty")
@@ -361,6 +375,15 @@ def rowwise_dw_bf16(gradients: str = "e4m3") -> Recipe:
     return Recipe("rowwise_dw_bf16", Gemm(ROW_X, ROW_W, fast_accumulation=True), dx)
 
 
+def rowwise_forward() -> Recipe:
+    """`rowwise` in y, and the exact gradient of that y: dx and dw in BF16, from the numbers of the same bytes.
+
+    For fine-tuning and reinforcement learning, where an engine multiplies these bytes. x is saved in one byte. Source:
+    the backward override of Transformer Engine (pull request 2644).
+    """
+    return Recipe("rowwise_forward", Gemm(ROW_X, ROW_W, fast_accumulation=True), exact_backward=True)
+
+
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
     """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
     x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
@@ -395,15 +418,16 @@ def fnuz(recipe: Recipe) -> Recipe:
 
 
 RecipeName = Literal[
-    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
-    "groupwise",
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
+    "blockwise", "mxfp8", "groupwise",
 ]  # fmt: skip
 FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
 PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
     for f in (
-        bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, delayed, blockwise, mxfp8, groupwise,
+        bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, rowwise_forward, delayed, blockwise, mxfp8,
+        groupwise,
     )
 }  # fmt: skip
 
@@ -519,7 +543,7 @@ def _read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[
 def _advice(name: str, kinds: Iterable[str]) -> str:
     """Where a field with this name belongs, or the field here with a name much like it."""
     owners: dict[str, Iterable[str]] = {
-        "the recipe": ("rotate", "emulate", "y", "dx", "dw"),
+        "the recipe": ("rotate", "emulate", "exact_backward", "y", "dx", "dw"),
         "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
         "an operand": _kinds(Cast),
         "a history": _kinds(History),

@@ -165,8 +165,8 @@ KV_CACHES = ("auto", "bf16", "fp8", "int8")
 LAYOUTS = ("compressed-tensors", "fp8", "modelopt")
 MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")
 RECIPES = (
-    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise", "mxfp8",
-    "groupwise",
+    "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
+    "blockwise", "mxfp8", "groupwise",
 )  # fmt: skip
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight", "int8")
 

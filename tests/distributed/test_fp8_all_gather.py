@@ -30,7 +30,7 @@ from octavo.ops import quantize
 
 RECIPES = [name for name in octavo.recipe.PRESETS if name != "bf16"]
 # The others quantize w twice, or rotate it.
-GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "delayed", "blockwise")
+GATHERED = ("tensorwise", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed", "blockwise")
 
 
 def compare(block: nn.Module, whole: nn.Module) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo import ops
-from octavo.recipe import Recipe, rowwise
+from octavo.numerics.qtensor import Cast, parse_granularity
+from octavo.recipe import Gemm, Recipe, rowwise
 
 # Limits in dB of sqnr against the exact product.
 E4M3_DB = 27  # at least, with both operands in e4m3
@@ -36,6 +37,32 @@ def test_rowwise_is_the_formula_of_its_operands(t: int, k: int, n: int) -> None:
     h = (g_q.data.double() * (c / c.max())).float().clamp(-448, 448).to(torch.float8_e4m3fn).double()  # [T,N]
     exact = h.t() @ x_q.data.double() * (c.max() / w_q.scale.double())
     assert worst_row(dw, exact.numpy()) < 1e-6
+
+
+@pytest.mark.parametrize("granularity", ["row", "tensor", "block:16x16"])
+def test_an_exact_backward_pass_is_the_gradient_of_the_numbers_that_y_multiplied(granularity: str) -> None:
+    """y, dx and dw against float64 products of the same bytes."""
+    cast = Cast("e4m3", parse_granularity(granularity))
+    linear = converted(Recipe("mine", Gemm(cast, cast), exact_backward=True), bias=True)
+    x, dy = torch.randn(T, K) * torch.randn(T, 1).exp(), torch.randn(T, N)
+    x_q, w_q = (ops.quantize(t, cast).dequantize(torch.float64) for t in (x, linear.weight.detach()))
+    expected = x_q @ w_q.t() + linear.bias.detach().double(), dy.double() @ w_q, dy.double().t() @ x_q
+    for found, exact in zip(run(linear, x, dy), expected, strict=True):
+        assert worst_row(found, exact.numpy()) < 1e-6
+    with octavo.scales.cast_once(linear):
+        assert all(torch.equal(a, b) for a, b in zip(run(linear, x, dy), run(linear, x, dy), strict=True))
+        assert worst_row(run(linear, x, dy)[1], expected[1].numpy()) < 1e-6
+
+
+def test_rowwise_forward_saves_bytes_and_computes_y_of_rowwise() -> None:
+    linear, x = converted("rowwise_forward"), torch.randn(T, K, requires_grad=True)
+    other = converted("rowwise")
+    other.load_state_dict(linear.state_dict())
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        y = linear(x)
+    assert torch.equal(y, other(x))
+    assert [t.dtype for t in saved if t.shape == (T, K)] == [torch.float8_e4m3fn]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from octavo.nn import Experts, SwiGLU
 from octavo.nn.selection import e5m2_gradients, promote
 from octavo.recipe import PRESETS
 
-WITH_E4M3 = {name: PRESETS[name]("e4m3") for name in QUANTIZED}
+WITH_E4M3 = {name: PRESETS[name]("e4m3") for name in QUANTIZED if name != "rowwise_forward"}  # whose dy is in BF16
 
 
 def operands() -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +35,7 @@ def test_in_bf16_it_is_the_layer_of_the_recipe_bf16(recipe: str) -> None:
     assert layer.recipe.name == "bf16"
 
 
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("recipe", WITH_E4M3)
 def test_with_gradients_in_e5m2_it_is_the_layer_of_the_recipe_with_these(recipe: str) -> None:
     layer, wide = converted(WITH_E4M3[recipe]), converted(PRESETS[recipe]("e5m2"))
     wide.load_state_dict(layer.state_dict())

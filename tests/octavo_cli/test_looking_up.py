@@ -25,7 +25,7 @@ from octavo_cli import doctor
 from octavo_cli.command import GPUS, SCHEMES
 
 GEMMS = ("y", "dx", "dw")
-QUANTIZED = dict.fromkeys(PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx")}
+QUANTIZED = dict.fromkeys(PRESETS, GEMMS) | {"bf16": (), "rowwise_dw_bf16": ("y", "dx"), "rowwise_forward": ("y",)}
 
 
 def test_the_machine_its_recipes_and_its_schemes(octavo):

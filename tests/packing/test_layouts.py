@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layouts import LAYOUTS, Layout, packed_layers
+from octavo.checkpoint.layout_base import Layout, packed_layers
+from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Scheme
 from octavo.evaluation import PromptOptions

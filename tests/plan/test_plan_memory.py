@@ -124,7 +124,7 @@ def of_block(kind: str, recipe: str, mode: str, *, compiled: bool = False, fp8_a
 
 
 @CHECKPOINTING
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "groupwise"])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "tensorwise", "rowwise_dw_bf16", "rowwise_forward", "groupwise"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_block_saves_what_is_planned(kind, recipe, mode):
     block = held(kind, recipe, mode)

@@ -4,16 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from octavo.models.tokenizer import ByteTokenizer
 from octavo.numerics import History
 from octavo.recipe import delayed
-from octavo.train.config import PRESETS, RULES, ActivationCheckpointing, Config, ConfigError, Parallel, settings_of
+from octavo.train.config import (
+    PRESETS,
+    RULES,
+    ActivationCheckpointing,
+    Config,
+    ConfigError,
+    Parallel,
+    check_effects,
+    settings_of,
+)
 from octavo.train.model import check_memory, check_parallel, make_model
 from octavo.train.optimizer import learning_rate
 from octavo.train.processes import find_degrees, total_memory
 from octavo.train.run_records import different_settings
 from octavo.train.settings import describe, load_config, parse
+from octavo.train.trainer import start_run
 
 
 def write(folder, text):
@@ -116,6 +127,43 @@ def test_describe_covers_every_setting_with_help():
 )
 def test_bad_command_line(overrides, essentials):
     fails(*essentials, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--model gpt2 --rope-theta 5e5",
+            "rope_theta 500000.0 requires rotary positions; got model gpt2: give --model",
+        ),
+        ("--recipe bf16 --bf16-gemms dw", r"bf16_gemms \('dw',\) requires .* FP8; got recipe bf16: give --recipe"),
+        (
+            "--decay 0.1",
+            "decay 0.1 requires schedule wsd; got schedule cosine: give --schedule wsd, or leave decay out",
+        ),
+        ("--loss.chunk 4096", "loss.chunk 4096 requires 4096 tokens .*; got 2048: give at most 2048"),
+        ("--loss.logits whole --loss.chunk 512", "loss.chunk 512 requires logits in chunks; got loss.logits whole"),
+        ("--compile.backend eager", "compile.backend eager requires compile.blocks; got false: give --compile.blocks"),
+        ("--parallel.gather-dtype bf16", "gather_dtype bf16 requires several processes; got 1: .* torchrun"),
+        ("--parallel.async-tp", "async_tp True requires parallel.tp above 1; got 1: give --parallel.tp 2"),
+    ],
+)
+def test_a_setting_without_an_effect_is_refused_before_a_run(words, message, tmp_path):
+    config = load_config(None, [*words.split(" "), f"--out={tmp_path / 'run'}"])
+    with pytest.raises(ConfigError, match=message):
+        start_run(config, Console(quiet=True))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
+    words = ["--schedule=wsd", "--decay=0.1", "--compile.blocks", "--compile.backend=eager", "--loss.chunk=512"]
+    one = load_config(None, [*words, "--bf16-gemms=dw", "--rope-theta=5e5", "--recipe=auto"])
+    check_effects(one, processes=1, tp=1, shares=1)
+    check_effects(Config(model="gpt2", batch=1, recipe="bf16"), processes=1, tp=1, shares=1)
+    several = load_config(None, ["--parallel.gather-dtype=bf16", "--parallel.async-tp", "--parallel.tp=2"])
+    check_effects(several, processes=4, tp=2, shares=2)
+    with pytest.raises(ConfigError, match="got 512: give at most 512"):
+        check_effects(Config(batch=2).change(**{"loss.chunk": 600}), processes=2, tp=1, shares=2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Reading and writing safetensors and JSON files, with errors that name the file."""
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -248,7 +249,7 @@ def _read_header(path: Path) -> tuple[dict[str, tuple[int, Tensor]], bool]:
                 f"{path}: {name} has the dtype {entry['dtype']}, and {', '.join(_BY_NAME)} are read: convert it first"
             )
         spec = torch.empty(entry["shape"], dtype=_BY_NAME[entry["dtype"]], device="meta")
-        found[name] = (8 + size + entry["data_offsets"][0], spec)
+        found[_as_parameter(name)] = (8 + size + entry["data_offsets"][0], spec)
     return found, by_octavo
 
 
@@ -269,7 +270,12 @@ def _indexed(folder: Path, stem: str) -> dict[str, Path]:
     for name in map(str, weights.values()):
         if len(PurePosixPath(name).parts) != 1 or "\\" in name or name in ("", ".", ".."):
             raise ArtifactError(f"{index} names {name!r}: its files must lie in the folder itself")
-    return {tensor: folder / str(name) for tensor, name in weights.items()}
+    return {_as_parameter(tensor): folder / str(name) for tensor, name in weights.items()}
+
+
+def _as_parameter(name: str) -> str:
+    """The name of a tensor; of the data and the scale of a Float8Tensor of torchao, those that other writers give."""
+    return re.sub(r"\._weight_(?:qdata|(scale))$", lambda part: f".weight_{part[1]}" if part[1] else ".weight", name)
 
 
 def write_shards(

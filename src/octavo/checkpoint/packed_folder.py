@@ -9,10 +9,10 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
+from octavo.checkpoint.layout_base import is_named
 from octavo.checkpoint.layouts import (
     HEADS,
     Packing,
-    is_named,
     layout_of,
     quantization_config,
     read_config,

@@ -143,8 +143,8 @@ FUSED = (CHANNEL.name, INT8.name, WEIGHT.name)
 # Recipe of a run -> the scheme whose forward pass repeats the run's bit for bit. For tensorwise the weights agree, and
 # the inputs get a scale for each token.
 SCHEME_OF = {
-    "rowwise": "channel", "rowwise_dw_bf16": "channel", "blockwise": "block", "mxfp8": "mx", "groupwise": "group64",
-    "delayed": "static", "tensorwise": "tensor",
+    "rowwise": "channel", "rowwise_dw_bf16": "channel", "rowwise_forward": "channel", "blockwise": "block",
+    "mxfp8": "mx", "groupwise": "group64", "delayed": "static", "tensorwise": "tensor",
 }  # fmt: skip
 # The dtypes of packed weights.
 WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))

@@ -136,7 +136,7 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
     if unit is None or unit.reason:
         return _wide_stack_reason(unit)
-    if recipe.w is None or recipe.y is None or recipe.dx is None:
+    if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
         return f"the recipe {recipe.name} reads the weight in high precision"
     if "y" in recipe.rotate or "dx" in recipe.rotate:
         return f"the recipe {recipe.name} rotates the weight before it is quantized"

@@ -1,7 +1,7 @@
 """Modules: the linear layer on eight-bit GEMMs, norms and MLPs fused with it, and the conversion of a model to them."""
 
 from octavo.nn.attention_layers import use_bf16_attention, use_fp8_attention
-from octavo.nn.conversion import convert, restore
+from octavo.nn.conversion import convert, high_precision, restore
 from octavo.nn.conversion_report import Conversion
 from octavo.nn.experts import Experts, GroupedLinear
 from octavo.nn.fused_modules import GEGLU, GELU, FusedMLP, NormLinear, SwiGLU
@@ -20,6 +20,7 @@ __all__ = [
     "NormLinear",
     "SwiGLU",
     "convert",
+    "high_precision",
     "restore",
     "select_linears",
     "use_bf16_attention",

@@ -1,6 +1,7 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.architectures import ARCHITECTURES
-from octavo.nn.attention_layers import MultiheadAttention, input_weights, is_convertible
+from octavo.nn.attention_layers import GradientScales, MultiheadAttention, input_weights, is_convertible
 from octavo.nn.conversion_report import Conversion, ForwardPass, Row, find_coverage, trace_forward
 from octavo.nn.experts import LEAST_SIDE, Experts, GroupedLinear
 from octavo.nn.fused_loss import HeadRecipe, LossHead, LossModel, find_loss, join_loss
@@ -40,6 +41,7 @@ from octavo.nn.module_tools import (
     check_module,
     class_name,
     is_fsdp_module,
+    is_of_library,
     mix_into,
     parts_of,
     shape_of,
@@ -51,7 +53,7 @@ from octavo.ops import Backend
 from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.registration import FLOATS
-from octavo.recipe import Recipe, RecipeName, rowwise
+from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise
 
 
 def convert(
@@ -423,7 +425,8 @@ def restore(model: nn.Module) -> list[str]:
 
     Parameters, `state_dict`, hooks and ties stay as they are, since `convert` changed none of them. The scale histories
     of `delayed` are deleted: save `octavo.scales.scale_state(model)` first if you need them. A model that was not
-    converted stays as it is. Leave the block of `octavo.scales.cast_once` first.
+    converted stays as it is. Leave the block of `octavo.scales.cast_once` first. The layers that torchao's
+    `convert_to_float8_training` made of `nn.Linear` become such again.
 
     Returns:
         The names of the restored modules: linear layers, and the modules that ran them fused.
@@ -453,10 +456,73 @@ def restore(model: nn.Module) -> list[str]:
                 "torch.nn.utils.parametrize.remove_parametrizations first, and parametrize the restored layer"
             )
     modules = list(model.named_modules())
-    return [name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m)]
+    return [
+        name for name, m in modules if restore_layer(m) or restore_experts(m) or _restore_block(m) or _undo_torchao(m)
+    ]
 
 
 def _restore_block(module: nn.Module) -> bool:
     if isinstance(module, DecoderLayer | SwiGLU) and any("parallel" in m.__dict__ for m in module.modules()):
         return False  # its own class cannot run layers that are parallel
     return unmix(module)
+
+
+def _undo_torchao(module: Any) -> bool:
+    """Make a `Float8Linear` of torchao the `nn.Linear` that it was made of, and return whether `module` was one."""
+    if not is_of_library(module, "torchao", "Float8Linear") or is_fsdp_module(module):
+        return False
+    for name in module.__dict__.keys() - nn.Linear(1, 1, device="meta").__dict__.keys():
+        delattr(module, name)
+    module.__class__ = nn.Linear
+    if (plain := getattr(module.weight, "_tensor", None)) is not None:  # the wrapper that casts in an all-gather
+        module.weight = nn.Parameter(plain, module.weight.requires_grad)
+    return True
+
+
+# ---- FP8 off for a block of code.
+
+
+@contextmanager
+def high_precision(model: nn.Module) -> Iterator[None]:
+    """Compute `model` in its high precision while the block lasts.
+
+    This is `fp8_autocast(enabled=False)` of Transformer Engine. Linear layers, fused modules, experts, attention and
+    the loss cast nothing to eight bits inside. They follow their recipes after the block, also after an exception. A
+    backward pass computes as its forward pass did. Delayed scaling records nothing inside. Compiled code is compiled
+    once for each of the two states. A weight that FSDP2 gathers in eight bits (`octavo.distributed.fp8_all_gather`) is
+    gathered so in both. Convert and restore outside of the block.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: a layer holds its weight in eight bits alone, as those of `octavo.load` do.
+
+    Example:
+        >>> with octavo.nn.high_precision(model):
+        ...     loss(model(x), y).backward()
+    """
+    check_module(model, "high_precision")
+    switched: list[tuple[Any, str, Any, Any]] = []
+    for name, module in model.named_modules():
+        if any(b.dtype.itemsize == 1 and b.dtype not in (torch.bool, torch.uint8) for b in module.buffers(False)):
+            raise ValueError(
+                f"high_precision requires layers with a weight in high precision, and {name or 'the model'} "
+                f"({type(module).__name__}) holds it in eight bits alone: octavo unpack writes its folder in BF16"
+            )
+        switched += [(module, key, getattr(module, key), value) for key, value in _in_high_precision(module)]
+    try:
+        for module, key, _, value in switched:
+            setattr(module, key, value)
+        yield
+    finally:
+        for module, key, value, _ in switched:
+            setattr(module, key, value)
+
+
+def _in_high_precision(module: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of a module that choose eight bits, each with its value in high precision."""
+    if isinstance(getattr(module, "recipe", None), Recipe):
+        yield "recipe", get_recipe("bf16")
+    if isinstance(getattr(module, "fp8_gradients", None), GradientScales):
+        yield "fp8_gradients", None
+    if isinstance(module, LossHead):
+        yield "options", (*module.options[:2], "bf16")

@@ -297,7 +297,7 @@ def stack_gradients(dw: Tensor, db: Tensor, weights: Sequence[Tensor], dtypes: B
     biases: list[Tensor | None] = [None] * len(sizes)
     if any(dtypes):
         biases = [None if d is None else part.to(d) for part, d in zip(torch.split(db, sizes), dtypes, strict=True)]
-    return None, None, *torch.split(dw, sizes), *biases
+    return None, None, *dw.split_with_sizes(sizes), *biases
 
 
 # ---- The two functions.

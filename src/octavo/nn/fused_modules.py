@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import Pair, is_frozen, reads, stack_adapters
+from octavo.nn.adapters import NO_PAIR, Pair, is_frozen, reads, stack_adapters
 from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
@@ -103,7 +103,7 @@ class NormLinear(FusedModule):
 
     def fused(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor] | None:
         """The outputs of `forward`, computed in one pass; None where the norm or the layers cannot be fused."""
-        exchange, layers, norm = exchange_of(self, self.inner), fusable_layers(self.inner), read_norm(self.norm)
+        exchange, layers, norm = exchange_of(self, inner := self.inner), fusable_layers(inner), read_norm(self.norm)
         if layers is None or norm is None or x.numel() == 0 or not layers.take(norm, x):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
@@ -143,11 +143,13 @@ class FusableLayers(NamedTuple):
 
     def take(self, norm: Norm | None, x: Tensor) -> bool:
         """True if the adapters, if there are any, run in the pass of the layers, for the input `x` of `norm`."""
-        frozen = not any(self.adapters) or all(map(is_frozen, self.linears))
-        return frozen and reads(self.adapters, norm, compute_dtype(x))
+        alone = not any(self.adapters)
+        return alone or (all(map(is_frozen, self.linears)) and reads(self.adapters, norm, compute_dtype(x)))
 
     def pair(self, x: Tensor, some: slice = slice(None)) -> Pair:
         """The adapters of `some` of the layers as one pair, for the input `x`."""
+        if not any(self.adapters):
+            return NO_PAIR
         weights = [linear.weight for linear in self.linears[some]]
         return stack_adapters(self.adapters[some], weights, compute_dtype(x))
 
@@ -398,7 +400,7 @@ class DecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K]; `kwargs` go to the attention."""
         attend, mlp, qkv = child(self, "self_attn"), child(self, "mlp"), child(self, "qkv")
-        if parallel_of(qkv.inner) is not None:  # transformers' own code takes the part of a sequence for all of it
+        if parallel_of(layers := qkv.inner) is not None:  # transformers' code takes a part of a sequence for all of it
             fused = qkv(hidden_states)
         else:
             fused = None if args or watched(attend) or watched(mlp) else qkv.fused(hidden_states)
@@ -406,7 +408,7 @@ class DecoderLayer(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         q, k, v = fused[0]
         # Attention saves v for its backward pass. As a view, v would keep all of the stacked q, k, v in memory.
-        projections = PrecomputedProjections(hidden_states, qkv.inner, (q, k, v.contiguous() if v.requires_grad else v))
+        projections = PrecomputedProjections(hidden_states, layers, (q, k, v.contiguous() if v.requires_grad else v))
         attention, _ = attend(hidden_states=projections, **kwargs)
         if isinstance(mlp, FusedMLP):
             return mlp.forward_residual(hidden_states, child(self, "post_attention_layernorm"), attention)

@@ -213,7 +213,7 @@ class Linear(RecipeLayer, nn.Linear):
     def quantized_weight(self, w: Tensor) -> QTensor | None:
         """The weight, or this rank's part `w` of it, where FSDP2 has gathered or `cast_once` cached it so."""
         if isinstance(w, GatheredWeight):
-            history = self.history_of("w")
+            history = None if self.recipe.w is None else self.history_of("w")
             if history is not None and self.weight_cache.amax is not None:
                 history.observe(self.weight_cache.amax)
             return self.weight_cache.gathered

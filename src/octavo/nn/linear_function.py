@@ -12,7 +12,8 @@ So forward and backward see the same weight, and the backward pass needs one byt
 loses nothing, because s_g is a power of two and the mantissa of s_x is already in g.
 
 Other granularities run through the same code. A tensor scale or a square block is transposed with its bytes. A tensor
-in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype.
+in groups is quantized again along the other axis. A GEMM without casts runs in the layer's high-precision dtype. It
+reads x and w, or with `Recipe.exact_backward` the numbers that x_q and w_q stand for.
 
 A rotated GEMM (`octavo.recipe`) quantizes its two operands for itself alone. The others read bytes without a rotation.
 """
@@ -49,7 +50,27 @@ def transposed(q: QTensor, after: Tensor | None = None) -> QTensor:
 
 def scale_folded(data: Tensor) -> QTensor:
     """Bytes whose scale was folded into the other operand: theirs is 1."""
-    return QTensor(data, data.new_ones((data.shape[0], 1), dtype=torch.float32), format_of(data.dtype), ROW)
+    return QTensor(data, _ones(data), format_of(data.dtype), ROW)
+
+
+_known_ones: dict[tuple[torch.device, int], Tensor] = {}  # by device and rows, the widths of layers
+
+
+def _ones(data: Tensor) -> Tensor:
+    """Scales [K, 1] of 1 for data [K, T], the same tensor at each eager call: filling one takes a launch."""
+    if torch.compiler.is_compiling() or type(data) is not Tensor:  # traced
+        return data.new_ones((data.shape[0], 1), dtype=torch.float32)
+    key = data.device, data.shape[0]
+    found = _known_ones.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = data.new_ones((data.shape[0], 1), dtype=torch.float32)
+        if type(found) is not Tensor or (data.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return found  # the memory of a CUDA graph is written to again
+        if data.is_cuda:  # another stream may read it next
+            torch.cuda.current_stream(data.device).synchronize()
+        _known_ones[key] = found
+    return found
 
 
 def weight_transposed(
@@ -289,6 +310,8 @@ def _by_row(gemm: Gemm | None) -> bool:
 def _saved_x(x: Tensor, x_q: QTensor | None, call: Call) -> tuple[Tensor, Tensor | None]:
     """x as dw needs it: x itself, its bytes and scales, or the bytes and scales of its transpose."""
     gemm = call.recipe.dw
+    if call.recipe.exact_backward and x_q is not None:
+        return x_q.data, x_q.scale
     if gemm is None:
         return x.to(call.dtype), None
     if call.recipe.quantizes_x_once and x_q is not None:
@@ -328,7 +351,11 @@ def _dx(
     w: Tensor,
     call: Call,
 ) -> Tensor:
-    gemm = call.recipe.dx
+    gemm, cast = call.recipe.dx, call.recipe.w
+    if call.recipe.exact_backward and cast is not None:
+        w_t = weight_transposed([w], w_data, s_w, cast, dy)
+        wide = w_t.data.float() * s_w.t() if cast.by_row else w_t.dequantize()  # [K,N]
+        return dy.to(call.dtype) @ wide.to(call.dtype).t()  # [T,N] @ [N,K]
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
     if call.recipe.quantizes_w_once:
@@ -349,6 +376,8 @@ def _dw(
     call: Call,
 ) -> Tensor:
     recipe, gemm = call.recipe, call.recipe.dw
+    if recipe.exact_backward and recipe.x is not None:
+        x = QTensor(x, s_x, recipe.x.fmt, recipe.x.granularity).dequantize(call.dtype)
     if gemm is None:
         return (dy.to(call.dtype).t() @ x).to(dtype)  # [N,T] @ [T,K]
     if recipe.quantizes_x_once and x.dtype in FLOATS:  # x itself was saved: cast again, as a weight is

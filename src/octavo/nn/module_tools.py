@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
-from octavo.ops.registration import FLOATS
+from octavo.ops.registration import FLOATS, TENSORS
 
 # ---- Errors for the uses of PyTorch that the converted layers do not support.
 #
@@ -57,16 +57,17 @@ def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
         return
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise unsupported("the transforms of torch.func (grad, vmap, jvp and others)")
+    dual, quantized = forward_ad._current_level >= 0, layer.recipe.quantized
     for what, t in (("its input", x), *(("its weight", w) for w in weights)):
-        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+        if dual and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise unsupported("forward-mode differentiation (torch.autograd.forward_ad)")
-        if hasattr(t, "device_mesh"):
+        if type(t) not in TENSORS and hasattr(t, "device_mesh"):
             raise unsupported(
                 "PyTorch's styles of tensor parallelism, or a weight that FSDP2 has not gathered (in "
                 f"{_named(layer)}, {what} is a DTensor): take the styles of octavo.distributed (tensor_parallel, "
                 "ColumnParallel, RowParallel), or call fully_shard on the block, not on a part of it"
             )
-        if layer.recipe.quantized and t.dtype not in FLOATS:
+        if quantized and t.dtype not in FLOATS:
             raise TypeError(
                 f"{_named(layer)} takes float32, bfloat16 or float16, {what} is {t.dtype} {list(t.shape)}: "
                 "convert it to one of these, or leave the layer out of octavo.convert by skip="

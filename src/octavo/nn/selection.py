@@ -127,6 +127,8 @@ def _skip_reason(name: str, module: nn.Module, skip: Sequence[str], tied: set[in
     if id(module) in read:
         return read[id(module)]
     known = type(module) in (nn.Linear, Linear, ParallelLinear) or is_of_library(module, "transformers", "Conv1D")
+    if is_of_library(module, "torchao", "Float8Linear"):
+        return "torchao converted it (Float8Linear): octavo.restore(model) makes it an nn.Linear again"
     if not known:
         return f"a {type(module).__name__}, whose forward is its own"
     if not isinstance(weight, nn.Parameter):

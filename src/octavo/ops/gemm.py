@@ -148,5 +148,6 @@ def _scaled_mm(
         y = block_scaled_gemm.dequantized_mm(operands, bias, out_dtype)
     else:
         dtype = returned_dtype(backend, operands.by_a, out_dtype)
-        y = scaled_mm_cublaslt(operands, bias, dtype, fast_accumulation).to(out_dtype)
+        y = scaled_mm_cublaslt(operands, bias, dtype, fast_accumulation)
+        y = y if dtype == out_dtype else y.to(out_dtype)
     return y if residual is None else y + residual

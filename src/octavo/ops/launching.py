@@ -90,20 +90,28 @@ def _read(args: tuple[Any, ...], device: int) -> tuple[list[Any], list[Any]]:
     """The properties of each argument that decide Triton's choice of a compiled kernel, and the arguments for its
     launcher, tensors as addresses."""
     kinds: list[Any] = []
-    values = list(args)
-    for i, arg in enumerate(args):
-        if arg is None:
+    values: list[Any] = []
+    for arg in args:
+        value = arg
+        if type(arg) is int:
+            kinds.append(_kind_of(arg))
+        elif arg is None:
             kinds.append(None)
-        elif type(arg) is int:
-            kinds.append(arg if arg == 1 else (arg % 16 == 0, -(2**31) <= arg < 2**31, arg < 2**63))
         else:
-            address = values[i] = arg.data_ptr()
-            kinds.append(arg.dtype if address % 16 == 0 else (arg.dtype,))
+            value = arg.data_ptr()
+            kinds.append(arg.dtype if value % 16 == 0 else (arg.dtype,))
             if arg.get_device() != device:
                 raise ValueError(
                     f"the tensors of an operation must be on one device, got cuda:{device} and {arg.device}"
                 )
+        values.append(value)
     return kinds, values
+
+
+@lru_cache(maxsize=4096)
+def _kind_of(number: int) -> Any:
+    """The properties of an integer that decide Triton's choice."""
+    return number if number == 1 else (number % 16 == 0, -(2**31) <= number < 2**31, number < 2**63)
 
 
 # ---- Compiling Triton kernels in several threads, before they are first launched.

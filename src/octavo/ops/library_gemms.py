@@ -56,7 +56,7 @@ def scaled_mm_cublaslt(
         y = y[:m, :n].contiguous()
     if bias is not None:
         y = y + bias
-    return y.to(out_dtype)
+    return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
 def _pad(data: Tensor, scale: Tensor, granularity: Granularity, rows: int, cols: int) -> tuple[Tensor, Tensor]:

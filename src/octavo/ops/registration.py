@@ -120,14 +120,14 @@ class Operation(Generic[Result]):
     def _compute(self, given: list[Any]) -> Result:
         """The results, with the device of the first tensor as the current one: Triton launches there."""
         first = _first(given)
-        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(first.device):
                 return self._compute(given)
         if not self.kernels:
             return self.function(*given)
         for i in self._tensors:
-            if given[i] is not None:
-                given[i] = given[i].contiguous()
+            if (tensor := given[i]) is not None and not tensor.is_contiguous():
+                given[i] = tensor.contiguous()
         if self._stacked:
             given[0] = [x.contiguous() for x in given[0]]
         return (self.kernel if self.runs(*given) else self.function)(*given)
@@ -151,7 +151,9 @@ class Operation(Generic[Result]):
 
 def _first(values: Sequence[Any]) -> Tensor:
     """The first tensor among arguments, which begin with a tensor, a list of these, or a NamedTuple."""
-    first: Tensor = values[0] if isinstance(values[0], Tensor) else values[0][0]
+    first = values[0]
+    while not isinstance(first, Tensor):
+        first = first[0]
     return first
 
 

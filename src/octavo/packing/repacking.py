@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
-from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Layout, Packing, check_layout, get_layout, read_config
+from octavo.checkpoint.layout_base import Layout
+from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import (
     BLOCK,

@@ -222,7 +222,7 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
     converted = recipe.quantized and name != "router"
     if is_fused(setup.model, recipe):  # norm outputs and h: only their scales
         return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0
-    if name == "o" and (not converted or recipe.dw is None):
+    if name == "o" and (not converted or (recipe.dw is None and not recipe.exact_backward)):
         return 2.0 * elements if fp8_attention else 0.0
     dw_x = recipe.dw.b if recipe.dw is not None else None
     if name == "o" and not fp8_attention and recipe.quantizes_x_once and dw_x and dw_x.rounding == "nearest":
@@ -234,9 +234,8 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
 
 def element_bytes(elements: int, recipe: Recipe) -> float:
     """Bytes of the input x [elements] of a token, as dw reads it."""
-    if recipe.dw is None:
-        return 2.0 * elements
-    return elements + scale_bytes(recipe.dw.b.granularity, elements)
+    cast = recipe.x if recipe.exact_backward else None if recipe.dw is None else recipe.dw.b
+    return 2.0 * elements if cast is None else elements + scale_bytes(cast.granularity, elements)
 
 
 def scale_bytes(granularity: Granularity, elements: int) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from octavo.checkpoint.scheme import Scheme
-from octavo.recipe import Gemm, Recipe
+from octavo.recipe import Gemm, Recipe, get_recipe
 from octavo.util import plural
 
 # ---- GPUs: memory and rates of the data sheet, and the rates that were measured on them. A data sheet's rate of matrix
@@ -276,6 +276,8 @@ def product_origin(gpu: Gpu, recipe: Recipe, products: Sequence[tuple[Shape, int
     """Where the times of GEMMs come from, each given by (M, K, N) and its copies: measured, interpolated, or else."""
     if gpu.grid is None:
         return SHEET
+    if recipe.exact_backward:
+        return f"y of rowwise, dx and dw of bf16, since {recipe.name} was not measured"
     grid, shapes = _grid(gpu.grid, recipe.name), [shape for shape, copies in products if copies == 1]
     if not grid:
         return f"those of blockwise, since {recipe.name} was not measured"
@@ -293,6 +295,9 @@ def linear_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> float:
 
 def _gemm_seconds(gpu: Gpu, recipe: Recipe, shape: Shape) -> list[float]:
     """Seconds of y, dx and dw, each with a third of the casts."""
+    if recipe.exact_backward:
+        in_bf16 = _gemm_seconds(gpu, get_recipe("bf16"), shape)[1:]
+        return [_gemm_seconds(gpu, get_recipe("rowwise"), shape)[0], *in_bf16]
     reference, (m, k, n) = known_gpus()[REFERENCE], shape
     assert reference.grid is not None
     grid = _grid(reference.grid, recipe.name) or _grid(reference.grid, "blockwise")

@@ -542,6 +542,29 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
             )
 
 
+def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
+    """Raise a ConfigError if a setting that is not the default has no effect in a new run.
+
+    The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
+    """
+    tokens = config.batch // shares * config.context
+    wide = config.recipe != "auto" and not get_recipe(config.recipe).quantized
+    idle = (
+        ("rope_theta", config.model == "gpt2", "rotary positions", "model gpt2", "give --model llama"),
+        ("bf16_gemms", wide, "a recipe with GEMMs in FP8", f"recipe {config.recipe}", "give --recipe rowwise"),
+        ("decay", config.schedule == "cosine", "schedule wsd", "schedule cosine", "give --schedule wsd"),
+        ("loss.chunk", config.loss.chunk > tokens, f"{config.loss.chunk} tokens in a micro-batch of a process",
+         f"{tokens}", f"give at most {tokens}"),
+        ("loss.chunk", config.loss.logits == "whole", "logits in chunks", "loss.logits whole", "give auto or chunked"),
+        ("compile.backend", not config.compile.blocks, "compile.blocks", "false", "give --compile.blocks"),
+        ("parallel.gather_dtype", processes == 1, "several processes", "1", "start them with torchrun"),
+        ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
+    )  # fmt: skip
+    for name, without_effect, required, got, remedy in idle:
+        if without_effect and (value := attrgetter(name)(config)) != settings_of(Config)[name].default:
+            raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
+
+
 def write_settings(config: Config, run: RunFolder) -> None:
     """Replace the settings in the folder of a run."""
     replace_file(run.config, json.dumps(config.to_dict(), indent=2) + "\n")

@@ -41,7 +41,7 @@ from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, b
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.scales import seed_scales, update_scales
-from octavo.train.config import Config, ConfigError, write_settings
+from octavo.train.config import Config, ConfigError, check_effects, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     allow_compilations,
@@ -348,7 +348,8 @@ def start_run(config: Config, console: Console) -> Trainer:
             if rank() == 0:
                 stack.enter_context(locked_folder(run.path))
                 _check_empty(run)
-            config = settle(config)
+            config, degrees = settle(config), find_degrees(config.parallel, world_size())
+            check_effects(config, degrees.processes, degrees.tp, degrees.data)
         trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
             load_into_other_recipe(Path(config.branch), trainer.state)

@@ -1,0 +1,138 @@
+"""Folders of transformers with torchao's weights in E4M3, against torchao's own tensors and the files' bytes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_model
+from torch import nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.quantization import (
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    PerRow,
+    PerTensor,
+    quant_api,
+)
+from transformers import AutoModelForCausalLM, TorchAoConfig
+from verify_examples import change_config
+
+import octavo
+from octavo.checkpoint.files import ArtifactError
+from octavo.packing import convert_layout, pack, unpack
+
+CONFIGS = {
+    "channel": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+    "tensor": Float8DynamicActivationFloat8WeightConfig(granularity=PerTensor()),
+    "weight": Float8WeightOnlyConfig(),
+}
+UP = "model.layers.0.mlp.up_proj"
+IDS = torch.arange(24)[None]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A BF16 model, and what transformers and torchao make of it."""
+    root = tmp_path_factory.mktemp("torchao")
+    make_model(root / "bf16", "llama", num_hidden_layers=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            quant_api, "_check_hardware_support", lambda granularity: None
+        )  # torchao writes it on a GPU alone
+        for name, config in CONFIGS.items():
+            options: Any = {"quantization_config": TorchAoConfig(config), "dtype": torch.bfloat16}
+            model = AutoModelForCausalLM.from_pretrained(root / "bf16", **options)
+            model.save_pretrained(root / name, max_shard_size="60KB" if name == "channel" else "5GB")
+            weights = {key: p.dequantize() for key, p in model.state_dict().items() if hasattr(p, "qdata")}
+            torch.save(weights, root / f"{name}.pt")
+    return {path.name: path for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, scheme) -> None:
+    model: Any = octavo.load(folders[scheme])
+    assert {m.scheme.name for m in model.modules() if hasattr(m, "scheme")} == {scheme}
+    unpack(folders[scheme], tmp_path / "wide")
+    theirs, wide = torch.load(folders[f"{scheme}.pt"]), load_file(tmp_path / "wide" / "model.safetensors")
+    assert len(theirs) == 7
+    assert all(torch.equal(wide[name], weight) for name, weight in theirs.items())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    with torch.no_grad():
+        found, expected = (m(IDS).logits.float() for m in (model, plain))
+    error = (found - expected).square().mean() / expected.square().mean()
+    assert error < (1e-3 if scheme == "weight" else 1e-2)  # in FP8 inputs are rounded too
+
+
+def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path) -> None:
+    """The data and the scales move to another layout as they are."""
+    parts = [load_file(path) for path in sorted(folders["channel"].glob("*.safetensors"))]
+    stored = {name: t for part in parts for name, t in part.items()}
+    assert len(parts) > 1
+    convert_layout(folders["channel"], tmp_path / "ours")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert torch.equal(ours[f"{UP}.weight"].view(torch.uint8), stored[f"{UP}._weight_qdata"].view(torch.uint8))
+    assert torch.equal(ours[f"{UP}.weight_scale"], stored[f"{UP}._weight_scale"])
+
+
+def test_inspect_lists_it(folders, request) -> None:
+    octavo_command = request.getfixturevalue("octavo")
+    printed = octavo_command("inspect", str(folders["tensor"]))[1]
+    assert "torchao: 7 layers packed" in printed
+    (row,) = (line.split() for line in printed.splitlines() if line.startswith(f"{UP}.weight "))
+    assert (row[1], row[5:7]) == ("e4m3", ["tensor", "1"])
+
+
+DEFAULT = {"_type": "Float8WeightOnlyConfig", "_data": {}}
+
+
+@pytest.mark.parametrize(
+    ("quant_type", "message"),
+    [
+        ({"default": {"_type": "Int4WeightOnlyConfig", "_data": {}}}, "quant_type is Int4WeightOnlyConfig, .*; octavo"),
+        ({"default": DEFAULT, "layers": {}}, "quant_type is None, .*; octavo reads one Float8Dynamic"),
+        (
+            {"default": DEFAULT | {"_data": {"weight_dtype": {"_data": "float8_e5m2"}}}},
+            "float8_e5m2, .* in float8_e4m3",
+        ),
+        ({"default": DEFAULT | {"_data": {"granularity": {"_type": "PerBlock"}}}}, "PerBlock, .*; octavo reads one"),
+        ({"default": DEFAULT | {"_data": {"activation_value_ub": 2.0}}}, r"bounds \[None, 2.0\]"),
+        ("int8", "quant_type is None"),
+    ],
+)
+def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_type, message) -> None:
+    folder = shutil.copytree(folders["weight"], tmp_path / "bad")
+    change_config(folder, quant_type=quant_type)
+    with pytest.raises(ArtifactError, match=message):
+        octavo.load(folder)
+
+
+def test_it_is_read_and_not_written(folders, tmp_path) -> None:
+    assert (
+        json.loads((folders["weight"] / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
+    )
+    with pytest.raises(
+        ValueError, match=r"octavo reads the layout torchao alone: choose one of compressed-tensors, fp8"
+    ):
+        pack(folders["bf16"], tmp_path / "no", layout="torchao")
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_layers_that_torchao_converted_are_named_and_restored(gathered: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 16, bias=False))
+    state, x = {name: t.clone() for name, t in model.state_dict().items()}, torch.randn(16, 64)
+    expected = model(x)
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=gathered, emulate=True))
+    with pytest.raises(
+        ValueError, match=r"0: torchao converted it \(Float8Linear\): octavo.restore\(model\) makes it an"
+    ):
+        octavo.convert(model)
+    assert octavo.restore(model) == ["0", "1"]
+    assert all(type(layer) is nn.Linear and layer.__dict__.keys() == nn.Linear(1, 1).__dict__.keys() for layer in model)
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(type(p) is nn.Parameter and type(p.data) is torch.Tensor for p in model.parameters())
+    assert torch.equal(model(x), expected)
+    assert octavo.convert(model).converted == ["0", "1"]
