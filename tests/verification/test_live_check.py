@@ -49,8 +49,7 @@ class Quantized(nn.Linear):
 def test_scales_that_a_loader_dropped(made):
     """unslothai/unsloth#6200: weight_scale_inv of some layers was unexpected, and their bytes were multiplied."""
     folder = made("llama", scheme="block", layout="fp8")
-    model = transformers.LlamaForCausalLM.from_pretrained(made("llama"))
-    sound = open_theirs(made("llama"))
+    model, sound = open_theirs(folder), open_theirs(folder)  # dequantized on the CPU
     with torch.no_grad():
         for name, tensor in load_file(folder / "model.safetensors").items():
             if name.endswith("gate_proj.weight"):
@@ -67,8 +66,8 @@ def test_scales_that_a_loader_dropped(made):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
 def test_experts_that_stayed_random(made, name):
     """NVIDIA-NeMo/Automodel#2682: a cast made a copy, the copy was filled, and experts kept normal_(0, 0.02)."""
-    folder = made(name, scheme="channel")
-    model = open_theirs(made(name))
+    folder = made(name, scheme="block", layout="fp8")
+    model = open_theirs(folder)  # dequantized on the CPU
     assert octavo.check(model, folder).ok
     key = "model.layers.1.mlp.experts.gate_up_proj"
     nn.init.normal_(model.get_parameter(key)[2], 0, 0.02)
@@ -161,6 +160,27 @@ def test_fp8_that_trains_in_bf16(monkeypatch):
 
 
 # ---- Other faults.
+
+
+def test_a_scale_that_is_another_than_the_folders(made):
+    folder = made("llama", scheme="channel")
+    model = octavo.load(folder)
+    model.model.layers[1].mlp.down_proj.weight_scale[5] *= 1.02
+    (fault,) = octavo.check(model, folder).faults
+    assert (fault.kind, fault.where, round(fault.error, 3)) == ("file", "model.layers.1.mlp.down_proj.weight", 0.02)
+
+
+def test_weights_cast_once_that_went_stale():
+    model = built("llama").bfloat16().train()
+    octavo.convert(model)
+    with octavo.scales.cast_once(model):
+        octavo.check(model)
+        nn.init.normal_(model.model.layers[0].mlp.down_proj.weight.data)  # autograd counts no new version
+        report = octavo.check(model)
+    assert sorted((fault.kind, fault.where) for fault in report.faults) == [
+        ("dx", "model.layers.0.mlp.down_proj"),
+        ("y", "model.layers.0.mlp.down_proj"),
+    ]
 
 
 def test_a_weight_without_its_scale_or_with_one_that_cannot_be_right():

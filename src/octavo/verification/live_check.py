@@ -311,7 +311,7 @@ def _kept(model: nn.Module) -> Iterator[None]:
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.int8)
 _SCALES = ("{}_scale_inv", "{}_scale", "scale", "scales")  # of the weight `{}`; they multiply
 _LARGE = 240  # bytes reach this, and most 448; weights do not
-_NEAR = {True: 0.1, False: 2.0**-7}  # |w - w_file| / |w_file|: where one of them is eight-bit, and where none is
+_SAME, _CAST = 2.0**-7, 0.1  # |w - w_file| / |w_file|, of the worst row: rounded to BF16; of the whole: cast since
 # What wrappers add to names: of PEFT, DDP, torch.compile and checkpointing.
 _WRAPPED = re.compile(r"^base_model\.model\.|^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|base_layer\.(?=\w+$)")
 
@@ -376,7 +376,7 @@ def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) ->
             if wrong and tensor.ndim > 1:
                 yield Fault("scale", name, wrong, torch.inf)
             if known in read:
-                near = _NEAR[narrow or known in eight_bit]
+                near = _CAST if narrow and known not in eight_bit else _SAME
                 yield from (Fault("file", name, *found) for found in _differences(weight.cpu(), read[known](), near))
             elif read and tensor.ndim > 1:
                 alone.append(name)
@@ -397,13 +397,17 @@ def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
     with suppress(ArtifactError, ImportError):  # not of transformers: the model has the names of the files
         experts = transformers_meta_model(files.config, folder).experts
         get, names = experts.by_model_names(get, names) if experts.stacks else (get, names)
-    return {name: partial(get, name) for name in names}, {*packed, *(set(names) - files.shapes.keys())}
+    return {name: partial(get, name) for name in names}, {
+        *packed,
+        *((set(names) - files.shapes.keys()) if packed else ()),
+    }
 
 
 def _differences(w: Tensor, truth: Tensor, near: float) -> Iterator[tuple[str, float]]:
     """A sentence on a tensor that is not the folder's, and |w - w_file| / |w_file|; one for each matrix of a stack."""
     truth = truth.float()
-    error = float((w - truth).norm() / truth.norm().clamp(min=1e-30)) if w.shape == truth.shape else torch.inf
+    norm = partial(torch.linalg.vector_norm, dim=-1 if near == _SAME and w.ndim == 2 else None)
+    error = float((norm(w - truth) / norm(truth).clamp(min=1e-30)).max()) if w.shape == truth.shape else torch.inf
     if not error < torch.inf:
         yield f"is {list(w.shape)}, or not finite; it is {list(truth.shape)} in the folder", torch.inf
     elif w.ndim == 3:
