@@ -5,8 +5,10 @@ import torch
 from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients
 from metrics import sqnr
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 import octavo
+from octavo.nn.linear_function import scale_folded
 
 E4M3_DB = 27  # the least sqnr of a product of two operands in e4m3
 
@@ -110,3 +112,16 @@ def test_a_layer_that_is_built_is_a_layer_that_is_converted(recipe):
     assert built.weight.grad is not None
     assert octavo.restore(built) == [""]
     assert type(built) is nn.Linear
+
+
+def test_scales_of_one_are_made_once_but_for_a_call_that_is_traced() -> None:
+    """Those made in inference mode serve a backward pass, and a fake tensor serves no other call."""
+    data = torch.zeros(48, 16, dtype=torch.float8_e4m3fn)
+    with FakeTensorMode() as mode:
+        assert isinstance(scale_folded(mode.from_tensor(data)).scale, FakeTensor)
+    with torch.inference_mode():
+        scale = scale_folded(data).scale
+    assert torch.equal(scale, torch.ones(48, 1))
+    assert not scale.is_inference()
+    assert scale_folded(data.clone()).scale is scale
+    assert scale_folded(data[:16]).scale.shape == (16, 1)

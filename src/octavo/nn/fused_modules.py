@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import NO_PAIR, Pair, is_frozen, reads, stack_adapters
+from octavo.nn.adapters import Pair, is_frozen, reads, stack_adapters
 from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
@@ -148,9 +148,7 @@ class FusableLayers(NamedTuple):
 
     def pair(self, x: Tensor, some: slice = slice(None)) -> Pair:
         """The adapters of `some` of the layers as one pair, for the input `x`."""
-        if not any(self.adapters):
-            return NO_PAIR
-        weights = [linear.weight for linear in self.linears[some]]
+        weights = [linear.weight for linear in self.linears[some]] if any(self.adapters) else []
         return stack_adapters(self.adapters[some], weights, compute_dtype(x))
 
 

@@ -219,6 +219,7 @@ def power_of_two_above(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+@lru_cache(maxsize=4096)
 def row_tile(k: int) -> tuple[int, int, int]:
     """(BLOCK_K, BLOCK_M, warps) of a program over rows of `k` elements: the fastest on an H100."""
     block = max(power_of_two_above(k), 16)
