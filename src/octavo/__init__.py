@@ -19,20 +19,21 @@ if TYPE_CHECKING:  # the same names as in _MODULES; a test compares them
     import octavo.scales  # noqa: F401
     from octavo.inspection.dtype_report import dtype_flow
     from octavo.nn import Conversion, Linear, convert, restore
-    from octavo.numerics import Cast, History, QTensor
+    from octavo.numerics import Cast, QTensor
     from octavo.recipe import Gemm, Recipe
     from octavo.tensor import quantize
+    from octavo.verification.live_check import check
     from octavo.watching import watch
 
 __all__ = [
     "Cast",
     "Conversion",
     "Gemm",
-    "History",
     "Linear",
     "QTensor",
     "Recipe",
     "__version__",
+    "check",
     "convert",
     "dtype_flow",
     "load",
@@ -44,9 +45,10 @@ __all__ = [
 _MODULES = {
     "octavo.inspection.dtype_report": ("dtype_flow",),
     "octavo.nn": ("Conversion", "Linear", "convert", "restore"),
-    "octavo.numerics": ("Cast", "History", "QTensor"),
+    "octavo.numerics": ("Cast", "QTensor"),
     "octavo.recipe": ("Gemm", "Recipe"),
     "octavo.tensor": ("quantize",),
+    "octavo.verification.live_check": ("check",),
     "octavo.watching": ("watch",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -53,6 +53,9 @@ def verify_command(
     device: Device = "cpu",
     seed: PromptSeed = 0,
     folded: Annotated[bool, option("--folded", "Weights were smoothed or rotated: do not compare them.")] = False,
+    live: Annotated[
+        bool, option("--live", "Also run the model that octavo.load opens, and check what its layers compute.")
+    ] = False,
     to_json: Annotated[Path | None, option("--json FILE", "Write all results to FILE, as JSON.")] = None,
     to_html: Annotated[Path | None, option("--html FILE", "Write all results to FILE, as one HTML page.")] = None,
 ) -> None:
@@ -89,8 +92,21 @@ def verify_command(
         write_output(to_json, json.dumps(report.to_dict(invocation), indent=1, allow_nan=False) + "\n")
     if to_html is not None:
         write_output(to_html, page_of_report(report, invocation).html())
-    if not report.ok:
+    if not report.ok or (live and not _check_live(packed, device)):
         raise typer.Exit(1)
+
+
+def _check_live(packed: Path, device: str) -> bool:
+    """Print the faults of the model that `octavo.load` opens; False if there are some."""
+    import octavo
+
+    found = octavo.check(octavo.load(packed, device), packed)
+    table = found.table()
+    if table.rows:
+        print_table(table.columns, table.rows, right=table.right, prose=table.prose, title=table.title)
+    for line in (*found.remarks, f"live: {found.verdict}"):
+        say(line)
+    return found.ok
 
 
 def _print(report: Report) -> None:

@@ -11,6 +11,7 @@ import pytest
 import transformers
 from tiny_models import make_model
 
+from octavo import load as load_packed
 from octavo.packing import pack
 
 
@@ -72,6 +73,22 @@ def test_a_right_folder(octavo: Any, folders: dict[str, Path], tmp_path: Path, m
     assert "<b>folder" not in page
     (chart,) = json.loads(re.search('id="data">(.*?)</script>', page).group(1))["charts"]
     assert [(line["name"], len(line["y"])) for line in chart["lines"]] == [("weight", 14), ("output", 14)]
+
+
+def test_the_live_model(octavo: Any, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = octavo("verify", folders["packed"], "--live")
+    assert code == 0
+    assert "live: 0 faults; y of 15 linear layers and dx of 0 compared; products in FP8" in out
+
+    def load(*args: Any) -> Any:
+        model = load_packed(*args)
+        model.model.layers[1].mlp.up_proj.weight_scale[3] = 0
+        return model
+
+    monkeypatch.setattr("octavo.load", load)
+    code, out, _ = octavo("verify", folders["packed"], "--live")
+    assert code == 1
+    assert "has a scale that is NaN, infinite, zero or negative" in " ".join(out.split())
 
 
 def test_over_budget(octavo: Any, folders: dict[str, Path], tmp_path: Path) -> None:

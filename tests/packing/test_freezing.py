@@ -122,7 +122,7 @@ def test_scales_of_a_converted_model_are_packed(bf16, data, tmp_path):
 
 
 def three_delayed() -> tuple[octavo.Gemm, octavo.Gemm, octavo.Gemm]:
-    cast = octavo.Cast(granularity=octavo.numerics.Granularity(None, None), history=octavo.History())
+    cast = octavo.Cast(granularity=octavo.numerics.Granularity(None, None), history=octavo.numerics.History())
     return octavo.Gemm(cast, cast), octavo.Gemm(cast, cast), octavo.Gemm(cast, cast)
 
 
