@@ -16,7 +16,7 @@ from bench.report.performance import GRAPHS, figure
 
 LLAMA = "Llama-3-8B's shape"
 NOT_DECIDED = "final loss: these runs do not decide it"
-FRONT = ("Llama-3-8B, 32 layers", "four layers", "experts", "Generate one text", "GPT of width")  # README's rows
+FRONT = ("a whole step", "Llama-3-8B, 32 layers", "experts", "Generate one text", "GPT of width")  # README's rows
 
 
 class Gain(NamedTuple):
