@@ -82,7 +82,7 @@ test-integrations: .venv-integrations/installed  ## train with torchtitan, Light
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
-BENCHES := ceilings kernels stack layer moe grouped_rows serve generate start linears attention vision \
+BENCHES := ceilings kernels stack whole_step lora layer moe grouped_rows serve generate start linears attention vision \
 	compile_time watch recipes
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results

@@ -1,6 +1,7 @@
 """timm's blocks run norm and projections, and norm and MLP, in one pass each, and save little for the backward pass."""
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -79,3 +80,11 @@ def test_a_fused_block_compiles() -> None:
     octavo.convert(model)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_attention_without_a_norm_is_converted() -> None:
+    """BEiT's has the class name of the vision transformer's, and no module `norm`."""
+    beit = importlib.import_module("timm.models.beit")
+    model = nn.Sequential(beit.Block(32, 4, qkv_bias=True))
+    octavo.convert(model)
+    assert all(gradient.isfinite().all() for gradient in gradients(model, torch.randn(2, 5, 32)))

@@ -579,8 +579,8 @@ def _layer_after(attention: Any) -> str:
     """The name of the layer whose input is the result of PyTorch's attention in `attention`; "" for other modules."""
     name, library = class_name(attention), library_of(attention)
     if library == "timm" and name == "Attention":
-        changed = type(attention.norm) is not nn.Identity or getattr(attention, "gate", None) is not None
-        return "" if changed else "proj"
+        kept = isinstance(getattr(attention, "norm", None), nn.Identity | None)  # BEiT has none
+        return "proj" if kept and getattr(attention, "gate", None) is None else ""
     if library == "transformers" and name.endswith("Attention"):
         known = ARCHITECTURES.get(name.removesuffix("Attention"))
         return known.block.o.rpartition(".")[2] if known and known.block and known.block.rms else ""
