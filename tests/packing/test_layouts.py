@@ -23,10 +23,9 @@ from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layout_base import Layout, packed_layers
 from octavo.checkpoint.layouts import LAYOUTS
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Scheme
+from octavo.checkpoint.scheme import SCALE_NAME, SCHEMES, Layout, Scheme, packed_layers
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import Budget
 from octavo.inference.opening import load_packed

@@ -12,11 +12,11 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
-from octavo import History
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.nn import convert, linear_function
 from octavo.nn.attention_layers import GradientScales
 from octavo.nn.delayed import histories
+from octavo.numerics import History
 from octavo.packing import pack
 from octavo.recipe import PRESETS, delayed
 from octavo.train.config import Config, ConfigError

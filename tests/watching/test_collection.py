@@ -52,7 +52,7 @@ def test_the_operands_of_a_layer(name):
     check(found["w"], describe(w.numpy(), recipe.w))
     folded = recipe.dx is not None and recipe.dx.b.granularity == octavo.numerics.ROW
     check(found["dy"], describe(dy.numpy(), None if folded else recipe.dy))
-    assert all((r["flags"] == UNQUANTIZED) == (name == "bf16") for r in found.values())
+    assert all((r["flags"] == UNQUANTIZED) == (getattr(recipe, operand) is None) for operand, r in found.items())
 
 
 def test_the_folded_gradient_and_what_its_shift_loses():

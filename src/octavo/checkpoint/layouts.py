@@ -27,7 +27,6 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import MODULES, check_config, refuse_run
-from octavo.checkpoint.layout_base import Layout, are_names, check_settings, differences, packed_layers
 from octavo.checkpoint.scheme import (
     BLOCK,
     BLOCK_POW2,
@@ -41,8 +40,13 @@ from octavo.checkpoint.scheme import (
     STATIC,
     TENSORWISE,
     WEIGHT_ONLY,
+    Layout,
     Scheme,
+    are_names,
+    check_settings,
+    differences,
     is_kv_scale,
+    packed_layers,
     read_number,
     read_scale,
 )

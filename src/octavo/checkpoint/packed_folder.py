@@ -9,7 +9,6 @@ from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, same_spec
 from octavo.checkpoint.folder import copy_description
-from octavo.checkpoint.layout_base import is_named
 from octavo.checkpoint.layouts import (
     HEADS,
     Packing,
@@ -31,6 +30,7 @@ from octavo.checkpoint.scheme import (
     check_scale,
     check_tensors,
     is_kv_scale,
+    is_named,
     kv_pairs,
     kv_tensors,
     suspected,

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.layout_base import Layout, packed_layers
-from octavo.checkpoint.scheme import CHANNEL, TENSORWISE, WEIGHT, WEIGHT_ONLY, Scheme
+from octavo.checkpoint.scheme import CHANNEL, TENSORWISE, WEIGHT, WEIGHT_ONLY, Layout, Scheme, packed_layers
 
 _DYNAMIC, _WEIGHTS = "Float8DynamicActivationFloat8WeightConfig", "Float8WeightOnlyConfig"
 _SCHEMES: dict[tuple[str, ...], Scheme] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError, ShardReader
-from octavo.checkpoint.layout_base import Layout
+from octavo.checkpoint.scheme import Layout
 from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
 # ---- Mixtures of experts: their files hold a matrix for each expert, their modules stack these matrices.

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import read_json, write_shards
 from octavo.checkpoint.folder import CARD, check_absent, read_card, whole_folder
-from octavo.checkpoint.layout_base import Layout
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, Packing, check_layout, get_layout, read_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import (
@@ -28,6 +27,7 @@ from octavo.checkpoint.scheme import (
     SCALE_NAME,
     STATIC,
     STATIC_INPUTS,
+    Layout,
     Scheme,
     get_scheme,
     reciprocal_warning,
