@@ -1,6 +1,6 @@
 """Reinforcement learning with one FP8 from the optimizer's step to the sampled token: GRPO on sums of two numbers.
 
-A small Llama learns from right sums until it gets about half of the digits. Then GRPO (Shao et al. 2024, DeepSeekMath,
+A small Llama learns from right sums until it gets most digits. Then GRPO (Shao et al. 2024, DeepSeekMath,
 arXiv:2402.03300) takes over: it samples eight answers to each sum, and makes answers likelier that have more right
 digits than the other seven. Three arms differ in the precision of the model that learns and of the one that samples:
 
@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from octavo.rl import push
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import octavo
 from octavo.packing import pack
+from octavo.rl import push
 
 ARMS = ("bf16", "fp8", "mismatch")
 PLUS, EQUALS, VOCABULARY = 10, 11, 16
 PROMPT, ANSWER = 6, 3  # tokens: "12+34=" and "640", the sum's last digit first
+ENOUGH = 0.7  # of the digits right before GRPO begins, where each is the likeliest
 SUMS, GROUP = 32, 8  # of a step of GRPO: sums, and answers to each
 
 
@@ -45,14 +46,10 @@ def config() -> LlamaConfig:
 
 def sums(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Random sums: prompts, int64 [count, PROMPT], and their answers [count, ANSWER]."""
-    a, b = torch.randint(0, 100, (2, count), generator=generator)
-
-    def digit(number: Tensor, place: int) -> Tensor:
-        return number // 10**place % 10
-
-    sign = torch.ones_like(a)
-    prompts = [digit(a, 1), digit(a, 0), sign * PLUS, digit(b, 1), digit(b, 0), sign * EQUALS]
-    return torch.stack(prompts, 1), torch.stack([digit(a + b, place) for place in range(ANSWER)], 1)
+    a, b = torch.randint(0, 100, (2, count, 1), generator=generator)
+    sign, tens = torch.ones_like(a), torch.tensor([10, 1])
+    prompts = torch.cat([a // tens % 10, sign * PLUS, b // tens % 10, sign * EQUALS], 1)
+    return prompts, (a + b) // torch.tensor([1, 10, 100]) % 10
 
 
 class MasterWeights:
@@ -66,6 +63,7 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         for master, weight in zip(self.masters, self.weights, strict=True):
+            assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.adamw.step()
@@ -76,17 +74,19 @@ class MasterWeights:
 def log_probabilities(model: Any, ids: Tensor) -> Tensor:
     """Of every token at each place of the answers: float32 [B, ANSWER, VOCABULARY]."""
     logits: Tensor = model(ids).logits[:, PROMPT - 1 : -1]
-    return logits.float().log_softmax(-1)
+    return torch.log_softmax(logits.float(), -1)
 
 
-def learn_from_answers(model: Any, steps: int, generator: torch.Generator) -> None:
-    """Supervised steps: the start of all arms."""
-    optimizer = MasterWeights(model, 1e-3)
-    for _ in range(steps):
+def learn_from_answers(model: Any, generator: torch.Generator) -> None:
+    """Supervised steps until the model gets `ENOUGH` of the digits: the start of all arms."""
+    optimizer, right = MasterWeights(model, 1e-3), 0.0
+    while right < ENOUGH:
         prompts, answers = sums(128, generator)
         found = log_probabilities(model, torch.cat([prompts, answers], 1))
-        F.nll_loss(found.flatten(0, 1), answers.flatten()).backward()
+        loss: Any = F.nll_loss(found.flatten(0, 1), answers.flatten())
+        loss.backward()
         optimizer.step()
+        right = float((found.argmax(-1) == answers).float().mean())
 
 
 def engine(model: Any, folder: Path) -> Any:
@@ -108,15 +108,15 @@ class Arm:
     push_seconds: list[float] = field(default_factory=list)
 
     def last(self, name: str, steps: int = 20) -> float:
-        values = getattr(self, name)[-steps:]
+        values: list[float] = getattr(self, name)[-steps:]
         return sum(values) / max(1, len(values))
 
 
-def run(arm: str, seed: int, supervised: int, steps: int, folder: Path) -> Arm:
+def run(arm: str, seed: int, steps: int, folder: Path) -> Arm:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model: Any = LlamaForCausalLM(config()).bfloat16()
-    learn_from_answers(model, supervised, generator)
+    learn_from_answers(model, generator)
     sampler = model if arm == "bf16" else engine(model, folder)
     if arm == "fp8":
         octavo.convert(model, "rowwise_forward")
@@ -140,7 +140,8 @@ def run(arm: str, seed: int, supervised: int, steps: int, folder: Path) -> Arm:
         found = log_probabilities(model, ids)
         chosen = found.gather(2, ids[:, PROMPT:, None]).squeeze(2)
         ratio = (chosen - chosen.detach()).exp()  # 1: each answer is used once, so nothing is clipped
-        (-(better.view(-1, 1) * ratio).mean()).backward()
+        loss: Any = -(better.view(-1, 1) * ratio).mean()
+        loss.backward()
         with torch.no_grad():  # of the weights that sampled, before they change
             sampled = log_probabilities(sampler, ids)
             measured.kl.append(float((sampled.exp() * (sampled - found)).sum(-1).mean()))
@@ -160,7 +161,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--supervised", type=int, default=190, help="steps before GRPO")
     parser.add_argument("--steps", type=int, default=300, help="steps of GRPO")
     parser.add_argument("--out", type=Path, help="a JSON file for what each step measured")
     options = parser.parse_args()
@@ -169,7 +169,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for arm in options.arms:
             with tempfile.TemporaryDirectory() as folder:
-                measured = run(arm, seed, options.supervised, options.steps, Path(folder))
+                measured = run(arm, seed, options.steps, Path(folder))
             found.setdefault(arm, []).append(measured)
     print("\narm        digits, each seed          KL of a token   tokens/s   seconds of a push")
     for arm, runs in found.items():

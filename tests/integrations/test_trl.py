@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from octavo.rl import push
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import octavo
 from octavo.packing import pack
+from octavo.rl import push
 
 trl = pytest.importorskip("trl")
 from octavo.integrations.trl import Rollouts, sample  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from octavo.rl import push
+from octavo.rl.pushing import Pushed, push
 
 
 class Rollouts:
@@ -22,7 +22,8 @@ class Rollouts:
     """
 
     def __init__(self, served: Any) -> None:
-        self.served, self.pushed = served, None
+        self.served = served
+        self.pushed: Pushed | None = None
         self._step: int | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
