@@ -37,6 +37,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group, parse_granularity
 from octavo.numerics.scaling import History
 from octavo.util import parse_object
@@ -117,7 +119,12 @@ class Recipe:
                 )
         if any(cast.format == "int8" for cast in self._casts):
             raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
-        if any(cast.by_row and cast.scale == "e8m0" for cast in self._casts):
+        if any(cast.by_row and cast.format == "e2m1" for cast in self._casts):
+            raise ValueError(
+                f"recipe {self.name}: e2m1 has no exponents into which a row scale could be folded: use groups of 32 "
+                "or 16, as mxfp4 and nvfp4 do"
+            )
+        if any(cast.by_row and cast.scale_dtype == torch.float8_e8m0fnu for cast in self._casts):
             raise ValueError(
                 f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
                 "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
@@ -406,8 +413,31 @@ def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
     return _one_cast_each("groupwise", x, x, replace(x, format=gradients))
 
 
+def mxfp4() -> Recipe:
+    """Four bits: E2M1 in groups of 32 with the E8M0 scales of MX, and dy rounded stochastically. Emulated.
+
+    dy and w are rotated for dx, and dy and x for dw. Scales of dy are rounded up, so that nothing saturates and the
+    rounding has no bias. Source: Tseng et al., "Training LLMs with MXFP4" (arXiv:2502.20586).
+    """
+    x, dy = Cast("e2m1", group(32), "e8m0_floor"), Cast("e2m1", group(32), "e8m0", "stochastic")
+    return Recipe("mxfp4", Gemm(x, x), Gemm(dy, x), Gemm(dy, x), rotate=("dx", "dw"))
+
+
+def nvfp4() -> Recipe:
+    """Four bits: E2M1 with E4M3 scales and one of the tensor; x and dy in groups of 16, w in squares. Emulated.
+
+    dy is rounded stochastically. dy and x are rotated for dw. Source: NVIDIA, "Pretraining Large Language Models with
+    NVFP4" (arXiv:2509.25149), which also leaves some layers in BF16 and rotates 16 tokens at a time.
+    """
+    x, w = Cast("e2m1", group(16), "e4m3"), Cast("e2m1", block(16, 16), "e4m3")
+    dy = replace(x, rounding="stochastic")
+    return Recipe("nvfp4", Gemm(x, w), Gemm(dy, w), Gemm(dy, x), rotate=("dw",))
+
+
 def fnuz(recipe: Recipe) -> Recipe:
     """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
+    if any(cast.format == "e2m1" for cast in recipe._casts):
+        return recipe
 
     def turned(cast: Cast) -> Cast:
         return replace(cast, format=f"{cast.format}fnuz")
@@ -419,7 +449,7 @@ def fnuz(recipe: Recipe) -> Recipe:
 
 RecipeName = Literal[
     "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
-    "blockwise", "mxfp8", "groupwise",
+    "blockwise", "mxfp8", "groupwise", "mxfp4", "nvfp4",
 ]  # fmt: skip
 FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
@@ -427,7 +457,7 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
     for f in (
         bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, rowwise_forward, delayed, blockwise, mxfp8,
-        groupwise,
+        groupwise, mxfp4, nvfp4,
     )
 }  # fmt: skip
 
