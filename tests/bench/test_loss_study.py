@@ -17,7 +17,6 @@ from bench.gpu.loss import result, text, training
 from bench.gpu.loss.model import CONFIGS, MODES, make_model
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
-from octavo.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
@@ -86,12 +85,6 @@ def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(f
     branch.restart(load_file(folder / "trunk.safetensors"))
     assert list(training.steps(branch, training_text, order, first, last)) == losses[first:]
     assert training.rounded(losses[:first]) == json.loads((folder / "trunk.json").read_text())["losses"]
-
-
-def test_the_learning_rate_of_a_branch_ends_at_zero() -> None:
-    config = CONFIG.change(steps=100, decay_steps=100)
-    rates = [learning_rate(step, config) for step in (40, 70, 99)]
-    assert rates == pytest.approx([2e-3, 1e-3, 2e-3 / 60])
 
 
 def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
