@@ -32,7 +32,7 @@ from octavo.nn.fused import Stack, rows
 from octavo.nn.fused_loss import LossModel
 from octavo.nn.fused_modules import is_known
 from octavo.nn.linear import Linear
-from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes
+from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes, watched
 from octavo.numerics import QTensor
 from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_stack, rotate_append
 from octavo.ops.attention import ordered_attention
@@ -107,7 +107,7 @@ class _LogProbabilities(torch.autograd.Function):
 
 def _reason(model: Any) -> str:
     """Why the mode does not cover `model`, and the remedy; "" if it does."""
-    inner = getattr(model, "base_model", None)
+    inner: Any = getattr(model, "base_model", None)
     layers = list(getattr(inner, "layers", ()))
     if not layers or not all(map(is_known, layers)) or len(layers) != model.config.num_hidden_layers:
         return "it takes transformers' Llama, Mistral, Qwen2 and Qwen3 as causal language models"
@@ -138,6 +138,7 @@ def _reason(model: Any) -> str:
         "its rotary frequencies were rounded to BF16: load it by from_pretrained(dtype=torch.bfloat16), not by "
         "model.bfloat16()": inner.rotary_emb.inv_freq.dtype != torch.float32,
         "its attention drops probabilities: set attention_dropout to 0": config.attention_dropout,
+        "linear layers have hooks, which the mode does not call: take them off": any(map(watched, linears.values())),
         "it is sharded: gather the model on one device": any(
             is_fsdp_module(m) or getattr(m, "parallel", None) is not None for m in modules
         ),
@@ -165,7 +166,8 @@ def _layer(layer: Any, first: Tensor | None, tables: tuple[Tensor, Tensor], cach
     sizes = [each.out_features for each in (attention.q_proj, attention.k_proj, attention.v_proj)]
     _, n = _norm_quantize(layer.input_layernorm, rows(x), None)
     qkv = ordered_mm(n, w, bias).view(*x.shape[:2], -1)  # [T,K] @ [N,K]^T
-    y = _attend(attention, *qkv.split(sizes, -1), tables, first, cache)
+    q, k, v = torch.split(qkv, sizes, -1)
+    y = _attend(attention, q, k, v, tables, first, cache)
     w, bias = _weights([attention.o_proj])
     y = ordered_mm(quantize(rows(y), ROW_X), w, bias)  # [T,H*D] @ [K,H*D]^T
     total, n = _norm_quantize(layer.post_attention_layernorm, rows(x), y)
@@ -221,13 +223,15 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     """The root-mean-square norm in BF16; each sum adds the two halves of a row, again and again."""
     squares = x.float().square()
     while (size := squares.shape[-1]) > 1:
-        squares = F.pad(squares, (0, size % 2)).unflatten(-1, (2, -1)).sum(-2)
+        low, high = F.pad(squares, (0, size % 2)).chunk(2, -1)
+        squares = low + high
     rstd = 1 / (squares / x.shape[-1] + norm.variance_epsilon).sqrt()
-    return norm.weight.bfloat16() * (x.float() * rstd).bfloat16()
+    y: Tensor = norm.weight.bfloat16() * (x.float() * rstd).bfloat16()
+    return y
 
 
 def _logits(head: Any, x: Tensor) -> Tensor:
-    w, bias = (None if each is None else each.bfloat16() for each in (head.weight, head.bias))
+    w, bias = head.weight.bfloat16(), None if head.bias is None else head.bias.bfloat16()
     return ordered_mm(rows(x), w, bias).view(*x.shape[:-1], w.shape[0])  # [T,K] @ [V,K]^T
 
 
@@ -276,13 +280,16 @@ class SameLayer(nn.Module):
         run = partial(_layer, layer, first, position_embeddings, past_key_values)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
         theirs = partial(super().forward, **given | {"use_cache": False})
-        whole = past_key_values is None or not int(past_key_values.get_seq_length(layer.self_attn.layer_idx))
+        before: Any = 0
+        if torch.is_grad_enabled() and past_key_values is not None:
+            before = past_key_values.get_seq_length(layer.self_attn.layer_idx)
 
         def ordinary(x: Tensor) -> Tensor:
-            if not whole:
+            if before:
                 raise RuntimeError("a gradient needs whole texts: call the model without past_key_values")
             with _first_tokens(layer.self_attn.config):
-                return theirs(x)
+                y: Tensor = theirs(x)
+                return y
 
         return _computed(layer, run, ordinary, hidden_states)
 
