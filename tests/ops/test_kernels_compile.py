@@ -163,8 +163,16 @@ def calls_of_products(capability: int) -> Iterator[Call]:
     for m, n, k in ((1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6150, 4096), (80, 1040, 64)):
         operands = on_cpu(m, k, dtype=INT8), ones(m, 1), on_cpu(n, k, dtype=INT8), ones(n, 1)
         yield "int8_gemm", "int8_mm", (*operands, on_cpu(n, dtype=HALF), on_cpu(m, n, dtype=HALF), HALF)
+    for heads, new, dim in ((16, 1, 128), (16, 300, 128), (2, 64, 256)):
+        q, keys = on_cpu(2, heads, new, dim, dtype=HALF), on_cpu(2, 2, 600, dim, dtype=HALF)
+        cache = Cache(keys, keys, None, None, torch.tensor(300))
+        yield "attention", "ordered_attention", (q, cache, torch.zeros(2, dtype=torch.int32), 0.1)
     if not native:
         return
+    for m, dtype in product((1, 64, 65), (E4M3, HALF)):
+        a, b = on_cpu(m, 4096, dtype=dtype), on_cpu(1000, 4096, dtype=dtype)
+        scales = (ones(m, 1), ones(1000, 1)) if dtype == E4M3 else (None, None)
+        yield "gemm", "ordered_mm", (a, b, *scales, on_cpu(1000, dtype=HALF), on_cpu(m, 1000, dtype=HALF))
     for m in (1, 64):
         yield "gemm", "scaled_mm", (on_cpu(m, 4096), ones(m, 1), packed, ones(4096, 1), None, HALF, False)
     for m, size in product((1, 64, 4096), (32, 64, 128)):
