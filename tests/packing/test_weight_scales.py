@@ -53,7 +53,7 @@ def build(name: str, recipe: str) -> Any:
     torch.manual_seed(0)
     model = Llama(CONFIGS[name]) if name == "llama" else GPT2(CONFIGS[name])
     skip = ["*.down_proj"] if name == "llama" else []
-    convert(model, delayed(history=History()) if recipe == "delayed" else recipe, skip=skip)
+    convert(model, delayed(history=History(margin=0.0)) if recipe == "delayed" else recipe, skip=skip)
     return model
 
 
