@@ -18,11 +18,12 @@ from torchao.quantization import (
     quant_api,
 )
 from transformers import AutoModelForCausalLM, TorchAoConfig
-from verify_examples import change_config
+from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.checkpoint.files import ArtifactError
 from octavo.packing import convert_layout, unpack
+from octavo.verification import verify
 
 CONFIGS = {
     "channel": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
@@ -75,6 +76,24 @@ def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path) -
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert torch.equal(ours[f"{UP}.weight"].view(torch.uint8), stored[f"{UP}._weight_qdata"].view(torch.uint8))
     assert torch.equal(ours[f"{UP}.weight_scale"], stored[f"{UP}._weight_scale"])
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+def test_verify_reads_it(folders, tmp_path, scheme) -> None:
+    report = verify(folders[scheme], folders["bf16"])
+    assert report.ok, report.findings
+    assert [layer.spec for layer in report.layers] == ["tensor, input tensor" if scheme == "tensor" else scheme] * 7
+    assert all(layer.weight_sqnr > 25 for layer in report.layers)
+    assert [(each.name, each.outcome) for each in report.readers][:2] == [
+        ("transformers", "not run"),
+        ("octavo", "agrees"),
+    ]
+    assert octavo.check(octavo.load(folders[scheme]), folders[scheme]).ok
+    if scheme != "channel":
+        bad = shutil.copytree(folders[scheme], tmp_path / "bad")
+        change_tensors(bad, lambda tensors: tensors[f"{UP}._weight_scale"].mul_(2))
+        (finding,) = verify(bad, folders["bf16"]).findings
+        assert (finding.kind, finding.where) == ("weights", f"{UP}.weight")
 
 
 def test_inspect_lists_it(folders, request) -> None:

@@ -157,12 +157,13 @@ def test_a_setting_without_an_effect_is_refused_before_a_run(words, message, tmp
 def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
     words = ["--schedule=wsd", "--decay=0.1", "--compile.blocks", "--compile.backend=eager", "--loss.chunk=512"]
     one = load_config(None, [*words, "--bf16-gemms=dw", "--rope-theta=5e5", "--recipe=auto"])
-    check_effects(one, processes=1, tp=1, shares=1)
-    check_effects(Config(model="gpt2", batch=1, recipe="bf16"), processes=1, tp=1, shares=1)
+    names = settings_of(Config)
+    check_effects(one, 1, 1, 1, names)
+    check_effects(Config(model="gpt2", batch=1, recipe="bf16"), 1, 1, 1, names)
     several = load_config(None, ["--parallel.gather-dtype=bf16", "--parallel.async-tp", "--parallel.tp=2"])
-    check_effects(several, processes=4, tp=2, shares=2)
+    check_effects(several, 4, 2, 2, names)
     with pytest.raises(ConfigError, match="got 512: give at most 512"):
-        check_effects(Config(batch=2).change(**{"loss.chunk": 600}), processes=2, tp=1, shares=2)
+        check_effects(Config(batch=2).change(**{"loss.chunk": 600}), 2, 1, 2, names)
 
 
 @pytest.mark.parametrize(
