@@ -39,11 +39,10 @@ LAYERS = [
     {"comparison"},
     {"calibration"},
     {"inference"},
-    {"train"},
+    {"train", "rl"},
     {"plan"},
     {"integrations", "bisection"},
     {"packing", "verification"},
-    {"rl"},
     {"report"},
     {"speed"},
     {""},  # octavo/__init__.py
