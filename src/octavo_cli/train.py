@@ -17,7 +17,7 @@ from octavo_cli.display import check_output, number, print_facts, print_rows, pr
 if TYPE_CHECKING:
     from octavo.bisection import Bisection
     from octavo.bisection.bisector import ShortRun
-    from octavo.bisection.search import Gap, Part
+    from octavo.bisection.search import Part, Trial
     from octavo.report.runs import RunData
     from octavo.train.config import Config
     from octavo.train.run_records import Decision, RunRecord
@@ -185,12 +185,12 @@ def _print_run(run: ShortRun, count: int) -> None:
 
 
 def _print_trials(found: Bisection) -> None:
-    whole = found.finding.whole.gap
+    whole = found.finding.whole
     rows = [
         {
             "in FP8": ", ".join(trial.part.gemms), "layers": _layers(trial.part, found.layers),
-            "gap": f"{trial.gap.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
-            "share": f"{trial.gap.share_of(whole):.0%}" if whole.mean else "",
+            "gap": f"{trial.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
+            "share": f"{trial.share_of(whole):.0%}" if whole.mean else "",
             "": "" if trial.resolved else "within the noise",
         }
         for trial in found.finding.trials
@@ -200,7 +200,7 @@ def _print_trials(found: Bisection) -> None:
 
 
 def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
-    finding, gap = found.finding, found.finding.whole.gap
+    finding, gap = found.finding, found.finding.whole
     size = f"{gap.mean:+.2%} +- {gap.half_width:.2%} after {found.steps} steps with {seeds} seeds"
     if finding.verdict == "unresolved":
         if gap.seeds_needed is None:
@@ -212,11 +212,11 @@ def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
         return [f"FP8 has the lower loss: {size}. There is nothing to find."]
     lines = [f"FP8 raises the loss: {size}.", f"GEMM: {' and '.join(finding.gemms)}"]
     for trial in finding.layers:
-        lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.gap.share_of(gap):.0%} of the gap")
+        lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.share_of(gap):.0%} of the gap")
     return [*lines, *_remedies(found)]
 
 
-def _advice(gap: Gap, least: float) -> str:
+def _advice(gap: Trial, least: float) -> str:
     """The way to resolve a gap, for one that is not resolved."""
     longer = "longer runs (--run-steps) may show a larger one."
     if gap.mean < least:
@@ -229,7 +229,7 @@ def _remedies(found: Bisection) -> list[str]:
     from octavo.bisection.search import Part
 
     finding, gemms = found.finding, found.finding.whole.part.gemms
-    gaps = {trial.part: f"{trial.gap.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
+    gaps = {trial.part: f"{trial.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
     others = tuple(name for name in gemms if name not in finding.gemms)
     rest = tuple(name for name in found.layers if name not in found.causes)
     lines = []

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from rich.console import Console
 
-from octavo.bisection.search import Finding, Gap, Part, Search, Trial
+from octavo.bisection.search import Finding, Part, Search, Trial
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
 from octavo.checkpoint.folder import RunFolder, locked_folder, writing
 from octavo.nn import select_linears
@@ -100,7 +100,7 @@ class ShortRuns:
     def count(self) -> int:
         return len(self._runs)
 
-    def gap(self, part: Part, seeds: int) -> Gap:
+    def gap(self, part: Part, seeds: int) -> tuple[float, ...]:
         """The gap of `part` against BF16 with each of the first `seeds` seeds."""
         pairs = [(self.run(part, seed), self.run(BF16, seed)) for seed in self.seeds(seeds)]
         for _, baseline in pairs:
@@ -109,7 +109,7 @@ class ShortRuns:
                     f"the run in BF16 with seed {baseline.seed} diverged at step {len(baseline.losses)}: FP8 is not "
                     "the cause. Lower learning_rate, or choose another seed"
                 )
-        return Gap(tuple(run.loss / baseline.loss - 1 for run, baseline in pairs))
+        return tuple(run.loss / baseline.loss - 1 for run, baseline in pairs)
 
     def seeds(self, count: int) -> range:
         return range(self.config.seed, self.config.seed + count)
@@ -253,8 +253,8 @@ class Bisection:
         found = self.finding
         return {
             "verdict": found.verdict,
-            "gap": found.whole.gap.to_dict(),
-            "seeds_needed": found.whole.gap.seeds_needed,
+            "gap": found.whole.to_dict(),
+            "seeds_needed": found.whole.seeds_needed,
             "gemms": list(found.gemms),
             "layers": [self._trial(trial) for trial in found.layers],
             "trials": [self._trial(trial) for trial in found.trials],
@@ -265,12 +265,12 @@ class Bisection:
         }
 
     def _trial(self, trial: Trial) -> dict[str, Any]:
-        whole = self.finding.whole.gap
+        whole = self.finding.whole
         return {
             "gemms": list(trial.part.gemms),
             "layers": list(self.layers if trial.part.layers is None else trial.part.layers),
-            "gap": trial.gap.to_dict() | {"half_width": trial.half_width, "resolved": trial.resolved},
-            "share": trial.gap.share_of(whole) if whole.mean else None,
+            "gap": trial.to_dict(),
+            "share": trial.share_of(whole) if whole.mean else None,
         }
 
 

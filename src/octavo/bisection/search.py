@@ -31,69 +31,18 @@ from octavo.evaluation.metrics import student_quantile
 # interval of 95 % does not contain 0.
 
 
-@dataclass(frozen=True)
-class Gap:
-    """The gaps of two or more seeds. A run that diverged has the gap inf."""
-
-    by_seed: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return math.inf if math.inf in self.by_seed else statistics.fmean(self.by_seed)
-
-    @property
-    def half_width(self) -> float:
-        """Half of the interval around the mean; 0 if a run diverged."""
-        if math.isinf(self.mean):
-            return 0.0
-        count = len(self.by_seed)
-        return student_quantile(count - 1) * statistics.stdev(self.by_seed) / math.sqrt(count)
-
-    @property
-    def resolved(self) -> bool:
-        return abs(self.mean) > self.half_width
-
-    @property
-    def seeds_needed(self) -> int | None:
-        """The number of seeds that would resolve a gap of this size and spread; None if the gap is exactly 0."""
-        if self.mean == 0:
-            return None
-        if self.resolved:
-            return len(self.by_seed)
-        spread = statistics.stdev(self.by_seed) / abs(self.mean)
-        for count in range(len(self.by_seed), 100):
-            if student_quantile(count - 1) * spread < math.sqrt(count):
-                return count
-        return math.ceil((student_quantile(100) * spread) ** 2)
-
-    def share_of(self, whole: "Gap") -> float:
-        """This gap as a part of the gap `whole`: 1 if both runs diverged."""
-        if math.isinf(whole.mean):
-            return 1.0 if math.isinf(self.mean) else 0.0
-        return self.mean / whole.mean
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values: null for inf."""
-        finite = [gap if math.isfinite(gap) else None for gap in self.by_seed]
-        mean = self.mean if math.isfinite(self.mean) else None
-        return {"mean": mean, "half_width": self.half_width, "resolved": self.resolved, "by_seed": finite}
-
-
-def pooled_half_width(gaps: Iterable[Gap]) -> float:
-    """Half of the interval around the mean of one gap, from the spread that all `gaps` share.
+def half_width(gaps: Iterable[Sequence[float]]) -> float:
+    """Half of the interval around the mean of one gap, from the spread that all `gaps` share; 0 if none is finite.
 
     Each gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their
     degrees of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
     """
-    finite = [gap.by_seed for gap in gaps if not math.isinf(gap.mean)]
+    finite = [gap for gap in gaps if math.inf not in gap]
     if not finite:
         return 0.0
     seeds = len(finite[0])
     variance = statistics.fmean(statistics.variance(gap) for gap in finite)
     return student_quantile(min(len(finite) * (seeds - 1), 200)) * math.sqrt(variance / seeds)
-
-
-# ---- The search for the parts of a model that cause a gap: first among y, dx and dw, then among the layers.
 
 
 CAUSES = 0.25  # the share of the whole gap from which a part is a cause
@@ -110,16 +59,46 @@ class Part:
 
 @dataclass(frozen=True)
 class Trial:
-    """The gap of the runs in which only `part` is in FP8, and half of its interval. One interval comes from its own
-    spread, another from all trials until then (`pooled_half_width`); the narrower one counts."""
+    """The gap of the runs in which only `part` is in FP8, of two or more seeds; inf where a run diverged."""
 
     part: Part
-    gap: Gap
-    half_width: float
+    gap: tuple[float, ...]
+    half_width: float  # of its own interval, or of that with all trials until then: the narrower one
+
+    @property
+    def mean(self) -> float:
+        return math.inf if math.inf in self.gap else statistics.fmean(self.gap)
 
     @property
     def resolved(self) -> bool:
-        return abs(self.gap.mean) > self.half_width
+        return abs(self.mean) > self.half_width
+
+    @property
+    def seeds_needed(self) -> int | None:
+        """The number of seeds that would resolve a gap of this size and spread; None if the gap is exactly 0."""
+        if self.mean == 0:
+            return None
+        if self.resolved:
+            return len(self.gap)
+        spread = statistics.stdev(self.gap) / abs(self.mean)
+        for count in range(len(self.gap), 100):
+            if student_quantile(count - 1) * spread < math.sqrt(count):
+                return count
+        return math.ceil((student_quantile(100) * spread) ** 2)
+
+    def share_of(self, whole: "Trial") -> float:
+        """This gap as a part of that of `whole`: 1 if both runs diverged."""
+        if math.isinf(whole.mean):
+            return 1.0 if math.isinf(self.mean) else 0.0
+        return self.mean / whole.mean
+
+    def to_dict(self) -> dict[str, Any]:
+        """The gap as JSON values: null for inf."""
+        mean, *by_seed = (gap if math.isfinite(gap) else None for gap in (self.mean, *self.gap))
+        return {"mean": mean, "half_width": self.half_width, "resolved": self.resolved, "by_seed": by_seed}
+
+
+# ---- The search for the parts of a model that cause a gap: first among y, dx and dw, then among the layers.
 
 
 @dataclass(frozen=True)
@@ -136,7 +115,7 @@ class Finding:
         """Either unresolved (the gap is within the noise), lower (FP8 has the lower loss), small or found."""
         if not self.whole.resolved:
             return "unresolved"
-        if self.whole.gap.mean < 0:
+        if self.whole.mean < 0:
             return "lower"
         return "found" if self.layers else "small"
 
@@ -145,14 +124,14 @@ class Search:
     """Runs the search. `measure` gives the gap of a part in FP8; a gap below `least` is not searched."""
 
     def __init__(
-        self, measure: Callable[[Part], Gap], gemms: Sequence[str], layers: Sequence[str], least: float
+        self, measure: Callable[[Part], tuple[float, ...]], gemms: Sequence[str], layers: Sequence[str], least: float
     ) -> None:
         self._measure, self._gemms, self._layers, self._least = measure, tuple(gemms), tuple(layers), least
         self._trials: dict[Part, Trial] = {}
 
     def run(self) -> Finding:
         whole = self._try(Part(self._gemms))
-        if not whole.resolved or whole.gap.mean < self._least:
+        if not whole.resolved or whole.mean < self._least:
             return Finding(whole, (), (), tuple(self._trials.values()))
         gemms = self._find_gemms(whole)
         found = tuple(self._find_all_layers(gemms))
@@ -166,7 +145,7 @@ class Search:
             if causes and count == 1:
                 return tuple(gemm for (gemm,) in causes)
             if causes:
-                return max(causes, key=lambda gemms: self._try(Part(gemms)).gap.share_of(whole.gap))
+                return max(causes, key=lambda gemms: self._try(Part(gemms)).share_of(whole))
         return self._gemms
 
     def _find_all_layers(self, gemms: tuple[str, ...]) -> Iterator[Trial]:
@@ -193,7 +172,7 @@ class Search:
                 trial = self._try(Part(group.part.gemms, half))
                 if self._causes(trial, whole):
                     causes.append(trial)
-                    if trial.gap.share_of(group.gap) >= ENOUGH:
+                    if trial.share_of(group) >= ENOUGH:
                         break
             if causes:
                 for trial in causes:
@@ -209,13 +188,13 @@ class Search:
             self._try(Part(self._gemms, rest))
 
     def _causes(self, trial: Trial, whole: Trial) -> bool:
-        return trial.resolved and trial.gap.share_of(whole.gap) >= CAUSES
+        return trial.resolved and trial.share_of(whole) >= CAUSES
 
     def _try(self, part: Part) -> Trial:
         if part not in self._trials:
             gap = self._measure(part)
-            known = [trial.gap for trial in self._trials.values()]
-            self._trials[part] = Trial(part, gap, min(gap.half_width, pooled_half_width([*known, gap])))
+            every = [*(trial.gap for trial in self._trials.values()), gap]
+            self._trials[part] = Trial(part, gap, min(half_width([gap]), half_width(every)))
         return self._trials[part]
 
 
