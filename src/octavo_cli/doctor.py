@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.util import choose_device
 from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, argument, option
 from octavo_cli.display import print_rows, progress, say
 
@@ -44,7 +45,6 @@ def doctor_command(
       octavo doctor --gpu rtx4090
     """
     from octavo.ops.dispatch import choose_recipe, find_fix, gemm_backends
-    from octavo.util import choose_device
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")

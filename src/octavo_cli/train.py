@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import plural
 from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings_after
 from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
@@ -82,7 +83,6 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
     from octavo.train.processes import live_console, print_line, same_outcome, world_size
     from octavo.train.settings import load_config
     from octavo.train.trainer import branch_settings, resume_run, start_or_resume, start_run, was_restarted
-    from octavo.util import plural
 
     with live_console() as console:
         if resume_from:
@@ -328,8 +328,6 @@ def _margin(text: str) -> float:
 
 
 def _decided(decision: Decision, margin: str) -> str:
-    from octavo.util import plural
-
     least = abs(decision.mean) - (decision.half_width or 0)
     if decision.verdict == "within":
         return f"within {margin}"
