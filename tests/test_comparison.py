@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from tiny_models import open_theirs
 from torch import nn
 
+import octavo
 from octavo.comparison import layer_errors, seen_calls, with_parameters
 
 BATCH = torch.randn(32, 16, generator=torch.Generator().manual_seed(5))
@@ -34,6 +36,15 @@ def test_layers_of_one_model_alone_and_of_another_shape_are_left_out():
     reference.add_module("head", nn.Identity())
     other[1] = nn.Identity()
     assert [name for name, _ in layer_errors(reference, other, lambda model: model(BATCH))] == ["0"]
+
+
+def test_a_packed_model_differs_from_its_first_packed_layer_on(made):
+    reference, served = open_theirs(made("llama"), torch.bfloat16), octavo.load(made("llama", scheme="channel"))
+    with torch.no_grad():
+        errors = dict(layer_errors(reference, served, lambda model: model(torch.arange(48)[None])))
+    assert next(name for name, error in errors.items() if error.noise) == "model.layers.0.self_attn.q_proj"
+    assert 25 < errors["model.layers.0.self_attn.q_proj"].sqnr < 35
+    assert len([name for name in errors if name.endswith("_proj")]) == 14
 
 
 def test_each_call_has_the_gradient_of_its_own_input():
