@@ -263,11 +263,11 @@ def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
 def _torchao(settings: Mapping[str, Any]) -> LayerSpec:
     described = settings.get("quant_type")
     found = described.get("default") if isinstance(described, Mapping) and len(described) == 1 else None
-    kind, data = (found.get("_type"), found.get("_data") or {}) if isinstance(found, Mapping) else (None, {})
+    kind, data = (found.get("_type"), found.get("_data")) if isinstance(found, Mapping) else (None, None)
     inputs = {"Float8DynamicActivationFloat8WeightConfig": "token", "Float8WeightOnlyConfig": "none"}.get(str(kind))
-    sides = data.get("granularity") or ("PerRow" if inputs == "none" else "PerTensor")
-    sides = sides if isinstance(sides, list) else [sides]
-    each = {str(side.get("_type")) if isinstance(side, Mapping) else str(side) for side in sides}
+    given = data.get("granularity") if isinstance(data, Mapping) else None
+    sides = given if isinstance(given, list) else [given or {"_type": "PerRow" if inputs == "none" else "PerTensor"}]
+    each = {str(side.get("_type") if isinstance(side, Mapping) else side) for side in sides}
     if inputs is None or each not in ({"PerRow"}, {"PerTensor"}):
         raise SpecError(
             "quant_type must be one Float8DynamicActivationFloat8WeightConfig or Float8WeightOnlyConfig, PerRow or "
