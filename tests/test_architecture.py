@@ -43,6 +43,7 @@ LAYERS = [
     {"plan"},
     {"integrations", "bisection"},
     {"packing", "verification"},
+    {"rl"},
     {"report"},
     {"speed"},
     {""},  # octavo/__init__.py

@@ -1,6 +1,5 @@
 """Folders of transformers with torchao's weights in E4M3, against torchao's own tensors and the files' bytes."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.checkpoint.files import ArtifactError
-from octavo.packing import convert_layout, pack, unpack
+from octavo.packing import convert_layout, unpack
 from octavo.verification import verify
 
 CONFIGS = {
@@ -127,16 +126,6 @@ def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_ty
     change_config(folder, quant_type=quant_type)
     with pytest.raises(ArtifactError, match=message):
         octavo.load(folder)
-
-
-def test_it_is_read_and_not_written(folders, tmp_path) -> None:
-    assert (
-        json.loads((folders["weight"] / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
-    )
-    with pytest.raises(
-        ValueError, match=r"octavo reads the layout torchao alone: choose one of compressed-tensors, fp8"
-    ):
-        pack(folders["bf16"], tmp_path / "no", layout="torchao")
 
 
 @pytest.mark.parametrize("gathered", [False, True])

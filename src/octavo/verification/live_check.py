@@ -212,6 +212,8 @@ class _Run(TorchDispatchMode):
             scaled = any("scale" in name for name in (*module._parameters, *module._buffers))
             narrow = eight_bit or scaled or isinstance(module, RecipeLayer) or "8" in type(module).__name__
             allowed = 0.25 if narrow else 0.01 if x.dtype == y.dtype == torch.float32 else 0.03  # TF32 has 10 bits
+            if isinstance(module, RecipeLayer) and module.recipe.has_four_bits:
+                allowed = 0.4
             layer.allowed = max(layer.allowed, allowed + 2 * allowed / len(rows) ** 0.5)  # the worst of few is far off
             layer.y_error = max(layer.y_error, _error(_rows(y), expected, rows, w))
         layer.lost |= x.requires_grad and not y.requires_grad
