@@ -269,7 +269,7 @@ def compare_command(
       octavo compare runs/bf16 runs/rowwise
       octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
     """
-    from octavo.train.run_records import ONE_SEED, different_settings, read_run
+    from octavo.train.run_records import ONE_SEED, different_settings, names_of_runs, read_run
 
     if len(runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(runs)}")
@@ -284,7 +284,7 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    _print_runs(summaries, _names(runs))
+    _print_runs(summaries, names_of_runs(runs))
     if remark:
         say(remark)
     for name, values in different.items():
@@ -369,12 +369,6 @@ def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }
-
-
-def _names(runs: list[Path]) -> list[str]:
-    """The names of the folders, or their whole paths where two folders have one name."""
-    names = [path.resolve().name for path in runs]
-    return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _text(value: Any) -> str:
