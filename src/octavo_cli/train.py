@@ -16,9 +16,7 @@ from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings
 from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
 if TYPE_CHECKING:
-    from octavo.bisection import Bisection
-    from octavo.bisection.bisector import ShortRun
-    from octavo.bisection.search import Part, Trial
+    from octavo.bisection import Bisection, Part, ShortRun, Trial
     from octavo.report.runs import RunData
     from octavo.train.config import Config
     from octavo.train.run_records import Decision, RunRecord
@@ -137,8 +135,7 @@ def bisect_command(
     path, words = settings_after(config, context)
 
     def search() -> None:
-        from octavo.bisection import bisect
-        from octavo.bisection.bisector import find_checkpoint
+        from octavo.bisection import bisect, find_checkpoint
         from octavo.train.processes import rank
 
         start = None if checkpoint is None else find_checkpoint(checkpoint)
@@ -226,7 +223,7 @@ def _advice(gap: Trial, least: float) -> str:
 
 def _remedies(found: Bisection) -> list[str]:
     """The settings that keep the causes in BF16, and the gap that is left with them."""
-    from octavo.bisection.search import Part
+    from octavo.bisection import Part
 
     finding, gemms = found.finding, found.finding.whole.part.gemms
     gaps = {trial.part: f"{trial.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}

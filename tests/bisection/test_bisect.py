@@ -7,9 +7,7 @@ import pytest
 from ranks import run_ranks
 from rich.console import Console
 
-from octavo.bisection import bisect
-from octavo.bisection.bisector import BF16, find_checkpoint
-from octavo.bisection.search import Part
+from octavo.bisection import BF16, Part, bisect, find_checkpoint
 from octavo.checkpoint.files import ArtifactError
 from octavo.nn import linear_function
 from octavo.train import model as trained_model

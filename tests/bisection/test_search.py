@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octavo.bisection.search import Part, Search, Trial, half_width
+from octavo.bisection import Part, Search, Trial, half_width
 
 GEMMS = ("y", "dx", "dw")
 LAYERS = [f"layers.{block}.{kind}" for block in range(8) for kind in ("q_proj", "k_proj", "up_proj", "down_proj")]

@@ -16,8 +16,7 @@ from report_examples import make_run, write_metrics
 from tiny_runs import SMALLEST
 from verify_examples import change_json
 
-from octavo.bisection.bisector import ShortRuns
-from octavo.bisection.search import Part, Trial
+from octavo.bisection import Part, ShortRuns, Trial
 from octavo.checkpoint.folder import RunFolder
 from octavo.recipe import PRESETS
 from octavo.report.training_page import sparkline
