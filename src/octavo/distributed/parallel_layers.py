@@ -47,6 +47,7 @@ class ParallelLayer(Exchange):
 
     ranks: Ranks
     cuts_rows: ClassVar[bool]  # whether each rank has a part of every row of w
+    parts: ClassVar[tuple[str, ...]]  # of x, w and dy, those of which each rank has a part in a wide exchange
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """The output of `layer`, an `nn.Linear`, converted or not."""
@@ -85,7 +86,7 @@ class ParallelLayer(Exchange):
 class Column(ParallelLayer):
     """Each rank has N / R of the N outputs, the rows of w [N, K]."""
 
-    cuts_rows = False
+    cuts_rows, parts = False, ("w", "dy")
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """y [..., T, N / R] of this rank's rows x [..., T / R, K]."""
@@ -143,7 +144,7 @@ class Column(ParallelLayer):
 class Row(ParallelLayer):
     """Each rank has K / R of the K inputs, the columns of w [N, K]."""
 
-    cuts_rows = True
+    cuts_rows, parts = True, ("x", "w")
 
     def check(self, module: nn.Module) -> None:
         raise ValueError(
