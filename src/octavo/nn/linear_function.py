@@ -31,6 +31,7 @@ from octavo import ops
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import quotient, scattered_signs
@@ -222,18 +223,19 @@ class _Linear(torch.autograd.Function):
         recipe = call.recipe
         # What y reads is quantized, and, where y runs in BF16 or is rotated, the bytes that the backward pass reads.
         shared = recipe.y is not None and "y" not in recipe.rotate
-        x_q = w_q = None
+        x_q = w_q = held = None
+        if w_data is not None and w_scale is not None and recipe.w is not None:
+            held = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
         if recipe.x is not None and (shared or (needs_w and recipe.quantizes_x_once)):
             x_q = _quantize(x, "x", recipe.x, call, call.x_history)[0]
-        if recipe.w is not None and (shared or ((needs_x or needs_w) and recipe.quantizes_w_once)):
-            if w_data is not None and w_scale is not None:
-                w_q = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
-            else:
-                w_q = _quantize_w(w, recipe.w, call)
+        backward_reads_w = (needs_x or needs_w) and recipe.quantizes_w_once and not _for_dx(w)
+        if recipe.w is not None and (shared or backward_reads_w):
+            w_q = _quantize_w(w, recipe.w, call) if held is None else held
         read_x, read_w, a, b = x, w, x_q, w_q
         if recipe.y is not None and not shared:
-            read_x, read_w = ops.rotate(x), ops.rotate(w)
-            a, b = _quantize(read_x, "x", recipe.y.a, call)[0], _quantize(read_w, "w", recipe.y.b, call)[0]
+            read_x, read_w = ops.rotate(x), w if _for_dx(w) else ops.rotate(w)
+            a = _quantize(read_x, "x", recipe.y.a, call)[0]
+            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)[0]
         if recipe.y is None or a is None or b is None:
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
@@ -351,6 +353,11 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
     return quantize_folded(dy, s_w, s_x, cast)
 
 
+def _for_dx(w: Tensor) -> tuple[Tensor, ...]:
+    """The bytes and the scale of a weight that FSDP2 has gathered for dx apart from those for y; or nothing."""
+    return w.for_dx if isinstance(w, GatheredWeight) else ()
+
+
 def _dx(
     dy: Tensor,
     g: QTensor | None,
@@ -367,7 +374,9 @@ def _dx(
         return dy.to(call.dtype) @ wide.to(call.dtype).t()  # [T,N] @ [N,K]
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
-    if call.recipe.quantizes_w_once:
+    if for_dx := _for_dx(w):
+        w_t = QTensor(ops.transpose(for_dx[0], None, g.data), for_dx[1].t(), gemm.b.fmt, gemm.b.granularity)
+    elif call.recipe.quantizes_w_once:
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = ops.quantize_transposed(w, gemm.b)
