@@ -35,7 +35,6 @@ from octavo.distributed.shards import (
     has_changed,
     hold_quantized,
     quantize_pairs,
-    reads_twice,
     reduce_largest,
     upright,
 )
@@ -58,9 +57,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
     rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
     once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
-    that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
-    makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these weights is
-    gathered. There is no other collective.
+    that follow. Only the bytes of blocks, rotated weights and experts stay. The bytes and scales are those that one
+    rank makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these
+    weights is gathered. There is no other collective. Where y and dx read different bytes, the backward pass gathers
+    both.
 
     Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
     leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
@@ -146,7 +146,7 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
     casts = [recipe.w] if recipe.dx is None else [recipe.w, recipe.dx.b]
     if any(cast.rounding != "nearest" for cast in casts):
         return f"the recipe {recipe.name} rounds the weight at random"
-    if reads_twice(recipe) and any(cast.by_row for cast in casts):
+    if recipe.reads_w_twice and any(cast.by_row for cast in casts):
         return f"the recipe {recipe.name} quantizes the weight twice, by row: use scales by tensor or group"
     for rows in (recipe.w.granularity.rows, *(upright(cast).rows for cast in casts[1:])):
         if rows is not None and unit.world > 1 and unit.shard_rows % rows:

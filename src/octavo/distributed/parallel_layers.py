@@ -2,7 +2,8 @@
 
 With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
 bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
-under autocast. Each rank then quantizes its part of a weight, and of a row-parallel layer's input, by itself.
+under autocast. Each rank then quantizes its part of an operand by itself: a scale of a whole tensor is the largest of
+the ranks' (`octavo.nn.linear_function`), and any other that of the part.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,6 @@ from octavo.numerics.scaling import scale_from_amax
 from octavo.ops import quantize, quantize_matrices, quantize_scaled, quantize_transposed, rotate
 from octavo.ops.launching import RowBatch
 from octavo.ops.rows import cast_rows, row_amaxes
-from octavo.recipe import Recipe
 
 _HOOK = "fsdp_pre_all_gather"
 
@@ -169,14 +168,8 @@ class ShardedWeight:
 
 def _casts(layer: Any) -> tuple[Cast, ...]:
     """The cast of the weight; that for y and that for dx where these read different bytes."""
-    recipe: Recipe = layer.recipe
-    pair = isinstance(layer, Linear) and reads_twice(recipe)
-    return (recipe.y.b, recipe.dx.b) if pair and recipe.y is not None and recipe.dx is not None else (recipe.w,)
-
-
-def reads_twice(recipe: Recipe) -> bool:
-    """True if y and dx each quantize the weight for themselves."""
-    return recipe.dx is not None and ("y" in recipe.rotate or not recipe.quantizes_w_once)
+    recipe: Any = layer.recipe
+    return (recipe.y.b, recipe.dx.b) if isinstance(layer, Linear) and recipe.reads_w_twice else (recipe.w,)
 
 
 def upright(cast: Cast) -> Granularity:

@@ -375,7 +375,8 @@ def _dx(
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
     if for_dx := _for_dx(w):
-        w_t = QTensor(ops.transpose(for_dx[0], None, g.data), for_dx[1].t(), gemm.b.fmt, gemm.b.granularity)
+        data, scale = (ops.transpose(t, None, g.data) for t in for_dx)
+        w_t = QTensor(data, scale, gemm.b.fmt, gemm.b.granularity)
     elif call.recipe.quantizes_w_once:
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
