@@ -226,11 +226,6 @@ class Recipe:
         """True if the scales of x and w come from histories of these tensors."""
         return all(cast is not None and cast.history is not None for cast in (self.x, self.w))
 
-    @property
-    def scales_tensors(self) -> bool:
-        """True if an operand has one scale."""
-        return any(cast.granularity == TENSOR for cast in self._casts)
-
     def in_bf16(self, *gemms: str) -> Recipe:
         """This recipe with some of its GEMMs in BF16, as in `rowwise().in_bf16("y", "dw")`. The other casts stay."""
         if wrong := [name for name in gemms if name not in GEMMS]:

@@ -26,7 +26,7 @@ from octavo.nn.module_tools import (
 )
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import GatheredWeight, ParallelLinear, local_part
-from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.qtensor import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
@@ -137,7 +137,8 @@ class RecipeLayer(nn.Module):
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         histories = (self.history_of("x"), self.history_of("w"), self.history_of("dy"))
         call = LinearCall(self.recipe, dtype, *histories, observer_of(self), input_is_saved=self.input_is_saved)
-        if self.recipe.scales_tensors:
+        casts = self.recipe.x, self.recipe.w, self.recipe.dy
+        if any(cast is not None and cast.granularity == TENSOR for cast in casts):
             call.parallel = self.parallel
         return linear(x, w, bias, call, cached)
 
