@@ -146,6 +146,8 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
     casts = [recipe.w] if recipe.dx is None else [recipe.w, recipe.dx.b]
     if any(cast.rounding != "nearest" for cast in casts):
         return f"the recipe {recipe.name} rounds the weight at random"
+    if recipe.w.scale == "e4m3":
+        return f"the scales of the recipe {recipe.name} depend on all rows of the weight"
     if recipe.reads_w_twice and any(cast.by_row for cast in casts):
         return f"the recipe {recipe.name} quantizes the weight twice, by row: use scales by tensor or group"
     for rows in (recipe.w.granularity.rows, *(upright(cast).rows for cast in casts[1:])):
