@@ -292,8 +292,11 @@ def _warmup(values: Mapping[str, Any]) -> int:
 
 # In the order of derivation: what follows from a derived setting stands after it.
 RULES: dict[str, Rule] = {
+    "alpha": Rule(("lora",), lambda v: 2.0 * v["lora"], "2 * lora"),
     "learning_rate": Rule(
-        ("model",), lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-5, "1e-3; to fine-tune 2e-5"
+        ("model", "lora"),
+        lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-4 if v["lora"] else 2e-5,
+        "1e-3; to fine-tune 2e-5, adapters 2e-4",
     ),
     "min_learning_rate": Rule(("learning_rate",), lambda v: v["learning_rate"] / 10, "learning_rate / 10"),
     "decay_steps": Rule(("steps",), lambda v: v["steps"], "steps"),
@@ -324,6 +327,9 @@ class Config:
     dropout: float = setting(0.0, "probability of dropout (llama, mixture, gpt2)", BELOW_ONE)
     rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama, mixture)", ABOVE_ZERO)
     experts: ExpertSettings = table(ExpertSettings)
+    lora: int = setting(0, "rank of LoRA adapters around the frozen weights of a folder; 0 trains all", NOT_NEGATIVE)
+    alpha: float = setting(None, "their factor is alpha / lora", NOT_NEGATIVE)
+    targets: tuple[str, ...] = setting((), "layers with adapters, as q_proj; all linear layers if none is given")
 
     # FP8
     recipe: str | Recipe = setting("rowwise", "an FP8 recipe; auto: what this device runs best", NAMED)
@@ -490,6 +496,7 @@ def _faults(config: Config) -> Iterator[str]:
     if built_in:
         yield from _faults_of_heads(config)
     yield from _faults_of_experts(config)
+    yield from _faults_of_adapters(config)
     if config.min_learning_rate > config.learning_rate:
         yield (
             f"min_learning_rate must be at most learning_rate; "
@@ -540,6 +547,22 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
                 f"experts.{name} is a setting of the model mixture, and the model {config.model} has no experts that "
                 f"it could change; got {value!r}: give --model mixture, or leave it out"
             )
+
+
+def _faults_of_adapters(config: Config) -> Iterator[str]:
+    given = [*(["targets"] if config.targets else []), *(["alpha"] if "alpha" not in config.derived else [])]
+    if given and not config.lora:
+        yield f"{given[0]} is for adapters, and lora is 0: give their rank, as --lora 16, or leave {given[0]} out"
+    if not config.lora:
+        return
+    if config.model in BUILT_IN_MODELS:
+        yield (
+            f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
+            "FOLDER, or leave lora out"
+        )
+    for name in ("calibration", "optimizer.offload"):
+        if value := attrgetter(name)(config):
+            yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
 
 
 def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:

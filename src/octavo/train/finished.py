@@ -16,6 +16,7 @@ from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
 from octavo.models.tokenizer import Batches, Tokenizer, build_corpus, load_tokenizer
 from octavo.train.config import Config
+from octavo.train.fine_tuning import positions_of
 from octavo.train.loss import AUTOCAST
 from octavo.train.model import (
     cast_weights,
@@ -23,7 +24,6 @@ from octavo.train.model import (
     make_meta_model,
     make_model,
     open_data,
-    positions_of,
     prepare_blocks,
 )
 from octavo.train.saving import load_model
@@ -64,7 +64,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
     checkpoint = run.chosen(step)
     config = read_settings(run)
     tokenizer = load_tokenizer(run.model)
-    model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
+    model = make_model(config, tokenizer.vocabulary_size, run.model, place).to(place)
     convert_model(model, config)
     step = run.step_of(checkpoint)
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))

@@ -14,7 +14,6 @@ runs; a single process is then a mesh of one.
 """
 
 import dataclasses
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -32,17 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
-from octavo.hf.meta_model import (
-    DESCRIPTION,
-    check_counts,
-    check_unpacked,
-    compute_buffers,
-    is_causal,
-    quiet_transformers,
-)
+from octavo.inference.packed_linear import PackedLinear
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.decoder import Decoder
@@ -60,18 +51,20 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
+from octavo.train.fine_tuning import CPU, add_adapters, describe_language_model, open_language_model
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
-from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
 
-def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
+def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
     """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder.
 
-    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
+    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed
+    model is on `device`, where its GEMMs will run; another one is on the CPU.
     """
     ours = config.model in BUILT_IN_MODELS
-    return cast_weights(build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved), config)
+    made = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved, device)
+    return cast_weights(made, config)
 
 
 def cast_weights(model: nn.Module, config: Config) -> nn.Module:
@@ -90,18 +83,27 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     return describe_language_model(config, saved)
 
 
-def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
-    """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch."""
+def convert_model(
+    model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1
+) -> Conversion | None:
+    """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch, and add the
+    adapters. The layers of a packed model stay as they are: then there is no report."""
     place = next(model.parameters()).device if device is None else device
-    report = convert(
-        model,
-        chosen_recipe(config, place),
-        skip=config.skip,
-        device=device,
-        emulate=config.emulate,
-        only_if_faster=config.only_if_faster,
-        tokens=config.batch // shares * config.context,
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    report = (
+        None
+        if packed
+        else convert(
+            model,
+            chosen_recipe(config, place),
+            skip=config.skip,
+            device=device,
+            emulate=config.emulate,
+            only_if_faster=config.only_if_faster,
+            tokens=config.batch // shares * config.context,
+        )
     )
+    add_adapters(model, config)
     if config.attention.precision == "fp8":
         _check_attention(config, place)
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
@@ -213,112 +215,6 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
         table = config.experts
         sizes |= {"experts": table.count} | {key: getattr(table, key) for key in ("top_k", "shared_width", "balance")}
     return kind(**sizes | {"vocabulary": vocabulary})
-
-
-# ---- A causal language model of transformers, from a local folder, for fine-tuning.
-
-
-def open_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
-    auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
-    if saved.exists():
-        check_folder(saved, config.model)
-        with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
-            return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
-    check_folder(source, config.model)
-    reader = ShardReader(source)
-    check_unpacked(reader)
-    if reader.strays:
-        raise ArtifactError(
-            f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
-            f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
-        )
-    with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        given = {"config": open_config(source), "dtype": torch.float32, "output_loading_info": True}
-        model, found = open_local(auto, source, **given)
-        _check_opened(model, sorted(found["missing_keys"]), source)
-    return _prepared(model, config)
-
-
-def describe_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
-    transformers = _transformers(config.model)
-    source = saved if saved.exists() else Path(config.model)
-    check_folder(source, config.model)
-    described = open_config(source)
-    with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
-    compute_buffers(model, "cpu")
-    return _prepared(model, config)
-
-
-def _transformers(name: str) -> Any:
-    return import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder, which transformers opens")
-
-
-def positions_of(folder: Path) -> int:
-    """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
-    path = folder / "config.json"
-    described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
-    found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
-    return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
-
-
-def _prepared(model: Any, config: Config) -> nn.Module:
-    limit = getattr(model.config, "max_position_embeddings", None) or config.context
-    if config.context > limit:
-        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
-    model.config.use_cache = False
-    trained: nn.Module = model
-    return trained
-
-
-def check_folder(folder: Path, name: str) -> None:
-    """A ConfigError unless transformers has the causal language model of the folder, and it is not quantized."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
-            + hub_hint(name)
-        )
-    described = read_json(folder / "config.json")
-    if described.get("quantization_config"):
-        raise ConfigError(
-            f"{name} is quantized already: train the BF16 model that it was made from, or widen it first with octavo "
-            f"unpack {name} OUT"
-        )
-    check_counts(described, folder)
-    transformers = _transformers(name)
-    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
-        raise ConfigError(
-            f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
-            "not implement: upgrade transformers, or choose another model"
-        )
-    if kind in transformers.CONFIG_MAPPING and (
-        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    ):
-        raise ConfigError(
-            f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
-            "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
-            "training loop of your own, and octavo.dtype_flow(model, inputs) shows its dtypes"
-        )
-
-
-def _check_opened(model: Any, missing: list[str], source: Path) -> None:
-    """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
-    if not is_causal(model, model.get_input_embeddings().num_embeddings):
-        if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
-            raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
-        raise ConfigError(
-            f"{source} is a {type(model).__name__} that is not causal: changing the last token of a sequence changes "
-            "the logits of earlier tokens, so its attention sees the token that it is to predict. octavo train "
-            "minimizes the loss of the next token, for which a causal language model is required (Llama, Qwen, "
-            "Mistral, GPT-2, ...): choose such a model"
-        )
-    if missing:
-        raise ConfigError(
-            f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
-            f"({len(missing)} in all). transformers would draw them at random: complete the folder"
-        )
 
 
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
@@ -434,6 +330,11 @@ def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> No
             f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
             f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
         )
+    if degrees.processes > 1 and config.lora:
+        raise ConfigError(
+            f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
+            "without torchrun, or leave lora out"
+        )
     if degrees.processes > 1 and config.precision == "fp16":
         raise ConfigError(
             f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
@@ -477,7 +378,7 @@ class TrainedModel(NamedTuple):
 
     model: nn.Module
     loss: Loss
-    report: Conversion
+    report: Conversion | None
     gathered: GatherReport | None = None
 
 
@@ -494,7 +395,7 @@ def make_trained_model(
         resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
         if mesh is None:
-            model = make_model(config, vocabulary, saved).to(device)
+            model = make_model(config, vocabulary, saved, device).to(device)
         elif config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
                 model = make_model(config, vocabulary, saved)
@@ -507,7 +408,8 @@ def make_trained_model(
     if mesh is None:
         prepare_blocks(model, config)
         return TrainedModel(model, loss, report)
-    gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
+    fp8 = report is not None and bool(report.converted) and report.recipe.quantized
+    gathered = parallelize(model, config, mesh, fp8=fp8)
     _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
         _fill(model, weights)

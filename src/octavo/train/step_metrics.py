@@ -39,6 +39,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.folder import RunFolder, writing
+from octavo.inference.packed_linear import PackedModule
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
@@ -246,6 +247,14 @@ def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
     return {gemm: "emulated" if name == "none" and layer.recipe.emulate else name for gemm, name in found.items()}
 
 
+def counts_of(model: nn.Module) -> tuple[int, int]:
+    """The numbers of the weights of a model, in eight bits or not, and of those that are trained."""
+    packed: list[Any] = [module for module in model.modules() if isinstance(module, PackedModule)]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(module.weight.numel() for module in packed)
+    return frozen + sum(p.numel() for p in model.parameters()), trained
+
+
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
     """The dtype of every leaf module's output during `forward()`, and of its loss.
 
@@ -269,9 +278,10 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 
 @torch.no_grad()
 def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(smallest, largest) element of every whole parameter, in one transfer. Every rank must call this."""
-    names = [name for name, _ in model.named_parameters()]
-    parameters: list[Any] = list(model.parameters())
+    """(smallest, largest) element of every whole parameter that is trained, in one transfer. Every rank must call
+    this."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
     meshes = dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
     for mesh in meshes:
@@ -351,18 +361,22 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
 #     FLOPs of a token = 6 N + 6 L H (Q + V) T        MFU = FLOPs of a token * tokens a second a GPU / peak
 #
 # N is the number of parameters that multiply activations, L the number of layers, H that of heads, whose queries have Q
-# and values V features, and T the sequence's length. Causal attention counts in full (PaLM: Chowdhery et al.,
-# arXiv:2204.02311, appendix B). What activation checkpointing computes again does not count. The peak is the dense one
-# of BF16 for every recipe, so that runs in BF16 and FP8 compare.
+# and values V features, and T the sequence's length. The factor of frozen parameters is 4. Causal attention counts in
+# full (PaLM: Chowdhery et al., arXiv:2204.02311, appendix B). What activation checkpointing computes again does not
+# count. The peak is the dense one of BF16 for every recipe, so that runs in BF16 and FP8 compare.
 
 
 def flops_per_token(model: nn.Module, context: int) -> float | None:
     """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
-    if any(p.ndim > 2 for p in model.parameters()):
+    layers: list[Any] = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
+    weights = [p for m in layers for p in m.parameters(recurse=False)]
+    weights += [m.weight for m in layers if isinstance(m, PackedModule)]
+    if any(p.ndim > 2 for p in weights):
         return None
-    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    multiplied = {id(p): p.numel() for m in layers for p in m.parameters(recurse=False) if p.ndim == 2}
-    return 6.0 * (sum(multiplied.values()) + _attention_features(model) * context)
+    multiplied: dict[int, float] = {
+        id(p): (6.0 if p.requires_grad else 4.0) * p.numel() for p in weights if p.ndim == 2
+    }
+    return sum(multiplied.values()) + 6.0 * _attention_features(model) * context
 
 
 def _attention_features(model: Any) -> int:

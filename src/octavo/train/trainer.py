@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
@@ -42,10 +43,10 @@ from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.scales import seed_scales, update_scales
 from octavo.train.config import Config, ConfigError, check_effects, write_settings
+from octavo.train.fine_tuning import add_adapters, check_folder, is_packed, positions_of
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     allow_compilations,
-    check_folder,
     check_memory,
     check_parallel,
     check_vocabulary,
@@ -53,7 +54,6 @@ from octavo.train.model import (
     make_meta_model,
     make_trained_model,
     open_data,
-    positions_of,
 )
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
@@ -88,6 +88,7 @@ from octavo.train.saving import (
 from octavo.train.settings import parse, read_settings
 from octavo.train.step_metrics import (
     Metrics,
+    counts_of,
     event_writer,
     flops_per_token,
     mfu,
@@ -171,7 +172,8 @@ class Trainer:
         ):  # fmt: skip
             with clock.paused():
                 precision = precision_of(self.model, state.device)
-                start = {"dtypes": self._dtypes(), "started": start_of(state.device)}
+                counts = dict(zip(("all", "trained"), counts_of(self.model), strict=True))
+                start = {"dtypes": self._dtypes(), "started": start_of(state.device), "parameters": counts}
                 metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
@@ -414,7 +416,7 @@ def settle(config: Config) -> Config:
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
-    check_folder(folder, config.model)
+    check_folder(folder, config)
     check_links(folder)
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return _absolute_paths(config.change(model=str(folder), **context))
@@ -446,9 +448,13 @@ def _describe(trainer: Trainer) -> None:
             (run.model / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
             trainer.data.tokenizer.save(run.model)
             return
-        for path in sorted(Path(config.model).iterdir()):  # all but the weights
-            if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
+        source = Path(config.model)
+        for path in sorted(source.iterdir()):  # all but the weights, and what a packed folder says of them
+            described = path.suffix in (".json", ".model", ".txt", ".jinja")
+            if described and not path.name.endswith((".index.json", SIDE_FILE)):
                 shutil.copy(path, run.model / path.name)
+        if is_packed(source):
+            write_config(run.model, {k: v for k, v in read_config(source).items() if k != "quantization_config"})
 
 
 def prepare_run(
@@ -488,7 +494,8 @@ def prepare_run(
     check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
-            open_checkpoint(checkpoint, make_meta_model(config, vocabulary, run.model), corpus.fingerprint)
+            described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
+            open_checkpoint(checkpoint, described, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(group_of_one())
@@ -521,10 +528,14 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
     return on_first(read)
 
 
-def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
-    """The text before the first step: lines of model, data, steps and the like, then the conversion."""
-    size = sum(p.numel() for p in model.parameters())
+def header_text(
+    config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion | None
+) -> str:
+    """The text before the first step: lines of model, data, steps and the like, then the conversion, if any."""
+    size, trained = counts_of(model)
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
+    if config.lora:
+        kind = f"{trained:,} of them trained: adapters of rank {config.lora}, alpha {config.alpha:g}"
     each = config.batch * config.accumulate * config.context
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
@@ -543,7 +554,8 @@ def header_text(config: Config, model: nn.Module, device: torch.device, corpus: 
         degrees = vars(find_degrees(config.parallel, ranks))
         lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
     lines["folder"] = config.out
-    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+    layers = "its layers compute as they are packed" if report is None else report.summary()
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), layers])
 
 
 # ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.
