@@ -28,7 +28,7 @@ from octavo.hf.source import open_source
 from octavo.inference.opening import open_model
 from octavo.packing import convert_layout, pack, unpack
 from octavo.train.config import Config
-from octavo.train.fine_tuning import describe_language_model, open_language_model
+from octavo.train.model import describe_language_model, open_language_model
 from octavo.util import open_config
 from octavo.verification import verify
 

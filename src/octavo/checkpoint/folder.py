@@ -334,6 +334,7 @@ def _copy_module(source: Path, target: Path) -> None:
 
 
 WEIGHTS, ADAPTERS = "model", "adapter_model"  # the files of weights, without their suffix
+ADAPTER_CONFIG, PEFT_PREFIX = "adapter_config.json", "base_model.model."  # the prefix is of the names of adapters
 BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what the settings of a run call Octavo's own models
 RUN_OR_MODEL = "a run of octavo train, or a Hugging Face model folder"
 
@@ -472,7 +473,7 @@ class RunFolder:
 
 def weights_stem(checkpoint: Path) -> str:
     """The name of the file of weights in a checkpoint, without its suffix."""
-    return ADAPTERS if (checkpoint / "adapter_config.json").is_file() else WEIGHTS
+    return ADAPTERS if (checkpoint / ADAPTER_CONFIG).is_file() else WEIGHTS
 
 
 def check_config(folder: Path, wanted: str) -> None:

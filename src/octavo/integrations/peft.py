@@ -19,7 +19,7 @@ from octavo.inference.packed_experts import PackedExperts
 from octavo.inference.packed_linear import PackedLinear
 from octavo.nn.conversion import find_experts
 from octavo.nn.linear import adapted_output
-from octavo.nn.module_tools import AdaptedLayer, Adapter, PrecomputedProjections, is_conv1d, shape_of
+from octavo.nn.module_tools import AdaptedLayer, Adapter, PrecomputedProjections, shape_of
 from octavo.nn.selection import skipped_by_name
 
 ConfigT = TypeVar("ConfigT", bound=LoraConfig)
@@ -112,7 +112,6 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
         r=rank,
         lora_alpha=alpha,
         target_modules=chosen if others else kinds,
-        fan_in_fan_out=any(is_conv1d(layers[name]) for name in chosen),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
@@ -125,7 +124,7 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """The linear layers of a model, converted, packed or plain, by name; no heads and no routers."""
     tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | PackedLinear) or is_conv1d(m)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | PackedLinear)}
     return {
         name: layer
         for name, layer in linears.items()

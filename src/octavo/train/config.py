@@ -292,7 +292,6 @@ def _warmup(values: Mapping[str, Any]) -> int:
 
 # In the order of derivation: what follows from a derived setting stands after it.
 RULES: dict[str, Rule] = {
-    "alpha": Rule(("lora",), lambda v: 2.0 * v["lora"], "2 * lora"),
     "learning_rate": Rule(
         ("model", "lora"),
         lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-4 if v["lora"] else 2e-5,
@@ -328,7 +327,7 @@ class Config:
     rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama, mixture)", ABOVE_ZERO)
     experts: ExpertSettings = table(ExpertSettings)
     lora: int = setting(0, "rank of LoRA adapters around the frozen weights of a folder; 0 trains all", NOT_NEGATIVE)
-    alpha: float = setting(None, "their factor is alpha / lora", NOT_NEGATIVE)
+    alpha: float = setting(0.0, "the factor of adapters is alpha / lora; 0: alpha is 2 * lora", NOT_NEGATIVE)
     targets: tuple[str, ...] = setting((), "layers with adapters, as q_proj; all linear layers if none is given")
 
     # FP8
@@ -550,18 +549,16 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
 
 
 def _faults_of_adapters(config: Config) -> Iterator[str]:
-    given = [*(["targets"] if config.targets else []), *(["alpha"] if "alpha" not in config.derived else [])]
-    if given and not config.lora:
-        yield f"{given[0]} is for adapters, and lora is 0: give their rank, as --lora 16, or leave {given[0]} out"
-    if not config.lora:
-        return
-    if config.model in BUILT_IN_MODELS:
+    for name in ("alpha", "targets"):
+        if getattr(config, name) and not config.lora:
+            yield f"{name} is for adapters, and lora is 0: give their rank, as --lora 16, or leave {name} out"
+    if config.lora and config.model in BUILT_IN_MODELS:
         yield (
             f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
             "FOLDER, or leave lora out"
         )
     for name in ("calibration", "optimizer.offload"):
-        if value := attrgetter(name)(config):
+        if config.lora and (value := attrgetter(name)(config)):
             yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
 
 

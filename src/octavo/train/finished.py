@@ -16,7 +16,6 @@ from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
 from octavo.models.tokenizer import Batches, Tokenizer, build_corpus, load_tokenizer
 from octavo.train.config import Config
-from octavo.train.fine_tuning import positions_of
 from octavo.train.loss import AUTOCAST
 from octavo.train.model import (
     cast_weights,
@@ -24,6 +23,7 @@ from octavo.train.model import (
     make_meta_model,
     make_model,
     open_data,
+    positions_of,
     prepare_blocks,
 )
 from octavo.train.saving import load_model

@@ -14,25 +14,35 @@ runs; a single process is then a mesh of one.
 """
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
+from octavo.hf.meta_model import (
+    DESCRIPTION,
+    check_counts,
+    check_unpacked,
+    compute_buffers,
+    is_causal,
+    quiet_transformers,
+)
+from octavo.inference.opening import open_transformers
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
@@ -51,9 +61,11 @@ from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
-from octavo.train.fine_tuning import CPU, add_adapters, describe_language_model, open_language_model
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
-from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
+from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
+from octavo.util import hub_hint, import_extra, open_config, open_local, reading
+
+CPU = torch.device("cpu")
 
 
 def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
@@ -217,6 +229,147 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
     return kind(**sizes | {"vocabulary": vocabulary})
 
 
+# ---- A causal language model of transformers, from a local folder, for fine-tuning: all weights, or adapters alone.
+#
+# With `lora` the weights of the folder are frozen, in BF16 beneath autocast to it, or in the eight bits of a packed
+# folder. Adapters of PEFT (`octavo.integrations.peft`) are trained around its linear layers.
+
+
+def open_language_model(config: Config, saved: Path, device: torch.device = CPU) -> nn.Module:
+    """The model of the folder `config.model` with its weights, in FP32; of a resumed run with random ones. Where they
+    are frozen (`lora`), they are always those of the folder, in BF16 or packed. A packed model is on `device`."""
+    auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
+    if saved.exists() and not config.lora:
+        check_folder(saved, config)
+        with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
+            return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
+    check_folder(source, config)
+    if is_packed(source):
+        if (config.recipe, config.skip, config.bf16_gemms, config.only_if_faster) != ("rowwise", (), (), False):
+            raise ConfigError(
+                f"{source} is packed, and its layers compute by its schemes: leave recipe, skip, bf16_gemms and "
+                "only_if_faster out"
+            )
+        return _prepared(open_transformers(source, device), config)
+    reader = ShardReader(source)
+    check_unpacked(reader)
+    if reader.strays:
+        raise ArtifactError(
+            f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
+            f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
+        )
+    dtype = torch.bfloat16 if config.lora and config.precision == "bf16" else torch.float32
+    with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
+        given = {"config": open_config(source), "dtype": dtype, "output_loading_info": True}
+        model, found = open_local(auto, source, **given)
+        _check_opened(model, sorted(found["missing_keys"]), source)
+    return _prepared(model, config)
+
+
+def describe_language_model(config: Config, saved: Path) -> nn.Module:
+    """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
+    transformers = _transformers(config.model)
+    source = saved if saved.exists() else Path(config.model)
+    check_folder(source, config)
+    described = open_config(source)
+    vars(described).pop("quantization_config", None)
+    with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
+        model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+    compute_buffers(model, "cpu")
+    return _prepared(model, config)
+
+
+def _transformers(name: str) -> Any:
+    return import_extra("transformers", "hf", f"model {name!r} is a Hugging Face folder, which transformers opens")
+
+
+def positions_of(folder: Path) -> int:
+    """The longest context of the model that `folder`/config.json describes; sys.maxsize if the file states none."""
+    path = folder / "config.json"
+    described = read_json(path) if path.is_file() else {}  # opening the folder reports its faults
+    found = (described.get(key) for key in ("max_position_embeddings", "n_positions", "max_seq_len"))
+    return next((number for number in found if isinstance(number, int) and number > 0), sys.maxsize)
+
+
+def _prepared(model: Any, config: Config) -> nn.Module:
+    limit = getattr(model.config, "max_position_embeddings", None) or config.context
+    if config.context > limit:
+        raise ConfigError(f"context must be at most the model's {limit} positions, got {config.context}")
+    model.config.use_cache = False
+    trained: nn.Module = model
+    return trained
+
+
+def is_packed(folder: Path) -> bool:
+    """True if a model folder states a quantization."""
+    stated = read_json(folder / "config.json").keys()
+    return bool(stated & {"quantization_config", "compression_config"}) or (folder / SIDE_FILE).is_file()
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """A ConfigError unless transformers has the causal language model of the folder, and its weights can train: those
+    of a packed folder cannot, and are for adapters alone."""
+    name = config.model
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
+            + hub_hint(name)
+        )
+    described = read_json(folder / "config.json")
+    if is_packed(folder) and not config.lora:
+        raise ConfigError(
+            f"{name} is quantized already: train adapters around its weights with --lora 16, or the BF16 model that it "
+            f"was made from, or widen it first with octavo unpack {name} OUT"
+        )
+    check_counts(described, folder)
+    transformers = _transformers(name)
+    if (kind := described.get("model_type")) not in transformers.CONFIG_MAPPING and "auto_map" not in described:
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, which transformers {transformers.__version__} does "
+            "not implement: upgrade transformers, or choose another model"
+        )
+    if kind in transformers.CONFIG_MAPPING and (
+        transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    ):
+        raise ConfigError(
+            f"{folder / 'config.json'} has the model_type {kind!r}, of which transformers has no causal language "
+            "model: octavo train needs one (Llama, Qwen, Mistral, GPT-2, ...). octavo.convert takes any model, for a "
+            "training loop of your own, and octavo.dtype_flow(model, inputs) shows its dtypes"
+        )
+
+
+def _check_opened(model: Any, missing: list[str], source: Path) -> None:
+    """Raise an error unless the model is causal, and all of its weights were in the folder, and finite."""
+    if not is_causal(model, model.get_input_embeddings().num_embeddings):
+        if damaged := [name for name, p in model.named_parameters() if not p.isfinite().all()]:
+            raise ArtifactError(f"{source}: {damaged[0]} holds inf or NaN: take a model that has not diverged")
+        raise ConfigError(
+            f"{source} is a {type(model).__name__} that is not causal: changing the last token of a sequence changes "
+            "the logits of earlier tokens, so its attention sees the token that it is to predict. octavo train "
+            "minimizes the loss of the next token, for which a causal language model is required (Llama, Qwen, "
+            "Mistral, GPT-2, ...): choose such a model"
+        )
+    if missing:
+        raise ConfigError(
+            f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
+            f"({len(missing)} in all). transformers would draw them at random: complete the folder"
+        )
+
+
+def add_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """Put the adapters of the settings around the layers of `model`, converted or packed, and freeze all else."""
+    if config.lora:
+        import_extra("peft", "peft", "lora trains adapters of PEFT")
+        from octavo.integrations.peft import inject
+
+        dtype = torch.bfloat16 if config.optimizer.weights == "bf16" else torch.float32
+        try:
+            inject(model, config.lora, config.alpha or 2 * config.lora, config.targets, dtype, config.model)
+        except ValueError as error:
+            raise ConfigError(f"{config.model}: {error}") from error
+    return model
+
+
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
 #
 # Activation checkpointing (Chen et al., arXiv:1604.06174) is inside of the compiled code, so the compiler sees what the
@@ -317,57 +470,6 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-
-
-# ---- The mesh of a run's processes (`octavo.train.processes.Degrees`).
-
-
-def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
-    """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    if config.batch % degrees.data:
-        raise ConfigError(
-            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
-            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
-            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
-        )
-    if degrees.processes > 1 and config.lora:
-        raise ConfigError(
-            f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
-            "without torchrun, or leave lora out"
-        )
-    if degrees.processes > 1 and config.precision == "fp16":
-        raise ConfigError(
-            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
-            "process. Use bf16"
-        )
-    tp = degrees.tp
-    if tp == 1:
-        return
-    if config.sample:
-        raise ConfigError(
-            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
-            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
-        )
-    if config.model == "mixture":
-        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
-    sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
-    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
-        if getattr(config, name) % tp:
-            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
-    if config.parallel.async_tp and device.type != "cuda":
-        raise ConfigError(
-            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
-        )
-
-
-def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
-    """The mesh of all processes. A collective operation fails after `timeout` seconds. Every process must call this."""
-    mesh = init_device_mesh(device.type, tuple(vars(degrees).values()), mesh_dim_names=tuple(vars(degrees)))
-    if degrees.tp > 1:
-        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
-    for group in (None, *mesh.get_all_groups()):
-        _set_pg_timeout(timedelta(seconds=timeout), group)
-    return mesh
 
 
 # ---- A model whose layers, weights and optimizer state are divided among the processes of a run.

@@ -37,7 +37,9 @@ from octavo.checkpoint.files import (
     read_json,
 )
 from octavo.checkpoint.folder import (
+    ADAPTER_CONFIG,
     ADAPTERS,
+    PEFT_PREFIX,
     WEIGHTS,
     RunFolder,
     WriteError,
@@ -291,7 +293,7 @@ def saved_weights(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a model that a checkpoint holds, by their names there."""
     tensors = model_tensors(model)
     adapters = {name: t for name, t in tensors.items() if ".lora_" in name}
-    return {f"base_model.model.{name.replace('.default.', '.')}": t for name, t in adapters.items()} or tensors
+    return {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": t for name, t in adapters.items()} or tensors
 
 
 def adapter_config(model: Any) -> dict[str, str]:
@@ -299,7 +301,7 @@ def adapter_config(model: Any) -> dict[str, str]:
     if _stem(model) != ADAPTERS:
         return {}
     described = model.peft_config["default"].to_dict() | {"inference_mode": True}
-    return {"adapter_config.json": json.dumps(described, indent=2, sort_keys=True, default=sorted) + "\n"}
+    return {ADAPTER_CONFIG: json.dumps(described, indent=2, sort_keys=True, default=sorted) + "\n"}
 
 
 def _stem(model: nn.Module) -> str:

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
+from octavo.checkpoint.files import is_weight
 from octavo.checkpoint.folder import RunFolder, writing
-from octavo.inference.packed_linear import PackedModule
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
@@ -247,14 +247,6 @@ def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
     return {gemm: "emulated" if name == "none" and layer.recipe.emulate else name for gemm, name in found.items()}
 
 
-def counts_of(model: nn.Module) -> tuple[int, int]:
-    """The numbers of the weights of a model, in eight bits or not, and of those that are trained."""
-    packed: list[Any] = [module for module in model.modules() if isinstance(module, PackedModule)]
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(module.weight.numel() for module in packed)
-    return frozen + sum(p.numel() for p in model.parameters()), trained
-
-
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
     """The dtype of every leaf module's output during `forward()`, and of its loss.
 
@@ -368,14 +360,11 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
 
 def flops_per_token(model: nn.Module, context: int) -> float | None:
     """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
-    layers: list[Any] = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    weights = [p for m in layers for p in m.parameters(recurse=False)]
-    weights += [m.weight for m in layers if isinstance(m, PackedModule)]
-    if any(p.ndim > 2 for p in weights):
+    layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
+    weights = [t for m in layers for t in (*m.parameters(False), *m.buffers(False)) if is_weight(t)]
+    if any(w.ndim > 2 for w in weights):
         return None
-    multiplied: dict[int, float] = {
-        id(p): (6.0 if p.requires_grad else 4.0) * p.numel() for p in weights if p.ndim == 2
-    }
+    multiplied = {id(w): (6.0 if w.requires_grad else 4.0) * w.numel() for w in weights if w.ndim == 2}
     return sum(multiplied.values()) + 6.0 * _attention_features(model) * context
 
 

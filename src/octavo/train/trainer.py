@@ -31,7 +31,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
-from octavo.checkpoint.files import ArtifactError
+from octavo.checkpoint.files import ArtifactError, is_weight
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.data import DataError, ReadReport, absolute_source
@@ -43,21 +43,24 @@ from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.scales import seed_scales, update_scales
 from octavo.train.config import Config, ConfigError, check_effects, write_settings
-from octavo.train.fine_tuning import add_adapters, check_folder, is_packed, positions_of
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
+    add_adapters,
     allow_compilations,
+    check_folder,
     check_memory,
-    check_parallel,
     check_vocabulary,
     eager,
+    is_packed,
     make_meta_model,
     make_trained_model,
     open_data,
+    positions_of,
 )
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
     Agreement,
+    check_parallel,
     check_same,
     collect_between_steps,
     collect_young,
@@ -88,7 +91,6 @@ from octavo.train.saving import (
 from octavo.train.settings import parse, read_settings
 from octavo.train.step_metrics import (
     Metrics,
-    counts_of,
     event_writer,
     flops_per_token,
     mfu,
@@ -172,8 +174,7 @@ class Trainer:
         ):  # fmt: skip
             with clock.paused():
                 precision = precision_of(self.model, state.device)
-                counts = dict(zip(("all", "trained"), counts_of(self.model), strict=True))
-                start = {"dtypes": self._dtypes(), "started": start_of(state.device), "parameters": counts}
+                start = {"dtypes": self._dtypes(), "started": start_of(state.device)}
                 metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
@@ -532,10 +533,11 @@ def header_text(
     config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion | None
 ) -> str:
     """The text before the first step: lines of model, data, steps and the like, then the conversion, if any."""
-    size, trained = counts_of(model)
+    size = sum(t.numel() for t in (*model.parameters(), *model.buffers()) if is_weight(t))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
     if config.lora:
-        kind = f"{trained:,} of them trained: adapters of rank {config.lora}, alpha {config.alpha:g}"
+        kind = f"{trained:,} of them trained, in adapters of rank {config.lora}"
     each = config.batch * config.accumulate * config.context
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
