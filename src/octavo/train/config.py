@@ -549,9 +549,6 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
 
 
 def _faults_of_adapters(config: Config) -> Iterator[str]:
-    for name in ("alpha", "targets"):
-        if getattr(config, name) and not config.lora:
-            yield f"{name} is for adapters, and lora is 0: give their rank, as --lora 16, or leave {name} out"
     if config.lora and config.model in BUILT_IN_MODELS:
         yield (
             f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
@@ -562,8 +559,8 @@ def _faults_of_adapters(config: Config) -> Iterator[str]:
             yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
 
 
-def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
-    """Raise a ConfigError if a setting that is not the default has no effect in a new run.
+def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
 
     The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
     """
@@ -577,11 +574,14 @@ def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
          f"{tokens}", f"give at most {tokens}"),
         ("loss.chunk", config.loss.logits == "whole", "logits in chunks", "loss.logits whole", "give auto or chunked"),
         ("compile.backend", not config.compile.blocks, "compile.blocks", "false", "give --compile.blocks"),
+        ("alpha", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
+        ("targets", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
         ("parallel.gather_dtype", processes == 1, "several processes", "1", "start them with torchrun"),
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        if without_effect and (value := attrgetter(name)(config)) != settings_of(Config)[name].default:
+        value, default = attrgetter(name)(config), settings_of(Config)[name].default
+        if name in given and without_effect and value != default:
             raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
 
 
