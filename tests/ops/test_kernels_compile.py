@@ -102,11 +102,13 @@ def rows(columns: int = K) -> Tensor:
 
 def calls_of_training() -> Iterator[Call]:
     """Over wide rows."""
+    place = torch.zeros(2 * M, dtype=torch.int32)
+    yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), None, place)
     for seed in (None, torch.tensor(0)):
         for cast in CASTS:
             yield "quantization", "quantize", (rows(), cast, None, None, seed)
         yield "quantization", "quantize_scaled", (rows(), ones(1, 1), Cast().fmt, seed)
-        yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), seed)
+        yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), seed, None)
     x, weight, row = rows(8192), ones(8192), ones(M, 1)
     for center in (False, True):
         yield "norm", "norm_quantize", (x, x, weight, weight if center else None, 1e-5, Cast(), center, True)
@@ -186,6 +188,10 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         a, b = on_cpu(m, 4096), stack
         scales = (ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))
         yield "grouped_gemm", "block_scaled_grouped_mm", (Operands(a, b, *scales, *pair), offsets, HALF)
+    for size, m in product((32, 64, 128), (16, 4096)):
+        a, b, by = on_cpu(m, 2048), packed[:, :2048], group(size)
+        scales = ones(m, 2048 // size), ones(4096, 2048 // size)
+        yield "grouped_gemm", "block_scaled_grouped_mm_dw", (Operands(a, b, *scales, by, by), offsets, HALF)
 
 
 def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Compiled]:

@@ -18,7 +18,7 @@ from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
 import octavo.ops
-from octavo.numerics import TENSOR, Cast, QTensor, block
+from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
@@ -305,9 +305,9 @@ def grouped(k: int = 48, dtype: torch.dtype = INT, cast: Cast = E4M3) -> None:
     grouped_mm(a, quantize_matrices(ones(2, 32, k), E4M3), torch.tensor([3, 8], dtype=dtype))
 
 
-def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8) -> None:
+def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8, **options: Granularity) -> None:
     a, b = zeros(8, 48).to(E8), zeros(b).to(E8)
-    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT))
+    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT), **options)
 
 
 def weights_only(**changed: object) -> None:
@@ -344,7 +344,7 @@ BAD = [  # a call, and the message of its error
     (lambda: quantize(ones(4, 6), E4M3, column_scale=ones(1, 6).double()), rf"column_scale must be {F32} \[1, 6\]"),
     (lambda: quantize(ones(4, 6), E4M3, mantissa_of=ones(1, 4)), rf"mantissa_of must be {F32} \[4, 1\]"),
     (lambda: quantize_matrices(zeros(4, 4), E4M3), r"takes \[E, N, K\] of float32"),
-    (lambda: quantize_matrices(zeros(2, 4, 4), Cast(granularity=block(4, 4))), "takes a cast by row"),
+    (lambda: quantize_matrices(zeros(2, 4, 4), Cast(rounding="stochastic")), "takes a cast by row"),
     (lambda: row_scales([ones(7, 13)], Cast(granularity=TENSOR)), "row_scales takes a cast by row"),
     (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"a scale for each row of \[\[7, 13\]\], got \[6, 1\]"),
     (lambda: requantize([ones(7, 13)], ones(7, 1), Cast(granularity=TENSOR)), "requantize takes a cast by row"),
@@ -424,6 +424,8 @@ BAD = [  # a call, and the message of its error
     (lambda: grouped(dtype=torch.int64), r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"),
     (lambda: grouped(cast=Cast(granularity=block(4, 4))), r"row scales, .* got block:4x4 and row"),
     (lambda: grouped_dw((48, 8)), r"the same M, got \[8, 48\] and \[48, 8\]"),
+    (lambda: grouped_dw(granularity=block(4, 4)), "equal groups of 32, 64 or 128, got block:4x4"),
+    (lambda: grouped_dw(granularity=group(32)), rf"scale_a must be {F32} or .* \[8, 2\], got"),
     (lambda: grouped_dw(rows=7), rf"scale must be {F32} \[2, 8, 1\], got"),
     (lambda: weights_only(w=quantize(ones(4, 8), Cast("e5m2"))), "e4m3, got e5m2"),
     (lambda: weights_only(x=ones(2, 9)), rf"same K, got {F32} \[2, 9\] and \[4, 8\]"),

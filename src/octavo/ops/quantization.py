@@ -10,12 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.formats import INT8, Format
+from octavo.numerics.formats import E2M1, INT8, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
-from octavo.numerics.scaling import new_seed, scale_from_amax, scale_mantissa, uniform_noise
+from octavo.numerics.scaling import (
+    floor_scale,
+    new_seed,
+    scale_from_amax,
+    scale_mantissa,
+    two_level_scale,
+    uniform_noise,
+)
 from octavo.ops.launching import converts, fits, quantizes_rows
 from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_tensor, operation
 
@@ -29,18 +37,30 @@ def quantize_reference(
         x = x * column_scale
     if row_scale is not None:
         x = x * row_scale
-    scale = scale_from_amax(
-        cast.granularity.amax(x), cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor
-    )
-    inv_scale = cast.granularity.expand(1 / scale, tuple(x.shape))
-    x = x * inv_scale
+    scale = _scale(cast.granularity.amax(x), cast)
+    x = divided(x, cast.granularity.expand(scale, tuple(x.shape)), cast.fmt)
     data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
-    return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
+    return data, scale.to(cast.scale_dtype)
+
+
+def _scale(amax: Tensor, cast: Cast) -> Tensor:
+    """The float32 scales of the blocks of a tensor."""
+    if cast.scale == "e8m0_floor":
+        return floor_scale(amax, cast.fmt)
+    if cast.scale == "e4m3":
+        number, divisor = two_level_scale(amax, cast.fmt)
+        return number.float() / divisor
+    return scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
+
+
+def divided(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """float32 `x` over its scale. Ties are common between the few numbers of E2M1, so these are divided exactly."""
+    return x / scale if fmt is E2M1 else x * (1 / scale)
 
 
 def to_data(x: Tensor, fmt: Format) -> Tensor:
-    """float32 `x`, divided by its scale, as numbers of an eight-bit format."""
-    return cast_to(x, fmt) if fmt is INT8 else x.to(fmt.dtype)
+    """float32 `x`, divided by its scale, as numbers of a narrow format."""
+    return cast_to(x, fmt) if fmt in (INT8, E2M1) else x.to(fmt.dtype)
 
 
 def _quantize_reference(
@@ -50,8 +70,15 @@ def _quantize_reference(
     return quantize_reference(x, cast, column_scale, row_scale, seed)
 
 
-def quantize_transposed_reference(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    return quantize_reference(x.t().contiguous(), cast, None, None, seed)
+def quantize_transposed_reference(
+    x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return quantize_reference(placed(x, place).t().contiguous(), cast, None, None, seed)
+
+
+def placed(x: Tensor, place: Tensor | None) -> Tensor:
+    """The rows of `x` [M, K] at their places, as `aligned_groups` gives them; zeros where the number is -1."""
+    return x if place is None else F.pad(x, (0, 0, 0, 1))[place]  # -1 is the last row
 
 
 def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
@@ -69,9 +96,9 @@ def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tenso
     """Data of `x` under a given scale, and the amax [1, 1] of x. If x holds inf or NaN, all data is NaN."""
     x = x.float()
     amax = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    inv_scale = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
     noise = uniform_noise(x.shape, seed) if seed is not None else None
-    return cast_to(x * inv_scale, fmt, noise), amax
+    return cast_to(divided(x, scale, fmt), fmt, noise), amax
 
 
 def quantize(
@@ -106,15 +133,39 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
 
 
 def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
-    """Quantize the matrices of `w` [E, N, K] by row, rounded to nearest: data [E, N, K], scale [E, N, 1].
+    """Quantize the matrices of `w` [E, N, K], each by itself: data [E, N, K], scale [E, N, 1] or those of blocks.
 
-    A relative floor of the cast applies to each matrix by itself.
+    A cast by row is rounded to nearest. A relative floor of it applies to each matrix by itself.
     """
     if w.ndim != 3 or w.dtype not in FLOATS:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
-    check_nearest("quantize_matrices", cast)
-    data, scale = _quantize_matrices(w, cast.spec)
-    return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
+    if cast.by_row:
+        check_nearest("quantize_matrices", cast)
+        data, scale = _quantize_matrices(w, cast.spec)
+        return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
+    parts = [quantize(part, cast) for part in matrices(w, cast.granularity.rows)]
+    data, scale = joined([q.data for q in parts]), joined([q.scale for q in parts])
+    return QTensor(data.view(w.shape), scale.view(len(w), -1, scale.shape[1]), cast.fmt, cast.granularity)
+
+
+def quantize_matrices_transposed(w: Tensor, cast: Cast) -> QTensor:
+    """Quantize the transposed matrices of `w` [E, N, K]: data [E, K, N], a view; the blocks of `cast` along N."""
+    parts = [quantize_transposed(part, cast) for part in matrices(w, cast.granularity.cols)]
+    data, scale = joined([q.data for q in parts], 1), joined([q.scale for q in parts], 1)
+    data, scale = (t.view(len(t), len(w), -1).transpose(0, 1) for t in (data, scale))
+    return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def matrices(t: Tensor, size: int | None) -> list[Tensor]:
+    """The matrices of `t` [E, N, K] as one [E * N, K] where none of its blocks of `size` rows lies in two matrices."""
+    whole = len(t) == 0 or (size is not None and t.shape[1] % size == 0)
+    return [t.flatten(0, 1)] if whole else list(t)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Eight-bit matrices or scales beside each other."""
+    bytes_of = [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]  # torch.cat lacks E8M0
+    return parts[0] if len(parts) == 1 else torch.cat(bytes_of, dim).view(parts[0].dtype)
 
 
 def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
@@ -130,10 +181,12 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
     return _row_scales(list(tensors), cast.spec)
 
 
-def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
-    """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M."""
-    check_matrix("quantize_transposed", x)
-    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast))
+def quantize_transposed(x: Tensor, cast: Cast, place: Tensor | None = None) -> QTensor:
+    """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M; [K, M'] with `place`.
+
+    place: int32 [M'], the row of x that becomes each column, or -1 for a column of zeros (`octavo.ops.aligned_groups`).
+    """
+    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast), place)
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -157,6 +210,11 @@ def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tens
     check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
 
 
+def _check_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> None:
+    check_matrix("quantize_transposed", x)
+    check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
+
+
 def _has_kernel(x: Tensor, cast: Cast, *rest: Any) -> bool:
     """True if a kernel quantizes `x`; very long rows are left to the reference, and so is int8 not by row."""
     if cast.format == "int8":
@@ -174,9 +232,8 @@ def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
 
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
-    scale_dtype = torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
-    return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=scale_dtype)
+    return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 
 
 def _stacked(tensors: list[Tensor]) -> int:
@@ -190,7 +247,8 @@ _quantize_stack = operation(
     like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast), runs=_quantizes_stack
 )(quantize_stack_reference)
 _quantize_transposed = operation(
-    like=lambda x, cast, seed: _like(x, (x.shape[1], x.shape[0]), cast),
+    check=_check_transposed,
+    like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
     runs=_has_kernel,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)

@@ -329,7 +329,7 @@ class Config:
     recipe: str | Recipe = setting("rowwise", "an FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
     bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
-    calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
+    calibration: str = setting("", "folder of octavo calibrate, or packed as static: the first scales of delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
     attention: AttentionSettings = table(AttentionSettings)
@@ -542,8 +542,8 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
             )
 
 
-def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
-    """Raise a ConfigError if a setting that is not the default has no effect in a new run.
+def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
 
     The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
     """
@@ -561,7 +561,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        if without_effect and (value := attrgetter(name)(config)) != settings_of(Config)[name].default:
+        value, default = attrgetter(name)(config), settings_of(Config)[name].default
+        if name in given and without_effect and value != default:
             raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
 
 
