@@ -76,8 +76,8 @@ def ordered_mm(
 ) -> Tensor:
     """y [M, N] = a @ b^T + bias in BF16, then + residual: each row has the same bits in a product of any M.
 
-    The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64. Of E4M3 that is
-    exact: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
+    The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64, for E4M3
+    exactly: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
 
     Args:
         a, b: [M, K] and [N, K], both E4M3 with row scales, or both tensors in BF16.
