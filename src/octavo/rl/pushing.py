@@ -151,7 +151,7 @@ class Plan:
     """What a push writes. A ValueError if something does not fit, with what to do."""
 
     def __init__(self, trained: nn.Module, served: nn.Module) -> None:
-        _check_copies(served)
+        stacked = list(stacks(served))
         self.sources, held = places(trained), places(served)
         self.merges = all(place.adapters is None for place in held.values())
         self.remarks = _read_record(getattr(served, "octavo_record", {}))
@@ -173,12 +173,14 @@ class Plan:
             merged = self.merges and ".lora_" in name
             if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in written and not merged:
                 raise ValueError(f"push: the served model has no {name}: {_OTHER}")
-        self.writes = list(self._writes(served, held, of))
+        self.writes = list(self._writes(stacked, held, of))
 
-    def _writes(self, served: nn.Module, held: dict[str, Place], of: dict[int, str]) -> Iterator["Write"]:
-        for stacked, layers in stacks(served):
+    def _writes(
+        self, stacked: list[tuple[Stacked, list[PackedLinear]]], held: dict[str, Place], of: dict[int, str]
+    ) -> Iterator["Write"]:
+        for stack, layers in stacked:
             names = [of.pop(id(layer.weight)) for layer in layers]
-            yield Write(names, stacked.weight.data, stacked.weight.scale, layers[0].scheme)
+            yield Write(names, stack.weight.data, stack.weight.scale, layers[0].scheme)
         for place in held.values():
             module: Any = place.module
             if (name := of.pop(id(place.tensor), None)) is None:
@@ -278,47 +280,28 @@ def _read_record(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 # ---- What the engine multiplies.
-#
-# Fused layers read a stack, of which their own buffers are views, and a layer keeps what it made of its buffers. Where
-# such a copy has memory of its own, a push would leave it as it was.
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
-    """The stacks of packed layers that run as one GEMM, made anew where a buffer was replaced, as a call would do."""
-    for module in model.modules():
+    """The stacks of packed layers that run as one GEMM, made anew where a buffer was replaced, as a call would do.
+
+    The buffers of the layers are views of a stack. A ValueError if one has memory of its own, which is not multiplied.
+    """
+    for name, module in model.named_modules():
         stacked: Any = getattr(module, "stacked", None)
         inner: Any = getattr(module, "inner", ())
-        if isinstance(stacked, Stacked) and stacked.update(inner) is not None:
-            parts: list[Any] = [parts_of_layer(each) for each in inner]
-            yield stacked, [layer for layer, _ in parts]
-
-
-def copies(model: nn.Module) -> dict[int, Tensor]:
-    """The tensors that the engine reads in place of buffers of packed layers, by the ids of these."""
-    found: dict[int, Tensor] = {}
-    for layer in model.modules():
-        if isinstance(layer, PackedLinear) and layer._known is not None:
-            data, scale, made = layer._known
-            found |= {id(data): made.data, id(scale): made.scale}
-    for stacked, layers in stacks(model):
-        ends = torch.tensor(stacked.sizes).cumsum(0).tolist()
-        for layer, end in zip(layers, ends, strict=True):
-            rows = slice(end - layer.out_features, end)
-            found |= {id(layer.weight): stacked.weight.data[rows], id(layer.weight_scale): stacked.weight.scale[rows]}
-            if layer.bias is not None and stacked.bias is not None:
-                found[id(layer.bias)] = stacked.bias[rows]
-    return found
-
-
-def _check_copies(served: nn.Module) -> None:
-    read = copies(served)
-    for name, place in places(served).items():
-        copy = read.get(id(place.tensor))
-        if copy is not None and copy.data_ptr() != place.tensor.data_ptr():
-            raise ValueError(
-                f"push: the engine multiplies a copy of {name} with memory of its own, which a push would not reach: "
-                "load the folder again"
-            )
+        if not isinstance(stacked, Stacked) or stacked.update(inner) is None:
+            continue
+        layers: list[Any] = [found[0] for found in map(parts_of_layer, inner) if found is not None]
+        whole = {"weight": stacked.weight.data, "weight_scale": stacked.weight.scale, "bias": stacked.bias}
+        for leaf, stack in whole.items():
+            rows = [] if stack is None else torch.split(stack, stacked.sizes)
+            own = [getattr(layer, leaf) for layer in layers]
+            if any(a is not None and a.data_ptr() != b.data_ptr() for a, b in zip(own, rows, strict=False)):
+                raise ValueError(
+                    f"the engine multiplies a copy of {leaf} in {name}, with memory of its own: load the folder again"
+                )
+        yield stacked, layers
 
 
 _WORDS = 2**23  # of 8 bytes, that are added up at a time
@@ -326,23 +309,22 @@ _WORDS = 2**23  # of 8 bytes, that are added up at a time
 
 @torch.no_grad()
 def checksum(served: nn.Module) -> str:
-    """A checksum of the tensors that the engine of `octavo.load` multiplies, copies of weights among them.
+    """A checksum of the tensors that the engine of `octavo.load` multiplies.
 
     It depends on names, dtypes, shapes and bytes. Any byte that changes alone changes it: its word is multiplied by an
-    odd number and added up modulo 2^64.
+    odd number and added up modulo 2^64. A ValueError if the engine multiplies a copy of a weight.
 
     Example:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
-    digest, read, seen = hashlib.blake2b(digest_size=8), copies(served), set[int]()
-    waiting, sums = list[Tensor](), list[Tensor]()
+    digest, seen, waiting, sums = hashlib.blake2b(digest_size=8), set[int](), list[Tensor](), list[Tensor]()
+    list(stacks(served))
     for name, place in places(served).items():
         if id(place.tensor) in seen:
             continue
         seen.add(id(place.tensor))
-        tensor = read.get(id(place.tensor), place.tensor)
-        digest.update(f"{name} {place.tensor.dtype} {list(tensor.shape)} ".encode())
-        for part in torch.split(_words(tensor), _WORDS):
+        digest.update(f"{name} {place.tensor.dtype} {list(place.tensor.shape)} ".encode())
+        for part in torch.split(_words(place.tensor), _WORDS):
             if waiting and (len(part) + sum(map(len, waiting)) > _WORDS or part.device != waiting[0].device):
                 sums.append(_sum(waiting))
                 waiting = []
