@@ -1,5 +1,5 @@
 """Reinforcement learning and online distillation: one FP8 from the optimizer's step to the sampled token."""
 
-from octavo.rl.pushing import checksum, push
+from octavo.rl.pushing import checksum, push, served_weights
 
-__all__ = ["checksum", "push"]
+__all__ = ["checksum", "push", "served_weights"]

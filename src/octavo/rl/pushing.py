@@ -9,25 +9,34 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 """
 
 import hashlib
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import SCHEME_OF, Scheme
+from octavo.hf.meta_model import transformers_meta_model
+from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
-from octavo.nn.module_tools import check_module, parts_of_layer
+from octavo.models.decoder import Decoder
+from octavo.nn.module_tools import check_module, class_name, parts_of_layer
 from octavo.numerics import TENSOR
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.quantization import quantize_matrices
+from octavo.packing.options import PackOptions, choose_layers
+from octavo.packing.packer import PackJob
 from octavo.recipe import Recipe, similar_preset
 
 # ---- The tensors of a model, by the names that they have in the model that nothing wraps.
@@ -128,10 +137,8 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     """
     for model in (trained, served):
         check_module(model, "push")
-    began, units = time.perf_counter(), list[Any](trained.modules())
-    for unit in units:
-        if hasattr(unit, "reshard"):  # of FSDP2: while its weights are gathered, they are not the parameters
-            unit.reshard()
+    began = time.perf_counter()
+    reshard(trained)
     with idle(served):
         plan = Plan(trained, served)
         for write in plan.writes:
@@ -139,6 +146,13 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
         found = checksum(served)  # it waits for the device
     written = sum(write.data.nbytes + (0 if write.scale is None else write.scale.nbytes) for write in plan.writes)
     return Pushed(time.perf_counter() - began, written, found, plan.remarks)
+
+
+def reshard(trained: nn.Module) -> None:
+    """Let the units of FSDP2 hold their parameters, which their gathered weights replace."""
+    units: list[Any] = [module for module in trained.modules() if hasattr(module, "reshard")]
+    for unit in units:
+        unit.reshard()
 
 
 def idle(served: Any) -> AbstractContextManager[Any]:
@@ -220,6 +234,63 @@ class Write:
             q = quantize(tensors[0], cast) if len(tensors) == 1 else quantize_stack(tensors, cast)
         self.data.view(torch.uint8).copy_(q.data.view(torch.uint8).view(self.data.shape))
         self.scale.copy_(self.scheme.stored_scale(q).view(self.scale.shape))
+
+
+# ---- The tensors of a packed folder, for the engines of others.
+
+
+class _Gathering(ShardReader):
+    """The tensors of a model that is trained, as if they were in files."""
+
+    def __init__(self, sources: dict[str, Place]) -> None:
+        self.folder, self._sources = Path("(the model in training)"), sources
+        self.specs = {name: torch.empty_like(place.tensor, device="meta") for name, place in sources.items()}
+
+    def get(self, name: str) -> Tensor:
+        return whole(self._sources[name], merged=True)
+
+
+@torch.no_grad()
+def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the folder that `octavo pack` would write of a model in training, in the same order.
+
+    They have the layout of compressed-tensors: vLLM's `load_weights` and SGLang's `update_weights_from_tensor` take
+    them, in an engine that opened a packed folder of this model. The tensors of one layer follow each other. Adapters
+    are merged, and of a model that FSDP2 shards every rank takes all of them.
+
+    Args:
+        trained: of transformers or `octavo.models`, converted or not.
+        options: fields of `octavo.packing.PackOptions`. By default converted layers have the scheme of their recipe.
+
+    Raises:
+        ValueError: several recipes, or what `octavo.packing.pack` raises.
+
+    Example:
+        >>> llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(served_weights(model))
+    """
+    model: Any = next((m for m in trained.modules() if isinstance(m, PreTrainedModel | Decoder)), None)
+    if model is None:
+        raise TypeError(
+            f"served_weights takes a model of transformers or octavo.models, got a {type(trained).__name__}"
+        )
+    reshard(trained)
+    sources, where = places(trained), Path(getattr(model.config, "name_or_path", ""))
+    ours = isinstance(model, Decoder)
+    config = model.config.to_hf() if ours else json.loads(model.config.to_json_string())
+    named = {} if ours else {"architectures": [class_name(model)]}
+    meta_model = transformers_meta_model(config | named, where)
+    recipes = {name.removesuffix(".weight"): recipe_of(place) for name, place in sources.items()}
+    presets = {similar_preset(recipe) for recipe in recipes.values() if recipe is not None}
+    if len(presets) > 1:
+        raise ValueError(f"served_weights takes a model of one recipe, got {', '.join(sorted(presets))}: convert it so")
+    linears = meta_model.linears() if presets else []
+    skip = [name for name in linears if recipes.get(name) is None]
+    experts = any(recipes.get(name) is not None for name in meta_model.experts.stacks)
+    source = Source(where, where, meta_model, next(iter(presets), ""), skip, _Gathering(sources))
+    chosen = PackOptions(**{"experts": experts} | options)
+    job = PackJob(source, choose_layers(source, chosen), chosen)
+    for name in source.specs:
+        yield from job.change(name, source.get(name)).items()
 
 
 # ---- What does not fit, and what to do.
