@@ -366,7 +366,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
         layers: list[Any] = [found[0] for found in map(parts_of_layer, inner) if found is not None]
         whole = {"weight": stacked.weight.data, "weight_scale": stacked.weight.scale, "bias": stacked.bias}
         for leaf, stack in whole.items():
-            rows = [] if stack is None else torch.split(stack, stacked.sizes)
+            rows = [] if stack is None else torch.split(stack, list(stacked.sizes))
             own = [getattr(layer, leaf) for layer in layers]
             if any(a is not None and a.data_ptr() != b.data_ptr() for a, b in zip(own, rows, strict=False)):
                 raise ValueError(
