@@ -36,6 +36,7 @@ LAYERS = [
     {"models"},
     {"watching"},
     {"evaluation", "hf"},
+    {"comparison"},
     {"calibration"},
     {"inference"},
     {"train"},

@@ -18,7 +18,7 @@ from octavo.data import read_text
 from octavo.distributed import expert_parallel
 from octavo.evaluation import Budget
 from octavo.inference.kv_cache import check_settings
-from octavo.numerics.formats import EIGHT_BIT_FORMATS
+from octavo.numerics.formats import NARROW_FORMATS
 from octavo.numerics.qtensor import ROUNDINGS, SCALE_KINDS
 from octavo.packing import convert_layout, freeze_folder, pack, pack_frozen, pack_within, unpack
 from octavo.packing.gguf_export import export_gguf
@@ -133,7 +133,7 @@ def test_an_editor_knows_every_name():
     names = {name for kind in recipes for name in get_args(kind)}
     assert names == {*PRESETS, "auto"}
     hints = typing.get_type_hints(octavo.quantize)
-    assert set(get_args(hints["format"])) == EIGHT_BIT_FORMATS.keys() - {"int8"}
+    assert set(get_args(hints["format"])) == NARROW_FORMATS.keys() - {"int8"}
     assert (get_args(hints["scale"]), get_args(hints["rounding"])) == (SCALE_KINDS, ROUNDINGS)
     hints = typing.get_type_hints(octavo.load, localns={"PreTrainedModel": PreTrainedModel})
     assert hints["return"] is PreTrainedModel

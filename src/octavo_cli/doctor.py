@@ -166,7 +166,7 @@ def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     return found
 
 
-SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
+SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0", "finite": "none"}
 
 
 def formats_command(
@@ -270,7 +270,7 @@ def look(number: float, f: Format) -> dict[str, Any]:
         """The next number above or below; NaN where there is none. Codes order magnitudes, the sign turns them."""
         magnitude = code & ~sign_bit
         position = (-magnitude if code & sign_bit else magnitude) + direction
-        if abs(position) > f.max_code or (not f.signed and position < 0) or code == f.nan_code:
+        if abs(position) > f.max_code or (not f.signed and position < 0) or math.isnan(value):
             return math.nan
         return float(decode(torch.tensor(abs(position) | (sign_bit if position < 0 else 0)), f))
 

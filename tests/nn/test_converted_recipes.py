@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients, run
+from linear_examples import FOUR_BITS, FOUR_BITS_DB, QUANTIZED, K, N, T, converted, exact_gradients, run, without_chance
 from metrics import sqnr
 from tiny_models import built
 from torch import Tensor, nn
@@ -361,7 +361,7 @@ def products(recipe: octavo.Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", RECIPES_PARTLY_BF16)
 @pytest.mark.parametrize("gemm", PRODUCTS)
 def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, gemm):
-    whole, partly = products(octavo.recipe.PRESETS[name]()), products(octavo.recipe.PRESETS[name]().in_bf16(gemm))
+    whole, partly = products(without_chance(name)), products(without_chance(name).in_bf16(gemm))
     for product, exact in zip(PRODUCTS, partly["exact"], strict=True):
         if product == gemm:  # in the dtype of the input, float32 here
             assert sqnr(exact, partly[product]) > 100
@@ -376,15 +376,6 @@ def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, 
 @pytest.mark.parametrize("gemm", PRODUCTS)
 def test_one_gemm_in_eight_bits(name, gemm):
     others = [product for product in PRODUCTS if product != gemm]
-    found = products(octavo.recipe.PRESETS[name]().in_bf16(*others))
+    found, least = products(without_chance(name).in_bf16(*others)), FOUR_BITS_DB if name in FOUR_BITS else 20
     for product, exact in zip(PRODUCTS, found["exact"], strict=True):
-        assert sqnr(exact, found[product]) > 100 if product in others else 20 < sqnr(exact, found[product]) < 40
-
-
-@pytest.mark.parametrize("gemm", PRODUCTS)
-def test_cached_bytes_give_the_same_products(gemm):
-    linear, x, dy = converted(octavo.recipe.PRESETS["rowwise"]().in_bf16(gemm)), torch.randn(T, K), torch.randn(T, N)
-    alone = run(linear, x, dy)
-    with octavo.scales.cast_once(linear):
-        cached = run(linear, x, dy)
-    assert all(torch.equal(a, b) for a, b in zip(alone, cached, strict=True))
+        assert sqnr(exact, found[product]) > 100 if product in others else least < sqnr(exact, found[product]) < 40

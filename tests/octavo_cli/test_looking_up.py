@@ -190,7 +190,7 @@ def test_facts_are_those_of_ml_dtypes(octavo):
 @pytest.mark.parametrize("name", SIGNED)
 def test_a_number_is_stored_as_ml_dtypes_stores_it(octavo, name):
     dtype = np.dtype(TYPES[name])
-    for number in NUMBERS:
+    for number in (number for number in NUMBERS if abs(number) <= ml_dtypes.finfo(dtype).max):
         row = looked_at(octavo, number, name)
         stored = np.array(number).astype(dtype)
         code = int(stored.view(f"u{dtype.itemsize}"))
@@ -236,7 +236,7 @@ def test_what_is_no_format_names_the_choices(refused):
 @pytest.mark.parametrize("number", ["448", "inf", "nan", "-1e300"])
 def test_json_has_no_nan_and_no_infinity(octavo, number):
     printed = octavo("formats", "--json", "--", number)[1]
-    assert len(json.loads(printed, parse_constant=pytest.fail)) == 8
+    assert len(json.loads(printed, parse_constant=pytest.fail)) == len(TYPES)
 
 
 # --- recipes in files, from training to packing

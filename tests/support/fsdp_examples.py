@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
+from octavo.recipe import Recipe
 
 WIDTH = 32
 
@@ -42,7 +43,7 @@ def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequenti
     return model
 
 
-def converted(recipe: str = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
+def converted(recipe: str | Recipe = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
     """Blocks with the same numbers at each call; of `blockwise`, one whose rows two ranks share by whole squares."""
     torch.manual_seed(seed)
     square = recipe == "blockwise"

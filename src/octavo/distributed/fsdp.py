@@ -144,6 +144,8 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
     if recipe.w.rounding != "nearest":
         return f"the recipe {recipe.name} rounds the weight at random"
+    if recipe.w.scale == "e4m3":
+        return f"the scales of the recipe {recipe.name} depend on all rows of the weight"
     rows = recipe.w.granularity.rows
     if rows is not None and unit.world > 1 and unit.shard_rows % rows:
         return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
