@@ -12,8 +12,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,14 +25,13 @@ from transformers import PreTrainedModel
 
 from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import SCHEME_OF, Scheme
+from octavo.checkpoint.scheme import SCHEME_OF
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
-from octavo.models.decoder import Decoder
 from octavo.nn.module_tools import check_module, class_name, parts_of_layer
-from octavo.numerics import TENSOR
+from octavo.numerics import TENSOR, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.quantization import quantize_matrices
 from octavo.packing.options import PackOptions, choose_layers
@@ -72,6 +71,14 @@ def places(model: nn.Module) -> dict[str, Place]:
     return found
 
 
+def reshard(model: nn.Module) -> nn.Module:
+    """Let the units of FSDP2 hold their parameters again, in place of gathered weights."""
+    units: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    for unit in units:
+        unit.reshard()
+    return model
+
+
 def whole(place: Place, *, merged: bool) -> Tensor:
     """The tensor, gathered from the ranks that shard it; `merged` adds its adapters, as PEFT does."""
     tensor = place.tensor
@@ -84,6 +91,14 @@ def whole(place: Place, *, merged: bool) -> Tensor:
 def adapters_of(wrapper: Any) -> list[str]:
     """The adapters of a layer that PEFT wraps that are added to its output, and are not in its weight yet."""
     return [] if wrapper is None or wrapper.disable_adapters or wrapper.merged else list(wrapper.active_adapters)
+
+
+def transformers_model(model: nn.Module, function: str) -> Any:
+    """The model of transformers in its wrappers; a TypeError, which names the public `function`, if there is none."""
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise TypeError(f"{function} takes a model of transformers, got a {type(model).__name__}: open its folder so")
+    return found
 
 
 # ---- A push.
@@ -138,102 +153,76 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     for model in (trained, served):
         check_module(model, "push")
     began = time.perf_counter()
-    reshard(trained)
-    with idle(served):
-        plan = Plan(trained, served)
-        for write in plan.writes:
-            write.run(plan)
-        found = checksum(served)  # it waits for the device
-    written = sum(write.data.nbytes + (0 if write.scale is None else write.scale.nbytes) for write in plan.writes)
-    return Pushed(time.perf_counter() - began, written, found, plan.remarks)
-
-
-def reshard(trained: nn.Module) -> None:
-    """Let the units of FSDP2 hold their parameters, which their gathered weights replace."""
-    units: list[Any] = [module for module in trained.modules() if hasattr(module, "reshard")]
-    for unit in units:
-        unit.reshard()
-
-
-def idle(served: Any) -> AbstractContextManager[Any]:
-    """Wait until no other thread generates from the model, and let none begin."""
     engine = getattr(served, "octavo_engine", None)
-    return nullcontext() if engine is None else engine.alone()
+    with nullcontext() if engine is None else engine.alone():
+        job = _Push(reshard(trained), served)
+        written, found = job.write(), checksum(served)  # which waits for the device
+    return Pushed(time.perf_counter() - began, written, found, job.remarks)
 
 
-class Plan:
-    """What a push writes. A ValueError if something does not fit, with what to do."""
+class _Push:
+    """What a push writes, all of it checked when this is made: a ValueError says what does not fit, and what to do."""
 
     def __init__(self, trained: nn.Module, served: nn.Module) -> None:
-        stacked = list(stacks(served))
-        self.sources, held = places(trained), places(served)
-        self.merges = all(place.adapters is None for place in held.values())
+        self.stacked = list(stacks(served))
+        self.sources, self.held = places(trained), places(served)
+        self.merges = all(place.adapters is None for place in self.held.values())
         self.remarks = _read_record(getattr(served, "octavo_record", {}))
-        of: dict[int, str] = {}  # the trained tensor of each served one
-        for name, place in held.items():
-            if isinstance(place.module, PackedLinear | PackedGroupedLinear) and name.endswith("_scale"):
+        self.of: dict[int, str] = {}  # the trained tensor of each served one
+        for name, place in self.held.items():
+            if is_scale(name, place):
                 continue
-            name = name.removesuffix(".weight") if isinstance(place.module, PackedGroupedLinear) else name
-            source, first = self.sources.get(name), of.setdefault(id(place.tensor), name)
-            if reason := _misfit(name, source, place, merges=self.merges):
+            trained_name = name.removesuffix(".weight") if isinstance(place.module, PackedGroupedLinear) else name
+            if reason := _misfit(trained_name, self.sources, place, merges=self.merges):
                 raise ValueError(f"push: {reason}")
-            if source is None or self.sources[first].tensor is not source.tensor:
+            first = self.of.setdefault(id(place.tensor), trained_name)
+            if self.sources[first].tensor is not self.sources[trained_name].tensor:
                 raise ValueError(
                     f"push: {first} and {name} are one tensor in the served model, and two in the trained one: tie "
                     "them (tie_word_embeddings), or pack the model as it is trained now"
                 )
-        written = {id(self.sources[name].tensor) for name in of.values()}
+        used = {id(self.sources[name].tensor) for name in self.of.values()}
         for name, place in self.sources.items():
             merged = self.merges and ".lora_" in name
-            if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in written and not merged:
+            if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in used and not merged:
                 raise ValueError(f"push: the served model has no {name}: {_OTHER}")
-        self.writes = list(self._writes(stacked, held, of))
 
-    def _writes(
-        self, stacked: list[tuple[Stacked, list[PackedLinear]]], held: dict[str, Place], of: dict[int, str]
-    ) -> Iterator["Write"]:
-        for stack, layers in stacked:
-            names = [of.pop(id(layer.weight)) for layer in layers]
-            yield Write(names, stack.weight.data, stack.weight.scale, layers[0].scheme)
-        for place in held.values():
+    def write(self) -> int:
+        """Write all, layers that run as one GEMM together; returns the bytes."""
+        left = dict(self.of)
+        for stack, layers in self.stacked:
+            weights = [self._get(left.pop(id(layer.weight))) for layer in layers]
+            _copy(quantize_stack(weights, layers[0].scheme.weight), stack.weight.data, stack.weight.scale)
+        for place in self.held.values():
             module: Any = place.module
-            if (name := of.pop(id(place.tensor), None)) is None:
+            if (name := left.pop(id(place.tensor), None)) is None:
                 continue
+            w, in_bf16 = self._get(name), recipe_of(self.sources[name]) is None
             if isinstance(module, PackedGroupedLinear):
-                # `octavo pack` quantizes gate and up each by itself, training both as one matrix.
-                apart = name.endswith("gate_up_proj") and recipe_of(self.sources[name]) is None
-                yield Write([name], module.weight, module.weight_scale, module.scheme, len(module.weight) * (1 + apart))
+                # `octavo pack` quantizes gate and up each by itself; training takes both as one matrix.
+                count = len(w) * (1 + (in_bf16 and name.endswith("gate_up_proj")))
+                q = quantize_matrices(w.reshape(count, -1, w.shape[2]), module.scheme.weight)
+                _copy(q, module.weight, module.weight_scale)
             elif isinstance(module, PackedLinear) and place.tensor is module.weight:
-                rounds = name.endswith("lm_head.weight") and recipe_of(self.sources[name]) is None
-                yield Write([name], module.weight, module.weight_scale, module.scheme, rounds=rounds)
+                rounds = in_bf16 and name.endswith("lm_head.weight")  # as a packed folder does before the head is cast
+                q = quantize(w.to(UNQUANTIZED_DTYPE) if rounds else w, module.scheme.weight)
+                _copy(q, module.weight, module.weight_scale)
             else:
-                yield Write([name], place.tensor)
+                place.tensor.copy_(w)
+        return sum({id(place.tensor): place.tensor.nbytes for place in self.held.values()}.values())
+
+    def _get(self, name: str) -> Tensor:
+        return whole(self.sources[name], merged=self.merges)
 
 
-@dataclass
-class Write:
-    """One write into the served model: of a tensor as it is, or of weights that are quantized and stacked along N."""
+def _copy(q: QTensor, data: Tensor, scale: Tensor) -> None:
+    data.view(torch.uint8).copy_(q.data.view(torch.uint8).view(data.shape))
+    scale.copy_(q.scale.view(scale.dtype).view(scale.shape))  # E8M0 is stored as uint8
 
-    names: list[str]  # of the trained tensors
-    data: Tensor  # of the served model
-    scale: Tensor | None = None
-    scheme: Scheme | None = None
-    matrices: int = 0  # of the weight of a layer of experts, quantized one by one
-    rounds: bool = False  # to BF16 first, as the head of a packed folder
 
-    def run(self, plan: Plan) -> None:
-        tensors = [whole(plan.sources[name], merged=plan.merges) for name in self.names]
-        tensors = [t.to(UNQUANTIZED_DTYPE) for t in tensors] if self.rounds else tensors
-        if self.scheme is None or self.scale is None:
-            self.data.copy_(tensors[0])
-            return
-        cast = self.scheme.weight
-        if self.matrices:
-            q = quantize_matrices(tensors[0].reshape(self.matrices, -1, tensors[0].shape[-1]), cast)
-        else:
-            q = quantize(tensors[0], cast) if len(tensors) == 1 else quantize_stack(tensors, cast)
-        self.data.view(torch.uint8).copy_(q.data.view(torch.uint8).view(self.data.shape))
-        self.scale.copy_(self.scheme.stored_scale(q).view(self.scale.shape))
+def is_scale(name: str, place: Place) -> bool:
+    """True if a tensor is a scale of a packed weight."""
+    return isinstance(place.module, PackedLinear | PackedGroupedLinear) and name.endswith("_scale")
 
 
 # ---- The tensors of a packed folder, for the engines of others.
@@ -259,7 +248,7 @@ def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Te
     are merged, and of a model that FSDP2 shards every rank takes all of them.
 
     Args:
-        trained: of transformers or `octavo.models`, converted or not.
+        trained: of transformers, converted or not.
         options: fields of `octavo.packing.PackOptions`. By default converted layers have the scheme of their recipe.
 
     Raises:
@@ -268,17 +257,10 @@ def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Te
     Example:
         >>> llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(served_weights(model))
     """
-    model: Any = next((m for m in trained.modules() if isinstance(m, PreTrainedModel | Decoder)), None)
-    if model is None:
-        raise TypeError(
-            f"served_weights takes a model of transformers or octavo.models, got a {type(trained).__name__}"
-        )
-    reshard(trained)
-    sources, where = places(trained), Path(getattr(model.config, "name_or_path", ""))
-    ours = isinstance(model, Decoder)
-    config = model.config.to_hf() if ours else json.loads(model.config.to_json_string())
-    named = {} if ours else {"architectures": [class_name(model)]}
-    meta_model = transformers_meta_model(config | named, where)
+    model = transformers_model(trained, "served_weights")
+    sources, where = places(reshard(trained)), Path(model.config.name_or_path)
+    config = json.loads(model.config.to_json_string()) | {"architectures": [class_name(model)]}
+    meta_model = transformers_meta_model(config, where)
     recipes = {name.removesuffix(".weight"): recipe_of(place) for name, place in sources.items()}
     presets = {similar_preset(recipe) for recipe in recipes.values() if recipe is not None}
     if len(presets) > 1:
@@ -304,9 +286,9 @@ def recipe_of(place: Place) -> Recipe | None:
     return None if recipe is None or recipe.y is None else recipe
 
 
-def _misfit(name: str, source: Place | None, held: Place, *, merges: bool) -> str:
+def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: bool) -> str:
     """Why the trained tensor cannot be written to a place of the served model, and what to do; or ""."""
-    if source is None:
+    if (source := sources.get(name)) is None:
         return f"the trained model has no {name}: {_OTHER}"
     mine, theirs = list(source.tensor.shape), list(held.tensor.shape)
     if mine != theirs:
@@ -388,15 +370,14 @@ def checksum(served: nn.Module) -> str:
     Example:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
-    digest, seen, waiting, sums = hashlib.blake2b(digest_size=8), set[int](), list[Tensor](), list[Tensor]()
     list(stacks(served))
-    for name, place in places(served).items():
-        if id(place.tensor) in seen:
-            continue
-        seen.add(id(place.tensor))
-        digest.update(f"{name} {place.tensor.dtype} {list(place.tensor.shape)} ".encode())
-        for part in torch.split(_words(place.tensor), _WORDS):
-            if waiting and (len(part) + sum(map(len, waiting)) > _WORDS or part.device != waiting[0].device):
+    digest, sums = hashlib.blake2b(digest_size=8), list[Tensor]()
+    named = {id(place.tensor): (name, place.tensor) for name, place in reversed(places(served).items())}
+    waiting: list[Tensor] = []
+    for name, tensor in reversed(named.values()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        for part in torch.split(_words(tensor), _WORDS):
+            if len(part) + sum(map(len, waiting)) > _WORDS:
                 sums.append(_sum(waiting))
                 waiting = []
             waiting.append(part)
@@ -408,13 +389,11 @@ def checksum(served: nn.Module) -> str:
 def _words(tensor: Tensor) -> Tensor:
     """The memory of a tensor as int64, with zeros at the end."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    if len(data) % 8 or data.data_ptr() % 8:
-        data = F.pad(data, (0, 8 - len(data) % 8))
-    return data.view(torch.int64)
+    return (F.pad(data, (0, 8 - len(data) % 8)) if len(data) % 8 or data.data_ptr() % 8 else data).view(torch.int64)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    words = torch.cat(list(parts))
+def _sum(parts: list[Tensor]) -> Tensor:
+    """The sum of words, each times an odd number of its place."""
+    words = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     factors = torch.arange(len(words), device=words.device).mul_(-7046029254386353131)  # of the golden ratio, as usual
-    factors = factors.bitwise_xor_(factors >> 31).bitwise_or_(1)
-    return (words * factors).sum()
+    return (words * (factors ^ (factors >> 31)).bitwise_or_(1)).sum()
