@@ -39,6 +39,7 @@ from octavo.distributed.shards import (
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import check_module
+from octavo.recipe import Recipe
 
 
 def fp8_all_gather(model: nn.Module) -> GatherReport:
@@ -97,7 +98,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in fused.values():
         _agree(module.inner, reasons, layers)
     why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    why |= {name: _wide_stack_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
     gathered = {of_names[name] for name, reason in why.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
@@ -122,29 +123,30 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
             reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
 
 
-def _wide_stack_reason(unit: UnitWeight | None) -> str:
-    """Why a stack of experts' matrices is gathered wide, or ""; each of its ranks has whole matrices."""
-    return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
-
-
-def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
-    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
-    recipe = layer.recipe
-    if type(layer).__name__ == "Conv1D":
-        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
-    if not isinstance(layer, Linear):
-        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
+def _wide_stack_reason(layer: Any, unit: UnitWeight | None) -> str:
+    """Why a weight of `layer`, such as a stack of experts' matrices, is gathered wide, or "" where it need not be."""
     if unit is None or unit.reason:
-        return _wide_stack_reason(unit)
+        return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+    recipe: Recipe = layer.recipe
     if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
         return f"the recipe {recipe.name} reads the weight in high precision"
     if "y" in recipe.rotate or "dx" in recipe.rotate:
         return f"the recipe {recipe.name} rotates the weight before it is quantized"
     if not recipe.quantizes_w_once:
         return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
-    if recipe.w.rounding != "nearest":
-        return f"the recipe {recipe.name} rounds the weight at random"
-    rows = recipe.w.granularity.rows
+    return f"the recipe {recipe.name} rounds the weight at random" if recipe.w.rounding != "nearest" else ""
+
+
+def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
+    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
+    if type(layer).__name__ == "Conv1D":
+        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
+    if not isinstance(layer, Linear):
+        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
+    reason = _wide_stack_reason(layer, unit)
+    if reason or unit is None or layer.recipe.w is None:
+        return reason
+    rows = layer.recipe.w.granularity.rows
     if rows is not None and unit.world > 1 and unit.shard_rows % rows:
         return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
     return ""
