@@ -16,6 +16,7 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 from dataclasses import dataclass, fields
 
 from octavo.numerics.qtensor import ROW, TENSOR, Granularity
+from octavo.ops.grouped_gemm import COLUMNS
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
 from octavo.recipe import Recipe
@@ -101,13 +102,21 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     if mode != "none":
         return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
     casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
-    return (block_bytes(setup, block) * setup.tokens + casts) / setup.degrees.tp
+    return (block_bytes(setup, block) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
 
 
 def _cast_weights(setup: Setup, block: Block) -> int:
     """Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16."""
     experts = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     return block.weights if setup.config.compile.blocks and not setup.recipe.quantized else experts
+
+
+def _filled_bytes(setup: Setup, block: Block) -> float:
+    """The columns of zeros that fill up the saved inputs of each expert, where dw quantizes them along the tokens."""
+    if setup.fused_experts or not setup.fp8_experts or setup.recipe.dw is None:
+        return 0.0
+    inputs = [layer.inputs * layer.copies for name in ("up", "down") for layer in block.group(name)[:1]]
+    return sum(COLUMNS * element_bytes(each, setup.recipe) for each in inputs if block.has_experts)
 
 
 def _again_bytes(setup: Setup, block: Block) -> float:
