@@ -1,81 +1,23 @@
 """The mode of the same bits: log-probabilities of the trained model equal those of the served one, bit for bit."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import bits
-from tiny_models import make_model, open_theirs
+from same_bits_examples import NEW, Folders, answer, folder_maker, forward, pair, prompts
+from tiny_models import open_theirs
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import octavo
-from octavo.packing import pack
 from octavo.rl import log_probabilities, same_bits
 
-NEW = 9
-LENGTHS = [11, 4, 16, 1, 9, 16, 2]  # of prompts
 RECIPES = ["rowwise", "rowwise_forward"]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Any:
-    """folders(name) is a model of two layers, whose heads share keys, and its packing."""
-    root = tmp_path_factory.mktemp("models")
-
-    def make(name: str) -> tuple[Path, Path]:
-        model, packed = root / name, root / f"{name} packed"
-        if not model.exists():
-            pack(make_model(model, name, num_key_value_heads=2), packed, scheme="channel")
-        return model, packed
-
-    return make
-
-
-def pair(folders: Any, name: str, recipe: str = "rowwise", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """A trained model, and the served one of its weights."""
-    model, packed = folders(name)
-    trained = open_theirs(model, dtype).train()
-    octavo.convert(trained, recipe)
-    return trained, octavo.load(packed)
-
-
-class Recorder(LogitsProcessor):
-    """The log-probabilities of the tokens that the served model chooses between, [B, V] for each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        self.seen.append(scores.clone())
-        return scores
-
-
-def prompts(count: int, padded: bool) -> dict[str, Tensor]:
-    """The first prompts, of the same tokens in every batch; with padding on the left, or cut to equal lengths."""
-    ids = torch.randint(1, 256, (len(LENGTHS), 16), generator=torch.Generator().manual_seed(5))[:count]
-    lengths = torch.tensor(LENGTHS[:count] if padded else [16] * count)
-    mask = (torch.arange(16) >= 16 - lengths[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def answer(served: Any, given: dict[str, Tensor], piece: int | None = None) -> tuple[Tensor, Tensor]:
-    """Texts [B, T + NEW], and the logits [B, NEW, V] of the steps, by `generate` from the cache."""
-    recorder = Recorder()
-    torch.manual_seed(1)
-    texts = served.generate(
-        **given, max_new_tokens=NEW, do_sample=True, logits_processor=LogitsProcessorList([recorder]),
-        prefill_chunk_size=piece, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return texts, torch.stack(recorder.seen, 1)
-
-
-def forward(trained: Any, texts: Tensor, mask: Tensor) -> Tensor:
-    """The logits [B, NEW, V] that a training step computes for the tokens generated."""
-    mask = torch.cat((mask, torch.ones_like(texts[:, mask.shape[1] :])), 1)
-    logits: Tensor = trained(input_ids=texts, attention_mask=mask).logits
-    return logits[:, -NEW - 1 : -1]
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return folder_maker(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
