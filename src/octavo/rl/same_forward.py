@@ -241,7 +241,6 @@ class SameModel(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -255,10 +254,8 @@ class SameModel(nn.Module):
                 position_ids = (mask.cumsum(1) - 1).clamp_(min=0)[:, -x.shape[1] :]
             first = mask.argmax(1).int().view(-1, 1, 1, 1)
             attention_mask = first if bool(first.any()) else None
-        return super().forward(
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=x.bfloat16(), **kwargs,
-        )  # fmt: skip
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": x.bfloat16()}
+        return super().forward(**given, **kwargs)
 
 
 class SameLayer(nn.Module):
