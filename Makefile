@@ -78,7 +78,7 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 		|| .venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
+test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, PEFT and TRL
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).

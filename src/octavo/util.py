@@ -1,4 +1,4 @@
-"""Helpers of every package: words of messages, files of the user, extras, devices and progress."""
+"""Helpers of every package: words of messages, tables, files of the user, extras, devices and progress."""
 
 import importlib
 import json
@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -26,6 +26,25 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
     """The first names, and the number of the others: "q, k, v and 1 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+class Table(NamedTuple):
+    """A table of text; columns in `right` hold numbers, those in `prose` sentences. A remark stands below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: tuple[str, ...] = ()
+    prose: tuple[str, ...] = ()
+    remark: str = ""
+
+    def __str__(self) -> str:
+        """The table without the remark, its columns aligned by blanks."""
+        columns = []
+        for cells in zip(self.columns, *self.rows, strict=True):
+            width, align = max(map(len, cells)), str.rjust if cells[0] in self.right else str.ljust
+            columns.append([align(cell, width) for cell in cells])
+        return "\n".join([self.title, *("  ".join(row).rstrip() for row in zip(*columns, strict=True))])
 
 
 # ---- Reading files of the user: whatever a file makes its parser raise becomes one error, which names the file.

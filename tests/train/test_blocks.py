@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
-from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models import LlamaConfig, MixtureConfig, build
 from octavo.nn import convert, linear_function
 from octavo.nn.attention_layers import GradientScales
 from octavo.nn.delayed import histories
@@ -26,7 +26,6 @@ from octavo.train.step_metrics import precision_of
 from octavo.watching.storage import RECOMPUTED
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
-GPT2 = GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16)
 MIXTURE = MixtureConfig(64, 1, 32, 2, 1, 48, 16, experts=4, top_k=2)
 TOKENS = torch.arange(32).view(2, 16)
 
@@ -54,17 +53,6 @@ def saved_and_gradients(config, table, recipe="rowwise"):
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="compile.backend must be one of .*inductor.*; got 'nope'"):
         prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
-
-
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_each_mode_gives_the_same_gradients(config):
-    none, full, selective = (
-        saved_and_gradients(config, {"activation_checkpointing": {"mode": mode}})
-        for mode in ("none", "full", "selective")
-    )
-    assert full[0] < none[0] / 2
-    for _, gradients in (full, selective):
-        assert all(torch.equal(a, b) for a, b in zip(gradients, none[1], strict=True))
 
 
 @pytest.mark.slow

@@ -85,15 +85,6 @@ llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
 
 
 @llama_only
-def test_a_relative_folder_is_remembered_from_anywhere(begin, go_on, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    begin(model="source", steps=4).run()
-    shutil.rmtree(source)
-    monkeypatch.chdir("/")
-    assert go_on(tmp_path / "run", "--steps", "5").run().step == 5
-
-
-@llama_only
 def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_path):
     """A large model comes in several files, with an index of them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)

@@ -83,6 +83,8 @@ RATES = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup": 10}
         ({"warmup": 0, "steps": 300, "learning_rate": 2.0, "min_learning_rate": 1.0}, {0: 2.0, 100: 1.75}),  # cos 60°
         ({"warmup": 0, "steps": 50, "schedule": "wsd", "decay": 0.0}, dict.fromkeys(range(50), 1e-3)),
         (RATES | {"warmup": 0, "steps": 50, "schedule": "wsd", "decay": 1.0}, {0: 1.0, 25: 0.55, 49: 0.118}),
+        (RATES | {"steps": 100, "decay_steps": 40}, {0: 0.1, 10: 1.0, 25: 0.55, 40: 0.1, 99: 0.1}),  # lr_decay_iters
+        (RATES | {"steps": 20, "decay_steps": 40}, {0: 0.1, 10: 1.0, 15: 0.1 + 0.45 * (1 + math.sqrt(3) / 2)}),
     ],
 )
 def test_corners_of_the_learning_rate(settings, expected):

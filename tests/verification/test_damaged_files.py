@@ -141,7 +141,7 @@ def groups(**settings: Any) -> dict[str, Any]:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "gptq"}, "quant_method must be one of compressed-tensors, fp8, modelopt, it is 'gptq'"),
+    ({"quant_method": "gptq"}, "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'"),
     ({"quant_method": None}, "it is None"),
     (
         {"quant_method": "fp8", "activation_scheme": "dynamic"},

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
+from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, failing, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
 from octavo.checkpoint.scheme import (
     INPUT_SCALE_NAME,
@@ -82,6 +82,8 @@ def load_transformers(
     model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    record = path / RECORD
+    model.octavo_record = read_json(record) if record.is_file() else {}  # how the folder was packed
     if head == "rowwise":
         quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder

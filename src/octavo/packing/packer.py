@@ -135,10 +135,10 @@ class PackJob:
         in_files = self.source.meta_model.experts.split
         if leaf == "weight" and module in self.layers.schemes:
             return self.packing.to_files(in_files(self._packed(module, tensor)))
-        stored: dict[str, Tensor] = {}
-        for part, t in in_files({name: tensor.to(self.source.meta_model.dtypes[name])}).items():
+        stored, dtype = dict[str, Tensor](), self.source.meta_model.dtypes[name]
+        for part, t in in_files({name: tensor}).items():
             expert = part.removesuffix(".weight")
-            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t}
+            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t.to(dtype)}
         return self.packing.to_files(stored)
 
     def _packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:

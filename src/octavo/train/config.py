@@ -542,8 +542,8 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
             )
 
 
-def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
-    """Raise a ConfigError if a setting that is not the default has no effect in a new run.
+def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
 
     The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
     """
@@ -561,7 +561,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        if without_effect and (value := attrgetter(name)(config)) != settings_of(Config)[name].default:
+        value, default = attrgetter(name)(config), settings_of(Config)[name].default
+        if name in given and without_effect and value != default:
             raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
 
 

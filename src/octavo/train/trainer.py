@@ -42,7 +42,7 @@ from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, b
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.scales import seed_scales, update_scales
-from octavo.train.config import Config, ConfigError, check_effects, write_settings
+from octavo.train.config import Config, ConfigError, check_effects, settings_of, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
     allow_compilations,
@@ -350,7 +350,7 @@ def start_run(config: Config, console: Console) -> Trainer:
                 stack.enter_context(locked_folder(run.path))
                 _check_empty(run)
             config, degrees = settle(config), find_degrees(config.parallel, world_size())
-            check_effects(config, degrees.processes, degrees.tp, degrees.data)
+            check_effects(config, degrees.processes, degrees.tp, degrees.data, settings_of(Config))
         trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
             load_into_other_recipe(Path(config.branch), trainer.state)
@@ -380,7 +380,10 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if rank() == 0:
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
-            config = _absolute_paths(read_settings(run).change(**parse(overrides)))
+            given = parse(overrides)
+            config = _absolute_paths(read_settings(run).change(**given))
+            degrees = find_degrees(config.parallel, world_size())
+            check_effects(config, degrees.processes, degrees.tp, degrees.data, given)  # what it had may have none now
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
             if (step := run.step_of(newest)) > config.steps:

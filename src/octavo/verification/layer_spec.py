@@ -264,8 +264,26 @@ def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
     )  # fmt: skip
 
 
+def _torchao(settings: Mapping[str, Any]) -> LayerSpec:
+    described = settings.get("quant_type")
+    found = described.get("default") if isinstance(described, Mapping) and len(described) == 1 else None
+    kind, data = (found.get("_type"), found.get("_data") or {}) if isinstance(found, Mapping) else (None, {})
+    inputs = {"Float8DynamicActivationFloat8WeightConfig": "token", "Float8WeightOnlyConfig": "none"}.get(str(kind))
+    sides = data.get("granularity") or ("PerRow" if inputs == "none" else "PerTensor")
+    sides = sides if isinstance(sides, list) else [sides]
+    each = {str(side.get("_type")) if isinstance(side, Mapping) else str(side) for side in sides}
+    if inputs is None or each not in ({"PerRow"}, {"PerTensor"}):
+        raise SpecError(
+            "quant_type must be one Float8DynamicActivationFloat8WeightConfig or Float8WeightOnlyConfig, PerRow or "
+            f"PerTensor; it is {described!r}"
+        )
+    if each == {"PerRow"}:
+        return LayerSpec.per_channel(inputs)
+    return LayerSpec.per_tensor("tensor" if inputs == "token" else inputs)
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Groups | LayerSpec]] = {
-    "compressed-tensors": _groups, "fp8": _fp8, "modelopt": _modelopt
+    "compressed-tensors": _groups, "fp8": _fp8, "modelopt": _modelopt, "torchao": _torchao
 }  # fmt: skip
 """quant_method -> the function that reads its settings: groups of layers, or the one spec of all layers"""
 

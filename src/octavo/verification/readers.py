@@ -128,8 +128,9 @@ def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
 
 def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with transformers on the CPU, in float32 where it can."""
-    if probe.settings.get("quant_method") not in _OF_TRANSFORMERS:
-        return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
+    if (method := probe.settings.get("quant_method")) not in _OF_TRANSFORMERS:
+        by_torchao, by_vllm = "it runs this layout by torchao, on a GPU", "it does not read this layout; vLLM does"
+        return ReaderResult("transformers", version, "not run", by_torchao if method == "torchao" else by_vllm)
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
     if compressed and not installed("compressed-tensors"):
         return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
