@@ -19,7 +19,6 @@ from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -51,10 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
 def sentences(count: int) -> list[str]:
     """Sentences of 40 to 300 characters, evenly drawn from the topics of Python's documentation."""
     prose = re.sub(r"\s+", " ", " ".join(topics.values()))
-    whole = [
-        each for each in re.findall(r"(?<=\. )[A-Z][^.:*|`_\"<>=\[\]]+\.(?= [A-Z])", prose) if 40 < len(each) < 300
-    ]
-    found = list(dict.fromkeys(whole))
+    whole = re.findall(r"(?<=\. )[A-Z][^.:*|`_\"<>=\[\]]+\.(?= [A-Z])", prose)
+    found = list(dict.fromkeys(each for each in whole if 40 < len(each) < 300))
     return found[:: max(len(found) // count, 1)][:count]
 
 
@@ -66,7 +63,8 @@ def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> di
     calibrated = out / "calibrated"
     (out / "text.txt").write_text("\n".join(topics.values()))
     calibrate(folder, [str(out / "text.txt")], calibrated, prompts=CALIBRATION)
-    rows = {"bf16": compare(embed(AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval(), batches), exact)}
+    wide = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    rows = {"bf16": compare(embed(wide, batches), exact) | {"bytes_to_bf16": 1.0}}
     for scheme in schemes:
         packed = out / scheme
         pack(folder, packed, scheme=scheme, calibration=calibrated if SCHEMES[scheme].static else None)
@@ -95,11 +93,11 @@ def compare(found: Tensor, exact: Tensor) -> dict[str, float]:
     cosines = F.cosine_similarity(found, exact)
     ours, theirs = similarities(found), similarities(exact)
     pairs = torch.triu_indices(len(exact), len(exact), 1)
-    ranks = scipy.stats.spearmanr(ours[pairs[0], pairs[1]].numpy(), theirs[pairs[0], pairs[1]].numpy()).statistic
+    ranks = [each[pairs[0], pairs[1]].argsort().argsort().double() for each in (ours, theirs)]
     nearest = (ours.argmax(1) == theirs.argmax(1)).double().mean()
     return {
-        "cosine": float(cosines.mean()), "least": float(cosines.min()), "spearman": float(ranks),
-        "nearest": float(nearest),
+        "cosine": float(cosines.mean()), "least": float(cosines.min()),
+        "spearman": float(torch.corrcoef(torch.stack(ranks))[0, 1]), "nearest": float(nearest),
     }  # fmt: skip
 
 
