@@ -209,6 +209,11 @@ class Recipe:
         return self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
+    def reads_w_twice(self) -> bool:
+        """True if y and dx read different bytes of w: in groups along their own reduction, or rotated for one."""
+        return self.y is not None and self.dx is not None and ("y" in self.rotate or not self.quantizes_w_once)
+
+    @property
     def quantizes_x_once(self) -> bool:
         """True if dw reads the bytes of the cast `x`, transposed or widened."""
         if self.dw is None or "dw" in self.rotate:

@@ -256,6 +256,13 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     return Loaded(model, tokenizer, source.meta_model.context)
 
 
+def open_transformers(folder: Path, device: torch.device) -> nn.Module:
+    """The language model of transformers of a packed folder, on `device`, with adapters or without."""
+    meta_model = transformers_meta_model(read_config(folder), folder)
+    _require(is_language_model(meta_model.model), meta_model.model, folder)
+    return fill(meta_model, folder, device)[0]
+
+
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
     if not predicts:
         raise ArtifactError(
