@@ -255,6 +255,21 @@ def test_groups_of_rows_with_scales_along_k_have_one_too(on, by_b, capability, n
 
 
 @pytest.mark.parametrize(
+    ("capability", "e8m0", "formats", "name"),
+    [
+        ((9, 0), True, E4M3, "dequantized"), ((10, 0), True, E4M3, "cutlass"), ((12, 0), True, E4M3, "dequantized"),
+        ((10, 0), False, E4M3, "dequantized"), ((10, 0), True, GRADIENT, "dequantized"), ((8, 0), True, E4M3, "none"),
+    ],
+)  # fmt: skip
+def test_groups_of_rows_in_mx_run_on_blackwells_tensor_cores(on, monkeypatch, capability, e8m0, formats, name):
+    on(capability)
+    assert find_grouped_backend(architecture_of(capability), formats, MX, MX, e8m0=e8m0).name == name
+    for built, expected in ((True, name), (False, "dequantized" if name == "cutlass" else name)):
+        monkeypatch.setattr(backend, "HAS_MSLK", built)
+        assert find_grouped_backend(CUDA, formats, MX, MX, e8m0=e8m0).name == expected
+
+
+@pytest.mark.parametrize(
     ("rows", "k", "n", "fast", "expected"),
     [
         (4096, 4096, 14336, False, True), (256, 4096, 4096, False, True), (128, 4096, 4096, False, False),

@@ -80,9 +80,8 @@ def test_transformers_own_loop_and_cache(folders):
         assert torch.equal(texts, again)
         assert torch.equal(steps, theirs)
         cache = trained(**given, use_cache=True).past_key_values
-        loss = trained(texts[:, -NEW:-1], past_key_values=cache).logits.float().sum()
         with pytest.raises(RuntimeError, match="whole texts"):
-            loss.backward()
+            trained(texts[:, -NEW:-1], past_key_values=cache)
 
 
 def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
@@ -141,7 +140,7 @@ REFUSED = {
     "cast it to bfloat16": lambda make: converted(make).to(torch.float16),
     "before torch.compile": lambda make: compiled(converted(make)),
     "it takes transformers' Llama": lambda make: torch.nn.Linear(2, 2),
-    "layer 1.down_proj": lambda make: converted(make, skip=["*1.mlp.down_proj"]),
+    "layer 1.mlp.down_proj": lambda make: converted(make, skip=["*1.mlp.down_proj"]),
     "rope_type": lambda make: converted(make, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4}),
 }
 
