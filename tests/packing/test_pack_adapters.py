@@ -143,9 +143,10 @@ def test_a_calibration_is_of_the_merged_model(runs: Path, tmp_path: Path) -> Non
 def test_the_base_must_be_there_and_fit(runs: Path, tmp_path: Path) -> None:
     run = shutil.copytree(runs / "bf16", tmp_path / "run")
     settings = json.loads((run / "config.json").read_text())
+    narrow = make_model(tmp_path / "narrow", "llama", num_key_value_heads=2)
     for base, error, said in (
-        (tmp_path / "gone", FileNotFoundError, "there is no folder .*gone, and .*run holds adapters"),
-        (make_model(tmp_path / "narrow", "llama", num_key_value_heads=2), ArtifactError, "put the folder back"),
+        (tmp_path / "gone", FileNotFoundError, "no folder .*gone: give the model that the adapters of .*run were"),
+        (narrow, ArtifactError, "narrow is not the model of the adapters .* must have shape"),
     ):
         (run / "config.json").write_text(json.dumps(settings | {"model": str(base)}))
         with pytest.raises(error, match=said):
