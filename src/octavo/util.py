@@ -1,5 +1,7 @@
 """Helpers of every package: words of messages, tables, files of the user, extras, devices and progress."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import re
@@ -10,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # ---- Words of messages.
 
@@ -188,6 +191,8 @@ def installed(package: str) -> str:
 def choose_device(device: str | torch.device) -> torch.device:
     """The device of a name that PyTorch knows, or of "auto": the GPU where there is one, else the CPU. Raises a
     ValueError if no device has this name, or if it is a GPU that PyTorch does not see here."""
+    import torch  # here: the command line loads this module before it knows that it needs PyTorch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

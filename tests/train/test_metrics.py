@@ -312,7 +312,7 @@ class Mixed(nn.Module):
 def test_layers_that_differ_are_named_together():
     model = Mixed()
     found = observed_dtypes(model, lambda: model(torch.ones(1, 2)))
-    assert found == {"stack.*": "bfloat16 float32", "loss": "float32"}
+    assert found == {"stack.*": "bfloat16 float32", "outputs_a_tuple": "float32", "loss": "float32"}
 
 
 def model_of_ranks():

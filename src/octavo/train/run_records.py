@@ -65,6 +65,12 @@ def read_run(path: Path) -> RunRecord:
     )
 
 
+def names_of_runs(paths: Sequence[Path]) -> list[str]:
+    """The name of each folder, or its whole path where another has the same name."""
+    names = [path.resolve().name for path in paths]
+    return [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
+
+
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """The settings in which runs differ, other than their folders: name to the value of each run."""
     settings = [flatten(each, ("recipe",)) for each in of_runs]

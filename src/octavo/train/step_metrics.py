@@ -28,7 +28,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,6 +39,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import is_weight
 from octavo.checkpoint.folder import RunFolder, writing
+from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
@@ -254,15 +254,12 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
     """
     seen: dict[str, set[str]] = {}
 
-    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            seen.setdefault(name, set()).add(str(output.dtype).removeprefix("torch."))
+    def see(call: Call, tensor: str, value: Tensor) -> None:
+        if tensor == "y" and call.name:
+            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", call.name)
+            seen.setdefault(pattern, set()).add(str(value.dtype).removeprefix("torch."))
 
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name and next(module.parameters(False), None) is not None:
-                hook = partial(note, re.sub(r"\.\d+(?=\.|$)", ".*", name))
-                hooks.enter_context(module.register_forward_hook(hook))
+    with seen_calls(with_parameters(model), see):
         loss = forward()
     found = {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()}
     return found | {"loss": str(loss.dtype).removeprefix("torch.")}
