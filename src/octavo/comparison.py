@@ -60,7 +60,8 @@ def _outputs(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, 
         if tensor == "y" and value.is_floating_point():
             outputs.setdefault(call.name, []).append(value.detach().clone())  # a later operation may change it in place
 
-    with seen_calls(with_parameters(model), see):
+    # A packed layer has buffers alone.
+    with seen_calls({name: m for name, m in model.named_modules() if m._parameters or m._buffers}, see):
         run(model)
     return outputs
 

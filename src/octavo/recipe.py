@@ -209,6 +209,11 @@ class Recipe:
         return self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
+    def reads_w_twice(self) -> bool:
+        """True if y and dx read different bytes of w: in groups along their own reduction, or rotated for one."""
+        return self.y is not None and self.dx is not None and ("y" in self.rotate or not self.quantizes_w_once)
+
+    @property
     def quantizes_x_once(self) -> bool:
         """True if dw reads the bytes of the cast `x`, transposed or widened."""
         if self.dw is None or "dw" in self.rotate:
@@ -396,7 +401,7 @@ def rowwise_forward() -> Recipe:
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
     """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
-    x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
+    x = Cast(granularity=TENSOR, history=history or History())
     return _one_cast_each("delayed", x, x, replace(x, format=gradients))
 
 

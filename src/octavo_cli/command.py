@@ -8,15 +8,13 @@ from collections.abc import Collection, Iterator
 from importlib import import_module
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from octavo.data import ReadReport
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
-
-if TYPE_CHECKING:
-    from octavo.data import ReadReport
 
 DATA = "--data"
 

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -22,8 +21,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table as Grid
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from octavo.util import Progress, Table
+from octavo.util import Progress, Table
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import plural
 from octavo_cli.command import (
     BUDGET_HELP,
     DATA_HELP,
@@ -163,7 +164,6 @@ def inspect_command(
 def _print_packed(folder: Path, as_json: bool) -> None:
     from octavo.checkpoint.packed_folder import PackedTensors
     from octavo.checkpoint.scheme import reciprocal_warning
-    from octavo.util import plural
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import check_layers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
@@ -22,6 +24,7 @@ from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.checkpoint.files import ArtifactError
+from octavo.integrations.peft import support
 from octavo.packing import convert_layout, unpack
 from octavo.verification import verify
 
@@ -50,6 +53,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             weights = {key: p.dequantize() for key, p in model.state_dict().items() if hasattr(p, "qdata")}
             torch.save(weights, root / f"{name}.pt")
     return {path.name: path for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+def test_adapters_around_them_have_their_gradients(folders, scheme) -> None:
+    stored = torch.load(folders[f"{scheme}.pt"])
+    weights = {name.removesuffix(".weight"): w for name, w in stored.items()}
+    config = support(LoraConfig(r=4, target_modules=list({name.rpartition(".")[2] for name in weights})))
+    check_layers(get_peft_model(octavo.load(folders[scheme]), config), weights)
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)

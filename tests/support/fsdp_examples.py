@@ -44,9 +44,9 @@ def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequenti
 
 
 def converted(recipe: str | Recipe = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
-    """Blocks with the same numbers at each call; of `blockwise`, one whose rows two ranks share by whole squares."""
+    """Blocks with the same numbers at each call; of recipes with blocks, one whose rows two ranks share by these."""
     torch.manual_seed(seed)
-    square = recipe == "blockwise"
+    square = getattr(recipe, "name", recipe) in ("blockwise", "mxfp8", "groupwise")
     model = blocks(256, count=1) if square else blocks(rows, count)
     octavo.convert(model, recipe, skip=("*plain", "*down_proj") if square else ())
     return model

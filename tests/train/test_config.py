@@ -19,8 +19,8 @@ from octavo.train.config import (
     check_effects,
     settings_of,
 )
-from octavo.train.model import check_memory, check_parallel, make_model
-from octavo.train.processes import find_degrees, total_memory
+from octavo.train.model import check_memory, make_model
+from octavo.train.processes import check_parallel, find_degrees, total_memory
 from octavo.train.run_records import different_settings
 from octavo.train.settings import describe, load_config, parse
 from octavo.train.trainer import start_run

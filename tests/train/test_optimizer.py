@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.train.config import Config
-from octavo.train.model import make_mesh
 from octavo.train.optimizer import (
     accumulate_in_fp32,
     clip_gradients,
@@ -27,7 +26,7 @@ from octavo.train.optimizer import (
     optimizer_state,
     set_learning_rate,
 )
-from octavo.train.processes import Degrees
+from octavo.train.processes import Degrees, make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("eager")

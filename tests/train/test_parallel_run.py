@@ -32,12 +32,12 @@ from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder
 from octavo.train import processes
 from octavo.train.config import Config, ConfigError, Parallel
-from octavo.train.model import check_parallel
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import (
     Degrees,
     _message_group,
     agree_on_name,
+    check_parallel,
     find_degrees,
     gather,
     mean_of_ranks,

@@ -24,7 +24,7 @@ from octavo.ops.launching import (
     find_architecture,
     has_kernels,
 )
-from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
+from octavo.recipe import PRESETS, Gemm, Recipe, fnuz, get_recipe, rowwise, tensorwise
 
 # ---- The GEMMs of PyTorch's `scaled_mm` on each GPU, recorded in dispatch.json.
 #
@@ -210,12 +210,16 @@ def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -
 #
 #     triton        our kernels, on NVIDIA GPUs from Ada (8.9), for row scales and for scales that vary along K
 #                   on Hopper, promoted sums of large groups of two E4M3 operands: PyTorch's `scaled_grouped_mm`
-#                   with groups smaller than 128 and many rows: PyTorch's BF16 product of the widened operands
+#     dequantized   groups smaller than 128, with many rows: PyTorch's BF16 product of the widened operands; with few
+#                   rows our kernels
+#     cutlass       two E4M3 operands in groups of 32 with E8M0 scales, on Blackwell: PyTorch's `scaled_grouped_mm`
 #     emulated      the reference, in float32: a CPU
 #
 # ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, a CUTLASS kernel whose result is
 # BF16. On GPUs without a kernel a call raises an error, or computes in float32 if the caller allows emulation.
 
+
+HAS_MSLK = "USE_MSLK" in torch.__config__.show()  # the library of grouped MX GEMMs that PyTorch may be built with
 
 # Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
 # groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
@@ -227,9 +231,15 @@ CUTLASS_ROWS, CUTLASS_ROWS_OF_WIDE, WIDE = 1024, 128, 4096
 
 
 def find_grouped_backend(
-    place: Place, formats: tuple[str, str], granularity_a: Granularity = ROW, granularity_b: Granularity = ROW
+    place: Place,
+    formats: tuple[str, str],
+    granularity_a: Granularity = ROW,
+    granularity_b: Granularity = ROW,
+    *,
+    e8m0: bool = False,
 ) -> Backend:
-    """The implementation that a device or a GPU has for operands of these formats and granularities."""
+    """The implementation that a device or a GPU has for operands of these formats and granularities, with scales in
+    E8M0 or float32."""
     if isinstance(place, torch.device) and place.type != "cuda":
         return Backend("emulated", f"{place.type} has no FP8 GEMM: exact in float32, slower than BF16")
     gpu = find_architecture(place)
@@ -237,9 +247,13 @@ def find_grouped_backend(
     by_row = (granularity_a, granularity_b) == (ROW, ROW)
     if not runs_our_kernels(gpu, formats) or not (by_row or takes_blocks(granularity_a, granularity_b)):
         return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
+    note = f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}"
+    is_mx = e8m0 and granularity_a == granularity_b == MX and formats == ("e4m3", "e4m3")
+    if is_mx and gpu.key == "blackwell" and (isinstance(place, GpuArchitecture) or HAS_MSLK):
+        return Backend("cutlass", note)
     if isinstance(place, torch.device) and not HAS_TRITON:
         return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
-    return Backend("triton", f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}")
+    return Backend("triton" if by_row or granularity_a == STRIP else "dequantized", note)
 
 
 def takes_cutlass(a: Tensor, b: Tensor, groups: int, fast: bool) -> bool:
@@ -342,19 +356,39 @@ def fp8_attention_limit(device: Place, head_dim: int) -> str:
 # makes when it is called, on a device or on the architecture of a GPU that need not be here.
 
 
+_IN_BF16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
+
+
 def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
-    in_bf16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
     gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    return {name: in_bf16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
+    return {name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
 
 
 def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
-    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that has no grouped GEMMs."""
-    if recipe.fusable is None:
+    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that they cannot run."""
+    if not runs_experts(recipe):
         return {}
-    gemms = {"y": recipe.fusable.y, "dx": recipe.fusable.dx, "dw": recipe.fusable.dw}
-    return {name: find_grouped_backend(place, (gemm.a.format, gemm.b.format)) for name, gemm in gemms.items()}
+    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
+    return {name: _IN_BF16 if gemm is None else _grouped_backend(gemm, place) for name, gemm in gemms.items()}
+
+
+def runs_experts(recipe: Recipe) -> bool:
+    """True if experts can run the recipe: a fusable one, or one with scales along the reduction in its FP8 GEMMs.
+
+    Such a recipe quantizes the matrices for y and for dx, so it must round them to nearest.
+    """
+    if recipe.fusable is not None:
+        return True
+    gemms = [gemm for gemm in (recipe.y, recipe.dx, recipe.dw) if gemm is not None]
+    matrices = [gemm.b for gemm in (recipe.y, recipe.dx) if gemm is not None]
+    in_groups = all(takes_blocks(gemm.a.granularity, gemm.b.granularity) for gemm in gemms)
+    return len(gemms) > 0 and in_groups and all(cast.rounding == "nearest" for cast in matrices)
+
+
+def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
+    formats, e8m0 = (gemm.a.format, gemm.b.format), gemm.a.scale == gemm.b.scale == "e8m0"
+    return find_grouped_backend(place, formats, gemm.a.granularity, gemm.b.granularity, e8m0=e8m0)
 
 
 def product_backend(a: Cast, b: Cast, place: Place) -> Backend:

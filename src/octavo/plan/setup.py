@@ -130,6 +130,11 @@ class Setup:
         return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property
+    def fused_experts(self) -> bool:
+        """True if experts run in FP8 with the passes between their GEMMs fused."""
+        return self.fp8_experts and self.recipe.fusable is not None
+
+    @property
     def fp8_attention(self) -> bool:
         """True if attention runs in FP8."""
         return self.config.attention.precision == "fp8" and not training_limit(self)
@@ -146,9 +151,12 @@ class Setup:
 
     @property
     def gathered_bytes(self) -> tuple[float, float]:
-        """Bytes of an element that FSDP2 gathers: of the blocks' matrices, and of all other weights."""
-        wide = float(self.residual)
-        return (1.0 if self.recipe.quantized and self.config.parallel.fp8_all_gather else wide), wide
+        """Bytes of an element that FSDP2 gathers: of the blocks' matrices, and of all other weights.
+
+        Where y and dx read different bytes, these are those of the backward pass.
+        """
+        wide, narrow = float(self.residual), 2.0 if self.recipe.reads_w_twice else 1.0
+        return (narrow if self.recipe.quantized and self.config.parallel.fp8_all_gather else wide), wide
 
     @property
     def sent_gradient(self) -> float:
