@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def measure() -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         trained, served = open_models(Path(folder))
     ids = torch.randint(SIZES["vocab_size"], TOKENS, device=DEVICE)
-    calls: dict[str, Callable[[], float]] = {f"decode {b}": lambda b=b: decode(served, b) for b in BATCHES}
+    calls: dict[str, Callable[[], float]] = {f"decode {b}": partial(decode, served, b) for b in BATCHES}
     calls["forward"] = lambda: timed(lambda: trained(ids, use_cache=False))
     calls["step"] = lambda: timed(lambda: trained(ids, use_cache=False).logits.mean().backward())
     outside = {name: median(call) for name, call in calls.items()}

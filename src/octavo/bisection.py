@@ -41,6 +41,7 @@ from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
 from octavo.train.saving import load_into_other_recipe
 from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
+from octavo.util import finite
 
 # ---- The gap of the loss between a run with parts in FP8 and the run in BF16, over several seeds.
 #
@@ -57,12 +58,12 @@ def half_width(gaps: Iterable[Sequence[float]]) -> float:
     Each gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their
     degrees of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
     """
-    finite = [gap for gap in gaps if math.inf not in gap]
-    if not finite:
+    known = [gap for gap in gaps if math.inf not in gap]
+    if not known:
         return 0.0
-    seeds = len(finite[0])
-    variance = statistics.fmean(statistics.variance(gap) for gap in finite)
-    return student_quantile(min(len(finite) * (seeds - 1), 200)) * math.sqrt(variance / seeds)
+    seeds = len(known[0])
+    variance = statistics.fmean(statistics.variance(gap) for gap in known)
+    return student_quantile(min(len(known) * (seeds - 1), 200)) * math.sqrt(variance / seeds)
 
 
 CAUSES = 0.25  # the share of the whole gap from which a part is a cause
@@ -114,7 +115,7 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """The gap as JSON values: null for inf."""
-        mean, *by_seed = (gap if math.isfinite(gap) else None for gap in (self.mean, *self.gap))
+        mean, by_seed = finite(self.mean), finite(self.gap)
         return {"mean": mean, "half_width": self.half_width, "resolved": self.resolved, "by_seed": by_seed}
 
 
@@ -395,8 +396,8 @@ class ShortRuns:
 
     def _append(self, run: ShortRun) -> None:
         fields = asdict(run)
-        fields |= fields.pop("part") | {"losses": [loss if math.isfinite(loss) else None for loss in run.losses]}
-        self._append_text(self.out / "runs.jsonl", json.dumps(fields))
+        fields |= fields.pop("part")
+        self._append_text(self.out / "runs.jsonl", json.dumps(finite(fields)))
 
     def _append_text(self, path: Path, text: str) -> None:
         with writing(self.out):

@@ -83,9 +83,9 @@ See = Callable[[Call, str, Tensor], None]
 
 
 def with_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have parameters of their own, by name."""
-    modules = model.named_modules()
-    return {name: module for name, module in modules if next(module.parameters(recurse=False), None) is not None}
+    """The modules that have parameters of their own, or a packed weight, by name."""
+    own = {name: (*m.parameters(recurse=False), m._buffers.get("weight")) for name, m in model.named_modules()}
+    return {name: model.get_submodule(name) for name, tensors in own.items() if any(t is not None for t in tensors)}
 
 
 @contextmanager

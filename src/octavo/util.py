@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,15 @@ class Table(NamedTuple):
             width, align = max(map(len, cells)), str.rjust if cells[0] in self.right else str.ljust
             columns.append([align(cell, width) for cell in cells])
         return "\n".join([self.title, *("  ".join(row).rstrip() for row in zip(*columns, strict=True))])
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON, which has no inf and no NaN: None in their place, also within dictionaries and lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- Reading files of the user: whatever a file makes its parser raise becomes one error, which names the file.

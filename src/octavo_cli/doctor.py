@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from octavo.util import choose_device
+from octavo.util import choose_device, finite
 from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, argument, option
 from octavo_cli.display import print_rows, progress, say
 
@@ -203,7 +203,7 @@ def formats_command(
     chosen = [get_format(name) for name in (FORMATS if format is None else [format])]
     rows = [facts(f) if number is None else look(number, f) for f in chosen]
     if as_json:
-        print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
+        print(json.dumps(finite(rows), indent=2))
     elif number is not None and format is not None:
         for name, value in rows[0].items():
             say(f"{name:<9} {_text(value)}")
@@ -229,11 +229,6 @@ def _print_recipe(recipe: str) -> None:
     if fields["name"] in PRESETS:
         del fields["name"]  # a changed preset needs another name, and takes that of its file
     print(json.dumps(fields, indent=2))
-
-
-def _json(value: Any) -> Any:
-    """`value`, or None for inf and NaN, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:

@@ -87,9 +87,6 @@ def test_each_layer_is_judged_by_its_sizes(pretend: Callable) -> None:
         "lm_head": None,
     }
     assert [type(m) for m in model.values()] == [octavo.Linear, nn.Linear, nn.Linear]
-    lines = {line.split()[0]: line for line in str(report).splitlines()}
-    assert lines["wide"].endswith("converted, 1.43x")
-    assert lines["narrow"].endswith("skipped: 0.93x: left in BF16")
     assert f"only if faster: from 1.05x on, measured on this GPU ({cache_path(UNKNOWN)})" in str(report)
 
 

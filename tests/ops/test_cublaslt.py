@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import operands, wide, worst_row
+from grouped_examples import operands as grouped_operands
+from grouped_examples import quantized_columns
 from torch.nn.functional import ScalingType, SwizzleType
 
 from octavo.numerics import ROW, TENSOR, Cast
@@ -146,3 +148,64 @@ def test_the_gemm_adds_the_bias(monkeypatch):
     first, *others = (each["bias"] for each in given)
     assert torch.equal(first, bias.bfloat16())
     assert others == [None] * 3  # cuBLASLt has no bias of float32, and a padded GEMM has other columns
+
+
+# ---- the grouped GEMM of MX
+
+
+def scales(rows: int, cols: int) -> torch.Tensor:
+    return torch.randint(1, 255, (rows, cols), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def tiles(parts: list[torch.Tensor]) -> list[int]:
+    """The swizzled scales of each group, one behind the other."""
+    return [byte for part in parts for byte in cublaslt._swizzle(part).view(torch.uint8).tolist()]
+
+
+@pytest.mark.parametrize("cols", [4, 6])
+@pytest.mark.parametrize("sizes", [[1, 0, 127, 128, 129], [0, 300], [5, 0]], ids=str)
+def test_each_group_of_rows_has_tiles_of_its_own(sizes, cols):
+    scale, ends = scales(sum(sizes) + 3, cols), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    scale.view(torch.uint8)[sum(sizes) :] = 0  # of rows behind the groups, as the rows that fill a tile
+    expected = tiles([scale[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True) if size])
+    found = cublaslt._tiles_of_rows(scale, ends)
+    assert found.shape[0] % 128 == 0
+    assert found.shape[0] >= len(scale)
+    assert found.flatten()[: len(expected)].view(torch.uint8).tolist() == expected
+
+
+@pytest.mark.parametrize("rows", [128, 150])
+@pytest.mark.parametrize("sizes", [[128, 384, 256], [128], [256, 128]], ids=str)
+def test_the_tiles_of_a_group_of_columns_stand_together(sizes, rows):
+    scale, ends = scales(rows, sum(sizes) // 32 + 1), torch.tensor(sizes).cumsum(0).to(torch.int32)
+    starts = [(end - size) // 32 for size, end in zip(sizes, ends.tolist(), strict=True)]
+    expected = tiles([scale[:, start : start + size // 32] for size, start in zip(sizes, starts, strict=True)])
+    found = cublaslt._tiles_of_columns(scale, ends)
+    assert found.shape[0] == -(-rows // 128) * 128
+    assert found.flatten()[: len(expected)].view(torch.uint8).tolist() == expected
+
+
+def test_the_grouped_gemm_of_mx_gets_what_it_takes(monkeypatch):
+    """Matrices, scales and offsets as `_check_scales_blocked` of PyTorch demands."""
+    calls = []
+
+    def scaled_grouped_mm(a, b, scale_a, by_a, scale_b, by_b, **options):
+        assert by_a == by_b == ScalingType.BlockWise1x32
+        assert options["swizzle_a"] == options["swizzle_b"] == SwizzleType.SWIZZLE_32_4_4
+        assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        assert a.is_contiguous()
+        assert b.transpose(-2, -1).is_contiguous()
+        calls.append((a.shape, b.shape, scale_a.shape, scale_b.shape))
+        return a.new_zeros(1, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", scaled_grouped_mm)
+    a, b, offsets = grouped_operands([3, 0, 130], 96, 80, pair="mx")
+    cublaslt.mx_grouped_mm(Operands.of(a, b), offsets)
+    columns = quantized_columns([128, 128], "mx")
+    cublaslt.mx_grouped_mm_dw(Operands.of(*columns[:2]), columns[2])
+    assert calls == [
+        ((133, 96), (3, 96, 80), (5 * 128, 4), (3, 4 * 128)),
+        ((96, 256), (256, 80), (128, 8), (128, 8)),
+    ]

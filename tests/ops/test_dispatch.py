@@ -97,12 +97,6 @@ def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(on):
     assert {b.name for b in gemm_backends(mxfp8(), CUDA).values()} == {"cublaslt"}
 
 
-def test_a_reason_has_pytorchs_message_and_the_gpu():
-    reason = backend_on(BLACKWELL, SQUARE, STRIP, E4M3).reason
-    assert reason.startswith("PyTorch refuses block:128x128 x group:128 scales in float32 on Blackwell (B200): ")
-    assert reason.endswith("only supported in CUDA for SM90")
-
-
 @pytest.mark.parametrize("key", ["older", "ampere", "amd_older", "amd_other"])
 def test_a_gpu_without_any_fp8_gemm_has_a_short_reason(key):
     gpu = ARCHITECTURES[key]
@@ -258,6 +252,21 @@ def test_groups_of_rows_with_scales_along_k_have_one_too(on, by_b, capability, n
     on(capability, triton=False)
     assert find_grouped_backend(CUDA, E4M3, STRIP, by_b).name == "none"
     assert find_grouped_backend(architecture_of(capability), E4M3, STRIP, by_b).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "e8m0", "formats", "name"),
+    [
+        ((9, 0), True, E4M3, "dequantized"), ((10, 0), True, E4M3, "cutlass"), ((12, 0), True, E4M3, "dequantized"),
+        ((10, 0), False, E4M3, "dequantized"), ((10, 0), True, GRADIENT, "dequantized"), ((8, 0), True, E4M3, "none"),
+    ],
+)  # fmt: skip
+def test_groups_of_rows_in_mx_run_on_blackwells_tensor_cores(on, monkeypatch, capability, e8m0, formats, name):
+    on(capability)
+    assert find_grouped_backend(architecture_of(capability), formats, MX, MX, e8m0=e8m0).name == name
+    for built, expected in ((True, name), (False, "dequantized" if name == "cutlass" else name)):
+        monkeypatch.setattr(backend, "HAS_MSLK", built)
+        assert find_grouped_backend(CUDA, formats, MX, MX, e8m0=e8m0).name == expected
 
 
 @pytest.mark.parametrize(

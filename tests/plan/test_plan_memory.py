@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
 from octavo.nn import use_fp8_attention
-from octavo.plan.memory import block_bytes, checkpointed_bytes, plan_memory
+from octavo.plan.memory import block_bytes, checkpointed_bytes, plan_memory, saved_bytes
 from octavo.plan.model_shape import Block, describe_architecture
 from octavo.plan.setup import Setup, make_setup, states_of
 from octavo.rates.measured import find_gpu
@@ -142,11 +142,12 @@ def test_a_block_with_attention_in_fp8_saves_what_is_planned(kind, recipe, mode)
     assert of_block(kind, recipe, mode, fp8_attention=True) * TOKENS == pytest.approx(block, rel=0.05)
 
 
-@pytest.mark.parametrize(("recipe", "plain_norms"), [("bf16", 2), ("tensorwise", 2), ("rowwise", 1)])
-def test_a_block_of_experts_saves_what_is_planned(recipe, plain_norms):
-    block = held("mixture", recipe, "none") - plain_norms * 4 * WIDTH * TOKENS  # as above
-    casts = 0 if recipe == "rowwise" else 2 * sum(e.weights for e in described("mixture").layers if e.copies > 1)
-    assert of_block("mixture", recipe, "none") * TOKENS + casts == pytest.approx(block, rel=0.05)
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "blockwise", "mxfp8", "groupwise"])
+def test_a_block_of_experts_saves_what_is_planned(recipe):
+    block = held("mixture", recipe, "none") - (1 if recipe == "rowwise" else 2) * 4 * WIDTH * TOKENS  # as above
+    model = describe_architecture("mixture", sizes("mixture", 2).to_hf())
+    setup = make_setup(model, Config(recipe=recipe).change(context=TOKENS, batch=1), find_gpu("h200"), 1)
+    assert saved_bytes(setup, model.blocks[0]) == pytest.approx(block, rel=0.05)
 
 
 def test_a_block_on_images_saves_queries_keys_and_values_once():

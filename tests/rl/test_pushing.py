@@ -11,14 +11,15 @@ import peft
 import pytest
 import torch
 from ranks import run_ranks
-from tiny_models import IDS, Folders, built
+from safetensors.torch import load_file
+from tiny_models import IDS, Folders, built, same_bits
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.integrations.peft import support
 from octavo.packing import pack
-from octavo.rl import checksum, push
+from octavo.rl import checksum, push, served_weights
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -120,25 +121,20 @@ def test_the_bytes_are_those_that_training_multiplies(made: Folders) -> None:
 # --- Copies of weights
 
 
-def stale_stack(served: Any) -> None:
-    fused = next(m for m in served.modules() if hasattr(m, "stacked"))
-    fused.stacked.weight = replace(fused.stacked.weight, data=fused.stacked.weight.data.clone())
-
-
-def stale_cache(served: Any) -> None:
-    layer = served.model.layers[1].mlp.down_proj
-    layer.packed_weight()
-    layer._known = (*layer._known[:2], replace(layer._known[2], data=layer._known[2].data.clone()))
-
-
-@pytest.mark.parametrize(("plant", "name"), [(stale_stack, "gate_proj"), (stale_cache, "down_proj")])
-def test_a_copy_that_would_stay_as_it_was_is_noticed(made: Folders, plant: Callable[[Any], None], name: str) -> None:
+@pytest.mark.parametrize("of", ["data", "scale"])
+def test_a_copy_that_would_stay_as_it_was_is_noticed(made: Folders, of: str) -> None:
     served = octavo.load(made("llama", scheme="channel"))
-    plant(served)
     before = checksum(served)
-    with pytest.raises(ValueError, match=f"a copy of .*{name}.weight with memory of its own.*load the folder again"):
-        push(trained("llama"), served)
-    assert checksum(served) == before == checksum(octavo.load(made("llama", scheme="channel")))
+    fused = next(m for m in served.modules() if hasattr(m, "stacked"))
+    weight = fused.stacked.weight
+    fused.stacked.weight = replace(weight, **{of: getattr(weight, of).clone()})
+    for act in (checksum, partial(push, trained("llama"))):
+        with pytest.raises(
+            ValueError, match=r"a copy of weight.* in .*, with memory of its own: load the folder again"
+        ):
+            act(served)
+    fused.stacked.weight = weight
+    assert checksum(served) == before
 
 
 def test_a_buffer_that_was_replaced_is_stacked_again(made: Folders) -> None:
@@ -243,6 +239,54 @@ def test_two_ranks_push_what_one_does(made: Folders) -> None:
     assert len(gathered) == len(list(model.parameters()))  # each once
 
 
+# --- The tensors of a folder
+
+
+def packed_files(model: Any, folder: Path, **how: Any) -> dict[str, Tensor]:
+    model.save_pretrained(folder / "model")
+    pack(folder / "model", folder / "packed", **how)
+    return load_file(folder / "packed" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"),
+    [
+        ("llama", "rowwise", {}),
+        ("llama", None, {"scheme": "tensor"}),
+        ("llama", "blockwise", {"scheme": "block"}),
+        ("qwen2", "rowwise_forward", {}),
+        ("qwen3", None, {"skip": ("*.o_proj",)}),
+        ("mixtral", "rowwise", {"experts": True}),
+        ("opt", "rowwise", {}),
+        ("vit", "rowwise", {}),
+    ],
+)
+def test_served_weights_are_the_tensors_that_pack_writes(
+    tmp_path: Path, name: str, recipe: str | None, how: dict[str, Any]
+) -> None:
+    model = trained(name, recipe)
+    found = dict(served_weights(model, **({} if recipe else how)))
+    want = packed_files(model, tmp_path, **how)
+    assert same_bits(found, want)
+    layers = [name.split(".layers.")[1].split(".")[0] for name in found if ".layers." in name]
+    assert layers == sorted(layers, key=int)  # one layer after the other
+
+
+def test_served_weights_have_adapters_merged(tmp_path: Path) -> None:
+    model = adapted(trained("llama"))
+    found = dict(served_weights(model))
+    assert same_bits(found, packed_files(model.merge_and_unload(), tmp_path))
+
+
+def test_what_served_weights_refuse() -> None:
+    with pytest.raises(TypeError, match=r"takes a model of transformers, got a Linear"):
+        next(served_weights(nn.Linear(2, 2)))
+    model = trained("llama", "rowwise", skip=("*.o_proj",))
+    octavo.convert(nn.Sequential(model.model.layers[0].self_attn.o_proj), "blockwise")
+    with pytest.raises(ValueError, match="a model of one recipe, got blockwise, rowwise"):
+        next(served_weights(model))
+
+
 # --- What is refused
 
 LLAMA = partial(trained, "llama")
@@ -262,7 +306,12 @@ def of_dora() -> Any:
 @pytest.mark.parametrize(
     ("name", "how", "model", "message"),
     [
-        ("llama", CHANNEL, partial(LLAMA, "blockwise"), "blockwise.*channel does not hold: pack the folder by block"),
+        (
+            "llama",
+            CHANNEL,
+            partial(LLAMA, "blockwise"),
+            "blockwise.*channel does not hold: pack the folder by block",
+        ),
         ("llama", {"scheme": "block"}, LLAMA, "rowwise.*scheme block does not hold: pack the folder by channel"),
         ("llama", CHANNEL, partial(LLAMA, "delayed"), "delayed.*does not hold: train by rowwise"),
         ("llama", {"scheme": "static"}, LLAMA, "served by static, with scales of inputs that other"),

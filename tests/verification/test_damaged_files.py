@@ -148,10 +148,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
         "must state a weight_block_size, or null: this is AutoFP8",
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be one of FP8, "),
-    (
-        {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": 3}}},
-        "Float8Dyn",
-    ),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4", "_data": 3}}}, "must be one Float8Dyn"),
     ({"quant_method": "torchao", "quant_type": "int8"}, "PerRow or PerTensor; it is 'int8'"),
     ({"format": "pack-quantized"}, "format must be one of float-quantized"),
     ({"config_groups": {}}, "config_groups must hold groups, it is {}"),

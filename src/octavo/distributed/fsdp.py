@@ -41,6 +41,7 @@ from octavo.distributed.shards import (
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import check_module
+from octavo.recipe import Recipe
 
 
 def fp8_all_gather(model: nn.Module) -> GatherReport:
@@ -100,7 +101,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in fused.values():
         _agree(module.inner, reasons, layers)
     why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(sharded.get(stack)) for name, stack in stacks.items()}
+    why |= {name: _wide_stack_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
     gathered = {of_names[name] for name, reason in why.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
@@ -125,9 +126,25 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
             reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
 
 
-def _wide_stack_reason(unit: UnitWeight | None) -> str:
+def _wide_stack_reason(layer: Any, unit: UnitWeight | None) -> str:
     """Why a stack of experts' matrices is gathered wide, or ""; each of its ranks has whole matrices."""
-    return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+    recipe: Recipe = layer.recipe
+    if reason := _unit_reason(recipe, unit):
+        return reason
+    if "y" in recipe.rotate or "dx" in recipe.rotate:
+        return f"the recipe {recipe.name} rotates the weight before it is quantized"
+    if not recipe.quantizes_w_once:
+        return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
+    return f"the recipe {recipe.name} rounds the weight at random" if recipe.w.rounding != "nearest" else ""  # type: ignore[union-attr]
+
+
+def _unit_reason(recipe: Recipe, unit: UnitWeight | None) -> str:
+    """Why no weight of a recipe, or of a unit of FSDP2, is gathered in eight bits; "" where one can be."""
+    if unit is None or unit.reason:
+        return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+    if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
+        return f"the recipe {recipe.name} reads the weight in high precision"
+    return ""
 
 
 def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
@@ -137,10 +154,9 @@ def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
         return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
     if not isinstance(layer, Linear):
         return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
-    if unit is None or unit.reason:
-        return _wide_stack_reason(unit)
-    if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
-        return f"the recipe {recipe.name} reads the weight in high precision"
+    reason = _unit_reason(recipe, unit)
+    if reason or unit is None or recipe.w is None:
+        return reason
     if "dx" in recipe.rotate:
         return f"the recipe {recipe.name} rotates the weight along its rows for dx: rotate y alone"
     casts = [recipe.w] if recipe.dx is None else [recipe.w, recipe.dx.b]

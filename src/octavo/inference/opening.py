@@ -53,6 +53,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
+from octavo.ops import index_of_largest
 from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
@@ -439,11 +440,11 @@ def compile_meanwhile(
         return
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_compile, small, device, dtype)
+        thread.submit(_compile, small, device, dtype, meta_model.config.get("vocab_size", VOCABULARY))
         yield
 
 
-def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+def _compile(small: MetaModel, device: torch.device, kv_cache: str | None, vocabulary: int) -> None:
     """Run the model without weights; `kv_cache` None takes its own dtype."""
     try:
         with torch.cuda.device(device):
@@ -451,6 +452,7 @@ def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> No
             for mode in (compile_only, nullcontext):
                 with mode():
                     run(small, device, kv_cache)
+                    index_of_largest(torch.zeros(1, vocabulary, dtype=torch.bfloat16, device=device))
             torch.cuda.synchronize(device)
     except Exception:  # the kernels are compiled at their first launch
         LOG.debug("kernels were not compiled while files were read", exc_info=True)

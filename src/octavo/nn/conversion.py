@@ -1,6 +1,6 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -253,10 +253,8 @@ def expert_rows(
         weights = stacks_of(name, module)
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
         reason = reason or _reason_of_experts(module, list(weights.values()), recipe, device)
-        if not reason and only_if_faster and device.type != "cuda":
-            reason = "FP8 is emulated here: left in BF16"
-        elif not reason and only_if_faster and min(size for w in weights.values() for size in w.shape[1:]) < LEAST_SIDE:
-            reason = f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
+        if not reason and only_if_faster:
+            reason = _reason_if_faster(weights.values(), recipe, device)
         rows += [Row(weight, tuple(p.shape), reason) for weight, p in weights.items()]
     return tuple(rows)
 
@@ -315,6 +313,17 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
         return missing[0]
     if device.type == "cuda" and any(size % ALIGNMENT for w in weights for size in w.shape[1:]):
         return f"its matrices have sides that are no multiples of {ALIGNMENT}"
+    return ""
+
+
+def _reason_if_faster(weights: Iterable[Tensor], recipe: Recipe, device: torch.device) -> str:
+    """Why experts with these weights would not be faster in FP8, or ""."""
+    if device.type != "cuda":
+        return "FP8 is emulated here: left in BF16"
+    if any(backend.name == "dequantized" for backend in grouped_backends(recipe, device).values()):
+        return f"the operands of {recipe.name} are widened to BF16 here, which is not faster: left in BF16"
+    if min(size for w in weights for size in w.shape[1:]) < LEAST_SIDE:
+        return f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
     return ""
 
 

@@ -293,7 +293,10 @@ class Conversion:
     def _slow_experts(self) -> str:
         """A remark on the speed of the converted experts, "" for none."""
         narrow = any(min(row.shape[1:]) < LEAST_SIDE for row in self.experts if not row.reason)
-        if not narrow or self.backends["y"].name == "emulated":
+        found = {backend.name for backend in self.expert_backends.values()}
+        if "dequantized" in found:
+            return "; their operands are widened to BF16, which is not faster (only_if_faster=True leaves them in BF16)"
+        if not narrow or "emulated" in found:
             return ""
         return (
             f"; with sides below {LEAST_SIDE} they are slower than in BF16 on an H200 (only_if_faster=True leaves them "

@@ -182,7 +182,8 @@ class Quantized:
         if self._has_stored_scale:
             return scale.amax().view(1), {}
         scale = scale if self.row_scale is None else scale / self.row_scale
-        sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes.double()
+        # of the scales of each expert, of which a row may have several, and several rows one
+        sizes = constant(count, scale.device, 1) if self.sizes is None else self.sizes * (count / len(self.data))
         found = {"scales": sizes, "bad_scales": self._of_experts(scale.isnan().float(), "sum")}
         if self.full:  # the smallest of the blocks that are not all zero; NaN compares as false
             smallest = torch.where(scale > SMALLEST_SCALE, -scale, -torch.inf)
@@ -195,6 +196,8 @@ class Quantized:
         if self.group is None:
             each = values.reshape(experts, -1)
             return each.amax(1) if reduction == "amax" else each.sum(1)
+        if values.shape[-1] > 1:  # several scales of a row
+            values = values.amax(1) if reduction == "amax" else values.sum(1)
         if reduction == "amax":
             nothing = values.new_full((experts + 1,), -torch.inf)
             return nothing.scatter_reduce(0, self.group, values.view(-1), "amax")[:-1]
@@ -205,10 +208,17 @@ class Quantized:
         """Those of the sampled rows, which broadcast against them."""
         scale, by = self.scale.float(), self.cast.granularity
         if by.rows is not None:
-            scale = scale[self.index if by.rows == 1 else self.index // by.rows]
+            scale = scale[self._blocks_of(by.rows)]
             if by.cols is not None:
                 scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
         return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
+
+    def _blocks_of(self, rows: int) -> Tensor:
+        """The number of the block of so many rows that holds each sampled row; no block lies in two matrices."""
+        if rows == 1:
+            return self.index
+        n = len(self.data) // (1 if self.sizes is None else len(self.sizes))  # of a matrix
+        return self.index // n * -(-n // rows) + self.index % n // rows
 
     @cached_property
     def _shift(self) -> Tensor | None:
@@ -380,7 +390,7 @@ def observe_experts(
         kind, source: as in `observe`. "w" has the matrices as one, [E * N, K]. "x" and "dy" have rows of tokens where
             `slot` is given.
         offsets: int32 [E], where each group of rows ends. Each expert has as many rows of w.
-        data, scale, spec: of the quantized operand, by row.
+        data, scale, spec: of the quantized operand.
         slot: int32 [M]: row m is that of the token slot[m] // top_k of the first source.
         factor: [M, 1], multiplied into the rows of the source.
         column_scale, row_scale, shift_scale: as in `observe`; column_scale [E, N], a line for each expert.

@@ -210,12 +210,16 @@ def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -
 #
 #     triton        our kernels, on NVIDIA GPUs from Ada (8.9), for row scales and for scales that vary along K
 #                   on Hopper, promoted sums of large groups of two E4M3 operands: PyTorch's `scaled_grouped_mm`
-#                   with groups smaller than 128 and many rows: PyTorch's BF16 product of the widened operands
+#     dequantized   groups smaller than 128, with many rows: PyTorch's BF16 product of the widened operands; with few
+#                   rows our kernels
+#     cutlass       two E4M3 operands in groups of 32 with E8M0 scales, on Blackwell: PyTorch's `scaled_grouped_mm`
 #     emulated      the reference, in float32: a CPU
 #
 # ScaledGroupMM.cu in torch 2.11 and 2.13 has f8f8bf16_grouped_gemm_impl_sm90 alone, a CUTLASS kernel whose result is
 # BF16. On GPUs without a kernel a call raises an error, or computes in float32 if the caller allows emulation.
 
+
+HAS_MSLK = "USE_MSLK" in torch.__config__.show()  # the library of grouped MX GEMMs that PyTorch may be built with
 
 # Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
 # groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
@@ -227,9 +231,15 @@ CUTLASS_ROWS, CUTLASS_ROWS_OF_WIDE, WIDE = 1024, 128, 4096
 
 
 def find_grouped_backend(
-    place: Place, formats: tuple[str, str], granularity_a: Granularity = ROW, granularity_b: Granularity = ROW
+    place: Place,
+    formats: tuple[str, str],
+    granularity_a: Granularity = ROW,
+    granularity_b: Granularity = ROW,
+    *,
+    e8m0: bool = False,
 ) -> Backend:
-    """The implementation that a device or a GPU has for operands of these formats and granularities."""
+    """The implementation that a device or a GPU has for operands of these formats and granularities, with scales in
+    E8M0 or float32."""
     if isinstance(place, torch.device) and place.type != "cuda":
         return Backend("emulated", f"{place.type} has no FP8 GEMM: exact in float32, slower than BF16")
     gpu = find_architecture(place)
@@ -237,9 +247,13 @@ def find_grouped_backend(
     by_row = (granularity_a, granularity_b) == (ROW, ROW)
     if not runs_our_kernels(gpu, formats) or not (by_row or takes_blocks(granularity_a, granularity_b)):
         return Backend("none", f"no grouped GEMM takes {' x '.join(formats)} with {names} on {gpu.name}")
+    note = f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}"
+    is_mx = e8m0 and granularity_a == granularity_b == MX and formats == ("e4m3", "e4m3")
+    if is_mx and gpu.key == "blackwell" and (isinstance(place, GpuArchitecture) or HAS_MSLK):
+        return Backend("cutlass", note)
     if isinstance(place, torch.device) and not HAS_TRITON:
         return Backend("none", f"grouped GEMMs with {names} need Triton, which is not installed")
-    return Backend("triton", f"{names}, in groups{'' if gpu.measured else f', not measured on {gpu.name}'}")
+    return Backend("triton" if by_row or granularity_a == STRIP else "dequantized", note)
 
 
 def takes_cutlass(a: Tensor, b: Tensor, groups: int, fast: bool) -> bool:
@@ -373,7 +387,8 @@ def runs_experts(recipe: Recipe) -> bool:
 
 
 def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
-    return find_grouped_backend(place, (gemm.a.format, gemm.b.format), gemm.a.granularity, gemm.b.granularity)
+    formats, e8m0 = (gemm.a.format, gemm.b.format), gemm.a.scale == gemm.b.scale == "e8m0"
+    return find_grouped_backend(place, formats, gemm.a.granularity, gemm.b.granularity, e8m0=e8m0)
 
 
 def product_backend(a: Cast, b: Cast, place: Place) -> Backend:

@@ -76,8 +76,8 @@ def ordered_mm(
 ) -> Tensor:
     """y [M, N] = a @ b^T + bias in BF16, then + residual: each row has the same bits in a product of any M.
 
-    The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64. Of E4M3 that is
-    exact: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
+    The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64, for E4M3
+    exactly: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
 
     Args:
         a, b: [M, K] and [N, K], both E4M3 with row scales, or both tensors in BF16.
@@ -103,15 +103,11 @@ def _check_ordered(
     a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
 ) -> None:
     dtype = torch.bfloat16 if scale_a is None else torch.float8_e4m3fn
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1] or (a.dtype, b.dtype) != (dtype, dtype):
-        raise ValueError(
-            f"need a [M, K] and b [N, K] in {dtype} with the same K, got {a.dtype} {list(a.shape)} and {b.dtype} "
-            f"{list(b.shape)}"
-        )
-    check_tensor("scale_a", scale_a, (a.shape[0], 1), torch.float32)
-    check_tensor("scale_b", scale_b, (b.shape[0], 1), torch.float32)
-    check_tensor("bias", bias, (b.shape[0],), torch.bfloat16)
-    check_tensor("residual", residual, (a.shape[0], b.shape[0]), torch.bfloat16)
+    for name, x, scale, k in (("a", a, scale_a, b.shape[-1]), ("b", b, scale_b, a.shape[-1])):
+        check_tensor(name, x, (len(x), k), dtype)
+        check_tensor(f"scale_{name}", scale, (len(x), 1), torch.float32)
+    check_tensor("bias", bias, (len(b),), torch.bfloat16)
+    check_tensor("residual", residual, (len(a), len(b)), torch.bfloat16)
 
 
 _ordered_mm = operation(

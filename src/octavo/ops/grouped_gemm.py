@@ -43,7 +43,9 @@ def grouped_mm(
             and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
     """
-    backend = _backend(a.data.device, (a.format.name, b.format.name), (a.granularity, b.granularity), emulate)
+    backend = _backend(
+        a.data.device, (a.format.name, b.format.name), (a.granularity, b.granularity), a.scale, b.scale, emulate
+    )
     return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
 
 
@@ -71,7 +73,7 @@ def grouped_mm_dw(
         scale_b: [K, groups] of b, with such a granularity.
         formats: of a and b.
     """
-    backend = _backend(a.device, formats, (granularity, granularity), emulate)
+    backend = _backend(a.device, formats, (granularity, granularity), scale_a, scale_b, emulate)
     return _grouped_mm_dw(a, scale_a, b, scale_b, granularity.name, offsets, out_dtype, backend, fast_accumulation)
 
 
@@ -108,9 +110,15 @@ def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
 
 
 def _backend(
-    device: torch.device, formats: tuple[str, str], granularities: tuple[Granularity, Granularity], emulate: bool
+    device: torch.device,
+    formats: tuple[str, str],
+    granularities: tuple[Granularity, Granularity],
+    scale_a: Tensor,
+    scale_b: Tensor | None,
+    emulate: bool,
 ) -> str:
-    backend = find_grouped_backend(device, formats, *granularities)
+    e8m0 = scale_b is not None and scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+    backend = find_grouped_backend(device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
@@ -171,6 +179,8 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
     a, b, scale_a, scale_b, by_a, _ = operands
     if backend == "emulated" or a.numel() == 0:
         return grouped_mm_reference(operands, offsets).to(out_dtype)
+    if backend == "cutlass" and not any(size % 32 for size in b.shape[1:]):
+        return cutlass.mx_grouped_mm(operands, offsets).to(out_dtype)
     rows, groups = a.shape[0], len(offsets)
     if by_a == ROW and takes_cutlass(a, b, groups, fast):
         return cutlass.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast=False).to(out_dtype)
@@ -204,6 +214,8 @@ def _grouped_mm_dw(
     if scale_b is None:
         return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast)
     operands = Operands(a, b, scale_a, scale_b, by, by)
+    if backend == "cutlass":
+        return cutlass.mx_grouped_mm_dw(operands, offsets).to(out_dtype)
     if by != STRIP and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
         return kernel.dequantized_mm_dw(operands, offsets, out_dtype)
     return kernel.block_scaled_grouped_mm_dw(operands, offsets, out_dtype)

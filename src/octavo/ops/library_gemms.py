@@ -22,6 +22,7 @@ from octavo.ops.launching import Operands
 
 
 ALIGNMENT = 16
+TILE = 128  # rows of scales in a tile of MX, whose four columns are of as many elements
 AMD = torch.version.hip is not None
 
 _RECIPES = {STRIP: ScalingType.BlockWise1x128, SQUARE: ScalingType.BlockWise128x128, MX: ScalingType.BlockWise1x32}
@@ -86,11 +87,12 @@ def _scale(scale: Tensor, granularity: Granularity, *, right: bool = False) -> T
 
 
 def _swizzle(scale: Tensor) -> Tensor:
-    """E8M0 scales [M, K/32] in tiles of 128 x 4, each stored as [32, 4, 4]: rows r, r + 32, r + 64, r + 96 together."""
-    rows, cols = scale.shape
-    padded = F.pad(scale.view(torch.uint8), (0, -cols % 4, 0, -rows % 128))
-    tiles = padded.view(padded.shape[0] // 128, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+    """E8M0 scales [..., M, K/32] as the tiles [...] of 128 x 4, each stored as [32, 4, 4]: rows r, r + 32, r + 64 and
+    r + 96 together."""
+    padded = F.pad(scale.view(torch.uint8), (0, -scale.shape[-1] % 4, 0, -scale.shape[-2] % TILE))
+    *stack, rows, cols = padded.shape
+    tiles = padded.view(*stack, rows // TILE, 4, 32, cols // 4, 4).transpose(-4, -2)
+    return tiles.reshape(*stack, -1).view(torch.float8_e8m0fnu)
 
 
 # ---- The grouped GEMM on Hopper's tensor cores: the CUTLASS kernels of `torch.nn.functional.scaled_grouped_mm`.
@@ -116,3 +118,62 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
         a, b, scale_a, row, scale_b, row, offs=offsets, output_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return y
+
+
+# ---- The grouped GEMM of MX on Blackwell's tensor cores: the CUTLASS kernel of MSLK behind the same function.
+#
+# Each group has tiles of scales of its own, one group behind the other (aten/src/ATen/native/cuda/GroupedBlas.cpp,
+# `_check_scales_blocked`). In y and dx the rows of a group fill its last tile in part, and an empty group has none. In
+# dw a group has a multiple of 128 columns, and all tiles of its columns stand before those of the next group. Here
+# both orders are tested; no Blackwell was at hand to run the kernel.
+
+
+def mx_grouped_mm(operands: Operands, offsets: Tensor) -> Tensor:
+    """Same as `grouped_mm_reference`, in BF16, for E4M3 in groups of 32 with E8M0 scales."""
+    a, b, scale_a, scale_b, _, _ = operands
+    rows = _tiles_of_rows(scale_a, offsets)
+    return _mx_grouped_mm(a.contiguous(), b.contiguous().transpose(1, 2), rows, _swizzle(scale_b), offsets)
+
+
+def mx_grouped_mm_dw(operands: Operands, offsets: Tensor) -> Tensor:
+    """Same as `grouped_mm_dw_reference`, in BF16, for such operands."""
+    a, b, *scales = operands[:4]
+    scale_a, scale_b = (_tiles_of_columns(scale, offsets) for scale in scales)
+    return _mx_grouped_mm(a.contiguous(), b.contiguous().t(), scale_a, scale_b, offsets)
+
+
+def _mx_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
+    by, swizzle, functional = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4, cast(Any, F)
+    y: Tensor = functional.scaled_grouped_mm(
+        a, b, scale_a, by, scale_b, by, swizzle_a=swizzle, swizzle_b=swizzle, offs=offsets, output_dtype=torch.bfloat16
+    )
+    return y
+
+
+def _tiles_of_rows(scale: Tensor, offsets: Tensor) -> Tensor:
+    """The swizzled scales of a [M, K]: the groups of rows, each in tiles of its own; [rows of tiles, K/32 and more]."""
+    m = len(scale)
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    tiles = (offsets - starts + TILE - 1) // TILE
+    first = TILE * (tiles.cumsum(0) - tiles) - starts  # that is added to the number of a row
+    row = torch.arange(m, device=scale.device)
+    group = torch.searchsorted(offsets, row.int(), right=True).clamp(max=len(offsets) - 1)
+    rows = TILE * (-(-m // TILE) + len(offsets))
+    placed = scale.view(torch.uint8).new_zeros(rows, scale.shape[1])
+    placed[row + first[group]] = scale.view(torch.uint8)
+    return _swizzle(placed).view(rows, -1)
+
+
+def _tiles_of_columns(scale: Tensor, offsets: Tensor) -> Tensor:
+    """The swizzled scales [N, M/32] of dw: the tiles of each group together; [rows of tiles, M/32 and more]."""
+    rows = -(-len(scale) // TILE)
+    tiles = _swizzle(scale).view(torch.uint8).view(rows, -1, 4 * TILE)
+    column = torch.arange(tiles.shape[1], device=scale.device, dtype=torch.int32)
+    ends = torch.cat([offsets // TILE, offsets.new_full((1,), len(column))])
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    group = torch.searchsorted(ends, column, right=True)
+    first, size = starts[group], (ends - starts)[group]
+    place = rows * first + size * torch.arange(rows, device=scale.device)[:, None] + column - first
+    ordered = torch.empty_like(tiles).view(-1, 4 * TILE)
+    ordered[place.view(-1)] = tiles.view(-1, 4 * TILE)
+    return ordered.view(rows * TILE, -1).view(torch.float8_e8m0fnu)

@@ -16,6 +16,7 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 from dataclasses import dataclass, fields
 
 from octavo.numerics.qtensor import ROW, TENSOR, Granularity
+from octavo.ops.grouped_gemm import COLUMNS
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
 from octavo.recipe import Recipe
@@ -101,13 +102,21 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     if mode != "none":
         return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
     casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
-    return (block_bytes(setup, block) * setup.tokens + casts) / setup.degrees.tp
+    return (block_bytes(setup, block) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
 
 
 def _cast_weights(setup: Setup, block: Block) -> int:
     """Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16."""
     experts = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
     return block.weights if setup.config.compile.blocks and not setup.recipe.quantized else experts
+
+
+def _filled_bytes(setup: Setup, block: Block) -> float:
+    """The columns of zeros that fill up the saved inputs of each expert, where dw quantizes them along the tokens."""
+    if setup.fused_experts or not setup.fp8_experts or setup.recipe.dw is None:
+        return 0.0
+    inputs = [layer.inputs * layer.copies for name in ("up", "down") for layer in block.group(name)[:1]]
+    return sum(COLUMNS * element_bytes(each, setup.recipe) for each in inputs if block.has_experts)
 
 
 def _again_bytes(setup: Setup, block: Block) -> float:
@@ -177,8 +186,9 @@ def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:
 # Octavo's fused modules (`octavo.nn.fused`) compute the outputs of norms and activations again, and save none of the
 # GEMMs' inputs. The input of the attention's output projection is the output of the attention, saved once, unless a
 # recipe casts it for dw alone.
-# Experts in FP8 save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and compute h
-# again. In BF16 eager mode saves the outputs in FP32, which are multiplied by the weights of the routing.
+# Experts by row scales save u, their outputs in BF16 and the bytes of their inputs, for each expert of a token, and
+# compute h again. In BF16 and with scales along the reduction eager mode saves silu(gate), and the outputs in FP32,
+# which are multiplied by the weights of the routing; and dw reads the inputs of both GEMMs.
 # Compiled code saves the input of several layers once, but not where each of them casts it by a history of its own.
 # Attention in FP8 saves q, k, v and its output with one byte an element, beside the input of the output projection.
 
@@ -205,9 +215,9 @@ def _hidden_bytes(setup: Setup, block: Block) -> float:
     """The bytes that the activation and, in a block of experts, the last layer save."""
     u, compiled = block.activated, setup.config.compile.blocks
     routed = max((layer.active for layer in block.layers if layer.copies > 1), default=0)  # experts of a token
-    fused = setup.fp8_experts if routed else is_fused(setup.model, setup.recipe)
+    fused = setup.fused_experts if routed else is_fused(setup.model, setup.recipe)
     activated = block.hidden if block.gated and not compiled and not fused else 0  # silu(gate)
-    outputs = 2.0 if setup.fp8_experts else 0.0 if compiled else 4.0  # bytes of each expert's
+    outputs = 2.0 if setup.fused_experts else 0.0 if compiled else 4.0  # bytes of each expert's
     return 2.0 * (u + activated) + outputs * routed * setup.model.width
 
 
@@ -215,10 +225,10 @@ def _input_bytes(setup: Setup, group: tuple[Layer, ...]) -> float:
     """Bytes a token of the input of layers that read the same one."""
     recipe, fp8_attention = setup.recipe, setup.fp8_attention
     name, elements, experts = group[0].group, group[0].inputs * group[0].active, group[0].copies > 1
-    if experts and setup.fp8_experts:
+    if experts and setup.fused_experts:
         return element_bytes(elements, recipe) if name == "up" else 0.0
     if experts:
-        return 2.0 * elements
+        return element_bytes(elements, recipe) if setup.fp8_experts else 2.0 * elements
     converted = recipe.quantized and name != "router"
     if is_fused(setup.model, recipe):  # norm outputs and h: only their scales
         return element_bytes(elements, recipe) if name == "o" and fp8_attention else 4.0

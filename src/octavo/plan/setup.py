@@ -130,6 +130,11 @@ class Setup:
         return bool(found) and all(backend.name != "none" for backend in found.values())
 
     @property
+    def fused_experts(self) -> bool:
+        """True if experts run in FP8 with the passes between their GEMMs fused."""
+        return self.fp8_experts and self.recipe.fusable is not None
+
+    @property
     def fp8_attention(self) -> bool:
         """True if attention runs in FP8."""
         return self.config.attention.precision == "fp8" and not training_limit(self)

@@ -227,7 +227,7 @@ def _with_communication(setup: Setup, blocks: float, head: float, network: float
 # A pass takes as long as its bytes at the rate of a copy, or as its instructions at the rate of the multiprocessors,
 # whichever is longer. SwiGLU of layers that are apart and RMS norm are bound by their bytes. GELU has an error
 # function. LayerNorm has two sums over a row, and Triton's blocks a power of two of columns: 2,048 for 1,280. Gate and
-# up of experts in BF16 are one tensor, and torch.compile computes both gradients for each of its columns.
+# up of experts that are not fused are one tensor, and torch.compile computes both gradients for each of its columns.
 #
 # The instructions were counted by time: what an H200 took for such a pass alone, as compiled in BF16 by torch 2.11
 # (bench/log.md). LayerNorm was measured at a width of 1,280 alone. Octavo's fused modules have kernels of their own, of
@@ -280,7 +280,7 @@ def _activation(setup: Setup, block: Block) -> tuple[Pass, Pass]:
     forward, backward = 0.0, 0.0  # instructions an element
     if not block.gated and not is_fused(setup.model, setup.recipe):
         forward, backward = GELU
-    elif block.has_experts and not setup.fp8_experts:
+    elif block.has_experts and not setup.fused_experts:
         backward = STACKED_GATE
     return Pass(2 * (u + hidden), forward * hidden), Pass(4 * (u + hidden), backward * hidden)
 

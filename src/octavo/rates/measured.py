@@ -254,7 +254,8 @@ def _axes(points: Any) -> list[list[int]]:
 #
 # Of grouped GEMMs the rates of two shapes were measured (bench.gpu.moe; `make docs` writes expert_rates.json): 4,096
 # rows an expert of 4096 x 14336, and 512 rows of 2048 x 768. They are interpolated by the rows of an expert. Casts are
-# counted as traffic, and no GEMM is faster than its weights are read.
+# counted as traffic, and no GEMM is faster than its weights are read. Other recipes than `rowwise` take as many times
+# longer as in linear layers of the shape.
 
 
 REFERENCE = "h100"  # the GPU whose shares of the data sheet others get
@@ -342,7 +343,10 @@ def grouped_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, groups: int) -> floa
     products = 6.0 * m * k * n / (rate * _share(gpu, recipe))
     reading = (4.0 if recipe.quantized else 6.0) * k * n / gpu.copy_rate  # y and dx read the weight, dw writes BF16
     casts = _cast_bytes(shape) / gpu.copy_rate if recipe.quantized else 0.0
-    return groups * (max(products, reading) + casts)
+    slower = 1.0
+    if recipe.quantized and recipe.fusable is None:
+        slower = linear_seconds(gpu, recipe, shape) / linear_seconds(gpu, get_recipe("rowwise"), shape)
+    return groups * (max(products, reading) + casts) * slower
 
 
 def product_seconds(gpu: Gpu, recipe: Recipe, shape: Shape, copies: int) -> float:

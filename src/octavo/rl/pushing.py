@@ -9,25 +9,33 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 """
 
 import hashlib
+import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
-from octavo.checkpoint.scheme import SCHEME_OF, Scheme
+from octavo.checkpoint.scheme import SCHEME_OF
+from octavo.hf.meta_model import transformers_meta_model
+from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
-from octavo.nn.module_tools import check_module, parts_of_layer
-from octavo.numerics import TENSOR
+from octavo.nn.module_tools import check_module, class_name, parts_of_layer
+from octavo.numerics import TENSOR, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.quantization import quantize_matrices
+from octavo.packing.options import PackOptions, choose_layers
+from octavo.packing.packer import PackJob
 from octavo.recipe import Recipe, similar_preset
 
 # ---- The tensors of a model, by the names that they have in the model that nothing wraps.
@@ -63,6 +71,14 @@ def places(model: nn.Module) -> dict[str, Place]:
     return found
 
 
+def reshard(model: nn.Module) -> nn.Module:
+    """Let the units of FSDP2 hold their parameters again, in place of gathered weights."""
+    units: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    for unit in units:
+        unit.reshard()
+    return model
+
+
 def whole(place: Place, *, merged: bool) -> Tensor:
     """The tensor, gathered from the ranks that shard it; `merged` adds its adapters, as PEFT does."""
     tensor = place.tensor
@@ -75,6 +91,14 @@ def whole(place: Place, *, merged: bool) -> Tensor:
 def adapters_of(wrapper: Any) -> list[str]:
     """The adapters of a layer that PEFT wraps that are added to its output, and are not in its weight yet."""
     return [] if wrapper is None or wrapper.disable_adapters or wrapper.merged else list(wrapper.active_adapters)
+
+
+def transformers_model(model: nn.Module, function: str) -> Any:
+    """The model of transformers in its wrappers; a TypeError, which names the public `function`, if there is none."""
+    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if found is None:
+        raise TypeError(f"{function} takes a model of transformers, got a {type(model).__name__}: open its folder so")
+    return found
 
 
 # ---- A push.
@@ -128,96 +152,127 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     """
     for model in (trained, served):
         check_module(model, "push")
-    began, units = time.perf_counter(), list[Any](trained.modules())
-    for unit in units:
-        if hasattr(unit, "reshard"):  # of FSDP2: while its weights are gathered, they are not the parameters
-            unit.reshard()
-    with idle(served):
-        plan = Plan(trained, served)
-        for write in plan.writes:
-            write.run(plan)
-        found = checksum(served)  # it waits for the device
-    written = sum(write.data.nbytes + (0 if write.scale is None else write.scale.nbytes) for write in plan.writes)
-    return Pushed(time.perf_counter() - began, written, found, plan.remarks)
-
-
-def idle(served: Any) -> AbstractContextManager[Any]:
-    """Wait until no other thread generates from the model, and let none begin."""
+    began = time.perf_counter()
     engine = getattr(served, "octavo_engine", None)
-    return nullcontext() if engine is None else engine.alone()
+    with nullcontext() if engine is None else engine.alone():
+        job = _Push(reshard(trained), served)
+        written, found = job.write(), checksum(served)  # which waits for the device
+    return Pushed(time.perf_counter() - began, written, found, job.remarks)
 
 
-class Plan:
-    """What a push writes. A ValueError if something does not fit, with what to do."""
+class _Push:
+    """What a push writes, all of it checked when this is made: a ValueError says what does not fit, and what to do."""
 
     def __init__(self, trained: nn.Module, served: nn.Module) -> None:
-        _check_copies(served)
-        self.sources, held = places(trained), places(served)
-        self.merges = all(place.adapters is None for place in held.values())
+        self.stacked = list(stacks(served))
+        self.sources, self.held = places(trained), places(served)
+        self.merges = all(place.adapters is None for place in self.held.values())
         self.remarks = _read_record(getattr(served, "octavo_record", {}))
-        of: dict[int, str] = {}  # the trained tensor of each served one
-        for name, place in held.items():
-            if isinstance(place.module, PackedLinear | PackedGroupedLinear) and name.endswith("_scale"):
+        self.of: dict[int, str] = {}  # the trained tensor of each served one
+        for name, place in self.held.items():
+            if is_scale(name, place):
                 continue
-            name = name.removesuffix(".weight") if isinstance(place.module, PackedGroupedLinear) else name
-            source, first = self.sources.get(name), of.setdefault(id(place.tensor), name)
-            if reason := _misfit(name, source, place, merges=self.merges):
+            trained_name = name.removesuffix(".weight") if isinstance(place.module, PackedGroupedLinear) else name
+            if reason := _misfit(trained_name, self.sources, place, merges=self.merges):
                 raise ValueError(f"push: {reason}")
-            if source is None or self.sources[first].tensor is not source.tensor:
+            first = self.of.setdefault(id(place.tensor), trained_name)
+            if self.sources[first].tensor is not self.sources[trained_name].tensor:
                 raise ValueError(
                     f"push: {first} and {name} are one tensor in the served model, and two in the trained one: tie "
                     "them (tie_word_embeddings), or pack the model as it is trained now"
                 )
-        written = {id(self.sources[name].tensor) for name in of.values()}
+        used = {id(self.sources[name].tensor) for name in self.of.values()}
         for name, place in self.sources.items():
             merged = self.merges and ".lora_" in name
-            if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in written and not merged:
+            if isinstance(place.tensor, nn.Parameter) and id(place.tensor) not in used and not merged:
                 raise ValueError(f"push: the served model has no {name}: {_OTHER}")
-        self.writes = list(self._writes(served, held, of))
 
-    def _writes(self, served: nn.Module, held: dict[str, Place], of: dict[int, str]) -> Iterator["Write"]:
-        for stacked, layers in stacks(served):
-            names = [of.pop(id(layer.weight)) for layer in layers]
-            yield Write(names, stacked.weight.data, stacked.weight.scale, layers[0].scheme)
-        for place in held.values():
+    def write(self) -> int:
+        """Write all, layers that run as one GEMM together; returns the bytes."""
+        left = dict(self.of)
+        for stack, layers in self.stacked:
+            weights = [self._get(left.pop(id(layer.weight))) for layer in layers]
+            _copy(quantize_stack(weights, layers[0].scheme.weight), stack.weight.data, stack.weight.scale)
+        for place in self.held.values():
             module: Any = place.module
-            if (name := of.pop(id(place.tensor), None)) is None:
+            if (name := left.pop(id(place.tensor), None)) is None:
                 continue
+            w, in_bf16 = self._get(name), recipe_of(self.sources[name]) is None
             if isinstance(module, PackedGroupedLinear):
-                # `octavo pack` quantizes gate and up each by itself, training both as one matrix.
-                apart = name.endswith("gate_up_proj") and recipe_of(self.sources[name]) is None
-                yield Write([name], module.weight, module.weight_scale, module.scheme, len(module.weight) * (1 + apart))
+                # `octavo pack` quantizes gate and up each by itself; training takes both as one matrix.
+                count = len(w) * (1 + (in_bf16 and name.endswith("gate_up_proj")))
+                q = quantize_matrices(w.reshape(count, -1, w.shape[2]), module.scheme.weight)
+                _copy(q, module.weight, module.weight_scale)
             elif isinstance(module, PackedLinear) and place.tensor is module.weight:
-                rounds = name.endswith("lm_head.weight") and recipe_of(self.sources[name]) is None
-                yield Write([name], module.weight, module.weight_scale, module.scheme, rounds=rounds)
+                rounds = in_bf16 and name.endswith("lm_head.weight")  # as a packed folder does before the head is cast
+                q = quantize(w.to(UNQUANTIZED_DTYPE) if rounds else w, module.scheme.weight)
+                _copy(q, module.weight, module.weight_scale)
             else:
-                yield Write([name], place.tensor)
+                place.tensor.copy_(w)
+        return sum({id(place.tensor): place.tensor.nbytes for place in self.held.values()}.values())
+
+    def _get(self, name: str) -> Tensor:
+        return whole(self.sources[name], merged=self.merges)
 
 
-@dataclass
-class Write:
-    """One write into the served model: of a tensor as it is, or of weights that are quantized and stacked along N."""
+def _copy(q: QTensor, data: Tensor, scale: Tensor) -> None:
+    data.view(torch.uint8).copy_(q.data.view(torch.uint8).view(data.shape))
+    scale.copy_(q.scale.view(scale.dtype).view(scale.shape))  # E8M0 is stored as uint8
 
-    names: list[str]  # of the trained tensors
-    data: Tensor  # of the served model
-    scale: Tensor | None = None
-    scheme: Scheme | None = None
-    matrices: int = 0  # of the weight of a layer of experts, quantized one by one
-    rounds: bool = False  # to BF16 first, as the head of a packed folder
 
-    def run(self, plan: Plan) -> None:
-        tensors = [whole(plan.sources[name], merged=plan.merges) for name in self.names]
-        tensors = [t.to(UNQUANTIZED_DTYPE) for t in tensors] if self.rounds else tensors
-        if self.scheme is None or self.scale is None:
-            self.data.copy_(tensors[0])
-            return
-        cast = self.scheme.weight
-        if self.matrices:
-            q = quantize_matrices(tensors[0].reshape(self.matrices, -1, tensors[0].shape[-1]), cast)
-        else:
-            q = quantize(tensors[0], cast) if len(tensors) == 1 else quantize_stack(tensors, cast)
-        self.data.view(torch.uint8).copy_(q.data.view(torch.uint8).view(self.data.shape))
-        self.scale.copy_(self.scheme.stored_scale(q).view(self.scale.shape))
+def is_scale(name: str, place: Place) -> bool:
+    """True if a tensor is a scale of a packed weight."""
+    return isinstance(place.module, PackedLinear | PackedGroupedLinear) and name.endswith("_scale")
+
+
+# ---- The tensors of a packed folder, for the engines of others.
+
+
+class _Gathering(ShardReader):
+    """The tensors of a model that is trained, as if they were in files."""
+
+    def __init__(self, sources: dict[str, Place]) -> None:
+        self.folder, self._sources = Path("(the model in training)"), sources
+        self.specs = {name: torch.empty_like(place.tensor, device="meta") for name, place in sources.items()}
+
+    def get(self, name: str) -> Tensor:
+        return whole(self._sources[name], merged=True)
+
+
+@torch.no_grad()
+def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the folder that `octavo pack` would write of a model in training, in the same order.
+
+    They have the layout of compressed-tensors: vLLM's `load_weights` and SGLang's `update_weights_from_tensor` take
+    them, in an engine that opened a packed folder of this model. The tensors of one layer follow each other. Adapters
+    are merged, and of a model that FSDP2 shards every rank takes all of them.
+
+    Args:
+        trained: of transformers, converted or not.
+        options: fields of `octavo.packing.PackOptions`. By default converted layers have the scheme of their recipe.
+
+    Raises:
+        ValueError: several recipes, or what `octavo.packing.pack` raises.
+
+    Example:
+        >>> llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(served_weights(model))
+    """
+    model = transformers_model(trained, "served_weights")
+    sources, where = places(reshard(trained)), Path(model.config.name_or_path)
+    config = json.loads(model.config.to_json_string()) | {"architectures": [class_name(model)]}
+    meta_model = transformers_meta_model(config, where)
+    recipes = {name.removesuffix(".weight"): recipe_of(place) for name, place in sources.items()}
+    presets = {similar_preset(recipe) for recipe in recipes.values() if recipe is not None}
+    if len(presets) > 1:
+        raise ValueError(f"served_weights takes a model of one recipe, got {', '.join(sorted(presets))}: convert it so")
+    linears = meta_model.linears() if presets else []
+    skip = [name for name in linears if recipes.get(name) is None]
+    experts = any(recipes.get(name) is not None for name in meta_model.experts.stacks)
+    source = Source(where, where, meta_model, next(iter(presets), ""), skip, _Gathering(sources))
+    chosen = PackOptions(**{"experts": experts} | options)
+    job = PackJob(source, choose_layers(source, chosen), chosen)
+    for name in source.specs:
+        yield from job.change(name, source.get(name)).items()
 
 
 # ---- What does not fit, and what to do.
@@ -231,9 +286,9 @@ def recipe_of(place: Place) -> Recipe | None:
     return None if recipe is None or recipe.y is None else recipe
 
 
-def _misfit(name: str, source: Place | None, held: Place, *, merges: bool) -> str:
+def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: bool) -> str:
     """Why the trained tensor cannot be written to a place of the served model, and what to do; or ""."""
-    if source is None:
+    if (source := sources.get(name)) is None:
         return f"the trained model has no {name}: {_OTHER}"
     mine, theirs = list(source.tensor.shape), list(held.tensor.shape)
     if mine != theirs:
@@ -278,47 +333,28 @@ def _read_record(record: dict[str, Any]) -> tuple[str, ...]:
 
 
 # ---- What the engine multiplies.
-#
-# Fused layers read a stack, of which their own buffers are views, and a layer keeps what it made of its buffers. Where
-# such a copy has memory of its own, a push would leave it as it was.
 
 
 def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
-    """The stacks of packed layers that run as one GEMM, made anew where a buffer was replaced, as a call would do."""
-    for module in model.modules():
+    """The stacks of packed layers that run as one GEMM, made anew where a buffer was replaced, as a call would do.
+
+    The buffers of the layers are views of a stack. A ValueError if one has memory of its own, which is not multiplied.
+    """
+    for name, module in model.named_modules():
         stacked: Any = getattr(module, "stacked", None)
         inner: Any = getattr(module, "inner", ())
-        if isinstance(stacked, Stacked) and stacked.update(inner) is not None:
-            parts: list[Any] = [parts_of_layer(each) for each in inner]
-            yield stacked, [layer for layer, _ in parts]
-
-
-def copies(model: nn.Module) -> dict[int, Tensor]:
-    """The tensors that the engine reads in place of buffers of packed layers, by the ids of these."""
-    found: dict[int, Tensor] = {}
-    for layer in model.modules():
-        if isinstance(layer, PackedLinear) and layer._known is not None:
-            data, scale, made = layer._known
-            found |= {id(data): made.data, id(scale): made.scale}
-    for stacked, layers in stacks(model):
-        ends = torch.tensor(stacked.sizes).cumsum(0).tolist()
-        for layer, end in zip(layers, ends, strict=True):
-            rows = slice(end - layer.out_features, end)
-            found |= {id(layer.weight): stacked.weight.data[rows], id(layer.weight_scale): stacked.weight.scale[rows]}
-            if layer.bias is not None and stacked.bias is not None:
-                found[id(layer.bias)] = stacked.bias[rows]
-    return found
-
-
-def _check_copies(served: nn.Module) -> None:
-    read = copies(served)
-    for name, place in places(served).items():
-        copy = read.get(id(place.tensor))
-        if copy is not None and copy.data_ptr() != place.tensor.data_ptr():
-            raise ValueError(
-                f"push: the engine multiplies a copy of {name} with memory of its own, which a push would not reach: "
-                "load the folder again"
-            )
+        if not isinstance(stacked, Stacked) or stacked.update(inner) is None:
+            continue
+        layers: list[Any] = [found[0] for found in map(parts_of_layer, inner) if found is not None]
+        whole = {"weight": stacked.weight.data, "weight_scale": stacked.weight.scale, "bias": stacked.bias}
+        for leaf, stack in whole.items():
+            rows = [] if stack is None else torch.split(stack, list(stacked.sizes))
+            own = [getattr(layer, leaf) for layer in layers]
+            if any(a is not None and a.data_ptr() != b.data_ptr() for a, b in zip(own, rows, strict=False)):
+                raise ValueError(
+                    f"the engine multiplies a copy of {leaf} in {name}, with memory of its own: load the folder again"
+                )
+        yield stacked, layers
 
 
 _WORDS = 2**23  # of 8 bytes, that are added up at a time
@@ -326,24 +362,22 @@ _WORDS = 2**23  # of 8 bytes, that are added up at a time
 
 @torch.no_grad()
 def checksum(served: nn.Module) -> str:
-    """A checksum of the tensors that the engine of `octavo.load` multiplies, copies of weights among them.
+    """A checksum of the tensors that the engine of `octavo.load` multiplies.
 
     It depends on names, dtypes, shapes and bytes. Any byte that changes alone changes it: its word is multiplied by an
-    odd number and added up modulo 2^64.
+    odd number and added up modulo 2^64. A ValueError if the engine multiplies a copy of a weight.
 
     Example:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
-    digest, read, seen = hashlib.blake2b(digest_size=8), copies(served), set[int]()
-    waiting, sums = list[Tensor](), list[Tensor]()
-    for name, place in places(served).items():
-        if id(place.tensor) in seen:
-            continue
-        seen.add(id(place.tensor))
-        tensor = read.get(id(place.tensor), place.tensor)
-        digest.update(f"{name} {place.tensor.dtype} {list(tensor.shape)} ".encode())
+    list(stacks(served))
+    digest, sums = hashlib.blake2b(digest_size=8), list[Tensor]()
+    named = {id(place.tensor): (name, place.tensor) for name, place in reversed(places(served).items())}
+    waiting: list[Tensor] = []
+    for name, tensor in reversed(named.values()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         for part in torch.split(_words(tensor), _WORDS):
-            if waiting and (len(part) + sum(map(len, waiting)) > _WORDS or part.device != waiting[0].device):
+            if len(part) + sum(map(len, waiting)) > _WORDS:
                 sums.append(_sum(waiting))
                 waiting = []
             waiting.append(part)
@@ -355,13 +389,11 @@ def checksum(served: nn.Module) -> str:
 def _words(tensor: Tensor) -> Tensor:
     """The memory of a tensor as int64, with zeros at the end."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    if len(data) % 8 or data.data_ptr() % 8:
-        data = F.pad(data, (0, 8 - len(data) % 8))
-    return data.view(torch.int64)
+    return (F.pad(data, (0, 8 - len(data) % 8)) if len(data) % 8 or data.data_ptr() % 8 else data).view(torch.int64)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    words = torch.cat(list(parts))
+def _sum(parts: list[Tensor]) -> Tensor:
+    """The sum of words, each times an odd number of its place."""
+    words = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     factors = torch.arange(len(words), device=words.device).mul_(-7046029254386353131)  # of the golden ratio, as usual
-    factors = factors.bitwise_xor_(factors >> 31).bitwise_or_(1)
-    return (words * factors).sum()
+    return (words * (factors ^ (factors >> 31)).bitwise_or_(1)).sum()

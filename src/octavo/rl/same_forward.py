@@ -15,8 +15,8 @@ The backward pass of the trained model is the ordinary one: each layer is comput
 from the same input, as activation checkpointing does.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -40,16 +40,13 @@ from octavo.ops.gemm import ordered_mm
 from octavo.ops.softmax_loss import cross_entropy
 from octavo.recipe import ROW_W, ROW_X
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-
 
 def same_bits(*models: nn.Module) -> ExitStack:
-    """Put causal models of transformers into the mode of the same bits; `close()`, or the end of a `with`, undoes it.
+    """Put models into the mode of the same bits; `close()`, or the end of a `with`, undoes it.
 
-    A model is a Llama, Mistral, Qwen2 or Qwen3 in BF16 or float32: converted by `octavo.convert` with `rowwise`,
+    A model is a Llama, Mistral, Qwen2 or Qwen3 of transformers, in BF16 or float32: converted with `rowwise`,
     `rowwise_forward` or `rowwise_dw_bf16`, or opened by `octavo.load` with the scheme `channel`. Logits are in BF16.
-    Rows of an attention mask are ones, with zeros before and after; positions count from the first one. Hooks of
-    modules within a layer are not called in the forward pass.
+    Rows of an attention mask are ones, with zeros before and after; positions count from the first one.
 
     Raises:
         ValueError: a model or a setting that the mode does not cover; the message has the remedy.
@@ -70,6 +67,8 @@ def same_bits(*models: nn.Module) -> ExitStack:
         for module, ours in (mixed | dict.fromkeys(inner.layers, SameLayer)).items():
             undo.callback(setattr, module, "__class__", type(module))
             module.__class__ = mix_classes(ours, type(module))
+        undo.callback(setattr, inner.config, "_attn_implementation", inner.config._attn_implementation)
+        inner.config._attn_implementation = ATTENTION
         if (engine := getattr(model, "octavo_engine", None)) is not None:
             engine.sessions.clear()  # their graphs have other kernels
             undo.callback(engine.sessions.clear)
@@ -88,7 +87,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
 class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
-        # On a GPU `.data`: the operation may write to its argument, and here it does not.
+        # On a GPU `.data`: the operation may write to its argument, and does not do so without a factor.
         z = logits.double() if logits.device.type == "cpu" else logits.data.contiguous()
         lse, picked, *_ = cross_entropy(z, tokens, None, None, 1.0, 0.0, False)
         ctx.save_for_backward(logits, tokens, lse.float())
@@ -111,16 +110,12 @@ def _reason(model: Any) -> str:
     layers = list(getattr(inner, "layers", ()))
     if not layers or not all(map(is_known, layers)) or len(layers) != model.config.num_hidden_layers:
         return "it takes transformers' Llama, Mistral, Qwen2 and Qwen3 as causal language models"
-    linears = {
-        f"{i}.{name}": layer.get_submodule(f"{part}.{name}")
-        for i, layer in enumerate(layers)
-        for part, names in zip(("self_attn", "mlp"), PROJECTIONS, strict=True)
-        for name in names
-    }
+    named = inner.layers.named_modules()
+    linears = {name: each for name, each in named if isinstance(each, nn.Linear | PackedLinear)}
     other = next((name for name, linear in linears.items() if not _is_covered(linear)), "")
     dtypes = {p.dtype for p in model.parameters()} - {torch.bfloat16, torch.float32}
     engine, config = getattr(model, "octavo_engine", None), model.config
-    modules, rope = list(model.modules()), str(config.rope_parameters)
+    modules = list(model.modules())
     reasons = {
         "it is in the mode already: close that mode first": isinstance(inner, SameModel),
         f"layer {other} does not multiply E4M3 by rows: convert it with 'rowwise' or 'rowwise_forward', pack it with "
@@ -132,8 +127,8 @@ def _reason(model: Any) -> str:
         "keys and values are stored in eight bits, or attention runs in FP8: load with kv_cache='bf16', "
         "attention='bf16'": engine is not None and (engine.dtype not in (None, "bf16") or engine.fp8_attention),
         "its attention has a sliding window: choose a model without one": sliding_window(config),
-        "its rotary embedding changes with the length of the text: choose another rope_type": (
-            "dynamic" in rope or "longrope" in rope
+        "its rotary embedding changes with the length of the text: choose another rope_type": any(
+            kind in str(config.rope_parameters) for kind in ("dynamic", "longrope")
         ),
         "its rotary frequencies were rounded to BF16: load it by from_pretrained(dtype=torch.bfloat16), not by "
         "model.bfloat16()": inner.rotary_emb.inv_freq.dtype != torch.float32,
@@ -246,7 +241,6 @@ class SameModel(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -258,12 +252,10 @@ class SameModel(nn.Module):
                 raise ValueError("each row of attention_mask must be ones, with zeros before and after: leave no gaps")
             if position_ids is None:
                 position_ids = (mask.cumsum(1) - 1).clamp_(min=0)[:, -x.shape[1] :]
-            attention_mask = mask.argmax(1).int().view(-1, 1, 1, 1)
-        with _first_tokens(model.config):
-            return super().forward(
-                attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-                inputs_embeds=x.bfloat16(), **kwargs,
-            )  # fmt: skip
+            first = mask.argmax(1).int().view(-1, 1, 1, 1)
+            attention_mask = first if bool(first.any()) else None
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": x.bfloat16()}
+        return super().forward(**given, **kwargs)
 
 
 class SameLayer(nn.Module):
@@ -279,19 +271,10 @@ class SameLayer(nn.Module):
         first = None if attention_mask is None else attention_mask.flatten()
         run = partial(_layer, layer, first, position_embeddings, past_key_values)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
-        theirs = partial(super().forward, **given | {"use_cache": False})
-        before: Any = 0
-        if torch.is_grad_enabled() and past_key_values is not None:
-            before = past_key_values.get_seq_length(layer.self_attn.layer_idx)
-
-        def ordinary(x: Tensor) -> Tensor:
-            if before:
-                raise RuntimeError("a gradient needs whole texts: call the model without past_key_values")
-            with _first_tokens(layer.self_attn.config):
-                y: Tensor = theirs(x)
-                return y
-
-        return _computed(layer, run, ordinary, hidden_states)
+        cache = past_key_values if torch.is_grad_enabled() else None
+        if cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
+            raise RuntimeError("a gradient needs whole texts: go on with past_key_values under torch.no_grad()")
+        return _computed(layer, run, partial(super().forward, **given | {"use_cache": False}), hidden_states)
 
 
 class SameNorm(nn.Module):
@@ -302,16 +285,6 @@ class SameNorm(nn.Module):
 class SameHead(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         return _computed(self, partial(_logits, self), super().forward, input)
-
-
-@contextmanager
-def _first_tokens(config: Any) -> Iterator[None]:
-    """Within, masks of the model are first tokens, as the attention "octavo" reads them."""
-    before, config._attn_implementation = config._attn_implementation, ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 Run = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from typing import Any, Self
 from octavo.data import ReadReport
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality, Quality
 from octavo.rates.measured import speeds_note
-from octavo.util import Table, installed, plural
+from octavo.util import Table, finite, installed, plural
 from octavo.verification.checks import Shape
 from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.readers import ReaderResult
@@ -120,8 +120,8 @@ class Report:
             "layers": [asdict(layer) for layer in self.layers],
             "bytes": self.sizes and asdict(self.sizes),
         }
-        finite: dict[str, Any] = _finite(fields)
-        return finite
+        found: dict[str, Any] = finite(fields)
+        return found
 
     def tables(self) -> Iterator[Table]:
         """The tables that have rows, without the columns that are empty in every row. Findings are not in a table."""
@@ -130,14 +130,6 @@ class Report:
                 used = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
                 rows = [tuple(row[i] for i in used) for row in table.rows]
                 yield table._replace(columns=tuple(table.columns[i] for i in used), rows=rows)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- The tables of a report.
