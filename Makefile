@@ -105,6 +105,7 @@ bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this C
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality
 	$(BIN)/python -m bench.cpu.vision
+	$(BIN)/python -m bench.cpu.grpo
 	$(BIN)/python -m bench.report.pages
 
 .venv-site/installed: docs/requirements.txt .venv/installed

@@ -249,6 +249,8 @@ ALONE = r"has a history.* a rotated GEMM alone.*: leave the history out$"
 REFUSED = [
     (lambda: Cast("fp8"), "tensors cannot be quantized to 'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
     (lambda: Cast("bf16"), "tensors cannot be quantized to 'bf16'"),
+    (lambda: Cast("int8", rounding="stochastic"), "int8 is rounded to nearest"),
+    (lambda: Recipe("mine", Gemm(Cast("int8"), Cast("int8"))), "training takes FP8 formats, not int8"),
     (lambda: Cast(scale="fp16"), "unknown kind of scale 'fp16': choose one of fp32, pow2, e8m0"),
     (lambda: Cast(rounding="up"), "unknown rounding 'up': choose one of nearest, stochastic"),
     (lambda: Cast(relative_floor=-0.1), "0 to 1, got -0.1"),

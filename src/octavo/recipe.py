@@ -401,7 +401,7 @@ def rowwise_forward() -> Recipe:
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
     """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
-    x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
+    x = Cast(granularity=TENSOR, history=history or History())
     return _one_cast_each("delayed", x, x, replace(x, format=gradients))
 
 

@@ -4,11 +4,29 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import worst_row
-from grouped_examples import GROUPED_PAIRS, SIZES, exact, exact_dw, offsets_of, operands
+from grouped_examples import (
+    GROUPED_PAIRS,
+    SIZES,
+    exact,
+    exact_columns,
+    exact_dw,
+    offsets_of,
+    operands,
+    quantized_columns,
+)
 
-from octavo.numerics import Cast, QTensor
-from octavo.ops import grouped_mm, grouped_mm_dw, quantize_matrices, quantize_stack
-from octavo.recipe import ROW_W
+from octavo.numerics import Cast, QTensor, block
+from octavo.ops import (
+    aligned_groups,
+    grouped_mm,
+    grouped_mm_dw,
+    quantize,
+    quantize_matrices,
+    quantize_matrices_transposed,
+    quantize_stack,
+    quantize_transposed,
+)
+from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -52,3 +70,43 @@ def test_the_floor_of_a_matrix_does_not_depend_on_the_others(cast):
     q, alone = quantize_matrices(w, cast), [quantize_stack([matrix], cast) for matrix in w]
     assert torch.equal(q.scale, torch.stack([part.scale for part in alone]))
     assert torch.equal(q.data.view(torch.uint8), torch.stack([part.data.view(torch.uint8) for part in alone]))
+
+
+# ---- scales along the reduction
+
+
+@pytest.mark.parametrize("pair", ["strip-strip", "group64", "group64-e5m2", "mx"])
+@pytest.mark.parametrize("sizes", [[128, 0, 256], [0, 384, 128]], ids=str)
+def test_the_gradient_of_operands_with_scales_along_the_rows_of_groups(sizes, pair):
+    a, b, offsets = quantized_columns(sizes, pair)
+    options = {"formats": (a.format.name, b.format.name), "out_dtype": torch.float32}
+    dw = grouped_mm_dw(a.data, a.scale, b.data, offsets, scale_b=b.scale, granularity=b.granularity, **options)
+    found, expected = (each.reshape(-1, 80) for each in (dw, exact_columns(a, b, sizes)))
+    assert worst_row(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize("cast", [BLOCK_X, MX_GROUPS], ids=str)
+def test_no_scale_is_shared_by_rows_of_two_groups(cast):
+    sizes = [0, 1, 127, 128, 129]
+    x = torch.randn(sum(sizes) + 5, 48)
+    ends, place = aligned_groups(offsets_of(sizes), len(x))
+    q, start = quantize_transposed(x, cast, place), 0
+    for size, end in zip(sizes, ends.tolist(), strict=True):
+        alone, first = quantize(x[start : start + size].t().contiguous(), cast), end - max(-(-size // 128), 1) * 128
+        blocks = alone.scale.shape[1]
+        assert torch.equal(q.data[:, first : first + size].float(), alone.data.float())
+        assert torch.equal(q.scale[:, first // cast.granularity.cols :][:, :blocks].float(), alone.scale.float())
+        assert not q.data[:, first + size : end].float().any()
+        start += size
+
+
+@pytest.mark.parametrize("n", [128, 80])
+@pytest.mark.parametrize("cast", [BLOCK_W, MX_GROUPS, Cast(granularity=block(32, 32))], ids=str)
+def test_no_block_lies_in_two_matrices(cast, n):
+    w = torch.randn(3, n, 96)
+    for q, alone in (
+        (quantize_matrices(w, cast), [quantize(matrix, cast) for matrix in w]),
+        (quantize_matrices_transposed(w, cast), [quantize(matrix.t().contiguous(), cast) for matrix in w]),
+    ):
+        assert torch.equal(q.data.float(), torch.stack([part.data.float() for part in alone]))
+        assert torch.equal(q.scale.float(), torch.stack([part.scale.float() for part in alone]))

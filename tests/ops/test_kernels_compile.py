@@ -102,11 +102,13 @@ def rows(columns: int = K) -> Tensor:
 
 def calls_of_training() -> Iterator[Call]:
     """Over wide rows."""
+    place = torch.zeros(2 * M, dtype=torch.int32)
+    yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), None, place)
     for seed in (None, torch.tensor(0)):
         for cast in CASTS:
             yield "quantization", "quantize", (rows(), cast, None, None, seed)
         yield "quantization", "quantize_scaled", (rows(), ones(1, 1), Cast().fmt, seed)
-        yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), seed)
+        yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), seed, None)
     x, weight, row = rows(8192), ones(8192), ones(M, 1)
     for center in (False, True):
         yield "norm", "norm_quantize", (x, x, weight, weight if center else None, 1e-5, Cast(), center, True)
@@ -163,8 +165,16 @@ def calls_of_products(capability: int) -> Iterator[Call]:
     for m, n, k in ((1, 4096, 4096), (64, 4096, 14336), (100, 333, 80), (512, 6150, 4096), (80, 1040, 64)):
         operands = on_cpu(m, k, dtype=INT8), ones(m, 1), on_cpu(n, k, dtype=INT8), ones(n, 1)
         yield "int8_gemm", "int8_mm", (*operands, on_cpu(n, dtype=HALF), on_cpu(m, n, dtype=HALF), HALF)
+    for heads, new, dim in ((16, 1, 128), (16, 300, 128), (2, 64, 256)):
+        q, keys = on_cpu(2, heads, new, dim, dtype=HALF), on_cpu(2, 2, 600, dim, dtype=HALF)
+        cache = Cache(keys, keys, None, None, torch.tensor(300))
+        yield "attention", "ordered_attention", (q, cache, torch.zeros(2, dtype=torch.int32), 0.1)
     if not native:
         return
+    for m, dtype in product((1, 64, 65), (E4M3, HALF)):
+        a, b = on_cpu(m, 4096, dtype=dtype), on_cpu(1000, 4096, dtype=dtype)
+        scales = (ones(m, 1), ones(1000, 1)) if dtype == E4M3 else (None, None)
+        yield "gemm", "ordered_mm", (a, b, *scales, on_cpu(1000, dtype=HALF), on_cpu(m, 1000, dtype=HALF))
     for m in (1, 64):
         yield "gemm", "scaled_mm", (on_cpu(m, 4096), ones(m, 1), packed, ones(4096, 1), None, HALF, False)
     for m, size in product((1, 64, 4096), (32, 64, 128)):
@@ -178,6 +188,10 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         a, b = on_cpu(m, 4096), stack
         scales = (ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))
         yield "grouped_gemm", "block_scaled_grouped_mm", (Operands(a, b, *scales, *pair), offsets, HALF)
+    for size, m in product((32, 64, 128), (16, 4096)):
+        a, b, by = on_cpu(m, 2048), packed[:, :2048], group(size)
+        scales = ones(m, 2048 // size), ones(4096, 2048 // size)
+        yield "grouped_gemm", "block_scaled_grouped_mm_dw", (Operands(a, b, *scales, by, by), offsets, HALF)
 
 
 def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Compiled]:

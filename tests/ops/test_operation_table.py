@@ -18,7 +18,7 @@ from torch import Tensor, ones, zeros
 from torch.utils._pytree import tree_leaves
 
 import octavo.ops
-from octavo.numerics import TENSOR, Cast, QTensor, block
+from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
@@ -51,6 +51,8 @@ from octavo.ops import (
     transpose,
     weight_only_mm,
 )
+from octavo.ops.attention import ordered_attention
+from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.registration import Operation
@@ -100,6 +102,12 @@ def stored(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> list[Tensor 
     """A cache: keys, values, their scales, and the number of tokens."""
     scale = ones(2) if dtype == torch.int8 else None
     return [zeros(1, 2, 9, width, dtype=dtype), zeros(1, 2, 9, width, dtype=dtype), scale, scale, torch.tensor(3)]
+
+
+def in_order(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and the number of tokens."""
+    keys, values, _, _, length = stored(dtype, width)
+    return keys, values, length
 
 
 def clipped() -> Tensor:
@@ -185,6 +193,10 @@ RUNS = [  # a call, and whether the kernel runs
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.float16)), False),
     ("cached_attention", lambda: cached_attention(new(1, 40, 2, 16), *stored()), False),  # 40 queries a head of keys
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
+    ("ordered_attention", lambda: ordered_attention(new(1, 40, 2, 16), *in_order()), True),
+    ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 16).float(), *in_order(torch.float32)), False),
+    ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 264), *in_order(width=264)), False),
+    ("ordered_mm", lambda: ordered_mm(new(3, 8), new(4, 8)), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
@@ -293,9 +305,9 @@ def grouped(k: int = 48, dtype: torch.dtype = INT, cast: Cast = E4M3) -> None:
     grouped_mm(a, quantize_matrices(ones(2, 32, k), E4M3), torch.tensor([3, 8], dtype=dtype))
 
 
-def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8) -> None:
+def grouped_dw(b: tuple[int, int] = (8, 48), matrices: int = 2, rows: int = 8, **options: Granularity) -> None:
     a, b = zeros(8, 48).to(E8), zeros(b).to(E8)
-    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT))
+    grouped_mm_dw(a, ones(matrices, rows, 1), b, torch.tensor([3, 8], dtype=INT), **options)
 
 
 def weights_only(**changed: object) -> None:
@@ -332,7 +344,7 @@ BAD = [  # a call, and the message of its error
     (lambda: quantize(ones(4, 6), E4M3, column_scale=ones(1, 6).double()), rf"column_scale must be {F32} \[1, 6\]"),
     (lambda: quantize(ones(4, 6), E4M3, mantissa_of=ones(1, 4)), rf"mantissa_of must be {F32} \[4, 1\]"),
     (lambda: quantize_matrices(zeros(4, 4), E4M3), r"takes \[E, N, K\] of float32"),
-    (lambda: quantize_matrices(zeros(2, 4, 4), Cast(granularity=block(4, 4))), "takes a cast by row"),
+    (lambda: quantize_matrices(zeros(2, 4, 4), Cast(rounding="stochastic")), "takes a cast by row"),
     (lambda: row_scales([ones(7, 13)], Cast(granularity=TENSOR)), "row_scales takes a cast by row"),
     (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"a scale for each row of \[\[7, 13\]\], got \[6, 1\]"),
     (lambda: requantize([ones(7, 13)], ones(7, 1), Cast(granularity=TENSOR)), "requantize takes a cast by row"),
@@ -385,6 +397,11 @@ BAD = [  # a call, and the message of its error
     (lambda: attends(v_scale=ones(3)), rf"v_scale must be {F32} \[2\]"),
     (lambda: attends(length=torch.tensor([3])), r"length must be torch.int64 \[\]"),
     (lambda: attends(first=zeros(2)), r"first must be torch.int32 \[2\]"),
+    (lambda: ordered_attention(new(1, 4, 1, 16), *in_order(torch.int8)), "k_scale goes with eight-bit"),
+    (lambda: ordered_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"same K, got .* \[3, 8\] and"),
+    (lambda: ordered_mm(quantize(ones(3, 8), Cast("e5m2")), quantize(ones(4, 8), E4M3)), "in torch.float8_e4m3fn with"),
+    (lambda: ordered_mm(ones(3, 8), ones(4, 8)), r"in torch.bfloat16 with the same K"),
+    (lambda: ordered_mm(*[quantize(ones(3, 8), E4M3)] * 2, ones(3)), r"bias must be torch.bfloat16 \[3\]"),
     (lambda: append_kv(zeros(1, 2, 3, 16), zeros(1, 2, 2, 16), *stored(), clipped()), r"v must be .* \[1, 2, 3, 16\]"),
     (lambda: append_kv(*[zeros(1, 2, 3, 16)] * 2, *stored(), clipped()[:1]), "clipped must be"),
     (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),
@@ -407,6 +424,8 @@ BAD = [  # a call, and the message of its error
     (lambda: grouped(dtype=torch.int64), r"offsets must be torch.int32 \[2\], got torch.int64 \[2\]"),
     (lambda: grouped(cast=Cast(granularity=block(4, 4))), r"row scales, .* got block:4x4 and row"),
     (lambda: grouped_dw((48, 8)), r"the same M, got \[8, 48\] and \[48, 8\]"),
+    (lambda: grouped_dw(granularity=block(4, 4)), "equal groups of 32, 64 or 128, got block:4x4"),
+    (lambda: grouped_dw(granularity=group(32)), rf"scale_a must be {F32} or .* \[8, 2\], got"),
     (lambda: grouped_dw(rows=7), rf"scale must be {F32} \[2, 8, 1\], got"),
     (lambda: weights_only(w=quantize(ones(4, 8), Cast("e5m2"))), "e4m3, got e5m2"),
     (lambda: weights_only(x=ones(2, 9)), rf"same K, got {F32} \[2, 9\] and \[4, 8\]"),

@@ -1,4 +1,4 @@
-"""The grouped GEMM's kernel of row scales in Triton's interpreter, against float64 on the same operands; its tilings.
+"""The grouped GEMM's kernels in Triton's interpreter, against float64 on the same operands; the tilings of row scales.
 
 The interpreter sums in float32. What the tensor cores lose is in test_grouped_gemm_gpu.
 """
@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from gemm_examples import worst_row
-from grouped_examples import SIZES, exact, exact_dw, gradient_operands, operands
+from grouped_examples import SIZES, exact, exact_columns, exact_dw, gradient_operands, operands, quantized_columns
 from interpreted_triton import interpreter
 
 from octavo.nn import Experts
 from octavo.ops import Backend
+from octavo.ops.launching import Operands
 from octavo.recipe import rowwise
 
 pytest.importorskip("triton")
@@ -94,6 +95,49 @@ def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, form
     wide = exact_dw(h, scale, x_t, sizes)
     assert np.abs(dw - wide).max() <= 1e-6 * np.abs(wide).max()
     assert [e for e in range(len(sizes)) if not dw[e].any()] == [e for e, size in enumerate(sizes) if size == 0]
+
+
+def block_product(sizes, k, n, pair, tile, turned):
+    """As `product`, with scales along K; run in the interpreter."""
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    a, b, offsets = operands(sizes, k, n, SPARE, pair)
+    data = b.data
+    if turned:
+        data = b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(b.data.dtype)
+    given = Operands(a.data, data, a.scale, b.scale, a.granularity, b.granularity)
+    return kernel.block_scaled_grouped_mm(given, offsets, torch.float32, kernel.BlockTiling(*tile)).numpy()
+
+
+def block_gradient(sizes, pair, tile):
+    """As `gradient`, with scales along M."""
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    a, b, offsets = quantized_columns(sizes, pair)
+    return kernel.block_scaled_grouped_mm_dw(
+        Operands.of(a, b), offsets, torch.float32, kernel.BlockTiling(*tile)
+    ).numpy()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("pair", "tile"), [("strip-square", (64, 16, 2, 2, 4)), ("mx", (32, 64, 4, 2, 4))])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_scales_along_k(kernels, sizes, pair, tile, turned):
+    a, b, _ = operands(sizes, 272, 144, SPARE, pair)
+    y = kernels.submit(block_product, sizes, 272, 144, pair, tile, turned).result()
+    assert worst_row(torch.from_numpy(y[: sum(sizes)]), exact(a, b, sizes)[: sum(sizes)]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("pair", "tile"),
+    [("strip-strip", (64, 16, 1, 2, 4)), ("group64-e5m2", (32, 64, 2, 2, 4)), ("mx", (32, 128, 4, 2, 4))],
+)
+@pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 128]], ids=str)
+def test_the_gradient_of_scales_along_the_rows_of_groups(kernels, sizes, pair, tile):
+    a, b, _ = quantized_columns(sizes, pair)
+    dw = kernels.submit(block_gradient, sizes, pair, tile).result()
+    expected = exact_columns(a, b, sizes)
+    assert worst_row(torch.from_numpy(dw).flatten(0, 1), expected.reshape(-1, expected.shape[2])) < 1e-6
 
 
 def trained(gradients, backend):

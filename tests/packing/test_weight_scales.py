@@ -53,7 +53,7 @@ def build(name: str) -> Any:
     torch.manual_seed(0)
     model = Llama(CONFIGS[name]) if name == "llama" else GPT2(CONFIGS[name])
     skip = ["*.down_proj"] if name == "llama" else []
-    convert(model, delayed(history=History()), skip=skip)
+    convert(model, delayed(history=History(margin=0.0)), skip=skip)
     return model
 
 

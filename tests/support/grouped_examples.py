@@ -53,6 +53,13 @@ def gradient_operands(
     return h, torch.rand(len(sizes), n, 1) + 0.1, x_t, offsets_of(sizes)
 
 
+def quantized_columns(sizes: list[int], pair: str, n: int = 96, k: int = 80) -> tuple[QTensor, QTensor, Tensor]:
+    """Of dw: dy [n, M] and x [k, M] with scales along the M columns of groups, and the offsets."""
+    torch.manual_seed(0)
+    dy, x = (torch.randn(size, sum(sizes)) * torch.exp2(torch.randint(-12, 13, (size, 1))) for size in (n, k))
+    return quantize(dy, PAIRS[pair][0]), quantize(x, PAIRS[pair][1]), offsets_of(sizes)
+
+
 def stacked(matrices: list[QTensor]) -> QTensor:
     """Matrices [N, K] as one tensor [E, N, K]."""
     data, scale = (
@@ -78,6 +85,12 @@ def exact_dw(h: Tensor, scale: Tensor, x_t: Tensor, sizes: list[int]) -> np.ndar
     wide_h, wide_x = h.double().numpy(), x_t.double().numpy()
     products = [wide_h[:, columns] @ wide_x[:, columns].T for columns in rows_of(sizes)]
     return np.stack(products) * scale.double().numpy()
+
+
+def exact_columns(a: QTensor, b: QTensor, sizes: list[int]) -> np.ndarray:
+    """dw [E, N, K] of operands with scales along M in float64."""
+    wide_a, wide_b = wide(a), wide(b)
+    return np.stack([wide_a[:, columns] @ wide_b[:, columns].T for columns in rows_of(sizes)])
 
 
 def row_error_bound(product: np.ndarray, size: np.ndarray, terms: int, fast: bool) -> np.ndarray:

@@ -52,7 +52,8 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
     for cast, seed in product((*casts, INT8), seeds):
         if seed is not None and cast is INT8:
             continue
-        yield "quantize_transposed", (x, cast.spec, seed)
+        for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
+            yield "quantize_transposed", (x, cast.spec, seed, place)
         for factors in ((None, None), (column, None), (None, row), (column, row)):
             yield "quantize", (x, cast.spec, *factors, seed)
     for fmt, scale, seed in product(("e4m3", "e5m2"), (1e-3, 0.1), seeds):  # some numbers saturate
@@ -149,7 +150,9 @@ def of_experts() -> Iterator[Example]:
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
-    yield "grouped_mm_dw", (h, b.scale, x_t, offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, b.scale, x_t, None, "row", offsets, torch.float32, "emulated", True)
+    scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
+    yield "grouped_mm_dw", (h, next(scales), x_t, next(scales), "group:32", offsets, torch.float32, "emulated", True)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
@@ -159,10 +162,15 @@ def of_gemm_and_attention() -> Iterator[Example]:
     for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
         a, b = operands(pair, 3, 64, 5)
         yield "scaled_mm", (*operands_of(a, b), *added, torch.bfloat16, False, False)
+        a, b = operands("row", 3, 64, 5)
+        added = [None if t is None else t.bfloat16() for t in added]
+        yield "ordered_mm", (a.data, b.data, a.scale, b.scale, *added)
+    yield "ordered_mm", (torch.randn(3, 64).bfloat16(), torch.randn(5, 64).bfloat16(), *[None] * 4)
     yield "add_product", (matrix((5, 40)), matrix((5, 3)), matrix((40, 3)))
     for kind in attention_oracle.DTYPES:
         q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
-        yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
+        for name in ("cached_attention", "ordered_attention")[: 1 + (kind == "bf16")]:
+            yield name, (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
         k = torch.randn(2, 2, 2, 16).bfloat16()
         yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
         yield from rotations((2, 3, 4, 2, 16), kind)

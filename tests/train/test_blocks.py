@@ -292,7 +292,7 @@ def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, satu
     with_margin = saturated(begin(recipe="delayed", **rates), 40)
     assert (with_margin["x"], with_margin["w"]) == (0, 0)
     assert with_margin["dy"] < 1e-4
-    monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History()))
+    monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History(margin=0.0)))
     without = saturated(begin(recipe="no_margin", out=str(tmp_path / "other"), **rates), 40)
     assert without["w"] > 1e-5
     assert without["x"] > 1e-5

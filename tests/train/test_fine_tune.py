@@ -222,6 +222,18 @@ def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, calibrat
     assert all(history.steps == 5 for name, history in histories(resumed.model) if name.endswith(".x"))
 
 
+def test_the_first_step_has_the_stored_scales_of_a_packed_folder(begin, calibrated, tmp_path):
+    model, calibration = calibrated
+    packed = tmp_path / "static"
+    pack(model, packed, scheme="static", calibration=calibration)
+    trainer = begin(model=str(model), recipe="delayed", calibration=str(packed), steps=3)
+    found = {name.removesuffix(".histories.x"): h for name, h in histories(trainer.model) if name.endswith(".x")}
+    stored = load_file(packed / "model.safetensors")
+    assert len(found) == 21
+    for name, history in found.items():  # with the recipe's room for twice the amax
+        assert float(history.scale) == pytest.approx(2 * float(stored[f"{name}.input_scale"]))
+
+
 def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):
     model, calibration = calibrated
     for given in ({"recipe": "rowwise", "model": str(model)}, {"recipe": "delayed", "model": "llama"}):

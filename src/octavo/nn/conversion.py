@@ -50,7 +50,7 @@ from octavo.nn.module_tools import (
 from octavo.nn.only_if_faster import find_speedups, gemm_shapes, skip_slower, skip_uncalled
 from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears, skipped_by_name
 from octavo.ops import Backend
-from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends
+from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends, runs_experts
 from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.registration import FLOATS
 from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise
@@ -304,8 +304,8 @@ def _is_known(module: Any) -> bool:
 
 def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
     """Why experts with these weights stay in high precision, or ""."""
-    if recipe.fusable is None:
-        return f"the recipe {recipe.name} has no grouped GEMM: rowwise has one"
+    if not runs_experts(recipe):
+        return f"the recipe {recipe.name} has no grouped GEMM: rowwise, blockwise and mxfp8 have"
     if is_fsdp_module(module):
         return "fully_shard made it a unit of its own: convert the model before fully_shard"
     if any(w.dtype not in FLOATS for w in weights):

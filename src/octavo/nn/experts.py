@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import FusedCall, LinearCall, dx_operand
+from octavo.nn.linear_function import Call, FusedCall, LinearCall, dx_operand
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
-from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa
+from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa, scattered_signs
+from octavo.ops.dispatch import runs_experts
+from octavo.ops.grouped_gemm import COLUMNS
+from octavo.ops.quantization import joined, matrices, placed
 from octavo.ops.registration import check_tensor, eager_check
 from octavo.recipe import Gemm, Recipe
 
@@ -82,7 +85,10 @@ class Experts(nn.Module):
         if self.recipe is None or not self.recipe.quantized:
             return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
-        call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
+        if self.recipe.fusable is None:
+            calls = separate_calls(self, x, [w_in, w_out], [inner, outer])
+            return plain_experts(x.to(dtype), weight, rows, w_in, w_out, calls)
+        call = fused_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
         arguments = call, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
         out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
@@ -102,11 +108,13 @@ def check_routing(x: Tensor, index: Tensor, weight: Tensor) -> None:
         )
 
 
-def plain_experts(x: Tensor, weight: Tensor, rows: ops.Rows, w_in: Tensor, w_out: Tensor) -> Tensor:
-    """The experts in the dtype of x, by PyTorch's grouped GEMMs."""
+def plain_experts(
+    x: Tensor, weight: Tensor, rows: ops.Rows, w_in: Tensor, w_out: Tensor, calls: Sequence[Call | None] = (None, None)
+) -> Tensor:
+    """The experts in the dtype of x, by PyTorch's grouped GEMMs, or by the recipe of `calls`."""
     slot, row, offsets = rows
-    gate, up = plain_grouped_linear(gather_rows(x, slot, row), w_in, offsets).chunk(2, 1)
-    y = scatter_rows(plain_grouped_linear(F.silu(gate) * up, w_out, offsets), slot, row)
+    gate, up = separate_grouped_linear(gather_rows(x, slot, row), w_in, offsets, calls[0]).chunk(2, 1)
+    y = scatter_rows(separate_grouped_linear(F.silu(gate) * up, w_out, offsets, calls[1]), slot, row)
     return (y.float() * weight.float().unsqueeze(2)).sum(1).to(x.dtype)
 
 
@@ -290,7 +298,11 @@ class GroupedLinear(nn.Module):
             return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
         if self.recipe is None or not self.recipe.quantized:
             return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
-        call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
+        observer = expert_observer(self, "weight")
+        if self.recipe.fusable is None:
+            (separate,) = separate_calls(self, x, [self.weight], [observer])
+            return separate_grouped_linear(x, self.weight, offsets, separate)
+        call = fused_call(self, x, self.weight, observer=observer)
         y: Tensor = _GroupedLinear.apply(x, self.weight, offsets, call, *gathered(self.weight))  # type: ignore[no-untyped-call]
         return y
 
@@ -305,19 +317,26 @@ def _check_offsets(offsets: Tensor, groups: int) -> None:
     check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
-def grouped_call(
+def fused_call(
     layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
 ) -> FusedCall:
-    """The call of a layer with a recipe, for the input `x`; raises the errors of `check_call`."""
+    """The call of a layer with a fusable recipe, for the input `x`; raises the errors of `check_call`."""
     check_call(layer, x, *weights)
-    recipe = layer.recipe.fusable
-    if recipe is None:
-        raise ValueError(
-            f"grouped layers run recipes with row scales, rounded to nearest, and no rotation, got {layer.recipe}: "
-            "convert them with 'rowwise', or leave them out by skip="
-        )
     # Dynamo cannot trace a call of the alias FusedCall.
-    return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+    return LinearCall(layer.recipe.fusable, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+
+
+def separate_calls(
+    layer: Any, x: Tensor, weights: Sequence[Tensor], observers: Sequence[Observer | None]
+) -> list[Call]:
+    """A call for each weight of a layer with another recipe; raises the errors of `check_call`."""
+    check_call(layer, x, *weights)
+    if not runs_experts(layer.recipe):
+        raise ValueError(
+            "grouped layers run recipes with row scales in all GEMMs, rounded to nearest and not rotated, or with "
+            f"scales along the reduction, got {layer.recipe}: convert them with 'rowwise', or leave them out by skip="
+        )
+    return [LinearCall(layer.recipe, compute_dtype(x), observer=observer) for observer in observers]
 
 
 def wide(w: Tensor) -> Tensor:
@@ -370,8 +389,10 @@ def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) -> QTensor:
-    """The matrices [E, N, K], cast by row, unless they are `gathered`."""
-    return ops.quantize_matrices(w, cast) if data is None or scale is None else QTensor(data, scale, cast.fmt, ROW)
+    """The matrices [E, N, K], cast unless they are `gathered`."""
+    if data is None or scale is None:
+        return ops.quantize_matrices(w, cast)
+    return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -414,21 +435,25 @@ def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: C
     observe_group(observer, "w", "w", source, w_q, cast, offsets)
 
 
-def multiply(call: FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
+def multiply(call: Call | FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
     """a [M, R] @ b [e, N, R]^T, as `gemm` accumulates it."""
     fast, emulate = gemm.fast_accumulation, call.recipe.emulate
     return ops.grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
 
 
 def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast, after: Tensor) -> QTensor:
-    """The weights' bytes, transposed to [E, K, N], with scales of 1; cast again by `s_w` unless they are `gathered`."""
+    """The weights' bytes by row or square block, transposed to [E, K, N], cast again by `s_w` unless `gathered`; scales
+    by row become 1."""
     e, n, k = w.shape
     if w_data is None:
-        data = ops.requantize_transposed([w.reshape(e * n, k)], s_w.view(e * n, 1), cast, after)  # [K, E * N]
+        parts = matrices(w, cast.granularity.rows)
+        scales = [s_w.flatten(0, 1)] if len(parts) == 1 else s_w
+        cast_again = [ops.requantize_transposed([m], s, cast, after) for m, s in zip(parts, scales, strict=True)]
+        data = joined(cast_again, 1)  # [K, E * N]
     else:
         data = ops.transpose(w_data.view(e * n, k), None, after)
-    ones = torch.ones((e, k, 1), dtype=torch.float32, device=w.device)
-    return QTensor(data.view(k, e, n).transpose(0, 1), ones, cast.fmt, ROW)
+    scale = torch.ones((e, k, 1), dtype=torch.float32, device=w.device) if cast.by_row else s_w.transpose(1, 2)
+    return QTensor(data.view(k, e, n).transpose(0, 1), scale, cast.fmt, cast.granularity)
 
 
 def weight_gradient(
@@ -444,3 +469,102 @@ def weight_gradient(
         h, scale, x_t, groups.aligned_offsets, formats=formats, out_dtype=dtype,
         fast_accumulation=gemm.fast_accumulation, emulate=call.recipe.emulate,
     )  # fmt: skip
+
+
+# ---- The same for recipes with scales along the reduction: each GEMM quantizes its own two operands.
+#
+#     y [M,N]   = x_q[M,K]    @ w_q[e,N,K]^T      scales along K, of w perhaps in square blocks
+#     dx[M,K]   = dy_q[M,N]   @ w_q[e,K,N]^T      along N
+#     dw[e,N,K] = dy_q[N,M_e] @ x_q[K,M_e]^T      along the rows of the group
+#
+# For dw each group has a positive multiple of 128 columns, with zeros behind its rows. So no scale is shared by rows
+# of two groups, and the last scale of a group is that of the rows that are left. A rotation of dw mixes 128 columns.
+# A GEMM without casts runs in the layer's high-precision dtype.
+
+
+def separate_grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None) -> Tensor:
+    """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
+    if call is None:
+        return plain_grouped_linear(x, w, offsets)
+    y: Tensor = _SeparateGroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _SeparateGroupedLinear(torch.autograd.Function):
+    """As `_GroupedLinear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, w_data: Tensor | None, w_scale: Tensor | None
+    ) -> Tensor:
+        recipe, a, b, s_w = call.recipe, None, None, w_scale
+        if recipe.y is None:
+            y = plain_grouped_linear(x.to(call.dtype), w, offsets)
+        else:
+            read_x, read_w = (ops.rotate(x), ops.rotate(w)) if "y" in recipe.rotate else (x, w)
+            a, b = ops.quantize(read_x, recipe.y.a), quantized(read_w, w_data, w_scale, recipe.y.b)
+            y = multiply(call, recipe.y, a, b, offsets)  # [M_e,K] @ [N,K]^T
+            observe_group(call.observer, "x", "x", [read_x], a, recipe.y.a, offsets)
+            observe_matrices(call.observer, read_w, b, recipe.y.b, offsets)
+            s_w = b.scale
+        place, saved_x = None, None
+        if ctx.needs_input_grad[1]:
+            _, place = ops.aligned_groups(offsets, len(x))
+            saved_x = x.to(call.dtype) if recipe.dw is None else by_columns(x, recipe.dw.b, place, recipe)
+        x_t, s_x = (saved_x.data, saved_x.scale) if isinstance(saved_x, QTensor) else (saved_x, None)
+        ctx.call, ctx.x_dtype = call, x.dtype
+        ctx.save_for_backward(x_t, s_x, w, w_data, s_w, offsets)
+        return y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        x_t, s_x, w, w_data, s_w, offsets = ctx.saved_tensors
+        dy, dx, dw = dy.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            dx = _dx(dy, w, w_data, s_w, offsets, call).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            dw = _dw(dy, x_t, s_x, offsets, call, w.dtype)
+        return dx, dw, None, None, None, None
+
+
+def _dx(dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tensor, call: Call) -> Tensor:
+    """dx [M, K] of dy [M, N], in the dtype of the call."""
+    recipe, gemm = call.recipe, call.recipe.dx
+    if gemm is None:
+        dx: Tensor = F.grouped_mm(dy.to(call.dtype), w.to(call.dtype), offs=offsets)  # [M_e,N] @ [N,K]
+        return dx
+    rotated = "dx" in recipe.rotate
+    read_dy = ops.rotate(dy) if rotated else dy
+    a = ops.quantize(read_dy, gemm.a)
+    observe_group(call.observer, "dy", "dy", [read_dy], a, gemm.a, offsets)
+    if rotated:
+        w_t = ops.quantize_matrices(ops.rotate(w.transpose(1, 2), dy), gemm.b)
+    elif recipe.quantizes_w_once and recipe.y is not None and "y" not in recipe.rotate:
+        w_t = weights_transposed(w, w_data, s_w, gemm.b, a.data)
+    else:
+        w_t = ops.quantize_matrices_transposed(w, gemm.b)
+    return multiply(call, gemm, a, w_t, offsets)  # [M_e,N] @ [K,N]^T
+
+
+def _dw(dy: Tensor, x_t: Tensor, s_x: Tensor | None, offsets: Tensor, call: Call, dtype: torch.dtype) -> Tensor:
+    """dw [E, N, K] of dy [M, N], and of x [M, K], or its bytes and scales as `by_columns` gives them."""
+    recipe, gemm = call.recipe, call.recipe.dw
+    if gemm is None:
+        return F.grouped_mm(dy.to(call.dtype).t(), x_t, offs=offsets).to(dtype)  # [N,M_e] @ [M_e,K]
+    ends, place = ops.aligned_groups(offsets, len(dy))
+    a = by_columns(dy, gemm.a, place, recipe)
+    return ops.grouped_mm_dw(  # [N,M_e] @ [K,M_e]^T
+        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, formats=(gemm.a.format, gemm.b.format),
+        out_dtype=dtype, emulate=recipe.emulate,
+    )  # fmt: skip
+
+
+def by_columns(t: Tensor, cast: Cast, place: Tensor, recipe: Recipe) -> QTensor:
+    """The transpose [R, M'] of `t` [M, R], quantized for dw, with its rows at the places of `aligned_groups`."""
+    if "dw" not in recipe.rotate:
+        return ops.quantize_transposed(t, cast, place)
+    place = F.pad(place, (0, -len(place) % COLUMNS), value=-1)
+    columns = placed(t, place).t() * scattered_signs(len(place), t.device).to(t.dtype)
+    return ops.quantize(ops.rotate(columns.reshape(len(columns), -1, COLUMNS)).flatten(1), cast)

@@ -109,7 +109,7 @@ class History:
         rule: "max", "most_recent", "ema" (an exponential mean with weights `beta`^age) or "percentile".
         percentile: of the amax values, 0 to 100, for that rule.
         beta: the decay of the exponential mean, 0 to 1.
-        margin: the amax is multiplied by 2^margin, -64 to 64.
+        margin: the amax is multiplied by 2^margin, -64 to 64. 1 leaves room for tensors that grow.
         interval: the number of steps for which a scale is held.
 
     Raises:
@@ -120,7 +120,7 @@ class History:
     rule: str = "max"
     percentile: float = 99.99
     beta: float = 0.9
-    margin: float = 0.0
+    margin: float = 1.0
     interval: int = 1
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from octavo.ops.quantization import (
         quantize,
         quantize_matrices,
+        quantize_matrices_transposed,
         quantize_scaled,
         quantize_stack,
         quantize_transposed,
@@ -53,11 +54,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attended", "Backend", "FoldedScales", "Rows", "activation_backward", "activation_quantize",
-    "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv",
-    "cached_attention", "combine", "combine_weight_gradient", "find_backend", "find_grouped_backend",
-    "find_weight_only_backend", "fold_scales", "fp8_attention", "fp8_attention_backward", "fp8_attention_limit",
-    "gather_quantize", "group_of_rows", "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm",
-    "index_of_largest", "norm_backward", "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices",
+    "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv", "cached_attention",
+    "combine", "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend",
+    "fold_scales", "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
+    "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
+    "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_matrices_transposed",
     "quantize_scaled", "quantize_stack", "quantize_transposed", "requantize", "requantize_norm",
     "requantize_transposed", "rotate", "rotate_append", "row_scales", "scaled_mm", "sort_by_expert", "transpose",
     "weight_only_mm",

@@ -24,7 +24,7 @@ from octavo.ops.launching import (
     find_architecture,
     has_kernels,
 )
-from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
+from octavo.recipe import PRESETS, Gemm, Recipe, fnuz, get_recipe, rowwise, tensorwise
 
 # ---- The GEMMs of PyTorch's `scaled_mm` on each GPU, recorded in dispatch.json.
 #
@@ -342,19 +342,38 @@ def fp8_attention_limit(device: Place, head_dim: int) -> str:
 # makes when it is called, on a device or on the architecture of a GPU that need not be here.
 
 
+_IN_BF16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
+
+
 def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
-    in_bf16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the autocast dtype")
     gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    return {name: in_bf16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
+    return {name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
 
 
 def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
-    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that has no grouped GEMMs."""
-    if recipe.fusable is None:
+    """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that they cannot run."""
+    if not runs_experts(recipe):
         return {}
-    gemms = {"y": recipe.fusable.y, "dx": recipe.fusable.dx, "dw": recipe.fusable.dw}
-    return {name: find_grouped_backend(place, (gemm.a.format, gemm.b.format)) for name, gemm in gemms.items()}
+    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
+    return {name: _IN_BF16 if gemm is None else _grouped_backend(gemm, place) for name, gemm in gemms.items()}
+
+
+def runs_experts(recipe: Recipe) -> bool:
+    """True if experts can run the recipe: a fusable one, or one with scales along the reduction in its FP8 GEMMs.
+
+    Such a recipe quantizes the matrices for y and for dx, so it must round them to nearest.
+    """
+    if recipe.fusable is not None:
+        return True
+    gemms = [gemm for gemm in (recipe.y, recipe.dx, recipe.dw) if gemm is not None]
+    matrices = [gemm.b for gemm in (recipe.y, recipe.dx) if gemm is not None]
+    in_groups = all(takes_blocks(gemm.a.granularity, gemm.b.granularity) for gemm in gemms)
+    return len(gemms) > 0 and in_groups and all(cast.rounding == "nearest" for cast in matrices)
+
+
+def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
+    return find_grouped_backend(place, (gemm.a.format, gemm.b.format), gemm.a.granularity, gemm.b.granularity)
 
 
 def product_backend(a: Cast, b: Cast, place: Place) -> Backend:

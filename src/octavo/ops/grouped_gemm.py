@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import widen
-from octavo.numerics.qtensor import ROW, Granularity, QTensor
+from octavo.numerics.qtensor import ROW, SCALE_DTYPES, Granularity, QTensor
 from octavo.ops import library_gemms as cutlass
 from octavo.ops.dispatch import MAX_MEAN_ROWS, STRIP, find_grouped_backend, takes_blocks, takes_cutlass
 from octavo.ops.gemm import operands_of, scaled_mm_reference
@@ -35,8 +35,8 @@ def grouped_mm(
 
     Args:
         a: [M, K], scaled by row, or in groups of 32, 64 or 128 elements along K.
-        b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent; with
-            row scales matrices may lie in any order of strides.
+        b: [E, N, K], scaled as a, or in blocks of 128 x 128 if a has groups of 128. The bytes of K are adjacent;
+            matrices may lie in any order of strides.
         offsets: int32 [E], where each group of rows ends. Rows from offsets[-1] on have any numbers in y.
         out_dtype: of y. Sums are float32. A Hopper rounds promoted sums of many rows to BF16 first (`takes_cutlass`).
             With groups of 32 or 64 and more than `MAX_MEAN_ROWS` rows for each matrix, a GPU rounds the scaled operands
@@ -49,10 +49,12 @@ def grouped_mm(
 
 def grouped_mm_dw(
     a: Tensor,
-    scale: Tensor,
+    scale_a: Tensor,
     b: Tensor,
     offsets: Tensor,
     *,
+    scale_b: Tensor | None = None,
+    granularity: Granularity = ROW,
     formats: tuple[str, str] = ("e4m3", "e4m3"),
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
@@ -62,13 +64,15 @@ def grouped_mm_dw(
 
     Args:
         a, b: eight-bit data [N, M] and [K, M]. On a GPU each group has a positive multiple of `COLUMNS` columns:
-            columns of zeros fill groups up (`octavo.ops.aligned_groups`).
-        scale: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.)
+            columns of zeros fill groups up (`octavo.ops.aligned_groups`). With scales along M it has them everywhere.
+        scale_a: float32 [E, N, 1], multiplied into dw. (Scales along M are folded into the data before.) With another
+            `granularity`, groups of 32, 64 or 128 columns, [N, groups] of a.
         offsets: int32 [E], where each group of columns ends.
+        scale_b: [K, groups] of b, with such a granularity.
         formats: of a and b.
     """
-    backend = _backend(a.device, formats, (ROW, ROW), emulate)
-    return _grouped_mm_dw(a, scale, b, offsets, out_dtype, backend, fast_accumulation)
+    backend = _backend(a.device, formats, (granularity, granularity), emulate)
+    return _grouped_mm_dw(a, scale_a, b, scale_b, granularity.name, offsets, out_dtype, backend, fast_accumulation)
 
 
 def grouped_mm_reference(operands: Operands, offsets: Tensor) -> Tensor:
@@ -80,13 +84,19 @@ def grouped_mm_reference(operands: Operands, offsets: Tensor) -> Tensor:
     return y
 
 
-def grouped_mm_dw_reference(a: Tensor, scale_a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm_dw_reference(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, granularity: Granularity, offsets: Tensor
+) -> Tensor:
     """float32 dw [E, N, K] from a [N, M] and b [K, M]."""
     dw = a.new_zeros((len(offsets), a.shape[0], b.shape[0]), dtype=torch.float32)
     with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
+        wide_a, wide_b = widen(a), widen(b)
+        if scale_b is not None:
+            wide_a *= granularity.expand(scale_a.float(), tuple(a.shape))
+            wide_b *= granularity.expand(scale_b.float(), tuple(b.shape))
         for e, columns in enumerate(rows_of_groups(offsets)):
-            dw[e] = (widen(a[:, columns]) @ widen(b[:, columns]).t()) * scale_a[e]  # [N,M_e] @ [K,M_e]^T
-    return dw
+            dw[e] = wide_a[:, columns] @ wide_b[:, columns].t()  # [N,M_e] @ [K,M_e]^T
+    return dw if scale_b is not None else dw * scale_a
 
 
 def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
@@ -122,11 +132,19 @@ def _check(operands: Operands, offsets: Tensor, *rest: Any) -> None:
     _check_aligned(a, *b.shape[1:])
 
 
-def _check_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, *rest: Any) -> None:
+def _check_dw(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, by: Granularity, offsets: Tensor, *rest: Any
+) -> None:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [N, M] and b [K, M] with the same M, got {list(a.shape)} and {list(b.shape)}")
-    check_tensor("offsets", offsets, (scale.shape[0],), torch.int32)
-    check_tensor("scale", scale, (scale.shape[0], a.shape[0], 1), torch.float32)
+    if by == ROW:
+        check_tensor("offsets", offsets, (scale_a.shape[0],), torch.int32)
+        check_tensor("scale", scale_a, (scale_a.shape[0], a.shape[0], 1), torch.float32)
+    elif takes_blocks(by, by):
+        check_tensor("scale_a", scale_a, by.scale_shape(tuple(a.shape)), *SCALE_DTYPES)
+        check_tensor("scale_b", scale_b, by.scale_shape(tuple(b.shape)), *SCALE_DTYPES)
+    else:
+        raise ValueError(f"dw takes operands with row scales, or equal groups of 32, 64 or 128, got {by.name}")
     _check_aligned(a, a.shape[0], b.shape[0], a.shape[1])
 
 
@@ -142,8 +160,10 @@ def _like(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: An
     return operands.a.new_empty((operands.a.shape[0], operands.b.shape[1]), dtype=out_dtype)
 
 
-def _like_dw(a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
-    return a.new_empty((len(offsets), a.shape[0], b.shape[0]), dtype=out_dtype)
+def _like_dw(
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, by: Granularity, offsets: Tensor, *rest: Any
+) -> Tensor:
+    return a.new_empty((len(offsets), a.shape[0], b.shape[0]), dtype=rest[0])
 
 
 @operation(check=_check, like=_like)
@@ -165,12 +185,25 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
 
 @operation(check=_check_dw, like=_like_dw)
 def _grouped_mm_dw(
-    a: Tensor, scale: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool
+    a: Tensor,
+    scale_a: Tensor,
+    b: Tensor,
+    scale_b: Tensor | None,
+    by: Granularity,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    backend: str,
+    fast: bool,
 ) -> Tensor:
     if backend == "emulated":
-        return grouped_mm_dw_reference(a, scale, b, offsets).to(out_dtype)
-    if takes_cutlass(a, b, len(offsets), fast):
-        return cutlass.grouped_mm_dw(a.contiguous(), scale, b.contiguous(), offsets, fast=False).to(out_dtype)
+        return grouped_mm_dw_reference(a, scale_a, b, scale_b, by, offsets).to(out_dtype)
+    if scale_b is None and takes_cutlass(a, b, len(offsets), fast):
+        return cutlass.grouped_mm_dw(a.contiguous(), scale_a, b.contiguous(), offsets, fast=False).to(out_dtype)
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    return kernel.grouped_mm_dw(a, scale, b, offsets, out_dtype, fast)
+    if scale_b is None:
+        return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast)
+    operands = Operands(a, b, scale_a, scale_b, by, by)
+    if by != STRIP and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
+        return kernel.dequantized_mm_dw(operands, offsets, out_dtype)
+    return kernel.block_scaled_grouped_mm_dw(operands, offsets, out_dtype)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E2M1, INT8, Format
@@ -69,8 +70,15 @@ def _quantize_reference(
     return quantize_reference(x, cast, column_scale, row_scale, seed)
 
 
-def quantize_transposed_reference(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    return quantize_reference(x.t().contiguous(), cast, None, None, seed)
+def quantize_transposed_reference(
+    x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return quantize_reference(placed(x, place).t().contiguous(), cast, None, None, seed)
+
+
+def placed(x: Tensor, place: Tensor | None) -> Tensor:
+    """The rows of `x` [M, K] at their places, as `aligned_groups` gives them; zeros where the number is -1."""
+    return x if place is None else F.pad(x, (0, 0, 0, 1))[place]  # -1 is the last row
 
 
 def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
@@ -125,15 +133,39 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
 
 
 def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
-    """Quantize the matrices of `w` [E, N, K] by row, rounded to nearest: data [E, N, K], scale [E, N, 1].
+    """Quantize the matrices of `w` [E, N, K], each by itself: data [E, N, K], scale [E, N, 1] or those of blocks.
 
-    A relative floor of the cast applies to each matrix by itself.
+    A cast by row is rounded to nearest. A relative floor of it applies to each matrix by itself.
     """
     if w.ndim != 3 or w.dtype not in FLOATS:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
-    check_nearest("quantize_matrices", cast)
-    data, scale = _quantize_matrices(w, cast.spec)
-    return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
+    if cast.by_row:
+        check_nearest("quantize_matrices", cast)
+        data, scale = _quantize_matrices(w, cast.spec)
+        return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
+    parts = [quantize(part, cast) for part in matrices(w, cast.granularity.rows)]
+    data, scale = joined([q.data for q in parts]), joined([q.scale for q in parts])
+    return QTensor(data.view(w.shape), scale.view(len(w), -1, scale.shape[1]), cast.fmt, cast.granularity)
+
+
+def quantize_matrices_transposed(w: Tensor, cast: Cast) -> QTensor:
+    """Quantize the transposed matrices of `w` [E, N, K]: data [E, K, N], a view; the blocks of `cast` along N."""
+    parts = [quantize_transposed(part, cast) for part in matrices(w, cast.granularity.cols)]
+    data, scale = joined([q.data for q in parts], 1), joined([q.scale for q in parts], 1)
+    data, scale = (t.view(len(t), len(w), -1).transpose(0, 1) for t in (data, scale))
+    return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def matrices(t: Tensor, size: int | None) -> list[Tensor]:
+    """The matrices of `t` [E, N, K] as one [E * N, K] where none of its blocks of `size` rows lies in two matrices."""
+    whole = len(t) == 0 or (size is not None and t.shape[1] % size == 0)
+    return [t.flatten(0, 1)] if whole else list(t)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Eight-bit matrices or scales beside each other."""
+    bytes_of = [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]  # torch.cat lacks E8M0
+    return parts[0] if len(parts) == 1 else torch.cat(bytes_of, dim).view(parts[0].dtype)
 
 
 def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
@@ -149,10 +181,12 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
     return _row_scales(list(tensors), cast.spec)
 
 
-def quantize_transposed(x: Tensor, cast: Cast) -> QTensor:
-    """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M."""
-    check_matrix("quantize_transposed", x)
-    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast))
+def quantize_transposed(x: Tensor, cast: Cast, place: Tensor | None = None) -> QTensor:
+    """Quantize the transpose of `x` [M, K]: data [K, M], the blocks of `cast` along M; [K, M'] with `place`.
+
+    place: int32 [M'], the row of x that becomes each column, or -1 for a column of zeros (`octavo.ops.aligned_groups`).
+    """
+    data, scale = _quantize_transposed(x, cast.spec, _seed(x, cast), place)
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -174,6 +208,11 @@ def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tens
     check_matrix("quantize", x)
     check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
     check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
+
+
+def _check_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> None:
+    check_matrix("quantize_transposed", x)
+    check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
 
 
 def _has_kernel(x: Tensor, cast: Cast, *rest: Any) -> bool:
@@ -208,7 +247,8 @@ _quantize_stack = operation(
     like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast), runs=_quantizes_stack
 )(quantize_stack_reference)
 _quantize_transposed = operation(
-    like=lambda x, cast, seed: _like(x, (x.shape[1], x.shape[0]), cast),
+    check=_check_transposed,
+    like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
     runs=_has_kernel,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)

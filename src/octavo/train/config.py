@@ -329,7 +329,7 @@ class Config:
     recipe: str | Recipe = setting("rowwise", "an FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
     bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
-    calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
+    calibration: str = setting("", "folder of octavo calibrate, or packed as static: the first scales of delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
     attention: AttentionSettings = table(AttentionSettings)

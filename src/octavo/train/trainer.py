@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
@@ -500,8 +501,10 @@ def prepare_run(
         check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
         with same_outcome():
-            calibration = load_calibration(config.calibration, Path(config.model))
-        seed_scales(made.model, calibration)
+            folder = Path(config.calibration)
+            packed = (folder / "octavo.json").exists()
+            known = PackedTensors(folder) if packed else load_calibration(folder, Path(config.model))
+        seed_scales(made.model, known)
     print_line(console, header_text(config, made.model, device, corpus, made.report))
     if made.gathered is not None:
         print_line(console, str(made.gathered))

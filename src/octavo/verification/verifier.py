@@ -161,8 +161,8 @@ class Verification:
         if self.baseline is None or files.folded:
             _check_plausible(files, self.layers)
         else:
-            get = self.baseline.get_as_packed
-            ratios = check_weights(files, self.layers, self.baseline.shapes, get, packed, self.progress)
+            baseline = self.baseline
+            ratios = check_weights(files, self.layers, baseline.shapes, baseline.get, packed, self.progress)
         if files.folded:
             report.remarks.append(
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "

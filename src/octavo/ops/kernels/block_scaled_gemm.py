@@ -95,12 +95,14 @@ def dequantized_mm(operands: Operands, bias: Tensor | None, out_dtype: torch.dty
 
 
 @cache
-def choose(m: int, n: int, k: int, group: int, device: torch.device) -> Tiling:
-    """The tiling for y [m, n] and K = k, in groups of `group`, on `device`."""
+def choose(m: int, n: int, k: int, group: int, device: torch.device, groups: int = 0) -> Tiling:
+    """The tiling for y [m, n] and K = k, in groups of `group`, on `device`. groups: of a step; 0 chooses."""
     few = m <= SMALL_M
     block_n, block_m = (64, max(16, power_of_two_above(m))) if few else (128, 128)
-    groups, memory = 4 if few and group < 128 else 2, shared_memory(device)
-    groups = groups if 2 * _bytes(group, groups, block_n, block_m) <= memory else 1
+    memory = shared_memory(device)
+    if not groups:
+        groups = 4 if few and group < 128 else 2
+        groups = groups if 2 * _bytes(group, groups, block_n, block_m) <= memory else 1
     stages = min(4, memory // _bytes(group, groups, block_n, block_m))
     programs = multiprocessors(device)
     tiles, steps = cdiv(n, block_n) * cdiv(m, block_m), cdiv(k, groups * group)
@@ -145,8 +147,8 @@ def _tile_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     start_k = tl.program_id(1) * k_per_split
     acc = sum_groups(
-        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, M, N, K,
-        start_k, tl.minimum(start_k + k_per_split, K), GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, M, N, K, K, start_k,
+        tl.minimum(start_k + k_per_split, K), GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
     )  # fmt: skip
     mask = (offs_n < N)[:, None] & (offs_m < M)[None, :]
     rows = offs_m.to(tl.int64)[None, :]
@@ -168,15 +170,16 @@ def find_tile(tiles_m, tiles_n, NEIGHBOURS: tl.constexpr):
 
 @triton.jit
 def sum_groups(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, start_k, end_k,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, start_k, end_k,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The sums [BLOCK_N, BLOCK_M] over K from start_k to end_k, for a tile of rows `offs_m` of a, of which those before
-    `end_m` count, and rows `offs_n` of b, the tile number `pid_n` of N."""
+    `end_m` count, and rows `offs_n` of b, the tile number `pid_n` of N, `stride_n` bytes apart."""
     offs_k = tl.arange(0, GROUP)
-    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]  # rows behind the end
-    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * K + offs_k[None, :]  # of a and b are not stored
+    # Rows behind the end of a and b are not stored.
+    a_ptrs = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64)[None, :] * K + offs_k[:, None]
+    b_ptrs = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64)[:, None] * stride_n + offs_k[None, :]
     stride = tl.cdiv(K, GROUP)
     A_FIRST: tl.constexpr = BLOCK_M >= 64 and ROWS_B > 1
     acc = tl.zeros((BLOCK_M, BLOCK_N) if A_FIRST else (BLOCK_N, BLOCK_M), tl.float32)

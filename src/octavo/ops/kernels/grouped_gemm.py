@@ -4,6 +4,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -275,13 +276,13 @@ def block_scaled_grouped_mm(
     """
     a, b, scale_a, scale_b, _, by_b = operands
     (m, k), (e, n, _), group = a.shape, b.shape, by_b.cols or 1
-    a, b = a.contiguous(), b.contiguous()
+    a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
     block_n, block_m, groups, stages, warps, _ = tiling or choose_blocks(likely_rows(m, e), n, k, group, a.device)
     scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
     y = allocate(a, (m, n), out_dtype)
     tiles_m = most_tiles(m, e, block_m)
     launcher(_block_scaled_kernel, (cdiv(n, block_n) * tiles_m,))(
-        a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k,
+        a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k, b.stride(0), b.stride(1),
         GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, EVEN_K=k % (groups * group) == 0,
         BLOCK_E=power_of_two_above(e), BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages,
         num_warps=warps,
@@ -293,6 +294,55 @@ def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) 
     """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
     a, b, scale_a, scale_b, by_a, by_b = operands
     return widened_mm(dequantize(a, scale_a, by_a, torch.bfloat16), b, scale_b, by_b, offsets).to(out_dtype)
+
+
+def block_scaled_grouped_mm_dw(
+    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, tiling: BlockTiling | None = None
+) -> Tensor:
+    """Same as `grouped_mm_dw` of the operation, for groups along M and offsets in multiples of `DEPTH`.
+
+    tiling: None chooses one. A step of it has `DEPTH` columns; its split_k has no effect.
+    """
+    a, b, scale_a, scale_b, by, _ = operands
+    (n, m), k, e, group = a.shape, b.shape[0], len(offsets), by.cols or 1
+    block_k, block_n, groups, stages, warps, _ = tiling or choose_blocks(n, k, m, group, a.device, DEPTH // group)
+    dw = allocate(a, (e, n, k), out_dtype)
+    launcher(_block_scaled_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
+        a.contiguous(), b.contiguous(), readable_scale(scale_a, block_n), readable_scale(scale_b, block_n),
+        offsets.contiguous(), dw, n, k, m,
+        GROUP=group, GROUPS=groups, DEPTH=DEPTH, BLOCK_N=block_n, BLOCK_K=block_k, NEIGHBOURS=NEIGHBOURS,
+        NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return dw
+
+
+@triton.jit
+def _block_scaled_reduction_kernel(
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
+    e = tl.program_id(1)
+    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), DEPTH)
+    end = tl.multiple_of(tl.load(offsets_ptr + e), DEPTH)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    acc = sum_groups(
+        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_n, offs_k, pid_k, N, K, M, M, start, end,
+        GROUP, 1, GROUPS, True, BLOCK_N, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
+    mask = (offs_k < K)[:, None] & (offs_n < N)[None, :]
+    rows = e.to(tl.int64) * N + offs_n
+    store_sums(acc, rows[None, :], offs_k[:, None], dw_ptr, None, None, None, K, 0, mask)
+
+
+def dequantized_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Same as `grouped_mm_dw`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
+    a, b, scale_a, scale_b, by_a, by_b = operands
+    wide_a, wide_b = dequantize(a, scale_a, by_a, torch.bfloat16), dequantize(b, scale_b, by_b, torch.bfloat16)
+    with torch.autocast(a.device.type, enabled=False):
+        return F.grouped_mm(wide_a, wide_b.t(), offs=offsets).to(out_dtype)  # [N,M_e] @ [K,M_e]^T
 
 
 def likely_rows(m: int, groups: int) -> int:
@@ -307,7 +357,7 @@ def most_tiles(m: int, groups: int, block_m: int) -> int:
 
 @triton.jit
 def _block_scaled_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
     GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -316,10 +366,10 @@ def _block_scaled_kernel(
     if start_m < end_m:
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        b_ptr += e.to(tl.int64) * N * K
+        b_ptr += e.to(tl.int64) * stride_e
         scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
         acc = sum_groups(
-            a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, 0, K,
+            a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, 0, K,
             GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
         )  # fmt: skip
         mask = (offs_n < N)[:, None] & (offs_m < end_m)[None, :]

@@ -13,6 +13,7 @@ program of a second launch then reads all scales, and casts those of its rows ag
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -57,15 +58,16 @@ def quantize(
     return data, _as_scale(scale)
 
 
-def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
     """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass, and so are
-    rows of it that a program can hold."""
-    m, k = x.shape
+    rows of it that a program can hold. `place` gives columns their rows."""
+    m, k = len(x if place is None else place), x.shape[1]
     whole = cast.by_row and not cast.relative_floor and m <= LONGEST_COLUMN
     if not whole and (cast.granularity.rows != 1 or cast.granularity.cols is None):
-        return quantize(x.t().contiguous(), cast, None, None, seed)
+        rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
+        return quantize(rows.t().contiguous(), cast, None, None, seed)
     data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
-    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed)
+    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed, place)
     return data, _as_scale(scale)
 
 
@@ -235,15 +237,17 @@ def _block_kernel(
     store_scale(scale_ptr + offs_block, scale, offs_block < num_blocks, E8M0)
 
 
-def quantize_groups_transposed(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
+def quantize_groups_transposed(
+    x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
+) -> None:
     """Quantize the transpose of a contiguous x [M, K] in groups along M: data [K, M], scale [K, M / group]."""
-    m, k = x.shape
+    k, m = data.shape
     group_size = cast.granularity.cols or m
     block_m = power_of_two_above(group_size)
     large = block_m > 512
     block_k = max(1, TRANSPOSED_BLOCK * (8 if large else 1) // block_m)
     launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
-        x, data, scale, seed, m, k, group_size,
+        x, data, scale, seed, place, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
         BLOCK_M=block_m, BLOCK_K=block_k, num_warps=32 if large else TRANSPOSED_WARPS,
     )  # fmt: skip
@@ -251,19 +255,23 @@ def quantize_groups_transposed(x: Tensor, data: Tensor, scale: Tensor, cast: Cas
 
 @triton.jit
 def _group_transposed_kernel(
-    x_ptr, data_ptr, scale_ptr, seed_ptr, M, K, group_size,
+    x_ptr, data_ptr, scale_ptr, seed_ptr, place_ptr, M, K, group_size,
     FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     inner_m = tl.arange(0, BLOCK_M)
     offs_m = tl.program_id(1).to(tl.int64) * group_size + inner_m
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = ((offs_m < M) & (inner_m < group_size))[:, None] & (offs_k < K)[None, :]
-    x = tl.load(x_ptr + offs_m[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+    mask_m, mask_k = (offs_m < M) & (inner_m < group_size), (offs_k < K)[None, :]
+    row, there = offs_m, mask_m
+    if place_ptr is not None:
+        row = tl.load(place_ptr + offs_m, mask_m, other=-1).to(tl.int64)
+        there = row >= 0
+    x = tl.load(x_ptr + row[:, None] * K + offs_k[None, :], there[:, None] & mask_k, other=0.0).to(tl.float32)
     scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
     index = offs_k[None, :] * M + offs_m[:, None]
     q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask_m[:, None] & mask_k))
     store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
 
 
