@@ -25,15 +25,7 @@ from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
 from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
 from octavo.ops.kernels.weight_only import WIDEN_FP16
-from octavo.ops.launching import (
-    Cache,
-    allocate,
-    cdiv,
-    has_kernels,
-    multiprocessors,
-    power_of_two_above,
-    shared_memory,
-)
+from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
