@@ -39,12 +39,12 @@ LAYERS = [
     {"comparison"},
     {"calibration"},
     {"inference"},
+    {"packing", "verification"},
     {"rl"},
     {"integrations"},
     {"train"},
     {"plan"},
     {"bisection"},
-    {"packing", "verification"},
     {"report"},
     {"speed"},
     {""},  # octavo/__init__.py
