@@ -142,12 +142,6 @@ def test_an_editor_knows_every_name():
         assert cache == "auto" or check_settings(cache, None, None) is None
 
 
-@pytest.mark.parametrize("value", [octavo.quantize(torch.randn(512, 512)), *(preset() for preset in PRESETS.values())])
-def test_a_repr_fits_on_two_lines(value):
-    assert len(repr(value)) < 240
-    assert "\n" not in repr(value)
-
-
 def test_a_report_is_data_and_a_table_of_a_notebook():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     report = octavo.convert(model, skip=["1"])
@@ -162,10 +156,3 @@ def test_a_report_is_data_and_a_table_of_a_notebook():
     assert "<script>" not in html
     assert html.count("<tr>") == 3
     assert report.skipped["1"] in unescape(html)
-
-
-def test_reports_are_shown_as_tables():
-    """In a notebook and at a prompt, which show the repr of what a call returns."""
-    model = nn.Sequential(nn.Linear(8, 8))
-    report, flow = octavo.convert(model), octavo.dtype_flow(model, torch.ones(2, 8))
-    assert (repr(report), repr(flow)) == (str(report), str(flow))

@@ -40,8 +40,6 @@ def test_stacked_experts_are_named_with_their_share() -> None:
     assert left["lm_head.weight"].kind == "linear layer"
     computed = [model.get_submodule(name).weight for name in report.converted]
     assert report.coverage.computed == pytest.approx(share(*computed, of=model))
-    line = f"down_proj (expert stack, 2 of [4, 128, 64], {100 * down.share:.1f} % of the parameters)"
-    assert line in report.summary()
 
 
 def test_the_shares_add_up_to_one() -> None:
@@ -98,14 +96,11 @@ def test_a_shared_parameter_counts_once_and_as_the_work_it_does() -> None:
     assert coverage.parameters == 16 * 8 + 8 * 8 + 8
     assert [(entry.name, entry.shape) for entry in coverage.left] == [("head.weight", (16, 8))]
     assert coverage.embeddings == 0
-    assert "shared with the embedding" in str(coverage.left[0])
-    assert "embeddings" not in str(coverage)
 
 
 def test_fp8_computes_nothing_in_bf16() -> None:
     report = octavo.convert(nn.Sequential(nn.Linear(8, 8)), "bf16")
     assert report.coverage.computed == 0
-    assert report.summary() == "bf16: 1 linear layer without eight-bit GEMMs: the recipe casts nothing"
 
 
 # ---- The backends that are reported are those that a scaled GEMM chooses

@@ -10,7 +10,7 @@ from tiny_models import open_theirs
 from torch import Tensor
 
 import octavo
-from octavo.rl import log_probabilities, same_bits
+from octavo.rl import log_probabilities, push, same_bits
 
 RECIPES = ["rowwise", "rowwise_forward"]
 
@@ -123,10 +123,20 @@ def test_the_mode_ends_and_leaves_the_models_as_they_were(folders):
     assert torch.equal(answer(served, given)[1], steps)
 
 
-def test_gaps_in_a_mask_are_refused(folders):
-    trained, _ = pair(folders, "llama")
-    with same_bits(trained), pytest.raises(ValueError, match="leave no gaps"):
-        trained(torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1, 1]]))
+def test_steps_and_pushes_within_the_mode(folders):
+    trained, served = pair(folders, "qwen3", "rowwise_forward")
+    optimizer, given = torch.optim.SGD(trained.parameters(), 0.1), prompts(3, padded=True)
+    with same_bits(trained, served):
+        for _ in range(2):
+            texts, steps = answer(served, given)
+            logits = forward(trained, texts, given["attention_mask"])
+            assert torch.equal(logits.float(), steps)
+            log_probabilities(logits, texts[:, -NEW:]).mean().neg().backward()
+            optimizer.step()
+            push(trained, served)
+        assert not torch.equal(answer(served, given)[1], steps)
+        with pytest.raises(ValueError, match="leave no gaps"):
+            trained(torch.ones(1, 4, dtype=torch.int64), attention_mask=torch.tensor([[1, 0, 1, 1]]))
 
 
 REFUSED = {

@@ -27,7 +27,7 @@ from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.models import GPT2Config, build
 from octavo.rates.measured import known_gpus, peak_flops
-from octavo.train.processes import LastingStream, LiveConsole, print_line, show_sampled, show_step, training_console
+from octavo.train.processes import LastingStream, LiveConsole, print_line, show_step, training_console
 from octavo.train.run_records import read_records
 from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
 
@@ -124,13 +124,6 @@ def test_a_terminal_has_a_live_line_and_a_file_has_lines():
             live.bar.refresh()
     assert all(part in live.file.getvalue() for part in ("7/1000", "loss 2.3457", "1,234 tokens/s"))
     assert file.file.getvalue().count("\n") == 1
-
-
-def test_a_long_sample_shows_its_progress():
-    console = Console(file=io.StringIO())
-    assert show_sampled(console, ["a"] * 2000 + [""], 2000) == "a" * 2000
-    lines = console.file.getvalue().splitlines()
-    assert (len(lines), lines[-1]) == (10, "sampled 2,000 of 2,000 tokens")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")

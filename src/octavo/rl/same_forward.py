@@ -42,12 +42,11 @@ from octavo.recipe import ROW_W, ROW_X
 
 
 def same_bits(*models: nn.Module) -> ExitStack:
-    """Put causal models of transformers into the mode of the same bits; `close()`, or the end of a `with`, undoes it.
+    """Put models into the mode of the same bits; `close()`, or the end of a `with`, undoes it.
 
-    A model is a Llama, Mistral, Qwen2 or Qwen3 in BF16 or float32: converted by `octavo.convert` with `rowwise`,
+    A model is a Llama, Mistral, Qwen2 or Qwen3 of transformers, in BF16 or float32: converted with `rowwise`,
     `rowwise_forward` or `rowwise_dw_bf16`, or opened by `octavo.load` with the scheme `channel`. Logits are in BF16.
-    Rows of an attention mask are ones, with zeros before and after; positions count from the first one. Hooks of
-    modules within a layer are not called in the forward pass.
+    Rows of an attention mask are ones, with zeros before and after; positions count from the first one.
 
     Raises:
         ValueError: a model or a setting that the mode does not cover; the message has the remedy.
@@ -116,7 +115,7 @@ def _reason(model: Any) -> str:
     other = next((name for name, linear in linears.items() if not _is_covered(linear)), "")
     dtypes = {p.dtype for p in model.parameters()} - {torch.bfloat16, torch.float32}
     engine, config = getattr(model, "octavo_engine", None), model.config
-    modules, rope = list(model.modules()), str(config.rope_parameters)
+    modules = list(model.modules())
     reasons = {
         "it is in the mode already: close that mode first": isinstance(inner, SameModel),
         f"layer {other} does not multiply E4M3 by rows: convert it with 'rowwise' or 'rowwise_forward', pack it with "
@@ -128,8 +127,8 @@ def _reason(model: Any) -> str:
         "keys and values are stored in eight bits, or attention runs in FP8: load with kv_cache='bf16', "
         "attention='bf16'": engine is not None and (engine.dtype not in (None, "bf16") or engine.fp8_attention),
         "its attention has a sliding window: choose a model without one": sliding_window(config),
-        "its rotary embedding changes with the length of the text: choose another rope_type": (
-            "dynamic" in rope or "longrope" in rope
+        "its rotary embedding changes with the length of the text: choose another rope_type": any(
+            kind in str(config.rope_parameters) for kind in ("dynamic", "longrope")
         ),
         "its rotary frequencies were rounded to BF16: load it by from_pretrained(dtype=torch.bfloat16), not by "
         "model.bfloat16()": inner.rotary_emb.inv_freq.dtype != torch.float32,
@@ -242,7 +241,6 @@ class SameModel(nn.Module):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -254,11 +252,10 @@ class SameModel(nn.Module):
                 raise ValueError("each row of attention_mask must be ones, with zeros before and after: leave no gaps")
             if position_ids is None:
                 position_ids = (mask.cumsum(1) - 1).clamp_(min=0)[:, -x.shape[1] :]
-            attention_mask = mask.argmax(1).int().view(-1, 1, 1, 1)
-        return super().forward(
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
-            inputs_embeds=x.bfloat16(), **kwargs,
-        )  # fmt: skip
+            first = mask.argmax(1).int().view(-1, 1, 1, 1)
+            attention_mask = first if bool(first.any()) else None
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "inputs_embeds": x.bfloat16()}
+        return super().forward(**given, **kwargs)
 
 
 class SameLayer(nn.Module):

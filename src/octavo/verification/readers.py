@@ -155,7 +155,9 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
                 model.eval()(**arguments_of(model, probe.inputs[:1]))
             actual = model_outputs(model.eval(), probe.inputs, probe.logits)
-    unread = {key: [name for name in map(str, value) if not _OF_EXPERT.search(name)] for key, value in info.items()}
+    widens = compressed and probe.settings.get("dequantize")  # as it loads: it rounds no inputs, nor reads their scales
+    known = re.compile(r"\.input_scale$") if widens else _OF_EXPERT
+    unread = {key: [name for name in map(str, value) if not known.search(name)] for key, value in info.items()}
     if wrong := {key: sorted(names) for key, names in unread.items() if names}:
         key, names = next(iter(wrong.items()))
         return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
@@ -164,7 +166,6 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         note += ", with its KV scales in BF16 too"
     if compressed:
         note += f", compressed-tensors {installed('compressed-tensors')}"
-        widens = probe.settings.get("dequantize")  # as it loads: then it rounds no inputs
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
     return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
 
