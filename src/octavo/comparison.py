@@ -41,7 +41,7 @@ def layer_errors(
 ) -> Iterator[tuple[str, LayerError]]:
     """The error of y of each layer that both models call by one name, in the order of the reference's calls.
 
-    `run` computes a forward pass of the model that it is given. The outputs of the reference stay in memory.
+    `run` computes a forward pass of the model that it is given. The outputs of both stay in memory.
     """
     expected, found = (_outputs(model, run) for model in (reference, other))
     for name, calls in expected.items():
@@ -60,8 +60,7 @@ def _outputs(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, 
         if tensor == "y" and value.is_floating_point():
             outputs.setdefault(call.name, []).append(value.detach().clone())  # a later operation may change it in place
 
-    # A packed layer has buffers alone.
-    with seen_calls({name: m for name, m in model.named_modules() if m._parameters or m._buffers}, see):
+    with seen_calls(with_parameters(model), see):
         run(model)
     return outputs
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from octavo.comparison import layer_errors
+from octavo.evaluation.metrics import divergences, log_probabilities
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.session import Prompts, read_prompts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import check_module
-from octavo.ops import quantize
+from octavo.ops import quantize, quantize_matrices
 from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
 from octavo.util import Table
 
@@ -96,7 +97,7 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     if any(hasattr(p, "full_tensor") for p in trained.parameters()) or runs.start >= ids.shape[1]:
         raise ValueError("parity takes a model that is not sharded, and two tokens of each row at least")
     p, q = runs.trained_pass()[0], runs.decoded()
-    log_p, log_q = (_of_tokens(logits, runs.targets) for logits in (p, q))
+    log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
     row, position = divmod(int(difference.argmax()), difference.shape[1])
     worst = row, position + runs.start, float(log_p[row, position]), float(log_q[row, position])
@@ -173,16 +174,9 @@ def _head(head: nn.Module, hidden: Tensor, model: Any) -> Tensor:
     return y
 
 
-def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probabilities [B, n] of the targets, float64."""
-    return torch.stack(
-        [a.double().log_softmax(-1).gather(1, t[:, None])[:, 0] for a, t in zip(logits, targets, strict=True)]
-    )
-
-
 def _kl(p: Tensor, q: Tensor) -> float:
-    rows = [(a.double().log_softmax(-1), b.double().log_softmax(-1)) for a, b in zip(p, q, strict=True)]
-    return float(torch.stack([(a.exp() * (a - b)).sum(-1).mean() for a, b in rows]).mean())
+    rows = [[row.double().log_softmax(-1) for row in pair] for pair in zip(p, q, strict=True)]
+    return float(torch.stack([divergences(a, b).mean() for a, b in rows]).mean())
 
 
 # ---- The numbers that both models multiply.
@@ -196,8 +190,10 @@ def _numbers(place: Place) -> Tensor:
     if isinstance(module, PackedGroupedLinear):
         return module.dequantize(torch.float32)
     recipe, w = recipe_of(place), whole(place, merged=True)
-    cast = None if recipe is None or w.ndim != 2 or adapters_of(place.adapters) else recipe.repeatable_w
-    return w.float() if cast is None else quantize(w, cast).dequantize()
+    cast = None if recipe is None or adapters_of(place.adapters) else recipe.repeatable_w
+    if cast is None:
+        return w.float()
+    return (quantize if w.ndim == 2 else quantize_matrices)(w, cast).dequantize()
 
 
 def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Parameter, Tensor], str]:
