@@ -171,7 +171,7 @@ def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """The log-probabilities of tokens, float64 [...], by their rows of logits [..., V]."""
-    rows = zip(logits.flatten(0, -2).split(_ROWS), tokens.flatten().split(_ROWS), strict=True)
+    rows = zip(torch.split(logits.flatten(0, -2), _ROWS), torch.split(tokens.flatten(), _ROWS), strict=True)
     found = [part.double().log_softmax(-1).gather(1, t.to(part.device)[:, None])[:, 0] for part, t in rows]
     return torch.cat(found).view(tokens.shape)
 
