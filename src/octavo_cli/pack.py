@@ -166,32 +166,24 @@ def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
     print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
     if kept is not None:
         print_budget(kept)
-    _print_updates(report)
+    if report.updates:
+        _print_updates(report)
     if wide := report.unpacked_expert_bytes:
         what = f"{wide / report.folder_bytes:.0%} of the folder, {wide / 1e6:.2f} MB, are experts in BF16"
         say(f"warning: {what}: --experts packs them too", "yellow")
     _say_readers(layout)
 
 
-_NOISY = 0.5  # a cosine below which most of what the adapters changed is noise
-
-
 def _print_updates(report: PackReport) -> None:
-    """Print what the rounding left of merged adapters."""
-    if not report.updates:
-        return
+    """Print what the rounding left of merged adapters. Below a cosine of 0.5 most of it is noise."""
     rows = [
         {"layers": f"{each.layers} {kind}", "norm": f"{each.norm:.2f}", "cosine": f"{each.cosine:.3f}"}
         for kind, each in report.updates.items()
     ]
     print_rows(rows, title="the update by adapters, rounded to eight bits: its norm over that before, and their cosine")
-    if noisy := [kind for kind, each in report.updates.items() if each.cosine < _NOISY]:
-        say(
-            f"warning: what is left of the update of {', '.join(noisy)} is mostly noise of the rounding. octavo verify "
-            f"--data measures its cost, --skip '*.{noisy[0]}' leaves such layers in BF16, and adapters beside a packed "
-            "base are not rounded",
-            "yellow",
-        )
+    if noisy := [kind for kind, each in report.updates.items() if each.cosine < 0.5]:
+        remedy = f"--skip '*.{noisy[0]}' leaves such layers in BF16, and adapters beside a packed base are not rounded"
+        say(f"warning: what is left of {', '.join(noisy)} is mostly noise of the rounding: {remedy}", "yellow")
 
 
 def _say_readers(layout: str) -> None:

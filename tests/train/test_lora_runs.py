@@ -26,13 +26,18 @@ FILES = ["adapter_config.json", "adapter_model.safetensors", "checksums.json", "
          "state.safetensors", "train.json"]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A folder of each kind of base. The first two are a tiny Llama with 21 linear layers below its head."""
+    root = tmp_path_factory.mktemp("bases")
+    pack(write_model(root / "bf16", "llama"), root / "packed")
+    make_model(root / "experts", "qwen3moe")
+    return root
+
+
 @pytest.fixture(params=["bf16", "packed"])
-def base(request, tmp_path):
-    """The folder of a tiny Llama with 21 linear layers below its head."""
-    folder = write_model(tmp_path / "bf16", "llama")
-    if request.param == "packed":
-        pack(folder, tmp_path / "packed")
-    return tmp_path / request.param
+def base(request, bases):
+    return bases / request.param
 
 
 def opened_by_peft(base, checkpoint):
@@ -97,9 +102,8 @@ def test_a_run_resumes_bit_for_bit(begin, go_on, records, base, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"recipe": "bf16"}, {"precision": "fp32"}, {"optimizer.weights": "bf16"}])
-def test_it_learns_in_other_precisions(begin, records, eager, tmp_path, changes):
-    base = write_model(tmp_path / "bf16", "llama")
-    begin(model=str(base), **RATE, **changes).run()
+def test_it_learns_in_other_precisions(begin, records, eager, bases, tmp_path, changes):
+    begin(model=str(bases / "bf16"), **RATE, **changes).run()
     losses = list(records(tmp_path / "run").values())
     assert losses[-1] < losses[0] - 0.05
 
@@ -129,15 +133,6 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
     ({}, "experts", "the experts model.layers.0.mlp.experts (2 such modules) are stacked matrices, which take no"),
 ]
-
-
-@pytest.fixture(scope="module")
-def bases(tmp_path_factory):
-    """A folder of each kind of base."""
-    root = tmp_path_factory.mktemp("bases")
-    pack(write_model(root / "bf16", "llama"), root / "packed")
-    make_model(root / "experts", "qwen3moe")
-    return root
 
 
 @pytest.mark.parametrize(("changes", "kind", "said"), REFUSED)

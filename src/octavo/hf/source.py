@@ -24,7 +24,15 @@ from octavo.checkpoint.files import (
     read_json,
     write_shards,
 )
-from octavo.checkpoint.folder import CARD, RunFolder, check_links, copy_description, find_model, whole_folder
+from octavo.checkpoint.folder import (
+    CARD,
+    RunFolder,
+    check_config,
+    check_links,
+    copy_description,
+    find_model,
+    whole_folder,
+)
 from octavo.checkpoint.layouts import read_config, write_config
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import AdaptedReader, Conv1DReader, ExpertReader, open_tensors
@@ -131,7 +139,9 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
     config = read_json(folder.model / "config.json")
     meta_model = run_meta_model(config, folder.model, settings.get("model"))
     if settings.get("lora"):
-        reader = _adapted(folder, Path(settings["model"]), meta_model, checkpoint)
+        base = Path(settings["model"])
+        check_config(base, f"the model that the adapters of {folder.path} were trained around")
+        reader: ShardReader = AdaptedReader(open_model_files(base, read_config(base), meta_model), checkpoint)
     else:
         reader = open_tensors(checkpoint, config)
     check_match(
@@ -148,15 +158,6 @@ def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> So
         skip = [name for name in skip if name in meta_model.linears()]
         promoted = {ours: promoted[name] for ours, name in trained.items() if name in promoted}
     return Source(checkpoint, folder.model, meta_model, recipe, skip, reader, trained_as=trained, promoted=promoted)
-
-
-def _adapted(folder: RunFolder, base: Path, meta_model: MetaModel, checkpoint: Path) -> ShardReader:
-    """The tensors of the model that a run trained adapters around, which are merged."""
-    if not base.is_dir():
-        raise FileNotFoundError(
-            f"there is no folder {base}, and {folder.path} holds adapters of its model alone: put it back"
-        )
-    return AdaptedReader(open_model_files(base, read_config(base), meta_model), checkpoint)
 
 
 # ---- A model folder written from another model, one tensor at a time.

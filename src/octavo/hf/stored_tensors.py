@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, read_json
 from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import Layout
@@ -187,17 +187,13 @@ class AdaptedReader(ShardReader):
         described = read_json(adapters / ADAPTER_CONFIG)
         self.folder, self.base, self._factor = adapters, base, described["lora_alpha"] / described["r"]
         self._adapters = ShardReader(adapters, ADAPTERS)
-        shapes = {name: tuple(t.shape) for name, t in self._adapters.specs.items()}
-        self.specs = dict(base.specs)
-        for name in (name for name in shapes if ".lora_A." in name):
-            weight = f"{name.removeprefix(PEFT_PREFIX).partition('.lora_')[0]}.weight"
-            rows, columns = shapes[name.replace(".lora_A.", ".lora_B.")][0], shapes[name][1]
-            if weight not in base.specs or base.specs[weight].shape != (rows, columns):
-                raise ArtifactError(
-                    f"{adapters} has adapters of {weight} [{rows}, {columns}], which {base.folder} does not hold: put "
-                    "the folder back that the run was trained around"
-                )
-            self.specs[weight] = base.specs[weight].float()
+        specs, of_a, of_b = self._adapters.specs, ".lora_A.weight", ".lora_B.weight"
+        layers = [name.removesuffix(of_a) for name in specs if name.endswith(of_a)]
+        self._pairs = {f"{n.removeprefix(PEFT_PREFIX)}.weight": (f"{n}{of_b}", f"{n}{of_a}") for n in layers}
+        merged = {name: (specs[b] @ specs[a]).float() for name, (b, a) in self._pairs.items()}
+        found = {name: base.specs[name] for name in merged if name in base.specs}
+        check_match(found, merged, f"{base.folder} is not the model of the adapters {adapters}")
+        self.specs = base.specs | merged
 
     def get(self, name: str) -> Tensor:
         base, update = self.base.get(name), self.update(name)
@@ -205,10 +201,9 @@ class AdaptedReader(ShardReader):
 
     def update(self, name: str) -> Tensor | None:
         """B A alpha / r, float32 [N, K], of the weight `name`; None for a tensor without adapters."""
-        pair = [f"{PEFT_PREFIX}{name.removesuffix('weight')}lora_{matrix}.weight" for matrix in "BA"]
-        if pair[0] not in self._adapters.specs:
+        if name not in self._pairs:
             return None
-        b, a = (self._adapters.get(each).float() for each in pair)
+        b, a = (self._adapters.get(each).float() for each in self._pairs[name])
         update: Tensor = b @ a * self._factor  # [N,r] @ [r,K]
         return update
 

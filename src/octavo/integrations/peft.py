@@ -97,7 +97,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
     no linear layer, and without targets for a model of experts, whose matrices take no adapters.
     """
     layers = adaptable(model)
-    if unknown := [each for each in targets if not any(_names(each, name) for name in layers)]:
+    chosen = [name for name in layers if not targets or f".{name}".endswith(tuple(f".{each}" for each in targets))]
+    if unknown := [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in chosen)]:
         raise ValueError(f"targets has {unknown[0]!r}, and the linear layers are {', '.join(_kinds(layers))}")
     experts = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, PackedExperts))]
     if experts and not targets:
@@ -105,15 +106,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
             f"the experts {experts[0]} ({len(experts)} such modules) are stacked matrices, which take no adapters: "
             f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
-    chosen = [name for name in layers if not targets or any(_names(each, name) for each in targets)]
-    kinds = _kinds(chosen)
-    others = [name for name, _ in model.named_modules() if name not in chosen and name.rpartition(".")[2] in kinds]
     config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=chosen if others else kinds,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
+        r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base
     )
     inject_adapter_in_model(support(config), model)
     for p in model.parameters():
@@ -135,7 +129,3 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
 def _kinds(names: Iterable[str]) -> list[str]:
     """The last parts of names of layers."""
     return sorted({name.rpartition(".")[2] for name in names})
-
-
-def _names(target: str, name: str) -> bool:
-    return name == target or name.endswith(f".{target}")

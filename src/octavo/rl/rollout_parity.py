@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.comparison import layer_errors
+from octavo.comparison import Call, layer_errors, seen_calls
 from octavo.evaluation.metrics import divergences, log_probabilities
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
@@ -46,7 +46,8 @@ class Parity:
         worst: row and position of the token whose log-probability differs most, log p, and log q.
         tokens: how many were compared.
         sources: name, KL that it makes alone, and what differs.
-        first: the first layer whose outputs differ in one forward pass; "" if none do.
+        first: the first layer whose output differs in one forward pass; the first block, if its layers do not differ
+            when they run one by one; "" if none does.
     """
 
     mean: float
@@ -103,7 +104,7 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     worst = row, position + runs.start, float(log_p[row, position]), float(log_q[row, position])
     model = runs.models[0]
     errors = layer_errors(model, served, lambda each: each(input_ids=ids, attention_mask=mask, use_cache=False))
-    first = next((name for name, error in errors if error.noise), "")
+    first = next((name for name, error in errors if error.noise), "") or runs.first_block()
     sources = tuple(runs.sources(p, q))
     return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
 
@@ -131,6 +132,23 @@ class _Runs:
 
     def trained_pass(self) -> tuple[Tensor, Tensor]:
         return self.forward(self.models[0], self.models[0].config._attn_implementation)
+
+    def first_block(self) -> str:
+        """The first block whose output differs, though its layers agree where each is watched, and runs by itself."""
+        found: list[dict[str, Tensor]] = [{}, {}]
+        for model, outputs in zip(self.models, found, strict=True):
+
+            def see(call: Call, tensor: str, value: Tensor, outputs: dict[str, Tensor] = outputs) -> None:
+                if tensor == "y":
+                    outputs[call.name] = value.float().clone()
+
+            lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+            with seen_calls(
+                {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}, see
+            ):
+                model(self.prompts.ids, attention_mask=self.mask, use_cache=False)
+        ours, theirs = found
+        return next((f"{name}, as a whole" for name in ours if not torch.equal(ours[name], theirs[name])), "")
 
     def decoded(self) -> Tensor:
         """The logits of the engine, which is given each token in place of the one that it would draw."""

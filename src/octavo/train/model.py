@@ -272,7 +272,6 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
     source = saved if saved.exists() else Path(config.model)
     check_folder(source, config)
     described = open_config(source)
-    vars(described).pop("quantization_config", None)
     with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
     compute_buffers(model, "cpu")
