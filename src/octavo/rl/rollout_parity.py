@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.comparison import Call, layer_errors, seen_calls
+from octavo.comparison import layer_errors, with_parameters
 from octavo.evaluation.metrics import divergences, log_probabilities
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
@@ -102,9 +102,10 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     difference = (log_p - log_q).abs()
     row, position = divmod(int(difference.argmax()), difference.shape[1])
     worst = row, position + runs.start, float(log_p[row, position]), float(log_q[row, position])
-    model = runs.models[0]
-    errors = layer_errors(model, served, lambda each: each(input_ids=ids, attention_mask=mask, use_cache=False))
-    first = next((name for name, error in errors if error.noise), "") or runs.first_block()
+    first = ""
+    for choose, said in ((with_parameters, ""), (_blocks, ", as a whole")):
+        errors = layer_errors(*runs.models, lambda m: m(input_ids=ids, attention_mask=mask, use_cache=False), choose)
+        first = first or next((name + said for name, error in errors if error.noise), "")
     sources = tuple(runs.sources(p, q))
     return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
 
@@ -132,23 +133,6 @@ class _Runs:
 
     def trained_pass(self) -> tuple[Tensor, Tensor]:
         return self.forward(self.models[0], self.models[0].config._attn_implementation)
-
-    def first_block(self) -> str:
-        """The first block whose output differs, though its layers agree where each is watched, and runs by itself."""
-        found: list[dict[str, Tensor]] = [{}, {}]
-        for model, outputs in zip(self.models, found, strict=True):
-
-            def see(call: Call, tensor: str, value: Tensor, outputs: dict[str, Tensor] = outputs) -> None:
-                if tensor == "y":
-                    outputs[call.name] = value.float().clone()
-
-            lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-            with seen_calls(
-                {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}, see
-            ):
-                model(self.prompts.ids, attention_mask=self.mask, use_cache=False)
-        ours, theirs = found
-        return next((f"{name}, as a whole" for name in ours if not torch.equal(ours[name], theirs[name])), "")
 
     def decoded(self) -> Tensor:
         """The logits of the engine, which is given each token in place of the one that it would draw."""
@@ -185,6 +169,12 @@ class _Runs:
         found = _head(heads[0], self.forward(served, ours)[1], trained)
         yield "activations", _kl(with_weights, found), "casts of inputs, and the order and dtypes of sums"
         yield "sampling", _kl(self.forward(served, theirs)[0], q), "a cache and one token a step, for one pass"
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name. Where the layers of one are watched, each runs by itself, and may not differ."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}
 
 
 def _head(head: nn.Module, hidden: Tensor, model: Any) -> Tensor:
