@@ -343,7 +343,8 @@ class ShortRuns:
             load_into_other_recipe(self.checkpoint, trainer.state)
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
-            modules: dict[str, Any] = {layer.name: layer.module for layer in linears}
+            linears = [layer for layer in linears if ".lora_" not in layer.name]  # not adapters, but layers in them
+            modules: dict[str, Any] = {layer.name.removesuffix(".base_layer"): layer.module for layer in linears}
             in_fp8 = {name: isinstance(m, RecipeLayer) and m.recipe.quantized for name, m in modules.items()}
             losses = self._train(trainer)
         del trainer, linears, modules

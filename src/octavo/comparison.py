@@ -37,13 +37,18 @@ class LayerError:
 
 
 def layer_errors(
-    reference: nn.Module, other: nn.Module, run: Callable[[nn.Module], object]
+    reference: nn.Module,
+    other: nn.Module,
+    run: Callable[[nn.Module], object],
+    choose: Callable[[nn.Module], dict[str, nn.Module]] | None = None,
 ) -> Iterator[tuple[str, LayerError]]:
     """The error of y of each layer that both models call by one name, in the order of the reference's calls.
 
-    `run` computes a forward pass of the model that it is given. The outputs of the reference stay in memory.
+    `run` computes a forward pass of the model that it is given, and `choose` gives the modules to compare: by default
+    those `with_parameters`. The outputs of both models stay in memory.
     """
-    expected, found = (_outputs(model, run) for model in (reference, other))
+    choose = choose or with_parameters
+    expected, found = (_outputs(model, run, choose(model)) for model in (reference, other))
     for name, calls in expected.items():
         pairs = list(zip(calls, found.get(name, ()), strict=False))
         if pairs and all(ours.shape == theirs.shape for ours, theirs in pairs):
@@ -53,15 +58,16 @@ def layer_errors(
             yield name, error
 
 
-def _outputs(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, list[Tensor]]:
+def _outputs(
+    model: nn.Module, run: Callable[[nn.Module], object], modules: dict[str, nn.Module]
+) -> dict[str, list[Tensor]]:
     outputs: dict[str, list[Tensor]] = {}
 
     def see(call: Call, tensor: str, value: Tensor) -> None:
         if tensor == "y" and value.is_floating_point():
             outputs.setdefault(call.name, []).append(value.detach().clone())  # a later operation may change it in place
 
-    # A packed layer has buffers alone.
-    with seen_calls({name: m for name, m in model.named_modules() if m._parameters or m._buffers}, see):
+    with seen_calls(modules, see):
         run(model)
     return outputs
 

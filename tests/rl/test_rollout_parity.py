@@ -109,6 +109,23 @@ def test_a_planted_fault_is_named(
     found.check(kl=1.0)
 
 
+def test_experts_multiply_the_same_numbers(made: Folders) -> None:
+    model, served = built("mixtral", seed=1).bfloat16().eval(), octavo.load(made("mixtral", experts=True))
+    octavo.convert(model, "rowwise")
+    push(model, served)
+    found = parity(model, served, IDS)
+    assert ("weights", 0.0, "none: the same numbers") in found.sources
+
+
+def test_a_token_that_neither_model_gives(made: Folders) -> None:
+    """Some models give the rest of a padded vocabulary the logit -inf."""
+    model, served = pair(made)
+    for each in (model, served):
+        each.lm_head.bias = torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
+        each.lm_head.bias.data[255] = -torch.inf
+    assert 0 < parity(model, served, IDS[:, IDS.ne(255).all(0)]).kl < 0.1
+
+
 def test_a_model_in_bf16_against_eight_bits(made: Folders) -> None:
     """The mismatch of the field: weights, and activations, differ everywhere."""
     model, served = pair(made, None)

@@ -177,8 +177,9 @@ def test_what_the_mode_does_not_cover_is_refused(folders, message):
     assert [type(module) for module in model.modules()] == classes
 
 
-def test_log_probabilities_of_a_row_by_itself():
-    logits = (4 * torch.randn(2, 5, 333)).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_log_probabilities_of_a_row_by_itself(dtype):
+    logits = (4 * torch.randn(2, 5, 333)).to(dtype)
     tokens = torch.randint(333, (2, 5))
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
     found = log_probabilities(leaf, tokens)
@@ -190,3 +191,9 @@ def test_log_probabilities_of_a_row_by_itself():
     assert leaf.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2**-7, atol=1e-5)
+    assert torch.equal(leaf, logits)  # the backward pass writes to memory of its own
+
+
+def test_a_label_that_is_no_token_is_refused():
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        log_probabilities(torch.zeros(2, 5), torch.tensor([1, -100]))

@@ -16,13 +16,14 @@ import transformers
 from patience import HANG, wait_for
 from ranks import run_ranks
 from rich.console import Console
-from tiny_models import MODELS, SIZES
+from tiny_models import MODELS, SIZES, built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import octavo
 from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.models import GPT2Config, build
@@ -209,6 +210,13 @@ def test_flops_of_attention_agree_with_those_that_torch_counts(name):
         model(tokens).logits.sum().backward()
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     assert (flops_per_token(model, 16) - flops_per_token(model, 0)) * tokens.numel() == attention
+
+
+@pytest.mark.parametrize("scheme", ["channel", "mx"])
+def test_the_scales_of_a_packed_model_are_no_weights(made, scheme):
+    """Those of MX have one byte too. Frozen weights have no gradient: 4 FLOPs each in place of 6."""
+    model = built("llama").requires_grad_(False)
+    assert flops_per_token(octavo.load(made("llama", scheme=scheme)), 16) == flops_per_token(model, 16)
 
 
 def test_stacked_experts_have_no_known_flops():

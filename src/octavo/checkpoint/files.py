@@ -65,11 +65,6 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | {name: b for name, b in model.named_buffers() if name in persistent}
 
 
-def is_weight(tensor: Tensor) -> bool:
-    """True if a tensor of a model is a parameter, or a packed weight: only these are in eight bits."""
-    return isinstance(tensor, nn.Parameter) or (tensor.element_size() == 1 and tensor.dtype != torch.bool)
-
-
 def check_match(found: Mapping[str, Tensor], required: Mapping[str, Tensor], where: str) -> None:
     """Raise an ArtifactError, which begins with `where`, unless `found` has the names, shapes and dtypes of `required`.
     A float of 16 bits or more may stand for another."""

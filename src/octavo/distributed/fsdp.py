@@ -31,6 +31,7 @@ from octavo.distributed.shards import (
     ShardedWeight,
     ShardGroup,
     WeightStack,
+    casts_of,
     grouped,
     has_changed,
     hold_quantized,
@@ -101,7 +102,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in fused.values():
         _agree(module.inner, reasons, layers)
     why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
+    why |= {name: _wide_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
     gathered = {of_names[name] for name, reason in why.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
@@ -126,45 +127,27 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
             reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
 
 
-def _wide_stack_reason(layer: Any, unit: UnitWeight | None) -> str:
-    """Why a stack of experts' matrices is gathered wide, or ""; each of its ranks has whole matrices."""
+def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
+    """Why the weight of `layer`, or a stack of its experts' matrices, is gathered wide; "" where in eight bits."""
     recipe: Recipe = layer.recipe
-    if reason := _unit_reason(recipe, unit):
-        return reason
-    if "y" in recipe.rotate or "dx" in recipe.rotate:
-        return f"the recipe {recipe.name} rotates the weight before it is quantized"
-    if not recipe.quantizes_w_once:
-        return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
-    return f"the recipe {recipe.name} rounds the weight at random" if recipe.w.rounding != "nearest" else ""  # type: ignore[union-attr]
-
-
-def _unit_reason(recipe: Recipe, unit: UnitWeight | None) -> str:
-    """Why no weight of a recipe, or of a unit of FSDP2, is gathered in eight bits; "" where one can be."""
+    if type(layer).__name__ == "Conv1D":
+        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
+    if isinstance(layer, RecipeLayer) and not isinstance(layer, Linear):
+        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
     if unit is None or unit.reason:
         return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
     if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
         return f"the recipe {recipe.name} reads the weight in high precision"
-    return ""
-
-
-def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
-    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
-    recipe = layer.recipe
-    if type(layer).__name__ == "Conv1D":
-        return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
-    if not isinstance(layer, Linear):
-        return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
-    reason = _unit_reason(recipe, unit)
-    if reason or unit is None or recipe.w is None:
-        return reason
-    if "dx" in recipe.rotate:
-        return f"the recipe {recipe.name} rotates the weight along its rows for dx: rotate y alone"
-    casts = [recipe.w] if recipe.dx is None else [recipe.w, recipe.dx.b]
+    casts = casts_of(layer)
     if any(cast.rounding != "nearest" for cast in casts):
         return f"the recipe {recipe.name} rounds the weight at random"
+    if not isinstance(layer, Linear):  # each rank has whole matrices
+        return f"the recipe {recipe.name} reads other bytes of experts for dx than y" if recipe.reads_w_twice else ""
+    if "dx" in recipe.rotate:
+        return f"the recipe {recipe.name} rotates the weight along its rows for dx: rotate y alone"
     if recipe.w.scale == "e4m3":
         return f"the scales of the recipe {recipe.name} depend on all rows of the weight"
-    if recipe.reads_w_twice and any(cast.by_row for cast in casts):
+    if len(casts) > 1 and any(cast.by_row for cast in casts):
         return f"the recipe {recipe.name} quantizes the weight twice, by row: use scales by tensor or group"
     for rows in (recipe.w.granularity.rows, *(upright(cast).rows for cast in casts[1:])):
         if rows is not None and unit.world > 1 and unit.shard_rows % rows:

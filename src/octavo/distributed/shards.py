@@ -41,7 +41,7 @@ class ShardedWeight:
 
     def __init__(self, layer: Any, leaf: str, unit: UnitWeight) -> None:
         self.layer, self.leaf, self.unit = layer, leaf, unit
-        self.casts = _casts(layer)
+        self.casts = casts_of(layer)
         self.cast = self.casts[0]
         self.rotated = isinstance(layer, Linear) and "y" in layer.recipe.rotate
         # Of bytes [N, K] each; those for dx have scales along N.
@@ -74,7 +74,7 @@ class ShardedWeight:
         """
         recipe: Any = getattr(self.layer, "recipe", None)
         # A layer without a cast of w reads the numbers that the gathered bytes stand for.
-        same = recipe is not None and (recipe.w is None or _casts(self.layer) == self.casts)
+        same = recipe is not None and (recipe.w is None or casts_of(self.layer) == self.casts)
         if not same or _history(self.layer) is not self.history:
             now = "restored" if recipe is None else f"converted to {recipe.name}"
             raise ValueError(
@@ -164,8 +164,8 @@ class ShardedWeight:
         return data[: shape[0]].view(self.casts[i].fmt.dtype), scale[: self.granularities[i].scale_shape(shape)[0]]
 
 
-def _casts(layer: Any) -> tuple[Cast, ...]:
-    """The cast of the weight; that for y and that for dx where these read different bytes."""
+def casts_of(layer: Any) -> tuple[Cast, ...]:
+    """The cast of the weight of a layer; the one for y and the one for dx where these read different bytes."""
     recipe: Any = layer.recipe
     return (recipe.y.b, recipe.dx.b) if isinstance(layer, Linear) and recipe.reads_w_twice else (recipe.w,)
 

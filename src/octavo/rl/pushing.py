@@ -42,7 +42,7 @@ from octavo.recipe import Recipe, similar_preset
 
 # What DDP, PEFT, torch.compile, checkpointing and FSDP add to names.
 _WRAPPED = re.compile(
-    r"^base_model\.model\.|^module\.|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
+    r"^((module|_orig_mod|base_model\.model)\.)+|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
     r"|modules_to_save\.[^.]+\."
 )
 

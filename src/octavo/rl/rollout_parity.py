@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.comparison import Call, layer_errors, seen_calls
+from octavo.comparison import layer_errors, with_parameters
+from octavo.evaluation.metrics import divergences, log_probabilities
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.session import Prompts, read_prompts
 from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import check_module
-from octavo.ops import quantize
+from octavo.ops import quantize, quantize_matrices
 from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
 from octavo.util import Table
 
@@ -97,13 +98,14 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
     if any(hasattr(p, "full_tensor") for p in trained.parameters()) or runs.start >= ids.shape[1]:
         raise ValueError("parity takes a model that is not sharded, and two tokens of each row at least")
     p, q = runs.trained_pass()[0], runs.decoded()
-    log_p, log_q = (_of_tokens(logits, runs.targets) for logits in (p, q))
+    log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
     row, position = divmod(int(difference.argmax()), difference.shape[1])
     worst = row, position + runs.start, float(log_p[row, position]), float(log_q[row, position])
-    model = runs.models[0]
-    errors = layer_errors(model, served, lambda each: each(input_ids=ids, attention_mask=mask, use_cache=False))
-    first = next((name for name, error in errors if error.noise), "") or runs.first_block()
+    first = ""
+    for choose, said in ((with_parameters, ""), (_blocks, ", as a whole")):
+        errors = layer_errors(*runs.models, lambda m: m(input_ids=ids, attention_mask=mask, use_cache=False), choose)
+        first = first or next((name + said for name, error in errors if error.noise), "")
     sources = tuple(runs.sources(p, q))
     return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
 
@@ -131,23 +133,6 @@ class _Runs:
 
     def trained_pass(self) -> tuple[Tensor, Tensor]:
         return self.forward(self.models[0], self.models[0].config._attn_implementation)
-
-    def first_block(self) -> str:
-        """The first block whose output differs, though its layers agree where each is watched, and runs by itself."""
-        found: list[dict[str, Tensor]] = [{}, {}]
-        for model, outputs in zip(self.models, found, strict=True):
-
-            def see(call: Call, tensor: str, value: Tensor, outputs: dict[str, Tensor] = outputs) -> None:
-                if tensor == "y":
-                    outputs[call.name] = value.float().clone()
-
-            lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
-            with seen_calls(
-                {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}, see
-            ):
-                model(self.prompts.ids, attention_mask=self.mask, use_cache=False)
-        ours, theirs = found
-        return next((f"{name}, as a whole" for name in ours if not torch.equal(ours[name], theirs[name])), "")
 
     def decoded(self) -> Tensor:
         """The logits of the engine, which is given each token in place of the one that it would draw."""
@@ -186,21 +171,20 @@ class _Runs:
         yield "sampling", _kl(self.forward(served, theirs)[0], q), "a cache and one token a step, for one pass"
 
 
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name. Where the layers of one are watched, each runs by itself, and may not differ."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}
+
+
 def _head(head: nn.Module, hidden: Tensor, model: Any) -> Tensor:
     y: Tensor = head(hidden.to(model.dtype))
     return y
 
 
-def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probabilities [B, n] of the targets, float64."""
-    return torch.stack(
-        [a.double().log_softmax(-1).gather(1, t[:, None])[:, 0] for a, t in zip(logits, targets, strict=True)]
-    )
-
-
 def _kl(p: Tensor, q: Tensor) -> float:
-    rows = [(a.double().log_softmax(-1), b.double().log_softmax(-1)) for a, b in zip(p, q, strict=True)]
-    return float(torch.stack([(a.exp() * (a - b)).sum(-1).mean() for a, b in rows]).mean())
+    rows = [[row.double().log_softmax(-1) for row in pair] for pair in zip(p, q, strict=True)]
+    return float(torch.stack([divergences(a, b).mean() for a, b in rows]).mean())
 
 
 # ---- The numbers that both models multiply.
@@ -214,8 +198,10 @@ def _numbers(place: Place) -> Tensor:
     if isinstance(module, PackedGroupedLinear):
         return module.dequantize(torch.float32)
     recipe, w = recipe_of(place), whole(place, merged=True)
-    cast = None if recipe is None or w.ndim != 2 or adapters_of(place.adapters) else recipe.repeatable_w
-    return w.float() if cast is None else quantize(w, cast).dequantize()
+    cast = None if recipe is None or adapters_of(place.adapters) else recipe.repeatable_w
+    if cast is None:
+        return w.float()
+    return (quantize if w.ndim == 2 else quantize_matrices)(w, cast).dequantize()
 
 
 def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Parameter, Tensor], str]:

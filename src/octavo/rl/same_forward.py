@@ -89,7 +89,8 @@ class _LogProbabilities(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: Tensor) -> Tensor:
         # On a GPU `.data`: the operation may write to its argument, and does not do so without a factor.
         z = logits.double() if logits.device.type == "cpu" else logits.data.contiguous()
-        lse, picked, *_ = cross_entropy(z, tokens, None, None, 1.0, 0.0, False)
+        lse, *_ = cross_entropy(z, tokens, None, None, 1.0, 0.0, False)
+        picked = z.gather(1, tokens[:, None])[:, 0]  # an error for a number that is no token
         ctx.save_for_backward(logits, tokens, lse.float())
         return (picked - lse).float()
 
@@ -97,7 +98,7 @@ class _LogProbabilities(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         logits, tokens, lse = ctx.saved_tensors
-        dz = logits.float().sub_(lse[:, None]).exp_().mul_(-dy[:, None])
+        dz = (logits - lse[:, None]).exp_().mul_(-dy[:, None])  # in float32
         return dz.scatter_add_(1, tokens[:, None], dy[:, None]).to(logits.dtype), None
 
 

@@ -37,8 +37,8 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import is_weight
 from octavo.checkpoint.folder import RunFolder, writing
+from octavo.checkpoint.scheme import is_weight
 from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks

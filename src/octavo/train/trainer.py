@@ -31,10 +31,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.calibration.calibrator import load_calibration
-from octavo.checkpoint.files import ArtifactError, is_weight
+from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import is_weight
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts

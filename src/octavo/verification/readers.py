@@ -33,6 +33,7 @@ from torch import Tensor
 
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.layouts import read_config
+from octavo.evaluation.metrics import log_probabilities
 from octavo.hf.meta_model import arguments_of, model_outputs, quiet_transformers, read_meta_model
 from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
@@ -198,11 +199,10 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
         for result, row in zip(results, rows, strict=True)
     ]
     factors, note = BF16_LOOSE if probe.cache else probe.bf16_factors, "in BF16, log-probabilities of the prompts"
-    probe = probe.mapped(partial(next_logprobs, ids=probe.inputs))
+    probe = probe.mapped(partial(next_log_probabilities, ids=probe.inputs))
     return probe.judge("vllm", version, torch.tensor(found), factors, note)
 
 
-def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """The log-probability of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
-    log = logits[:, :-1].double().log_softmax(-1)
-    return log.gather(2, ids[:, 1:, None].to(log.device))[..., 0].cpu()
+def next_log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
+    return log_probabilities(logits[:, :-1], ids[:, 1:]).cpu()
