@@ -211,11 +211,8 @@ def _grouped_mm_dw(
         return cutlass.grouped_mm_dw(a.contiguous(), scale_a, b.contiguous(), offsets, fast=False).to(out_dtype)
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    if scale_b is None:
-        return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast)
-    operands = Operands(a, b, scale_a, scale_b, by, by)
-    if backend == "cutlass":
-        return cutlass.mx_grouped_mm_dw(operands, offsets).to(out_dtype)
-    if by != STRIP and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
-        return kernel.dequantized_mm_dw(operands, offsets, out_dtype)
-    return kernel.block_scaled_grouped_mm_dw(operands, offsets, out_dtype)
+    if scale_b is not None and backend == "cutlass":
+        return cutlass.mx_grouped_mm_dw(Operands(a, b, scale_a, scale_b, by, by), offsets).to(out_dtype)
+    if scale_b is not None and by != STRIP and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
+        return kernel.dequantized_mm_dw(Operands(a, b, scale_a, scale_b, by, by), offsets, out_dtype)
+    return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast, None, scale_b, by.cols or 0)
