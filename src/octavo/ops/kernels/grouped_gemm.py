@@ -323,17 +323,15 @@ def block_scaled_grouped_mm(
 
 
 def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
+    """Same as `grouped_mm`, or as `grouped_mm_dw` for b [K, M], by PyTorch's BF16 product of the operands times their
+    scales, rounded to BF16."""
     a, b, scale_a, scale_b, by_a, by_b = operands
-    return widened_mm(dequantize(a, scale_a, by_a, torch.bfloat16), b, scale_b, by_b, offsets).to(out_dtype)
-
-
-def dequantized_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Same as `grouped_mm_dw`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
-    a, b, scale_a, scale_b, by_a, by_b = operands
-    wide_a, wide_b = dequantize(a, scale_a, by_a, torch.bfloat16), dequantize(b, scale_b, by_b, torch.bfloat16)
+    wide_a = dequantize(a, scale_a, by_a, torch.bfloat16)
+    if b.ndim == 3:
+        return widened_mm(wide_a, b, scale_b, by_b, offsets).to(out_dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return F.grouped_mm(wide_a, wide_b.t(), offs=offsets).to(out_dtype)  # [N,M_e] @ [K,M_e]^T
+        y = F.grouped_mm(wide_a, dequantize(b, scale_b, by_b, torch.bfloat16).t(), offs=offsets)  # [N,M_e] @ [K,M_e]^T
+    return y.to(out_dtype)
 
 
 def likely_rows(m: int, groups: int) -> int:
