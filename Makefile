@@ -78,7 +78,7 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 		|| .venv-integrations/bin/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
-test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, and PEFT
+test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, PEFT and TRL
 	.venv-integrations/bin/python -m pytest tests/integrations
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
@@ -101,10 +101,11 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
-	$(BIN)/python -m bench.cpu.step
 	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality
+	$(BIN)/python -m bench.cpu.embeddings
 	$(BIN)/python -m bench.cpu.vision
+	$(BIN)/python -m bench.cpu.grpo
 	$(BIN)/python -m bench.report.pages
 
 .venv-site/installed: docs/requirements.txt .venv/installed

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import FrozenInstanceError, replace
+from inspect import signature
 from itertools import product
 
 import pytest
@@ -101,7 +102,7 @@ def test_any_gemm_of_a_recipe_runs_in_bf16_and_the_others_keep_their_casts(name)
     assert recipe.in_bf16() is recipe
 
 
-@pytest.mark.parametrize("name", [n for n in PRESETS if n not in ("bf16", "rowwise_forward")])
+@pytest.mark.parametrize("name", [n for n, preset in PRESETS.items() if signature(preset).parameters])
 @pytest.mark.parametrize("fmt", ["e4m3", "e5m2", "e5m2fnuz"])
 def test_the_gradients_format_can_be_chosen(name, fmt):
     recipe = PRESETS[name](gradients=fmt)
@@ -110,13 +111,14 @@ def test_the_gradients_format_can_be_chosen(name, fmt):
     assert recipe.y == PRESETS[name]().y
 
 
-def test_fast_accumulation_never_in_dw_and_rotation_in_one_preset():
+def test_fast_accumulation_never_in_dw_and_rotation_in_the_presets_that_say_so():
+    rotated = {"tensorwise_rotated": ("y",), "mxfp4": ("dx", "dw"), "nvfp4": ("dw",)}
     for name, preset in PRESETS.items():
         recipe = preset()
         fast = [gemm is not None and gemm.fast_accumulation for gemm in (recipe.y, recipe.dx, recipe.dw)]
-        assert fast == [name != "bf16", name in ("rowwise", "rowwise_dw_bf16"), False]
+        assert fast == [name not in ("bf16", "mxfp4", "nvfp4"), name in ("rowwise", "rowwise_dw_bf16"), False]
         assert recipe.name == name
-        assert recipe.rotate == (("y",) if name == "tensorwise_rotated" else ())
+        assert recipe.rotate == rotated.get(name, ())
 
 
 def test_rowwise_is_fusable_and_no_other_preset():
@@ -247,6 +249,8 @@ ALONE = r"has a history.* a rotated GEMM alone.*: leave the history out$"
 REFUSED = [
     (lambda: Cast("fp8"), "tensors cannot be quantized to 'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
     (lambda: Cast("bf16"), "tensors cannot be quantized to 'bf16'"),
+    (lambda: Cast("int8", rounding="stochastic"), "int8 is rounded to nearest"),
+    (lambda: Recipe("mine", Gemm(Cast("int8"), Cast("int8"))), "training takes FP8 formats, not int8"),
     (lambda: Cast(scale="fp16"), "unknown kind of scale 'fp16': choose one of fp32, pow2, e8m0"),
     (lambda: Cast(rounding="up"), "unknown rounding 'up': choose one of nearest, stochastic"),
     (lambda: Cast(relative_floor=-0.1), "0 to 1, got -0.1"),
@@ -362,7 +366,7 @@ def test_a_recipe_is_registered(octavo, monkeypatch):
     model(torch.randn(16, 32)).sum().backward()
     settings = Config.from_dict({"data": ("text.txt",), "recipe": "toy", "bf16_gemms": ("dx",)})
     assert chosen_recipe(settings, torch.device("cpu")) == toy()
-    with pytest.raises(ValueError, match="unknown recipe 'toys'.*did you mean 'toy'.* groupwise, toy"):
+    with pytest.raises(ValueError, match="unknown recipe 'toys'.*did you mean 'toy'.* nvfp4, toy"):
         get_recipe("toys")
     assert "\ntoy " in octavo("doctor")[1]
     assert Recipe.from_dict(json.loads(octavo("formats", "toy")[1]), "toy") == toy()

@@ -89,9 +89,10 @@ REFUSED = [
         for n in ("nan", "inf", "-inf")
     ),
     (lambda: torch.tensor(torch.nan), {"granularity": "tensor"}, "1 of 1 are not, the first, nan, at []"),
-    (lambda: EYE, {"format": "fp8"}, "'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz"),
+    (lambda: EYE, {"format": "fp8"}, "'fp8': choose one of e4m3, e5m2, e4m3fnuz, e5m2fnuz, e2m1"),
     (lambda: EYE, {"granularity": "channel"}, "'channel'"),
     (lambda: EYE, {"scale": "fp16"}, "'fp16': choose one of fp32, pow2, e8m0"),
+    *((lambda: EYE, {"scale": s}, f"scales in {s} are of e2m1, got e4m3") for s in ("e8m0_floor", "e4m3")),
     (lambda: EYE, {"rounding": "down"}, "'down': choose one of nearest, stochastic"),
 ]  # fmt: skip
 

@@ -256,8 +256,9 @@ def product_sqnr(x: Tensor, w: Tensor, *, rotate: bool, eight_bit_integers: bool
 
 
 def rotation() -> Figure:
-    """One token before and after, and what the product gains."""
-    figure, grid = canvas(2.7, columns=3)
+    """One token before and after, the numbers of a longer one, and what the product gains."""
+    figure, axes_of = canvas(4.6, rows=2, columns=2)
+    grid = list(axes_of.flat)
     x = tokens()
     for axes, values, title in zip(grid, (x, hadamard(x)), ("a token", "the same token, rotated"), strict=False):
         axes.bar(range(WIDTH), values[0].abs().tolist(), width=1, color=BLUE)
@@ -265,8 +266,19 @@ def rotation() -> Figure:
         axes.set_ylim(0, 1.05 * float(x[0].abs().max()))
         axes.set_xlabel("channel")
         axes.set_ylabel("magnitude")
-    gains(grid[2], x)
+    two_peaks(grid[2])
+    gains(grid[3], x)
     return figure
+
+
+def two_peaks(axes: Any) -> None:
+    """The numbers of a long token whose only outlier is rotated: they lie around its size over sqrt(n), + and -."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(2))
+    x[CHANNEL] = 5.0 * len(x) ** 0.5
+    axes.hist(hadamard(x).tolist(), bins=60, color=BLUE)
+    axes.set_title("4,096 channels, rotated")
+    axes.set_xlabel("number")
+    axes.set_ylabel("channels")
 
 
 def gains(axes: Any, x: Tensor) -> None:
@@ -278,6 +290,6 @@ def gains(axes: Any, x: Tensor) -> None:
         for place, decibels in zip(places, found, strict=True):
             axes.text(place, decibels, f"{decibels:.1f}", ha="center", va="bottom")
     axes.set_xticks([0, 1], ["INT8", "E4M3"])
-    axes.set_ylim(0, 60)
+    axes.set_ylim(0, 75)
     axes.set_title("SQNR of the product, dB")
     axes.legend(loc="upper center", ncols=2)

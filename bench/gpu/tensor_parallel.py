@@ -30,16 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 import octavo
 from bench.gpu import harness, llama
-from bench.gpu.harness import (
-    DEVICE,
-    Passes,
-    decibels,
-    draw_matrices,
-    interleaved,
-    own_code,
-    sized,
-    summary,
-)
+from bench.gpu.harness import DEVICE, sized
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
@@ -116,7 +107,7 @@ MODES = {
 }
 
 
-class Runner(Passes):
+class Runner(harness.Passes):
     """The model of a mode, and its step on this rank's part of the sequence."""
 
     def __init__(
@@ -125,11 +116,11 @@ class Runner(Passes):
         with torch.device(DEVICE):
             model = mode.stack(config).to(torch.bfloat16)
         self.layers: nn.ModuleList = model.layers  # type: ignore[assignment]
-        draw_matrices(self.layers)
+        harness.draw_matrices(self.layers)
         mode.split(model, mesh)
         options = {"_micro_pipeline_tp": True} if mode.overlap else None
         for block in self.layers if compiled else ():
-            block.__class__ = own_code(type(block))
+            block.__class__ = harness.own_code(type(block))
             block.compile(fullgraph=True, dynamic=False, options=options)
         super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size())))
 
@@ -167,7 +158,7 @@ class Bench:
         runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
         actual = runner.step()
         expected = self.runners[BASE].step() if self.runners else actual
-        found = [decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+        found = [harness.decibels(e, a) for e, a in zip(expected, actual, strict=True)]
         found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
         if not all(db > 6 for db in found):
             raise RuntimeError(f"output and gradient are off: {found} dB")
@@ -177,12 +168,12 @@ class Bench:
     def times(self, names: set[str]) -> dict[str, list[float]]:
         """Milliseconds of the modes, which take turns."""
         steps = {name: runner.step for name, runner in self.runners.items() if name in names}
-        return {name: slowest(each) for name, each in interleaved(steps, rounds=self.rounds, repeat=4).items()}
+        return {name: slowest(each) for name, each in harness.interleaved(steps, rounds=self.rounds, repeat=4).items()}
 
     def row(self, name: str, times: dict[str, list[float]]) -> Row:
         """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
         kernels, ratio = profiled(self.runners[name].step), speedup({"rounds": times}, name, BASE)
-        return {**summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
+        return {**harness.summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
 
 
 def main() -> None:

@@ -13,7 +13,9 @@ from octavo.recipe import (
     blockwise,
     delayed,
     groupwise,
+    mxfp4,
     mxfp8,
+    nvfp4,
     rowwise,
     rowwise_dw_bf16,
     rowwise_forward,
@@ -87,6 +89,8 @@ VARIANTS: dict[str, Variant] = {
     "blockwise": Variant(blockwise(), "x and dy in groups of 128, w in squares of 128"),
     "groupwise": Variant(groupwise(), "groups of 64, float32 scales"),
     "mxfp8": Variant(mxfp8(), "groups of 32, E8M0 scales"),
+    "mxfp4": Variant(mxfp4(), "four bits, groups of 32, E8M0 scales; dy rounded stochastically, dx and dw rotated"),
+    "nvfp4": Variant(nvfp4(), "four bits, groups of 16, E4M3 scales; dy rounded stochastically, dw rotated"),
 }
 
 

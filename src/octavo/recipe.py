@@ -27,17 +27,17 @@ spreads the error of the largest input over all others (docs/decisions.md).
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-import math
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group, parse_granularity
+import torch
+
+from octavo.numerics.cast_fields import nearest, read_cast, read_fields
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, block, group
 from octavo.numerics.scaling import History
 from octavo.util import parse_object
 
@@ -117,7 +117,12 @@ class Recipe:
                 )
         if any(cast.format == "int8" for cast in self._casts):
             raise ValueError(f"recipe {self.name}: training takes FP8 formats, not int8, which is a packing scheme")
-        if any(cast.by_row and cast.scale == "e8m0" for cast in self._casts):
+        if any(cast.by_row and cast.format == "e2m1" for cast in self._casts):
+            raise ValueError(
+                f"recipe {self.name}: e2m1 has no exponents into which a row scale could be folded: use groups of 32 "
+                "or 16, as mxfp4 and nvfp4 do"
+            )
+        if any(cast.by_row and cast.scale_dtype == torch.float8_e8m0fnu for cast in self._casts):
             raise ValueError(
                 f"recipe {self.name}: no GEMM takes row scales in e8m0: use float32 scales rounded up to powers of two "
                 "(scale='pow2'), or groups of 32 with e8m0 scales, as mxfp8 does"
@@ -204,6 +209,11 @@ class Recipe:
         return self.dx.b == self.w and self.dx.b.bytes_serve_both
 
     @property
+    def reads_w_twice(self) -> bool:
+        """True if y and dx read different bytes of w: in groups along their own reduction, or rotated for one."""
+        return self.y is not None and self.dx is not None and ("y" in self.rotate or not self.quantizes_w_once)
+
+    @property
     def quantizes_x_once(self) -> bool:
         """True if dw reads the bytes of the cast `x`, transposed or widened."""
         if self.dw is None or "dw" in self.rotate:
@@ -241,6 +251,11 @@ class Recipe:
     def quantized(self) -> bool:
         """True if any of the three GEMMs runs on eight-bit operands."""
         return len(self._casts) > 0  # torch 2.11 cannot trace bool() of a list
+
+    @property
+    def has_four_bits(self) -> bool:
+        """True if an operand of the three GEMMs is in E2M1."""
+        return any(cast.format == "e2m1" for cast in self._casts)
 
     def _find_fusable(self) -> FusableRecipe | None:
         """See `fusable`.
@@ -282,7 +297,7 @@ class Recipe:
                 together; the message names the field, such as y.x.granularity.
         """
         kinds = {"name": str, "rotate": object, "emulate": bool, "exact_backward": bool} | dict.fromkeys(GEMMS, object)
-        fields = {"name": name} | _read_fields(values, kinds, "")
+        fields = {"name": name} | read_fields(values, kinds, "")
         if not fields["name"]:
             raise ValueError("name must not be empty")
         if isinstance(fields.get("rotate"), bool):  # of earlier versions
@@ -386,7 +401,7 @@ def rowwise_forward() -> Recipe:
 
 def delayed(gradients: str = "e5m2", history: History | None = None) -> Recipe:
     """One scale a tensor from the history of its amax, with room for twice that: quantizing reads each tensor once."""
-    x = Cast(granularity=TENSOR, history=history or History(margin=1.0))
+    x = Cast(granularity=TENSOR, history=history or History())
     return _one_cast_each("delayed", x, x, replace(x, format=gradients))
 
 
@@ -406,8 +421,31 @@ def groupwise(gradients: str = "e4m3", size: int = 64) -> Recipe:
     return _one_cast_each("groupwise", x, x, replace(x, format=gradients))
 
 
+def mxfp4() -> Recipe:
+    """Four bits: E2M1 in groups of 32 with the E8M0 scales of MX, and dy rounded stochastically. Emulated.
+
+    dy and w are rotated for dx, and dy and x for dw. Scales of dy are rounded up, so that nothing saturates and the
+    rounding has no bias. Source: Tseng et al., "Training LLMs with MXFP4" (arXiv:2502.20586).
+    """
+    x, dy = Cast("e2m1", group(32), "e8m0_floor"), Cast("e2m1", group(32), "e8m0", "stochastic")
+    return Recipe("mxfp4", Gemm(x, x), Gemm(dy, x), Gemm(dy, x), rotate=("dx", "dw"))
+
+
+def nvfp4() -> Recipe:
+    """Four bits: E2M1 with E4M3 scales and one of the tensor; x and dy in groups of 16, w in squares. Emulated.
+
+    dy is rounded stochastically. dy and x are rotated for dw. Source: NVIDIA, "Pretraining Large Language Models with
+    NVFP4" (arXiv:2509.25149), which also leaves some layers in BF16 and rotates 16 tokens at a time.
+    """
+    x, w = Cast("e2m1", group(16), "e4m3"), Cast("e2m1", block(16, 16), "e4m3")
+    dy = replace(x, rounding="stochastic")
+    return Recipe("nvfp4", Gemm(x, w), Gemm(dy, w), Gemm(dy, x), rotate=("dw",))
+
+
 def fnuz(recipe: Recipe) -> Recipe:
     """`recipe` in the eight-bit formats of AMD's MI300, which have no infinities and no negative zero."""
+    if recipe.has_four_bits:
+        return recipe
 
     def turned(cast: Cast) -> Cast:
         return replace(cast, format=f"{cast.format}fnuz")
@@ -419,7 +457,7 @@ def fnuz(recipe: Recipe) -> Recipe:
 
 RecipeName = Literal[
     "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
-    "blockwise", "mxfp8", "groupwise",
+    "blockwise", "mxfp8", "groupwise", "mxfp4", "nvfp4",
 ]  # fmt: skip
 FORMAT_NAMES = ("fp8", "float8", "e4m3")  # given for a recipe by mistake: the error names the default
 RECIPE_FILES = (".json", ".toml")  # the endings of their names
@@ -427,7 +465,7 @@ PRESETS: dict[str, Callable[..., Recipe]] = {
     f.__name__: f
     for f in (
         bf16, tensorwise, tensorwise_rotated, rowwise, rowwise_dw_bf16, rowwise_forward, delayed, blockwise, mxfp8,
-        groupwise,
+        groupwise, mxfp4, nvfp4,
     )
 }  # fmt: skip
 
@@ -451,7 +489,7 @@ def get_recipe(recipe: str | Path | Recipe) -> Recipe:
         return _read(Path(recipe))
     if recipe not in PRESETS:
         of_format = f" ({recipe} is a format; 'rowwise' is the default recipe)"
-        meant = of_format if recipe in FORMAT_NAMES else _nearest(str(recipe), PRESETS)
+        meant = of_format if recipe in FORMAT_NAMES else nearest(str(recipe), PRESETS)
         raise ValueError(
             f"unknown recipe {str(recipe)!r}{meant}: choose one of {', '.join(PRESETS)}, or "
             "give the .json or .toml file of a recipe"
@@ -505,91 +543,14 @@ def _read(path: Path) -> Recipe:
     return recipe
 
 
-# ---- Reading casts from JSON values that a person may have written. An error names the field and says what is allowed.
-
-
-_TYPE_NAMES = {str: "a string", int: "an integer", float: "a finite number", bool: "true or false"}
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """A question for the end of "unknown ...": whether one of `known`, with a name much like `name`, was meant."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {found[0]!r}?)" if found else ""
-
-
-def _read_fields(values: object, kinds: Mapping[str, type], where: str) -> dict[str, Any]:
-    """`values`, after a check that they are an object with fields of these names and types.
-
-    `where` is the path of the fields, such as y.x; "" for the whole. The caller checks a field of the type `object`.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(
-            f"{where or 'a recipe'} must be an object with the fields {', '.join(kinds)}; got {_shown(values)}"
-        )
-    found = dict(values)
-    for name, value in found.items():
-        path = f"{where}.{name}" if where else name
-        if name not in kinds:
-            raise ValueError(f"unknown field {path}{_advice(name, kinds)}: the fields are {', '.join(kinds)}")
-        if kinds[name] is float and type(value) is int:
-            found[name] = value = float(value)
-        # type() and not isinstance(): a bool is an int in Python, but never here.
-        wrong = kinds[name] is not object and type(value) is not kinds[name]
-        if wrong or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{path} must be {_TYPE_NAMES[kinds[name]]}; got {_shown(value)}")
-    return found
-
-
-def _advice(name: str, kinds: Iterable[str]) -> str:
-    """Where a field with this name belongs, or the field here with a name much like it."""
-    owners: dict[str, Iterable[str]] = {
-        "the recipe": ("rotate", "emulate", "exact_backward", "y", "dx", "dw"),
-        "a GEMM: y, dx or dw": ("x", "w", "dy", "fast_accumulation"),
-        "an operand": _kinds(Cast),
-        "a history": _kinds(History),
-    }
-    others = (owner for owner, names in owners.items() if name in names and not set(names) & set(kinds))
-    owner = next(others, None)
-    return _nearest(name, kinds) if owner is None else f" ({name} is a field of {owner})"
-
-
 def _read_gemm(values: Any, name: str) -> Gemm | None:
     if values is None or values == {"fast_accumulation": False}:  # earlier versions wrote the latter for BF16
         return None
     operands = _OPERANDS[name]
-    found = _read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)
+    found = read_fields(values, dict.fromkeys(operands, object) | {"fast_accumulation": bool}, name)
     if missing := [operand for operand in operands if operand not in found]:
         raise ValueError(
             f"{name}.{missing[0]} is missing: {name} needs the casts of {' and '.join(operands)}, or is null for BF16"
         )
-    a, b = (_read_cast(found.pop(operand), f"{name}.{operand}") for operand in operands)
+    a, b = (read_cast(found.pop(operand), f"{name}.{operand}") for operand in operands)
     return Gemm(a, b, **found)
-
-
-def _read_cast(values: object, where: str) -> Cast:
-    found = _read_fields(values, _kinds(Cast) | {"granularity": str, "history": object}, where)
-    if found.get("history") is not None:
-        history = _read_fields(found["history"], _kinds(History), f"{where}.history")
-        found["history"] = _made(History, history, f"{where}.history")
-    if "granularity" in found:
-        found["granularity"] = _made(parse_granularity, {"name": found["granularity"]}, f"{where}.granularity")
-    cast: Cast = _made(Cast, found, where)
-    return cast
-
-
-def _kinds(cls: type) -> dict[str, Any]:
-    """The type of each field that the constructor of a dataclass takes."""
-    types = typing.get_type_hints(cls)
-    return {each.name: types[each.name] for each in fields(cls) if each.init}
-
-
-def _made(make: Any, arguments: Mapping[str, Any], where: str) -> Any:
-    """`make(**arguments)`. A ValueError names the field `where`."""
-    try:
-        return make(**arguments)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-
-
-def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"

@@ -165,14 +165,15 @@ def saturation(model: nn.Module, batches: Iterable[Any]) -> dict[str, float]:
 
 
 def seed_scales(model: nn.Module, calibration: Any) -> None:
-    """Begin the histories of delayed scaling with what a calibration saw, so that the first step has scales.
+    """Begin the histories of delayed scaling with amax values that are known, so that the first step has scales.
 
     The history of an input gets the amax of each batch of the calibration, and that of a weight its amax. A gradient
     was not seen: its first step scales dynamically.
 
     Args:
         model: converted with the recipe `delayed`, with the module names of the calibrated model.
-        calibration: of `octavo.calibration.Calibration.load`.
+        calibration: of `octavo.calibration.Calibration.load`, or `octavo.checkpoint.packed_folder.PackedTensors` of a
+            folder packed with the scheme static, whose stored scales are those of the largest amax of its calibration.
 
     Raises:
         ValueError: no layer of `model` has a history, or the calibration lacks one. Nothing is changed.

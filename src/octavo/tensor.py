@@ -14,10 +14,10 @@ from octavo.ops.registration import FLOATS
 
 def quantize(
     x: Tensor,
-    format: Literal["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"] = "e4m3",
+    format: Literal["e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1"] = "e4m3",
     granularity: str = "row",
     *,
-    scale: Literal["fp32", "pow2", "e8m0"] = "fp32",
+    scale: Literal["fp32", "pow2", "e8m0", "e8m0_floor", "e4m3"] = "fp32",
     rounding: Literal["nearest", "stochastic"] = "nearest",
 ) -> QTensor:
     """Quantize a tensor: the result q is a QTensor with x ≈ q.data * q.scale.
@@ -29,9 +29,10 @@ def quantize(
 
     Args:
         x: float32, bfloat16 or float16, any rank above 0; all dimensions but the last count as rows.
-        format: "e4m3", "e5m2", "e4m3fnuz" or "e5m2fnuz".
+        format: "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz" or "e2m1", whose numbers the data holds in E4M3.
         granularity: "tensor", "row", "group:G" or, for matrices, "block:RxC".
-        scale: "fp32", "pow2" or "e8m0". MX is granularity="group:32" with scale="e8m0".
+        scale: "fp32", "pow2" or "e8m0". MX is granularity="group:32" with scale="e8m0", for e2m1 "e8m0_floor".
+            NVFP4 is e2m1 with granularity="group:16" and scale="e4m3".
         rounding: "nearest" or "stochastic" (its random numbers follow torch.manual_seed).
 
     Raises:

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -351,53 +352,39 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # Autocast knows an operation by its name in the dispatcher ("softmax.int"), and casts floating tensors, float64
 # excepted:
 #
-#     LOWER    inputs to BF16 or FP16: matrix products, convolutions and attention
-#     FP32     inputs to FP32: powers, exponentials, norms and losses, whose sums and ranges 8 or 11 bits do not hold
-#     RESULT   nothing, but the result is computed in FP32: softmax and sums, which have an argument for it
-#     PROMOTE  all inputs to the widest dtype among them
+#     lower    inputs to BF16 or FP16: matrix products, convolutions and attention
+#     fp32     inputs to FP32: powers, exponentials, norms and losses, whose sums and ranges 8 or 11 bits do not hold
+#     result   nothing, but the result is computed in FP32: softmax and sums, which have an argument for it
+#     promote  all inputs to the widest dtype among them
 #
 # Operations in none of the lists run in the dtype of their inputs; PyTorch widens an input if two dtypes meet.
 #
-# Source: ATen/autocast_mode.h of PyTorch, and "CUDA Ops that can autocast" in the documentation of torch.amp.
+# Source: the lists of ATen/autocast_mode.h, which comes with PyTorch and is read here, and a few operations that
+# ATen/autocast_mode.cpp registers one by one.
 
 
 Policy = Literal["lower", "fp32", "result", "promote"]
+_LISTS: dict[str, Policy] = {
+    "LOWER_PRECISION_FP": "lower", "FP32": "fp32", "FP32_SET_OPT_DTYPE": "result", "PROMOTE": "promote",
+}  # fmt: skip
+_OTHERS: dict[str, Policy] = {
+    "cudnn_convolution": "lower", "cudnn_convolution_transpose": "lower", "_cudnn_rnn": "lower",
+    "norm.Scalar": "fp32", "norm.ScalarOpt_dim": "fp32", "norm.names_ScalarOpt_dim": "fp32",
+}  # fmt: skip
 
-_LOWER = (
-    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
-    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
-    "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
-    "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
-    "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell",
-    "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
-)  # fmt: skip
-_FP32 = (
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
-    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
-    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
-    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist",
-    "pdist", "cdist", "renorm", "logsumexp", "norm.Scalar", "norm.ScalarOpt_dim",
-    "norm.names_ScalarOpt_dim", "upsample_nearest1d",
-    "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d", "upsample_nearest3d",
-    "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d", "_upsample_bilinear2d_aa",
-    "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
-)  # fmt: skip
-_RESULT = (
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
-    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
-    # before torch 2.13
-    "softmax.Dimname", "log_softmax.Dimname", "prod.dim_Dimname", "sum.dim_DimnameList", "cumprod.dimname",
-    "cumsum.dimname",
-)  # fmt: skip
-_PROMOTE = (
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
-    "scatter_add",
-)  # fmt: skip
 
-_LISTS: dict[Policy, Sequence[str]] = {"lower": _LOWER, "fp32": _FP32, "result": _RESULT, "promote": _PROMOTE}
-POLICIES: dict[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names}
+@cache
+def autocast_policies() -> dict[str, Policy]:
+    """The policy of each operation that autocast casts on a GPU."""
+    path = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    if not path.is_file():
+        raise RuntimeError(f"{path} has the lists of autocast and is missing: install PyTorch with its headers")
+    header, found = path.read_text(), dict(_OTHERS)
+    for name, policy in _LISTS.items():
+        _, _, entries = header.partition(f"#define AT_FORALL_{name}(_)")
+        for entry in re.findall(r"_\((\w+)(?:, (\w+))?\)", entries.partition("\n\n")[0]):
+            found[".".join(filter(None, entry))] = policy
+    return found
 
 
 # ---- Autocast as it is on a GPU, for fake tensors of the CPU.
@@ -456,7 +443,7 @@ class GpuAutocast:
         base, _, overload = name.partition(".")
         operation: Any = getattr(getattr(torch.ops.aten, base), overload or "default")
         # Versions of PyTorch differ in a few operations, so the kernels of this one decide.
-        policy = POLICIES.get(name) if _handles(name, "AutocastCUDA") else None
+        policy = autocast_policies().get(name) if _handles(name, "AutocastCUDA") else None
         if policy is None and operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             # Only the CPU's autocast handles it: on a GPU, its parts are cast.
             decompose: Callable[..., Any] = operation.decompose

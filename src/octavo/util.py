@@ -1,7 +1,10 @@
-"""Helpers of every package: words of messages, files of the user, extras, devices and progress."""
+"""Helpers of every package: words of messages, tables, files of the user, extras, devices and progress."""
+
+from __future__ import annotations
 
 import importlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # ---- Words of messages.
 
@@ -26,6 +30,34 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
     """The first names, and the number of the others: "q, k, v and 1 more"."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+class Table(NamedTuple):
+    """A table of text; columns in `right` hold numbers, those in `prose` sentences. A remark stands below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: tuple[str, ...] = ()
+    prose: tuple[str, ...] = ()
+    remark: str = ""
+
+    def __str__(self) -> str:
+        """The table without the remark, its columns aligned by blanks."""
+        columns = []
+        for cells in zip(self.columns, *self.rows, strict=True):
+            width, align = max(map(len, cells)), str.rjust if cells[0] in self.right else str.ljust
+            columns.append([align(cell, width) for cell in cells])
+        return "\n".join([self.title, *("  ".join(row).rstrip() for row in zip(*columns, strict=True))])
+
+
+def finite(value: Any) -> Any:
+    """The value for JSON, which has no inf and no NaN: None in their place, also within dictionaries and lists."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ---- Reading files of the user: whatever a file makes its parser raise becomes one error, which names the file.
@@ -169,6 +201,8 @@ def installed(package: str) -> str:
 def choose_device(device: str | torch.device) -> torch.device:
     """The device of a name that PyTorch knows, or of "auto": the GPU where there is one, else the CPU. Raises a
     ValueError if no device has this name, or if it is a GPU that PyTorch does not see here."""
+    import torch  # here: the command line loads this module before it knows that it needs PyTorch
+
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

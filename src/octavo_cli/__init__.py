@@ -1,8 +1,8 @@
 """The command `octavo`: one thin file a command.
 
-This package stands beside `octavo` and not inside it: `import octavo` imports PyTorch, which takes seconds, and
-`octavo --help` or a typing mistake is answered without it. So the files here import `octavo` and `torch` inside
-functions only, and `octavo` never imports this package.
+`octavo --help` or a typing mistake is answered without PyTorch, whose import takes seconds. So the files here import
+what needs it inside functions only: `octavo.util`, `octavo.data` and `octavo.version` do not. `octavo` never
+imports this package.
 """
 
 import sys

@@ -3,16 +3,15 @@
 import errno
 import logging
 import os
-import runpy
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from octavo.version import __version__
 from octavo_cli.command import Command, Commands, SettingsCommand
 from octavo_cli.display import CLOSED_PIPE, discard_output, printable, say
 from octavo_cli.doctor import doctor_command, formats_command
@@ -47,10 +46,8 @@ for _group, _commands in _GROUPS.items():
 
 
 def _show_version(asked: bool) -> None:
-    """Print the version from the file of octavo, which stands beside this package: its import takes PyTorch's time."""
     if asked:
-        file = Path(__file__).parents[1] / "octavo" / "version.py"
-        print(f"octavo {runpy.run_path(str(file))['__version__']}")
+        print(f"octavo {__version__}")
         raise typer.Exit
 
 

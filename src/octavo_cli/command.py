@@ -8,15 +8,13 @@ from collections.abc import Collection, Iterator
 from importlib import import_module
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from octavo.data import ReadReport
 from octavo_cli.display import CLOSED_PIPE, discard_output, say
-
-if TYPE_CHECKING:
-    from octavo.data import ReadReport
 
 DATA = "--data"
 
@@ -156,7 +154,7 @@ OTHER_COMMANDS = {word: advice for advice, words in _WORDS.items() for word in w
 # `tests/octavo_cli/test_command_line.py` compares them with the library's.
 
 
-FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0", "bf16", "fp16", "fp32")
+FORMATS = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1", "e8m0", "bf16", "fp16", "fp32")
 ATTENTIONS = ("bf16", "fp8")
 CACHES = ("bf16", "fp8")  # of octavo plan
 GGUF_WEIGHTS = ("q8_0", "f16")
@@ -166,7 +164,7 @@ LAYOUTS = ("compressed-tensors", "fp8", "modelopt")
 MODEL_PRESETS = ("llama-1b", "llama-3-70b", "llama-3-8b")
 RECIPES = (
     "bf16", "tensorwise", "tensorwise_rotated", "rowwise", "rowwise_dw_bf16", "rowwise_forward", "delayed",
-    "blockwise", "mxfp8", "groupwise",
+    "blockwise", "mxfp8", "groupwise", "mxfp4", "nvfp4",
 )  # fmt: skip
 SCHEMES = ("channel", "tensor", "static", "block", "mx", "group32", "group64", "group128", "weight", "int8")
 

@@ -10,20 +10,18 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from octavo.util import Progress
+from octavo.util import Progress, Table
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal
@@ -79,7 +77,7 @@ def print_table(
     widths = [max((cell_len(line[at]) for line in lines), default=0) for at in range(len(columns))]
     console = _Screen()
     if console.is_terminal and prose and sum(widths) + len(_GAP) * (len(widths) - 1) > console.width:
-        table = Table(box=None, pad_edge=False, show_header=header)
+        table = Grid(box=None, pad_edge=False, show_header=header)
         for at, name in enumerate(columns):
             table.add_column(
                 Text(lines[0][at]),
@@ -98,6 +96,16 @@ def print_table(
         say(texts.pop(0), "bold")
     if texts:
         say("\n".join(texts))
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Print the tables that have rows, each with its remark, and a line between them."""
+    for title, columns, rows, right, prose, remark in tables:
+        if rows:
+            print_table(columns, rows, right=right, prose=prose, title=title)
+            if remark:
+                say(remark, "dim")
+            say()
 
 
 def print_rows(rows: Sequence[Mapping[str, str]], *, prose: Sequence[str] = (), title: str = "") -> None:

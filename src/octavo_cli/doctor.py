@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from octavo.util import choose_device, finite
 from octavo_cli.command import FORMATS, GPUS, RECIPES, AsJson, argument, option
 from octavo_cli.display import print_rows, progress, say
 
@@ -24,7 +25,7 @@ def doctor_command(
     recipe: Annotated[list[str] | None, option("RECIPE", "A preset or a file, repeatable. Default: presets.")] = None,
     gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,
-    measure: Annotated[bool, option("--measure", "Time the GEMM of each recipe for a few sizes, in a minute.")] = False,
+    measure: Annotated[bool, option("--measure", "Time the GEMM of each recipe for a few sizes.")] = False,
     measure_layers: Annotated[bool, option("--measure-layers", "Time layers for convert(only_if_faster=True)")] = False,
 ) -> None:
     """Show this machine, its problems and its GEMMs.
@@ -44,7 +45,6 @@ def doctor_command(
       octavo doctor --gpu rtx4090
     """
     from octavo.ops.dispatch import choose_recipe, find_fix, gemm_backends
-    from octavo.util import choose_device
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
@@ -58,7 +58,7 @@ def doctor_command(
     report["schemes"] = scheme_backends(place)
     report["fixes"] = {name: fix for name, each in chosen.items() if (fix := find_fix(each, place))}
     if measure:
-        report |= measure_gemms(chosen, device)
+        report["gemms"] = measure_gemms(chosen, device)
     if measure_layers:
         report["machine"]["table_of_gains"] = str(measure_gains(device))
     if as_json:
@@ -101,18 +101,15 @@ def _print(report: dict[str, Any]) -> None:
     ]  # fmt: skip
     if timed:
         print_rows(timed, title="GEMM of y, without quantization: M x K x N")
-    if late := report.get("not_timed"):
-        say(f"not timed, for lack of time: {', '.join(late)}")
 
 
-def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> dict[str, Any]:
-    """The times of a few GEMMs, and the names of those that the time did not suffice for, as JSON values."""
+def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> list[dict[str, Any]]:
+    """The times of a few GEMMs, as JSON values."""
     from octavo.inspection.doctor import CPU_SHAPES, GPU_SHAPES, time_gemms
 
     shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
     with progress("timing") as advance:
-        found, late = time_gemms(recipes, device, shapes, progress=advance)
-    return {"gemms": [asdict(each) | {"tflops": each.tflops} for each in found], "not_timed": late}
+        return [asdict(each) | {"tflops": each.tflops} for each in time_gemms(recipes, device, shapes, advance)]
 
 
 def measure_gains(device: torch.device) -> Path:
@@ -166,7 +163,7 @@ def scheme_backends(place: Place) -> dict[str, dict[str, str]]:
     return found
 
 
-SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0"}
+SPECIALS = {"ieee": "inf, NaN", "fn": "NaN", "fnuz": "NaN, no -0", "e8m0": "NaN, no 0", "finite": "none"}
 
 
 def formats_command(
@@ -206,7 +203,7 @@ def formats_command(
     chosen = [get_format(name) for name in (FORMATS if format is None else [format])]
     rows = [facts(f) if number is None else look(number, f) for f in chosen]
     if as_json:
-        print(json.dumps([{name: _json(value) for name, value in row.items()} for row in rows], indent=2))
+        print(json.dumps(finite(rows), indent=2))
     elif number is not None and format is not None:
         for name, value in rows[0].items():
             say(f"{name:<9} {_text(value)}")
@@ -232,11 +229,6 @@ def _print_recipe(recipe: str) -> None:
     if fields["name"] in PRESETS:
         del fields["name"]  # a changed preset needs another name, and takes that of its file
     print(json.dumps(fields, indent=2))
-
-
-def _json(value: Any) -> Any:
-    """`value`, or None for inf and NaN, which JSON lacks."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _text(value: Any) -> str:
@@ -270,7 +262,7 @@ def look(number: float, f: Format) -> dict[str, Any]:
         """The next number above or below; NaN where there is none. Codes order magnitudes, the sign turns them."""
         magnitude = code & ~sign_bit
         position = (-magnitude if code & sign_bit else magnitude) + direction
-        if abs(position) > f.max_code or (not f.signed and position < 0) or code == f.nan_code:
+        if abs(position) > f.max_code or (not f.signed and position < 0) or math.isnan(value):
             return math.nan
         return float(decode(torch.tensor(abs(position) | (sign_bit if position < 0 else 0)), f))
 

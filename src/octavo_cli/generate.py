@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from octavo.util import plural
 from octavo_cli.command import (
     ATTENTIONS,
     DATA_HELP,
@@ -136,7 +137,6 @@ def write_texts(
 ) -> None:
     """Generate up to `grid.tokens` tokens after each prompt, a batch at a time, and print them as they come."""
     from octavo.inference.opening import end_tokens
-    from octavo.util import plural
 
     [batch], count = grid.batches, grid.tokens
     if opened.device.type == "cuda":
@@ -177,7 +177,6 @@ def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, a
     from octavo.numerics import ROW
     from octavo.ops import find_backend
     from octavo.speed import facts, time_generation
-    from octavo.util import plural
 
     def generate(ids: torch.Tensor, tokens: int) -> torch.Tensor:
         return torch.tensor(list(engine.generate(ids.tolist(), tokens, Sampling(temperature=0)))).t()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import plural, some_of
 from octavo_cli.command import (
     BUDGET_HELP,
     DATA_HELP,
@@ -165,10 +166,24 @@ def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
     print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
     if kept is not None:
         print_budget(kept)
+    if report.updates:
+        _print_updates(report)
     if wide := report.unpacked_expert_bytes:
         what = f"{wide / report.folder_bytes:.0%} of the folder, {wide / 1e6:.2f} MB, are experts in BF16"
         say(f"warning: {what}: --experts packs them too", "yellow")
     _say_readers(layout)
+
+
+def _print_updates(report: PackReport) -> None:
+    """Print what the rounding left of merged adapters. Below a cosine of 0.5 most of it is noise."""
+    rows = [
+        {"layers": f"{each.layers} {kind}", "norm": f"{each.norm:.2f}", "cosine": f"{each.cosine:.3f}"}
+        for kind, each in report.updates.items()
+    ]
+    print_rows(rows, title="the update by adapters, rounded to eight bits: its norm over that before, and their cosine")
+    if noisy := [kind for kind, each in report.updates.items() if each.cosine < 0.5]:
+        remedy = f"--skip '*.{noisy[0]}' leaves such layers in BF16, and adapters beside a packed base are not rounded"
+        say(f"warning: what is left of {', '.join(noisy)} is mostly noise of the rounding: {remedy}", "yellow")
 
 
 def _say_readers(layout: str) -> None:
@@ -191,7 +206,6 @@ def _layers(given: list[str]) -> dict[str, str]:
 
 def _of_packed(report: PackReport) -> list[tuple[str, str]]:
     from octavo.rates.measured import speeds_note
-    from octavo.util import plural
 
     facts = [("linear layers packed", f"{n}, {scheme}") for scheme, n in Counter(report.packed.values()).items()]
     before, after = (f"{size / 1e6:.2f} MB" for size in (report.bf16_bytes, report.packed_bytes))
@@ -231,8 +245,6 @@ def _of_folder(report: PackReport) -> list[tuple[str, str]]:
 
 
 def _of_scales(report: PackReport) -> list[tuple[str, str]]:
-    from octavo.util import plural
-
     facts = []
     if report.gains:
         gains = sorted(report.gains.values())
@@ -251,8 +263,6 @@ _ROWS = 10
 
 def print_budget(found: BudgetReport) -> None:
     """Print the measured quality, the layers that stay in BF16, and the groups with the most harm per byte saved."""
-    from octavo.util import plural
-
     of = found.quality
     for budget in found.budgets:
         value, packed = budget.estimate(of), budget.estimate(found.all_packed)
@@ -313,7 +323,6 @@ def _fold(
 
 def _write_gguf(source: Path, out: Path, weights: str, tokenizer: bool, step: int | None) -> None:
     from octavo.packing.gguf_export import export_gguf
-    from octavo.util import plural
 
     with progress("exporting") as advance:
         report = export_gguf(source, out, weights=weights, tokenizer=tokenizer, step=step, progress=advance)
@@ -378,8 +387,6 @@ def unpack_command(
 
 
 def _print_conversion(result: Repacked) -> None:
-    from octavo.util import plural
-
     if result.lossless:
         say("no weight changed")
         return
@@ -424,7 +431,6 @@ def calibrate_command(
     """
     from octavo.calibration import calibrate
     from octavo.evaluation import PromptOptions
-    from octavo.util import plural, some_of
 
     prompts = PromptOptions(samples, context, batch, seed)
     try:
@@ -450,7 +456,6 @@ def calibrate_command(
 def _print_outliers(found: Calibration) -> None:
     """Print the sites with the largest ratio of the amax to a high percentile."""
     from octavo.calibration.site_statistics import PERCENTILES
-    from octavo.util import plural
 
     high = PERCENTILES[-1]
     rows: dict[tuple[float, str], dict[str, str]] = {}

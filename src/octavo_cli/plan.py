@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.version import __version__
 from octavo_cli.command import ATTENTIONS, CACHES, GPUS, SCHEMES, AsJson, argument, changed, option
 from octavo_cli.display import check_output, print_rows, print_table, say, write_output
 
@@ -146,7 +147,6 @@ def _check_days(context: typer.Context, days: float, budget: float | None) -> No
 def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
     """Print the figures as JSON if `as_json`, and write them to the file `csv` if there is one."""
     from octavo.train.config import flatten
-    from octavo.version import __version__
 
     if as_json:
         print(json.dumps(found))

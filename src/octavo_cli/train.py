@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import plural
 from octavo_cli.command import MODEL_PRESETS, AsJson, argument, option, settings_after
 from octavo_cli.display import check_output, number, print_facts, print_rows, print_table, progress, say, write_output
 
 if TYPE_CHECKING:
-    from octavo.bisection import Bisection
-    from octavo.bisection.bisector import ShortRun
-    from octavo.bisection.search import Gap, Part
+    from octavo.bisection import Bisection, Part, ShortRun, Trial
     from octavo.report.runs import RunData
     from octavo.train.config import Config
     from octavo.train.run_records import Decision, RunRecord
@@ -82,7 +81,6 @@ def _train(path: Path | None, resume_from: Path | None, or_resume: bool, overrid
     from octavo.train.processes import live_console, print_line, same_outcome, world_size
     from octavo.train.settings import load_config
     from octavo.train.trainer import branch_settings, resume_run, start_or_resume, start_run, was_restarted
-    from octavo.util import plural
 
     with live_console() as console:
         if resume_from:
@@ -137,8 +135,7 @@ def bisect_command(
     path, words = settings_after(config, context)
 
     def search() -> None:
-        from octavo.bisection import bisect
-        from octavo.bisection.bisector import find_checkpoint
+        from octavo.bisection import bisect, find_checkpoint
         from octavo.train.processes import rank
 
         start = None if checkpoint is None else find_checkpoint(checkpoint)
@@ -185,12 +182,12 @@ def _print_run(run: ShortRun, count: int) -> None:
 
 
 def _print_trials(found: Bisection) -> None:
-    whole = found.finding.whole.gap
+    whole = found.finding.whole
     rows = [
         {
             "in FP8": ", ".join(trial.part.gemms), "layers": _layers(trial.part, found.layers),
-            "gap": f"{trial.gap.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
-            "share": f"{trial.gap.share_of(whole):.0%}" if whole.mean else "",
+            "gap": f"{trial.mean:+.2%}", "+-": f"{trial.half_width:.2%}",
+            "share": f"{trial.share_of(whole):.0%}" if whole.mean else "",
             "": "" if trial.resolved else "within the noise",
         }
         for trial in found.finding.trials
@@ -200,7 +197,7 @@ def _print_trials(found: Bisection) -> None:
 
 
 def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
-    finding, gap = found.finding, found.finding.whole.gap
+    finding, gap = found.finding, found.finding.whole
     size = f"{gap.mean:+.2%} +- {gap.half_width:.2%} after {found.steps} steps with {seeds} seeds"
     if finding.verdict == "unresolved":
         if gap.seeds_needed is None:
@@ -212,11 +209,11 @@ def _verdict(found: Bisection, seeds: int, least: float) -> list[str]:
         return [f"FP8 has the lower loss: {size}. There is nothing to find."]
     lines = [f"FP8 raises the loss: {size}.", f"GEMM: {' and '.join(finding.gemms)}"]
     for trial in finding.layers:
-        lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.gap.share_of(gap):.0%} of the gap")
+        lines.append(f"layers: {_layers(trial.part, found.layers)}, {trial.share_of(gap):.0%} of the gap")
     return [*lines, *_remedies(found)]
 
 
-def _advice(gap: Gap, least: float) -> str:
+def _advice(gap: Trial, least: float) -> str:
     """The way to resolve a gap, for one that is not resolved."""
     longer = "longer runs (--run-steps) may show a larger one."
     if gap.mean < least:
@@ -226,10 +223,10 @@ def _advice(gap: Gap, least: float) -> str:
 
 def _remedies(found: Bisection) -> list[str]:
     """The settings that keep the causes in BF16, and the gap that is left with them."""
-    from octavo.bisection.search import Part
+    from octavo.bisection import Part
 
     finding, gemms = found.finding, found.finding.whole.part.gemms
-    gaps = {trial.part: f"{trial.gap.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
+    gaps = {trial.part: f"{trial.mean:+.2%} +- {trial.half_width:.2%}" for trial in finding.trials}
     others = tuple(name for name in gemms if name not in finding.gemms)
     rest = tuple(name for name in found.layers if name not in found.causes)
     lines = []
@@ -269,7 +266,7 @@ def compare_command(
       octavo compare runs/bf16 runs/rowwise
       octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
     """
-    from octavo.train.run_records import ONE_SEED, different_settings, read_run
+    from octavo.train.run_records import ONE_SEED, different_settings, names_of_runs, read_run
 
     if len(runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(runs)}")
@@ -284,7 +281,7 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    _print_runs(summaries, _names(runs))
+    _print_runs(summaries, names_of_runs(runs))
     if remark:
         say(remark)
     for name, values in different.items():
@@ -328,8 +325,6 @@ def _margin(text: str) -> float:
 
 
 def _decided(decision: Decision, margin: str) -> str:
-    from octavo.util import plural
-
     least = abs(decision.mean) - (decision.half_width or 0)
     if decision.verdict == "within":
         return f"within {margin}"
@@ -371,12 +366,6 @@ def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
         "tokens_per_second": run.tokens_per_second,
         "peak_memory": run.peak_memory,
     }
-
-
-def _names(runs: list[Path]) -> list[str]:
-    """The names of the folders, or their whole paths where two folders have one name."""
-    names = [path.resolve().name for path in runs]
-    return names if len(set(names)) == len(names) else [str(path) for path in runs]
 
 
 def _text(value: Any) -> str:

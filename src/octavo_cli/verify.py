@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.util import plural
 from octavo_cli.command import (
     BUDGET_HELP,
     DATA_HELP,
@@ -25,7 +26,7 @@ from octavo_cli.command import (
     print_reading,
     refuse_unused,
 )
-from octavo_cli.display import check_output, print_rows, print_table, progress, say, write_output
+from octavo_cli.display import check_output, print_rows, progress, say, show, write_output
 
 if TYPE_CHECKING:
     from octavo.checkpoint.packed_folder import PackedTensors
@@ -101,9 +102,7 @@ def _check_live(packed: Path, device: str) -> bool:
     import octavo
 
     found = octavo.check(octavo.load(packed, device), packed)
-    table = found.table()
-    if table.rows:
-        print_table(table.columns, table.rows, right=table.right, prose=table.prose, title=table.title)
+    show([found.table()])
     for line in (*found.remarks, f"live: {found.verdict}"):
         say(line)
     return found.ok
@@ -115,11 +114,7 @@ def _print(report: Report) -> None:
         ordered = sorted(report.layers, key=lambda layer: layer.output_sqnr or layer.weight_sqnr or 0.0)
         remark = f"of {len(report.layers)} layers the {_ROWS} that lose most are shown; --json and --html have all"
         shown = replace(report, layers=ordered[:_ROWS], remarks=[*report.remarks, remark])
-    for section in shown.sections():
-        print_table(section.columns, section.rows, prose=[""], title=section.title)
-        if section.remark:
-            say(section.remark, "dim")
-        say()
+    show(shown.tables())
     for remark in shown.remarks:
         say(remark)
     say(f"{report.packed}: {report.verdict}", "" if report.ok else "red")
@@ -169,7 +164,6 @@ def inspect_command(
 def _print_packed(folder: Path, as_json: bool) -> None:
     from octavo.checkpoint.packed_folder import PackedTensors
     from octavo.checkpoint.scheme import reciprocal_warning
-    from octavo.util import plural
 
     packed = PackedTensors(folder)
     rows = [_layer(packed, name) for name in packed.packing.schemes]
@@ -228,9 +222,6 @@ def _print_dtypes(source: Path, module: str | None, changes: dict[str, Any], as_
         print(json.dumps(flow.to_dict(), indent=2))
         return
     say(f"{flow.model} of {source}: a forward and backward pass, autocast {flow.autocast}")
-    for table in [flow.operation_table()] if module is not None else flow.tables():
-        if table.rows:
-            say()
-            print_table(table.columns, table.rows, right=table.right, prose=table.prose, title=table.title)
+    show([flow.operation_table()] if module is not None else flow.tables())
     for remark in flow.remarks():
         say(remark)

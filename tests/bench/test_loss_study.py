@@ -1,6 +1,5 @@
 """bench/gpu/loss, the model small and on the CPU: branches, their files, the processes and the result."""
 
-import copy
 import json
 import logging.config
 import math
@@ -18,7 +17,6 @@ from bench.gpu.loss import result, text, training
 from bench.gpu.loss.model import CONFIGS, MODES, make_model
 from bench.report import loss
 from bench.report.filler import HELPERS, Fields, fill
-from octavo.train.optimizer import learning_rate
 
 pytestmark = pytest.mark.slow
 
@@ -87,12 +85,6 @@ def test_a_branch_of_bf16_without_a_change_of_order_goes_on_as_the_trunk_would(f
     branch.restart(load_file(folder / "trunk.safetensors"))
     assert list(training.steps(branch, training_text, order, first, last)) == losses[first:]
     assert training.rounded(losses[:first]) == json.loads((folder / "trunk.json").read_text())["losses"]
-
-
-def test_the_learning_rate_of_a_branch_ends_at_zero() -> None:
-    config = CONFIG.change(steps=100, decay_steps=100)
-    rates = [learning_rate(step, config) for step in (40, 70, 99)]
-    assert rates == pytest.approx([2e-3, 1e-3, 2e-3 / 60])
 
 
 def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
@@ -252,23 +244,3 @@ def test_every_figure_of_the_page_is_recomputed_from_the_runs(folder: Path, foun
     base = statistics.fmean(loss_of("bf16", order, "bf16") for order in (7, 8))
     assert f"| {base:.4f} |" in page
     assert "not decided" in page  # a CPU decides nothing for models of useful size
-
-
-def test_the_earliest_branch_that_decides_is_the_first_sentence_of_the_page(found: dict[str, Any]) -> None:
-    """Four orders of `rowwise` and of a twin within 0.1 % decide, and two orders do not."""
-    few = found | {"machine": found["machine"] | {"gpu": "NVIDIA H200"}}
-    row = {"gap": 2e-4, "half": 3e-4, "by_order": [2e-4] * 4}
-    many = copy.deepcopy(few)
-    for mode in ("rowwise", "twin"):
-        many["modes"][mode]["bf16"] |= row
-    early, far = copy.deepcopy(many), copy.deepcopy(many)
-    early["branch"]["share"], far["branch"]["share"] = 0.3, 0.1
-    far["modes"]["twin"]["bf16"]["gap"] = 9e-4
-    named = {"cpu_loss_a": many | {"machine": found["machine"]}, "gpu_loss_few": few}
-    assert loss.decided(as_results(named)) == ""
-    named |= {"gpu_loss_many": many, "gpu_loss_early": early, "gpu_loss_far": far}
-    assert "the last 70% of a run in `rowwise` raises the loss by +0.020%" in loss.decided(as_results(named))
-
-
-def as_results(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: json.loads(json.dumps(each), object_hook=Fields) for name, each in named.items()}

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import attention_fp8_oracle
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor
 
 from bench import record, smoke
+from bench.cpu import embeddings
 from bench.cpu import vision as digits
 from bench.gpu import attention, generate, harness, kernels, layer, llama, plan, stack, watch
 from bench.gpu import serve_models as models
@@ -39,6 +42,7 @@ MAINS = sorted(
     for path in (ROOT / "bench").rglob("*.py")
     if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
 )
+FIGURES = ("cosine", "least", "spearman", "nearest")  # of embeddings
 BLOCKS = replace(SMALL, vocabulary=8, context=16)
 
 
@@ -160,7 +164,7 @@ def test_the_watch_of_a_stack_changes_no_bit() -> None:
 # --- Generating ------------------------------------------------------------------------------------------------
 
 
-def test_ways_take_turns_and_a_speed_is_over_the_best_bf16_way() -> None:
+def test_ways_take_turns() -> None:
     order: list[tuple[str, int]] = []
 
     def way(name: str, baseline: bool) -> generate.Way:
@@ -176,11 +180,6 @@ def test_ways_take_turns_and_a_speed_is_over_the_best_bf16_way() -> None:
     assert order[:4] == [("a", 4), ("a", 1), ("b", 4), ("b", 1)]  # the first calls
     for turn in range(4, 16, 4):
         assert sorted(order[turn : turn + 4]) == [("a", 1), ("a", 4), ("b", 1), ("b", 4)]
-    figures = ((1.0, 10.0, False), (2.0, 4.0, True), (3.0, 5.0, True))
-    named = ("first_token_seconds", "tokens_per_second", "baseline")
-    found = generate.with_speeds([dict(zip(named, each, strict=True)) for each in figures])
-    assert [row["first_token_speedup"] for row in found] == [2.0, 1.0, pytest.approx(2 / 3)]
-    assert [row["tokens_per_second_speedup"] for row in found] == [2.0, 0.8, 1.0]
 
 
 def test_the_memory_of_others_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +230,31 @@ def test_generation_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "argv", [*words, "--only", "decode 7"])
     with pytest.raises(SystemExit, match="--only takes prompt, decode 1, .* got 'decode 7'"):
         generate.main()
+
+
+# --- Embeddings
+
+
+def test_embeddings_are_compared_by_direction_and_by_rank() -> None:
+    exact = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert embeddings.compare(3 * exact, exact) == pytest.approx(dict.fromkeys(FIGURES, 1.0))
+    turned = exact.clone()
+    turned[2] = -turned[2]
+    found = embeddings.compare(turned, exact)
+    assert found["least"] == pytest.approx(-1)
+    assert found["cosine"] == pytest.approx(4 / 6)
+    pairs = [(i, j) for i in range(6) for j in range(i)]
+    units = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (turned.numpy(), exact.numpy()))
+    ours, theirs = ([float(unit[i] @ unit[j]) for i, j in pairs] for unit in units)
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(ours, theirs).statistic)
+
+
+@pytest.mark.slow
+def test_a_packed_encoder_is_measured(results: Path) -> None:
+    embeddings.main(["--sentences", "6", "--schemes", "channel"])
+    found = json.loads((results / "embeddings.json").read_text())["schemes"]
+    assert found["bf16"]["least"] > 0.999 > found["channel"]["least"] > 0.99
+    assert 0.5 < found["channel"]["bytes_to_bf16"] < 0.51
 
 
 # --- Plans and served models -----------------------------------------------------------------------------------

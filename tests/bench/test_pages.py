@@ -95,7 +95,8 @@ def test_each_recipe_of_the_guide_is_measured():
     named = re.findall(r"^\| (`.*`) \|", table, re.MULTILINE)
     assert {name.strip("` ") for names in named for name in names.split(",")} == PRESETS.keys() - {"bf16"}
     page = pages.page("recipes", RESULTS)
-    unmeasured = set(re.findall(r"^\| `(\w+)` \|.* not measured", table, re.MULTILINE))
+    rows = re.findall(r"^\| ([^|]*) \|.* not measured", table, re.MULTILINE)
+    unmeasured = set(re.findall(r"`(\w+)`", " ".join(rows)))
     assert {name for name in PRESETS.keys() - {"delayed"} if f"| `{name}` |" not in page} == unmeasured
     assert "| `delayed_e5m2_margin_1` |" in page  # the preset
 
@@ -159,18 +160,3 @@ def test_the_plan_is_near_each_step_that_was_measured(errors_of, most):
         if not {performance.REPLACED, "small experts"} & {row.get("mode"), row.get("experts")}:
             speed = row.get("ms") or row["rate"]
             assert speed.planned == pytest.approx(speed.measured, rel=most), row
-
-
-# --- Figures ---------------------------------------------------------------------------------------------------
-
-
-def test_modes_are_compared_within_a_round():
-    cell = {"rounds": {"bf16": [1.0, 2.0, 3.0], "ours": [2.0, 4.0, 1.0]}}
-    assert speedup(cell, "ours", "bf16") == 0.5  # of the medians: 1
-
-
-def test_an_aim_is_met_at_its_bound():
-    template = "\n".join(f"| a | {required} | {{value:.2f}}x |" for required in ("≥ 1.00x", "≤ 1.00x", "< 1.00x"))
-    for value, verdicts in ((1.0, ["met", "met", "**missed**"]), (0.99, ["**missed**", "met", "met"])):
-        assert re.findall(r"x \| (\S+) \|$", pages.judged(template, {"value": value}), re.MULTILINE) == verdicts
-    assert pages.judged(template, {}).count("not measured") == 3

@@ -6,15 +6,14 @@ import warnings
 import pytest
 from ranks import run_ranks
 from rich.console import Console
+from tiny_models import make_model
 
-from octavo.bisection import bisect
-from octavo.bisection.bisector import BF16, find_checkpoint
-from octavo.bisection.search import Part
+from octavo.bisection import BF16, Part, ShortRuns, bisect, find_checkpoint
 from octavo.checkpoint.files import ArtifactError
 from octavo.nn import linear_function
 from octavo.train import model as trained_model
 from octavo.train.config import Config, ConfigError
-from octavo.train.trainer import resume_run, start_run
+from octavo.train.trainer import resume_run, settle, start_run
 
 LAYER = "model.layers.0.mlp.down_proj"
 
@@ -51,7 +50,16 @@ def test_a_layer_with_a_broken_scale_is_named(settings, tmp_path, broken_layer):
     assert (found.finding.verdict, found.finding.gemms, found.causes) == ("found", ("y",), [LAYER])
     others = found.finding.trials[-1]  # all but the layer in FP8
     assert others.part.layers == ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj")
-    assert abs(others.gap.mean) < 0.1 * found.finding.whole.gap.mean
+    assert abs(others.mean) < 0.1 * found.finding.whole.mean
+
+
+def test_a_layer_in_adapters_has_its_name_in_the_model(settings, tmp_path):
+    make_model(tmp_path / "base", "llama")
+    config = settle(settings(model=str(tmp_path / "base"), lora=2))
+    runs = ShortRuns(config, tmp_path / "out", 1, None, Part(("y",)), lambda run, count: None)
+    with runs.opened():
+        assert LAYER in runs.run(runs.whole, 0).converted
+        assert runs.run(Part(("y",), (LAYER,)), 0).converted == (LAYER,)
 
 
 def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, wrong_dw):
@@ -59,14 +67,14 @@ def test_a_dw_of_the_wrong_sign_is_named(settings, tmp_path, wrong_dw):
     found = bisect(settings(recipe="tensorwise", skip=skip), tmp_path / "out", seeds=2)
     assert (found.finding.verdict, found.finding.gemms) == ("found", ("dw",))
     [y_and_dx] = [trial for trial in found.finding.trials if trial.part.gemms == ("y", "dx")]
-    assert abs(y_and_dx.gap.mean) < 0.1 * found.finding.whole.gap.mean
+    assert abs(y_and_dx.mean) < 0.1 * found.finding.whole.mean
 
 
 def test_a_sound_recipe_has_no_gap_to_resolve(settings, tmp_path):
     made = []
     found = bisect(settings(), tmp_path / "out", steps=6, on_run=lambda run, count: made.append(run))
     assert (found.finding.verdict, found.causes, found.steps) == ("unresolved", [], 6)
-    assert found.finding.whole.gap.seeds_needed > 3
+    assert found.finding.whole.seeds_needed > 3
     assert [(run.part.gemms, run.seed, len(run.losses)) for run in made] == [
         (gemms, seed, 6) for seed in range(3) for gemms in (("y", "dx", "dw"), ())
     ]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from octavo.bisection.search import Gap, Part, Search
+from octavo.bisection import Part, Search, Trial, half_width
 
 GEMMS = ("y", "dx", "dw")
 LAYERS = [f"layers.{block}.{kind}" for block in range(8) for kind in ("q_proj", "k_proj", "up_proj", "down_proj")]
@@ -18,7 +18,7 @@ def search(effect, noise=0.001, least=0.0):
     def measure(part):
         tried.append(part)
         size = effect(set(part.gemms), set(LAYERS if part.layers is None else part.layers))
-        return Gap((size - noise, size, size + noise))
+        return size - noise, size, size + noise
 
     found = Search(measure, GEMMS, LAYERS, least).run()
     assert len(set(tried)) == len(tried), "nothing is tried twice"
@@ -36,10 +36,10 @@ def test_one_gemm_of_one_layer_is_found(gemm, layer):
     found = search(lambda gemms, layers: 0.1 * (gemm in gemms and layer in layers))
     assert (found.verdict, found.gemms, causes(found)) == ("found", (gemm,), [(layer,)])
     assert len(found.trials) <= 1 + 3 + 2 * math.log2(len(LAYERS)) + 3
-    whole, remedies = found.whole.gap, found.trials[-2:]
+    whole, remedies = found.whole, found.trials[-2:]
     assert whole.mean == pytest.approx(0.1)
     assert {trial.part.gemms for trial in remedies} == {tuple(g for g in GEMMS if g != gemm), GEMMS}
-    assert all(trial.gap.mean == pytest.approx(0) for trial in remedies)
+    assert all(trial.mean == pytest.approx(0) for trial in remedies)
 
 
 def test_two_layers_each_of_which_has_the_whole_effect_are_both_found():
@@ -47,7 +47,7 @@ def test_two_layers_each_of_which_has_the_whole_effect_are_both_found():
     found = search(lambda gemms, layers: 0.1 * bool(FAR & layers))
     assert set(causes(found)) == {(LAYERS[2],), (LAYERS[29],)}
     assert set(found.trials[-1].part.layers) == set(LAYERS) - FAR
-    assert found.trials[-1].gap.mean == pytest.approx(0)
+    assert found.trials[-1].mean == pytest.approx(0)
 
 
 FAR = {LAYERS[2], LAYERS[29]}
@@ -100,27 +100,30 @@ def test_no_gap_to_search_ends_the_search(gap, noise, least, verdict):
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 10: 2.262}  # two-sided, 95 %, of n - 1 degrees of freedom
 
 
+def trial(*gap):
+    return Trial(Part(GEMMS), gap, half_width([gap]))
+
+
 @pytest.mark.parametrize("count", STUDENT)
 def test_the_interval_is_that_of_students_t(count):
     gaps = np.random.default_rng(count).normal(0.01, 0.002, count)
-    gap = Gap(tuple(gaps.tolist()))
-    assert gap.mean == pytest.approx(gaps.mean())
-    assert gap.half_width == pytest.approx(STUDENT[count] * gaps.std(ddof=1) / math.sqrt(count), rel=1e-3)
+    found = trial(*gaps.tolist())
+    assert found.mean == pytest.approx(gaps.mean())
+    assert found.half_width == pytest.approx(STUDENT[count] * gaps.std(ddof=1) / math.sqrt(count), rel=1e-3)
 
 
 def test_the_seeds_that_resolve_a_gap():
-    gap = Gap((0.010, -0.002, 0.012))  # the deviation is 1.13 times the mean
-    needed = gap.seeds_needed
+    needed = trial(0.010, -0.002, 0.012).seeds_needed  # the deviation is 1.13 times the mean
     assert needed == 8  # 2.365 * 1.13 < sqrt(8), and 2.447 * 1.13 > sqrt(7)
-    assert Gap((0.010, 0.011, 0.012)).seeds_needed == 3
-    assert Gap((0.0, 0.0)).seeds_needed is None
-    assert Gap((1.0, -0.999)).seeds_needed > 1_000_000
+    assert trial(0.010, 0.011, 0.012).seeds_needed == 3
+    assert trial(0.0, 0.0).seeds_needed is None
+    assert trial(1.0, -0.999).seeds_needed > 1_000_000
 
 
 def test_a_run_that_diverged_is_an_infinite_gap():
-    gap = Gap((0.1, math.inf))
+    gap = trial(0.1, math.inf)
     assert (gap.mean, gap.half_width, gap.resolved) == (math.inf, 0, True)
-    assert Gap((math.inf, math.inf)).share_of(gap) == 1
-    assert Gap((0.1, 0.2)).share_of(gap) == 0
+    assert trial(math.inf, math.inf).share_of(gap) == 1
+    assert trial(0.1, 0.2).share_of(gap) == 0
     assert gap.to_dict() == {"mean": None, "half_width": 0.0, "resolved": True, "by_seed": [0.1, None]}
-    assert Gap((0.1, 0.3)).share_of(Gap((0.3, 0.5))) == pytest.approx(0.5)
+    assert trial(0.1, 0.3).share_of(trial(0.3, 0.5)) == pytest.approx(0.5)

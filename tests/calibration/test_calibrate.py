@@ -279,16 +279,6 @@ def test_a_layer_that_saw_no_token_is_named(tmp_path, data):
     assert not (tmp_path / "out").exists()
 
 
-def test_inf_is_an_error_that_names_the_site(model, tmp_path, data):
-    for shard in model.glob("*.safetensors"):
-        tensors = load_file(shard)
-        if "model.layers.1.mlp.up_proj.weight" in tensors:
-            tensors["model.layers.1.mlp.up_proj.weight"][7] = torch.nan
-        save_file(tensors, shard, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.input: channel 7 holds inf or NaN"):
-        calibrate(model, data, tmp_path / "out", prompts=FEW)
-
-
 def test_bad_models(model, tmp_path, data):
     index = model / "model.safetensors.index.json"
     name = "model.layers.1.mlp.up_proj.weight"

@@ -18,6 +18,7 @@ from full_disk import files_of_at_most
 from typer.testing import CliRunner
 
 import octavo
+from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError, load_tensors, save_tensors
 from octavo.checkpoint.folder import (
     LockedError,
@@ -29,6 +30,7 @@ from octavo.checkpoint.folder import (
     whole_folder,
     write_error,
 )
+from octavo.evaluation import PromptOptions
 from octavo.packing import convert_layout, pack, unpack
 from octavo.packing.gguf_export import export_gguf
 from octavo.packing.transforms import fold
@@ -365,11 +367,16 @@ def minilm() -> Path:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"scheme": "block"}, {"scheme": "block", "layout": "fp8"}, {"scheme": "int8"}], ids=str
+    "how",
+    [{}, {"scheme": "block"}, {"scheme": "block", "layout": "fp8"}, {"scheme": "int8"}, {"scheme": "static"}],
+    ids=str,
 )
 def test_a_packed_encoder_runs_where_a_part_of_it_is_called(minilm: Path, how: dict[str, str], tmp_path: Path) -> None:
     """sentence-transformers calls `forward`; compressed-tensors would widen the weights in a hook of the whole call."""
-    pack(minilm, tmp_path / "packed", **how)
+    calibration = tmp_path / "calibrated" if how.get("scheme") == "static" else None
+    if calibration is not None:
+        calibrate(minilm, [__file__], calibration, prompts=PromptOptions(4, 64, 4))
+    pack(minilm, tmp_path / "packed", **how, calibration=calibration)
     ids = torch.randint(1000, 20000, (2, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         exact, found = (

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from octavo.data import DataError, absolute_source, read_text
-from octavo.data.reading import show_size
 
 
 @pytest.fixture
@@ -28,9 +27,9 @@ def tree(tmp_path):
     return tmp_path
 
 
-def fails(sources, *essentials, chat=None):
+def fails(sources, *essentials):
     with pytest.raises(DataError) as caught:
-        read_text(sources, chat)
+        read_text(sources)
     for essential in essentials:
         assert str(essential) in str(caught.value)
 
@@ -170,11 +169,6 @@ def test_conversations_go_through_the_chat_template(tmp_path):
     (document,) = read_text([rows], chat).documents
     assert (document.text, document.kind) == ("<user>hi<bot>ho", "chat")
 
-    def never(messages):
-        raise KeyError("never a bot")
-
-    fails([rows], "line 1: the chat template does not take these messages ('never a bot')", chat=never)
-
 
 @pytest.mark.parametrize(
     ("line", "message"),
@@ -277,20 +271,9 @@ def read(tmp_path):
     return report
 
 
-def test_files_and_rows_are_counted(read):
-    assert read(b_txt=b"x").lines() == ["read 1 file (1 byte)"]
-    rows = b'{"text": "a", "id": 1}\n' * 1200
-    assert read(a_jsonl=rows, b_txt=b"xy").lines() == [
-        "read 1201 documents from 2 files (27.6 kB); of the rows, these fields are not read: id"
-    ]
-
-
 def test_what_is_skipped_is_named_by_reason(read):
     latin = {f"{letter}_txt": b"\xe9" for letter in "bcde"}
     report = read(a_txt=b"x" * 999, f_txt=b"", **latin, g_png=b"\x89\0")
-    assert report.lines() == [
-        "read 1 file (999 bytes); skipped 6: 4 not UTF-8 (b.txt, c.txt, d.txt, ...), 1 empty (f.txt), 1 binary (g.png)"
-    ]
     skipped = {
         "not UTF-8": {"count": 4, "bytes": 4, "examples": ["b.txt", "c.txt", "d.txt"]},
         "empty": {"count": 1, "bytes": 0, "examples": ["f.txt"]},
@@ -305,12 +288,6 @@ def test_a_substantial_share_of_the_bytes_is_a_warning(read, lost, warned):
     lines = read(a_txt=b"x" * (100 - lost), b_txt=b"\xe9" * lost).lines()
     warning = f"warning: {lost}% of the bytes were skipped ({lost} bytes): convert the files that are not UTF-8"
     assert lines[1:] == [warning] * warned
-
-
-def test_sizes_are_shown_in_the_unit_that_suits_them():
-    assert [show_size(size) for size in (0, 1, 999, 1000, 3_400_000, 2_000_000_000)] == [
-        "0 bytes", "1 byte", "999 bytes", "1.0 kB", "3.4 MB", "2.0 GB",
-    ]  # fmt: skip
 
 
 # --- Sources that mean the same from every working directory

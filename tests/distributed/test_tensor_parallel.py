@@ -158,7 +158,33 @@ def rotations(rank):
         assert sqnr(exact, b) > min(sqnr(exact, a), 100) - 1
 
 
-@pytest.mark.parametrize("check", [orders, parts, refusals, restored, rotations])
+def tensor_scales(rank):
+    """Scales of whole tensors are those of one rank, bit for bit, and so is all that is not summed over the ranks.
+
+    The first step has no history: its scales too are those of the largest amax of both ranks.
+    """
+    x, dy = (torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    dy[:, 7] *= 100  # the largest gradient, and the only ones of an input, come from one rank's part
+    x[:, 60] *= 100
+    for recipe, step in (("tensorwise", 0), ("delayed", 0), ("delayed", 1)):
+        one, two = two_layers(), two_layers()
+        for model in (one, two):
+            octavo.convert(model, recipe)
+        parallelize_module(two, mesh_of(2), {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)})
+        for _ in range(step + 1):
+            for model in (one, two):
+                model.zero_grad()
+                model(x).backward(dy)
+                octavo.scales.update_scales(model)
+        here, there = octavo.scales.scale_state(two), octavo.scales.scale_state(one)
+        assert all(torch.equal(here[name], there[name]) for name in there)
+        assert torch.equal(two[0](x), one[0](x).chunk(2, dim=1)[rank])
+        pairs = [(whole(two.get_parameter(name).grad), p.grad) for name, p in one.named_parameters()]
+        assert all(torch.equal(*pair) for pair in pairs)
+        assert difference(two(x), one(x)) < CLOSE
+
+
+@pytest.mark.parametrize("check", [orders, parts, refusals, restored, rotations, tensor_scales])
 def test_layers_of_two_ranks(check):
     run_ranks(2, check)
 
@@ -176,9 +202,11 @@ ROWWISE = [
     ("Qwen2ForCausalLM", "rowwise", False, True),
 ]
 UNCONVERTED = [("llama", None, True, True), ("gpt2", None, False, True), ("Qwen3ForCausalLM", None, True, True)]
+BY_TENSOR = [("llama", "tensorwise", True, True), ("gpt2", "delayed", False, True)]
+BY_TENSOR += [("LlamaForCausalLM", "tensorwise", True, False), ("llama", "delayed", True, False)]
 # Every rank has scales of its own in these recipes, or, in Qwen3, bytes that the norm of the heads may move.
-OTHERS = [("llama", recipe, True, True) for recipe in ("rowwise_dw_bf16", "delayed", "blockwise")]
-OTHERS += [("Qwen3ForCausalLM", "rowwise", True, True), ("LlamaForCausalLM", "tensorwise", True, False)]
+OTHERS = [("llama", recipe, True, True) for recipe in ("rowwise_dw_bf16", "blockwise")]
+OTHERS += [("Qwen3ForCausalLM", "rowwise", True, True)]
 
 
 def differences(rank, cases):
@@ -220,6 +248,11 @@ def test_rowwise(cases):
 @pytest.mark.slow
 def test_a_model_that_is_not_converted():
     assert_within(UNCONVERTED, logits=1e-6, gradients=1e-6, parameters=1e-4)
+
+
+@pytest.mark.slow
+def test_recipes_of_tensor_scales():
+    assert_within(BY_TENSOR, logits=1e-6, gradients=2e-3, parameters=1e-3)
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from patience import HANG
 from torch.distributed.run import get_args_parser
 
 import octavo
-from octavo.train.model import check_parallel
-from octavo.train.processes import find_degrees
+from octavo.train.processes import check_parallel, find_degrees
 from octavo.train.settings import load_config
 
 yaml = pytest.importorskip("yaml")

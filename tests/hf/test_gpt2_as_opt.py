@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 
 from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
-from octavo.evaluation import PromptOptions
 from octavo.hf.stored_tensors import Conv1DReader, config_as_opt
 from octavo.inference.opening import load_packed
 from octavo.packing import pack, unpack
@@ -96,18 +95,6 @@ def test_a_packed_gpt2_gives_its_logits(folders, tmp_path, name):
     assert distance(plain["model.decoder.layers.1.fc1.weight"].T.double(), want.double()) < 2**-4
     ids = AutoTokenizer.from_pretrained(folders[name])("def main():").input_ids
     assert AutoTokenizer.from_pretrained(tmp_path / "packed")("def main():").input_ids == ids
-
-
-def test_a_gpt2_is_calibrated_for_static_scales(folders, tmp_path):
-    text = [str(write_text(tmp_path / "text.txt"))]
-    found = calibrate(folders["as published"], text, tmp_path / "calibrated", prompts=PromptOptions(16, 32))
-    report = pack(folders["as published"], tmp_path / "packed", scheme="static", calibration=tmp_path / "calibrated")
-    assert report.packed.keys() == found.layers.keys()
-    stored = load_file(tmp_path / "packed" / "model.safetensors")
-    q, k, v = (stored[f"model.decoder.layers.0.self_attn.{x}_proj.input_scale"] for x in "qkv")
-    assert q == k == v == found.scale("model.decoder.layers.0.self_attn.q_proj")
-    truth = outputs(open_theirs(folders["as published"], torch.float32))
-    assert distance(outputs(load_packed(tmp_path / "packed").model), truth) < 0.1
 
 
 def test_files_of_the_first_release(folders, tmp_path):

@@ -293,7 +293,7 @@ logging.getLogger("octavo").setLevel(logging.DEBUG)
 model = octavo.load(sys.argv[1], "cuda")
 import triton
 names = []
-triton.knobs.runtime.jit_post_compile_hook = lambda **found: names.append(found["fn"].name)
+triton.knobs.runtime.jit_post_compile_hook = lambda **found: names.append(found["repr"])
 for tokens in (128, 256, 91):
     ids = torch.arange(tokens, device="cuda")[None] % 250
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, pad_token_id=0)

@@ -11,10 +11,10 @@ from model_examples import GPT, GQA, lively
 from operation_counts import operations
 from packed_examples import Example
 from packed_layers import INPUTS, TOKENS, gradients, packed_layer, worst_row
-from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model, tokens
+from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, logits, make_model, tokens
 from safetensors.torch import load_file
 from tiny_models import IDS, Folders, same_bits, same_bytes
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import octavo
@@ -391,15 +391,6 @@ def test_our_own_models_are_fused_too(packed: dict[str, Example], name: str) -> 
     model = load_packed(packed[name].packed).model
     with torch.no_grad():
         assert operations(lambda: model(tokens(9)))["octavo::norm_quantize"] == 4
-
-
-class Doubled(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.inner(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import Folders
+from tiny_models import Folders, make_model
+
+from octavo.packing import pack
 
 pytest.importorskip("vllm")
 
@@ -78,3 +80,16 @@ def test_its_cpu_build_has_no_kernel_for_weights_alone(made: Folders, tmp_path: 
     said = vllm_says(made("llama", scheme="weight"), made("llama"), tmp_path / "found.json")
     assert said["outcome"] == "failed"
     assert "ScaledMM linear layer" in said["note"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])  # the head of qwen2 is tied
+def test_it_takes_the_weights_of_a_model_in_training(made: Folders, tmp_path: Path, kind: str) -> None:
+    """As the folder that they would be packed to. (vLLM's reload leaves a tied head as it was, of a folder too.)"""
+    model = make_model(tmp_path / "model", kind, seed=1)
+    pack(model, tmp_path / "packed")
+    helper = Path(__file__).parent.parent / "support" / "reload_with_vllm.py"
+    command = [sys.executable, str(helper), made(kind, scheme="channel"), model, tmp_path / "packed"]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    before, pushed, reloaded = json.loads(ran.stdout.splitlines()[-1])
+    assert pushed == reloaded != before

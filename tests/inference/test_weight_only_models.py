@@ -14,7 +14,7 @@ from packed_layers import gradients, packed_layer, worst_row
 from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model
 
 import octavo
-from octavo.checkpoint.scheme import CHANNEL, GROUPS, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme, find_gemm
+from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme, find_gemm
 from octavo.inference import packed_experts as packed_experts_module
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.packed_experts import expert_input_cast
@@ -25,8 +25,7 @@ from octavo.ops import Backend, dispatch
 from octavo.ops.dispatch import find_int8_backend
 from octavo.ops.launching import ARCHITECTURES as GPUS
 from octavo.packing import pack, unpack
-from octavo.rates import measured as scheme_speeds
-from octavo.rates.measured import slower_experts_note, slower_note
+from octavo.rates.measured import measured_expert_speeds, measured_speeds, slower_experts_note, slower_note
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -198,31 +197,13 @@ def test_a_compiled_layer_gives_the_same(models: Path) -> None:
     assert torch.equal(logits(model), eager)
 
 
-# ---- The note of packed layers that are slower than BF16, by recorded speeds.
-
-
-def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch):
-    speeds = {1: {"channel": 1.8, "mx": 0.95, "group32": 1.2}, 8192: {"channel": 1.5, "mx": 0.8, "group32": 0.9}}
-    layer = {"experts": 8, "width": 4096, "mlp_width": 14336}, {1: {"channel": 1.7, "block": 0.5}}
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(scheme_speeds, "measured_speeds", lambda: speeds)
-    monkeypatch.setattr(scheme_speeds, "measured_expert_speeds", lambda: [layer])
-    schemes = Counter({CHANNEL: 3, MX: 2, GROUPS[0]: 1})
-    note = slower_note(schemes, CUDA)
-    assert "2 layers of the scheme mx (0.95x at 1 token, 0.80x at 8192 tokens)" in note
-    assert "1 layer of the scheme group32 (0.90x at 8192 tokens)" in note
-    assert "channel" not in note
-    assert slower_note(Counter({CHANNEL: 3, GROUPS[1]: 1}), CUDA) == slower_note(schemes, CPU) == ""
-    assert "0.50x at 1 token, as measured with 8" in slower_experts_note(SCHEMES["block"], (14336, 4096), CUDA)
-    assert slower_experts_note(CHANNEL, (14336, 4096), CUDA) == slower_experts_note(MX, (14336, 4096), CUDA) == ""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L40S")
-    assert slower_note(schemes, CUDA) == slower_experts_note(SCHEMES["block"], (14336, 4096), CUDA) == ""
-
-
-def test_the_files_have_speeds_of_schemes_that_exist():
-    layers = scheme_speeds.measured_expert_speeds()
-    assert {shape["experts"] for shape, _ in layers} == {8, 128}
-    for speeds in (scheme_speeds.measured_speeds(), *(speeds for _, speeds in layers)):
-        for found in speeds.values():
-            assert found.keys() <= SCHEMES.keys()
-            assert min(found.values()) > 0
+def test_a_note_names_what_was_measured_to_be_slower_on_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, (sizes, experts) = measured_speeds(), measured_expert_speeds()[0]
+    for gpu in ("NVIDIA H200", "NVIDIA L40S"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
+        for scheme in SCHEMES.values():
+            note = slower_note(Counter([scheme]), CUDA)
+            of_experts = slower_experts_note(scheme, (sizes["mlp_width"], sizes["width"]), CUDA)
+            for speeds, said in ((layers, note), (experts, of_experts)):
+                slower = [gpu == "NVIDIA H200" and found.get(scheme.name, 1) < 1 for found in speeds.values()]
+                assert [f"x at {tokens} token" in said for tokens in speeds] == slower

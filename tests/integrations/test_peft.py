@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from adapter_oracle import check_layers
 from metrics import sqnr
 from operation_counts import operations
 from other_writers import WRITERS
@@ -161,15 +162,22 @@ def check_gradients(packed: nn.Module, plain: Path, weights: dict[str, torch.Ten
         assert sqnr(g, actual[name]) > 12, (name, sqnr(g, actual[name]))
 
 
-@pytest.mark.parametrize(
-    "writer",
-    ["compressed-tensors FP8", "compressed-tensors FP8_DYNAMIC", "compressed-tensors MXFP8", "DeepSeek", "Qwen3",
-     "ModelOpt"],
-)  # fmt: skip
+# The layouts of torchao are in tests/packing/test_torchao_folders.py.
+OTHERS = [
+    "compressed-tensors FP8", "compressed-tensors FP8_DYNAMIC", "compressed-tensors FP8_BLOCK",
+    "compressed-tensors MXFP8", "no status, no ignore, vectors", "DeepSeek", "DeepSeek, E8M0", "Qwen3",
+    "transformers, static", "ModelOpt", "ModelOpt in config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", OTHERS)
 def test_gradients_around_folders_of_other_programs(writer: str, tmp_path: Path) -> None:
+    """Of each layer by itself, and of the model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the other programs
         weights = WRITERS[writer](tmp_path / "packed")
+    config = support(peft.LoraConfig(r=4, target_modules=LINEARS))
+    check_layers(peft.get_peft_model(octavo.load(tmp_path / "packed"), config), weights)
     unpack(tmp_path / "packed", tmp_path / "plain")
     check_gradients(octavo.load(tmp_path / "packed"), tmp_path / "plain", weights, LINEARS)
 

@@ -36,17 +36,6 @@ def test_linears_change_class_and_nothing_else(recipe: str) -> None:
     assert type(model.model.embed_tokens) is nn.Embedding
 
 
-def test_the_report_is_a_table_of_the_layers() -> None:
-    model = nn.ModuleDict({"gate_proj": nn.Linear(8, 8), "down_proj": nn.Linear(8, 8)})
-    text = str(octavo.convert(model, "tensorwise", skip=["down*"]))
-    assert "tensorwise: 1 linear layer converted, 1 skipped" in text
-    assert "skipped: skip='down*'" in text
-    assert text.count("  y, dx, dw emulated: cpu has no FP8 GEMM") == text.count("emulated") == 1
-    alone = octavo.convert(nn.Linear(16, 8))
-    assert alone.converted == [""]
-    assert str(alone).splitlines()[-1].split() == ["(model)", "8", "x", "16", "converted"]
-
-
 def test_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = build(LLAMA)

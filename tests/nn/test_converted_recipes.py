@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, K, N, T, converted, exact_gradients, run
+from linear_examples import FOUR_BITS, FOUR_BITS_DB, QUANTIZED, K, N, T, converted, exact_gradients, run, without_chance
 from metrics import sqnr
 from tiny_models import built
 from torch import Tensor, nn
@@ -40,8 +40,6 @@ def test_stacked_experts_are_named_with_their_share() -> None:
     assert left["lm_head.weight"].kind == "linear layer"
     computed = [model.get_submodule(name).weight for name in report.converted]
     assert report.coverage.computed == pytest.approx(share(*computed, of=model))
-    line = f"down_proj (expert stack, 2 of [4, 128, 64], {100 * down.share:.1f} % of the parameters)"
-    assert line in report.summary()
 
 
 def test_the_shares_add_up_to_one() -> None:
@@ -98,14 +96,11 @@ def test_a_shared_parameter_counts_once_and_as_the_work_it_does() -> None:
     assert coverage.parameters == 16 * 8 + 8 * 8 + 8
     assert [(entry.name, entry.shape) for entry in coverage.left] == [("head.weight", (16, 8))]
     assert coverage.embeddings == 0
-    assert "shared with the embedding" in str(coverage.left[0])
-    assert "embeddings" not in str(coverage)
 
 
 def test_fp8_computes_nothing_in_bf16() -> None:
     report = octavo.convert(nn.Sequential(nn.Linear(8, 8)), "bf16")
     assert report.coverage.computed == 0
-    assert report.summary() == "bf16: 1 linear layer without eight-bit GEMMs: the recipe casts nothing"
 
 
 # ---- The backends that are reported are those that a scaled GEMM chooses
@@ -361,7 +356,7 @@ def products(recipe: octavo.Recipe) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", RECIPES_PARTLY_BF16)
 @pytest.mark.parametrize("gemm", PRODUCTS)
 def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, gemm):
-    whole, partly = products(octavo.recipe.PRESETS[name]()), products(octavo.recipe.PRESETS[name]().in_bf16(gemm))
+    whole, partly = products(without_chance(name)), products(without_chance(name).in_bf16(gemm))
     for product, exact in zip(PRODUCTS, partly["exact"], strict=True):
         if product == gemm:  # in the dtype of the input, float32 here
             assert sqnr(exact, partly[product]) > 100
@@ -376,15 +371,6 @@ def test_one_gemm_in_bf16_is_exact_and_the_others_are_those_of_the_recipe(name, 
 @pytest.mark.parametrize("gemm", PRODUCTS)
 def test_one_gemm_in_eight_bits(name, gemm):
     others = [product for product in PRODUCTS if product != gemm]
-    found = products(octavo.recipe.PRESETS[name]().in_bf16(*others))
+    found, least = products(without_chance(name).in_bf16(*others)), FOUR_BITS_DB if name in FOUR_BITS else 20
     for product, exact in zip(PRODUCTS, found["exact"], strict=True):
-        assert sqnr(exact, found[product]) > 100 if product in others else 20 < sqnr(exact, found[product]) < 40
-
-
-@pytest.mark.parametrize("gemm", PRODUCTS)
-def test_cached_bytes_give_the_same_products(gemm):
-    linear, x, dy = converted(octavo.recipe.PRESETS["rowwise"]().in_bf16(gemm)), torch.randn(T, K), torch.randn(T, N)
-    alone = run(linear, x, dy)
-    with octavo.scales.cast_once(linear):
-        cached = run(linear, x, dy)
-    assert all(torch.equal(a, b) for a, b in zip(alone, cached, strict=True))
+        assert sqnr(exact, found[product]) > 100 if product in others else least < sqnr(exact, found[product]) < 40

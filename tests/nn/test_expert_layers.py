@@ -145,7 +145,6 @@ def test_a_converted_model_runs_its_experts_in_fp8(kind):
     names = [f"{name}.{leaf}" for name in find_experts(plain) for leaf in Experts.matrices]
     assert {row.name for row in report.experts} == set(names) <= set(report.converted)
     assert not [entry for entry in report.coverage.left if entry.kind == "expert stack"]
-    assert f"{len(names)} stacks of experts converted" in report.summary()
     assert list(model.state_dict()) == keys
     assert [type(m).__name__ for m in model.modules() if type(m).__name__ in classes]
     exact, found = logits(plain), logits(model)
@@ -210,7 +209,6 @@ def test_experts_that_are_left_out_are_named_with_the_reason(options, reason):
     octavo.convert(model)  # an earlier conversion is undone
     report = octavo.convert(model, **options)
     assert {report.skipped[row.name] for row in report.experts} == {reason}
-    assert f"4 stacks of experts left in high precision: {reason}" in report.summary()
     assert not any(isinstance(module, Experts) for module in model.modules())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_examples import QUANTIZED, K, N, T, converted, run
+from linear_examples import QUANTIZED, K, N, SelfAttention, T, converted, run
 from torch import Tensor, nn
 
 import octavo
@@ -24,16 +24,6 @@ def tokens() -> Tensor:
 
 def image() -> Tensor:
     return torch.randn(2, 24, 8, 8, generator=torch.Generator().manual_seed(1))
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(x, x, x)[0]
-        return y
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {

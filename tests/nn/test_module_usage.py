@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
+from linear_examples import SelfAttention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
@@ -17,16 +18,6 @@ from octavo.nn import Experts, GroupedLinear
 from octavo.recipe import GEMMS, Recipe, rowwise
 
 Inputs = tuple[Tensor, ...]
-
-
-class SelfAttention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return y
 
 
 def stack() -> nn.Sequential:

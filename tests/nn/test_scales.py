@@ -57,7 +57,7 @@ def test_micro_batches_share_a_scale_and_pool_their_amax() -> None:
 
 
 def test_what_outgrew_the_history_saturates() -> None:
-    model, linear = make(History())
+    model, linear = make(History(margin=0.0))
     step(model, 1.0)
     x = torch.zeros(1, 32)
     x[0, 0] = 64.0
@@ -314,7 +314,7 @@ def test_a_frozen_row_gives_the_same_bits_in_every_call_and_batch():
 
 
 def test_what_saturates_is_counted():
-    model = make_scale_learning(History())
+    model = make_scale_learning(History(margin=0.0))
     x = rows(1.0)
     octavo.scales.freeze_scales(model, [x])
     assert octavo.scales.saturation(model, [x, x[:2]]) == {"0": 0, "2": 0}
@@ -343,7 +343,7 @@ def test_batches_are_tensors_tuples_or_mappings():
 
 
 def test_a_calibration_begins_the_histories():
-    model = make_scale_learning(History(length=3))
+    model = make_scale_learning(History(length=3, margin=0.0))
     calibration = SimpleNamespace(input_histories={"0": [9.0, 1.0, 4.0, 2.0], "2": [5.0]})
     octavo.scales.seed_scales(model, calibration)
     x, w, dy = (model[0].histories[name] for name in ("x", "w", "dy"))

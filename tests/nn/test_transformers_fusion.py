@@ -6,7 +6,7 @@ import pytest
 import torch
 from metrics import sqnr
 from operation_counts import operations
-from runtime_examples import ARCHITECTURES, layer_by_layer, make_decoder, tokens
+from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, make_decoder, tokens
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -118,15 +118,6 @@ def test_a_checkpointed_mlp_is_computed_again(monkeypatch):
     for key, gradient in expected.items():
         parts = key.split(".mlp.")
         assert torch.equal(actual[".mlp._checkpoint_wrapped_module.".join(parts)], gradient), key
-
-
-class Doubled(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return 2 * self.inner(x)
 
 
 @pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"])

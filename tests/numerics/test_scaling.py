@@ -158,13 +158,13 @@ def means(values: np.ndarray, beta: float) -> float:
 )  # fmt: skip
 def test_the_rules_of_a_history(recent, fields, expected):
     values = recent.double().numpy()
-    assert History(**fields).amax(recent, 100).item() == pytest.approx(expected(values), rel=1e-5)
+    assert History(**fields, margin=0.0).amax(recent, 100).item() == pytest.approx(expected(values), rel=1e-5)
 
 
 def test_history_percentile_lets_a_lone_outlier_saturate(recent):
     recent[50] = 1e6
-    assert History(rule="percentile", percentile=95).amax(recent, 100) < 10
-    assert History(rule="max").amax(recent, 100) == 1e6
+    assert History(rule="percentile", percentile=95).amax(recent, 100) < 20
+    assert History(rule="max").amax(recent, 100) == 2e6
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -53,7 +53,7 @@ for words in json.loads(sys.argv[1]):
             main()
         except SystemExit as ended:
             code = ended.code
-    heavy = {"torch", "numpy", "octavo", "safetensors", "transformers"} & sys.modules.keys()
+    heavy = {"torch", "numpy", "safetensors", "transformers"} & sys.modules.keys()
     print(json.dumps([code, out.getvalue(), err.getvalue(), sorted(heavy)]))
 """
 ANSWERS: list[tuple[list[str], int, str]] = [

@@ -205,8 +205,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
         (["compare", "fp8", "packed"], "is a model folder, not a run.*give the folder that octavo train wrote"),
         (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
         (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
-        (["unpack", "fp8", "out", "--layout", "fp8"], "a run of octavo train, not a packed folder"),
-        (["inspect", "fp8"], "fp8 is a run of octavo train, not a packed folder"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),
         (["unpack", "nowhere", "out"], "there is no folder nowhere: give a folder that octavo pack wrote"),
         (["calibrate", ".", "out", "--data", "text.txt"], "holds no config.json: give a run of octavo train, or a"),
@@ -217,7 +215,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
         (["pack", "bf16", "out", "--calibration", "packed"], "is missing: give a folder that octavo calibrate wrote"),
         (["pack", "bf16", "out", "--data", "text.txt"], "--data is for --budget or --freeze.*leave --data out"),
         (["pack", "bf16", "out", "--device", "cuda"], "--device is for --budget or --freeze"),
-        (["pack", "bf16", "out", "--samples", "8"], "--samples is for --budget or --freeze"),
         (
             ["pack", "bf16", "out", "--freeze", "4", "--data", "text.txt", "--samples", "8"],
             "--samples is for --budget,",

@@ -16,8 +16,7 @@ from report_examples import make_run, write_metrics
 from tiny_runs import SMALLEST
 from verify_examples import change_json
 
-from octavo.bisection.bisector import ShortRuns
-from octavo.bisection.search import Gap
+from octavo.bisection import Part, ShortRuns, Trial
 from octavo.checkpoint.folder import RunFolder
 from octavo.recipe import PRESETS
 from octavo.report.training_page import sparkline
@@ -176,9 +175,9 @@ def test_a_cause_is_named_with_the_settings_that_avoid_it(
 ) -> None:
     bad = "model.layers.0.mlp.up_proj"
 
-    def gap(runs: Any, part: Any, seeds: Any) -> Gap:
+    def gap(runs: Any, part: Any, seeds: Any) -> tuple[float, ...]:
         size = 0.1 * ("dw" in part.gemms and (part.layers is None or bad in part.layers))
-        return Gap((size, size + 0.001))
+        return size, size + 0.001
 
     monkeypatch.setattr(ShortRuns, "gap", gap)
     out = octavo(*BISECT, "--seeds", "2")[1]
@@ -190,7 +189,7 @@ def test_a_cause_is_named_with_the_settings_that_avoid_it(
 
 
 def test_more_seeds_are_advised_only_for_a_gap_that_is_searched() -> None:
-    gap = Gap((0.0001, 0.0003))  # 0.02 %
+    gap = Trial(Part(("y",)), (0.0001, 0.0003), 0.0013)  # 0.02 %
     assert "--seeds" in _advice(gap, 0.0001)
     assert "more seeds find nothing" in _advice(gap, 0.0005)
 

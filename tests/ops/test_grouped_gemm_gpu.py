@@ -94,11 +94,10 @@ def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
     """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
     a, b, offsets = quantized_columns(sizes, pair, 272, 528)
     in_bf16 = not pair.startswith("strip") and sum(sizes) > MAX_MEAN_ROWS * len(sizes)
-    widen, options = wide_in_bf16 if in_bf16 else wide, {"formats": (a.format.name, b.format.name)}
-    product, squares = (exact_columns(a, b, sizes, power, widen) for power in (1, 2))
+    product, squares = (exact_columns(a, b, sizes, power, wide_in_bf16 if in_bf16 else wide) for power in (1, 2))
     gpu_a, gpu_b = on_gpu(a), on_gpu(b)
     for dtype in (torch.bfloat16, torch.float32):
-        options |= {"scale_b": gpu_b.scale, "granularity": b.granularity, "out_dtype": dtype}
+        options = {"scale_b": gpu_b.scale, "granularity": b.granularity, "out_dtype": dtype}
         poison()
         dw = grouped_mm_dw(gpu_a.data, gpu_a.scale, gpu_b.data, offsets.cuda(), **options)
         assert (dw.shape, dw.dtype) == ((len(sizes), 272, 528), dtype)
@@ -265,7 +264,7 @@ def test_the_operations_run_e5m2_by_it(formats):
     with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)
     h, scale, x_t, offsets = gradient_operands(sizes, formats)
-    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), formats=formats, out_dtype=torch.float32)
+    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), out_dtype=torch.float32)
     check_gradients(dw, h, scale, x_t, sizes, False)
 
 

@@ -18,7 +18,6 @@ from octavo.ops import (
     quantize,
 )
 from octavo.ops.int8_gemm import int8_mm
-from octavo.recipe import Gemm, Recipe
 
 INT8 = Cast("int8", ROW)
 
@@ -82,13 +81,6 @@ def test_the_largest_sums_are_exact() -> None:
     q = QTensor(ones, torch.ones(2, 1), quantize(torch.ones(1, 1), INT8).format, ROW)
     sums = torch.tensor([[2_114_060_288, 2_114_060_161], [2_114_060_161, 2_114_060_034]])
     assert torch.equal(int8_mm(q, q, out_dtype=torch.float32), sums.float())
-
-
-def test_int8_neither_trains_nor_rounds_stochastically() -> None:
-    with pytest.raises(ValueError, match="training takes FP8 formats, not int8"):
-        Recipe("mine", y=Gemm(INT8, INT8))
-    with pytest.raises(ValueError, match="int8 is rounded to nearest"):
-        Cast("int8", rounding="stochastic")
 
 
 # ---- norms and activations that an INT8 folder fuses with quantization

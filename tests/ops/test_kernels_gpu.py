@@ -39,6 +39,7 @@ from octavo.recipe import ROW_W
 
 pytestmark = pytest.mark.gpu
 
+CASTS = [cast for cast in CASTS if cast.format != "e2m1"]  # which no kernel writes
 ROW, PRESETS = Cast().spec, [cast for cast in CASTS if cast not in OTHERS]
 SEED = torch.tensor(0x0123456789ABCDEF)
 OWN_DEVICE = ("activation", "norm")  # in the names of operations: the reference runs on the GPU

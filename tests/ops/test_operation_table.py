@@ -51,6 +51,8 @@ from octavo.ops import (
     transpose,
     weight_only_mm,
 )
+from octavo.ops.attention import ordered_attention
+from octavo.ops.gemm import ordered_mm
 from octavo.ops.int8_gemm import int8_mm
 from octavo.ops.launching import LONGEST_ROW
 from octavo.ops.registration import Operation
@@ -100,6 +102,12 @@ def stored(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> list[Tensor 
     """A cache: keys, values, their scales, and the number of tokens."""
     scale = ones(2) if dtype == torch.int8 else None
     return [zeros(1, 2, 9, width, dtype=dtype), zeros(1, 2, 9, width, dtype=dtype), scale, scale, torch.tensor(3)]
+
+
+def in_order(dtype: torch.dtype = torch.bfloat16, width: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and the number of tokens."""
+    keys, values, _, _, length = stored(dtype, width)
+    return keys, values, length
 
 
 def clipped() -> Tensor:
@@ -185,6 +193,10 @@ RUNS = [  # a call, and whether the kernel runs
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 16), *stored(torch.float16)), False),
     ("cached_attention", lambda: cached_attention(new(1, 40, 2, 16), *stored()), False),  # 40 queries a head of keys
     ("cached_attention", lambda: cached_attention(new(1, 4, 1, 264), *stored(width=264)), False),
+    ("ordered_attention", lambda: ordered_attention(new(1, 40, 2, 16), *in_order()), True),
+    ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 16).float(), *in_order(torch.float32)), False),
+    ("ordered_attention", lambda: ordered_attention(new(1, 4, 1, 264), *in_order(width=264)), False),
+    ("ordered_mm", lambda: ordered_mm(new(3, 8), new(4, 8)), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 1, 16)] * 2, *stored(), clipped()), True),
     ("append_kv", lambda: append_kv(*[new(1, 2, 0, 16)] * 2, *stored(), clipped()), False),
     ("cross_entropy", lambda: cross_entropy(ones(2, 8), zeros(2).long(), *LOSS), True),
@@ -385,6 +397,11 @@ BAD = [  # a call, and the message of its error
     (lambda: attends(v_scale=ones(3)), rf"v_scale must be {F32} \[2\]"),
     (lambda: attends(length=torch.tensor([3])), r"length must be torch.int64 \[\]"),
     (lambda: attends(first=zeros(2)), r"first must be torch.int32 \[2\]"),
+    (lambda: ordered_attention(new(1, 4, 1, 16), *in_order(torch.int8)), "k_scale goes with eight-bit"),
+    (lambda: ordered_mm(quantize(ones(3, 8), E4M3), quantize(ones(4, 9), E4M3)), r"a must be .*fn \[3, 9\], got"),
+    (lambda: ordered_mm(quantize(ones(3, 8), Cast("e5m2")), quantize(ones(4, 8), E4M3)), "a must be .*e4m3fn .*e5m2"),
+    (lambda: ordered_mm(new(3, 8), ones(4, 8)), r"b must be torch.bfloat16 \[4, 8\], got torch.float32"),
+    (lambda: ordered_mm(*[quantize(ones(3, 8), E4M3)] * 2, ones(3)), r"bias must be torch.bfloat16 \[3\]"),
     (lambda: append_kv(zeros(1, 2, 3, 16), zeros(1, 2, 2, 16), *stored(), clipped()), r"v must be .* \[1, 2, 3, 16\]"),
     (lambda: append_kv(*[zeros(1, 2, 3, 16)] * 2, *stored(), clipped()[:1]), "clipped must be"),
     (lambda: rotates(q=zeros(2, 3, 24).bfloat16()), "q must be"),

@@ -99,17 +99,6 @@ def test_a_packed_folder_is_frozen_as_its_model_in_memory(bf16, data, tmp_path, 
         octavo.scales.freeze_scales(model, batches(bf16, data))
 
 
-def test_a_frozen_model_answers_the_same_in_every_batch(bf16, data, tmp_path):
-    pack_frozen(bf16, tmp_path / "out", data, prompts=PROMPTS)
-    model = octavo.load(tmp_path / "out").float()
-    ids = torch.arange(8).view(1, 8)
-    with torch.no_grad():
-        alone, again = model(ids).logits, model(ids).logits
-        beside = model(torch.cat([ids, 255 - ids])).logits[:1]
-    assert torch.equal(alone, again)
-    torch.testing.assert_close(alone, beside, rtol=1e-5, atol=1e-5)
-
-
 def test_scales_of_a_converted_model_are_packed(bf16, data, tmp_path):
     model = open_theirs(bf16)
     octavo.convert(model, octavo.Recipe("no margin", *three_delayed()))

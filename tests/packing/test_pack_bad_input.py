@@ -39,6 +39,7 @@ def test_what_the_model_has_no_place_for_is_left_out(llama, tmp_path):
     [
         ({"scheme": "rowwise"}, "unknown scheme 'rowwise': choose one of channel, tensor, static, block, mx, group32"),
         ({"layout": "gptq"}, "unknown layout 'gptq': choose one of compressed-tensors, fp8"),
+        ({"layout": "torchao"}, "octavo reads the layout torchao alone: choose one of compressed-tensors, fp8"),
         ({"layout": "fp8"}, "the layout fp8 holds the scheme block alone, not channel"),
         ({"layers": {"*.nothing": "block"}}, r"'\*.nothing' matches no packed layer"),
         ({"skip": ["*.nothing"]}, "matches no linear layer"),

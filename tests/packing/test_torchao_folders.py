@@ -1,12 +1,13 @@
 """Folders of transformers with torchao's weights in E4M3, against torchao's own tensors and the files' bytes."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_oracle import check_layers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
@@ -19,11 +20,13 @@ from torchao.quantization import (
     quant_api,
 )
 from transformers import AutoModelForCausalLM, TorchAoConfig
-from verify_examples import change_config
+from verify_examples import change_config, change_tensors
 
 import octavo
 from octavo.checkpoint.files import ArtifactError
-from octavo.packing import convert_layout, pack, unpack
+from octavo.integrations.peft import support
+from octavo.packing import convert_layout, unpack
+from octavo.verification import verify
 
 CONFIGS = {
     "channel": Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
@@ -53,6 +56,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("scheme", CONFIGS)
+def test_adapters_around_them_have_their_gradients(folders, scheme) -> None:
+    stored = torch.load(folders[f"{scheme}.pt"])
+    weights = {name.removesuffix(".weight"): w for name, w in stored.items()}
+    config = support(LoraConfig(r=4, target_modules=list({name.rpartition(".")[2] for name in weights})))
+    check_layers(get_peft_model(octavo.load(folders[scheme]), config), weights)
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
 def test_loaded_and_unpacked_weights_are_those_of_torchao(folders, tmp_path, scheme) -> None:
     model: Any = octavo.load(folders[scheme])
     assert {m.scheme.name for m in model.modules() if hasattr(m, "scheme")} == {scheme}
@@ -76,6 +87,24 @@ def test_a_folder_of_several_files_has_the_bytes_of_torchao(folders, tmp_path) -
     ours = load_file(tmp_path / "ours" / "model.safetensors")
     assert torch.equal(ours[f"{UP}.weight"].view(torch.uint8), stored[f"{UP}._weight_qdata"].view(torch.uint8))
     assert torch.equal(ours[f"{UP}.weight_scale"], stored[f"{UP}._weight_scale"])
+
+
+@pytest.mark.parametrize("scheme", CONFIGS)
+def test_verify_reads_it(folders, tmp_path, scheme) -> None:
+    report = verify(folders[scheme], folders["bf16"])
+    assert report.ok, report.findings
+    assert [layer.spec for layer in report.layers] == ["tensor, input tensor" if scheme == "tensor" else scheme] * 7
+    assert all(layer.weight_sqnr > 25 for layer in report.layers)
+    assert [(each.name, each.outcome) for each in report.readers][:2] == [
+        ("transformers", "not run"),
+        ("octavo", "agrees"),
+    ]
+    assert octavo.check(octavo.load(folders[scheme]), folders[scheme]).ok
+    if scheme != "channel":
+        bad = shutil.copytree(folders[scheme], tmp_path / "bad")
+        change_tensors(bad, lambda tensors: tensors[f"{UP}._weight_scale"].mul_(2))
+        (finding,) = verify(bad, folders["bf16"]).findings
+        assert (finding.kind, finding.where) == ("weights", f"{UP}.weight")
 
 
 def test_inspect_lists_it(folders, request) -> None:
@@ -108,16 +137,6 @@ def test_another_configuration_of_torchao_is_refused(folders, tmp_path, quant_ty
     change_config(folder, quant_type=quant_type)
     with pytest.raises(ArtifactError, match=message):
         octavo.load(folder)
-
-
-def test_it_is_read_and_not_written(folders, tmp_path) -> None:
-    assert (
-        json.loads((folders["weight"] / "config.json").read_text())["quantization_config"]["quant_method"] == "torchao"
-    )
-    with pytest.raises(
-        ValueError, match=r"octavo reads the layout torchao alone: choose one of compressed-tensors, fp8"
-    ):
-        pack(folders["bf16"], tmp_path / "no", layout="torchao")
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -48,12 +48,12 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def build(name: str, recipe: str) -> Any:
-    """A converted model; delayed scaling has no margin, so that weights outgrow their scales."""
+def build(name: str) -> Any:
+    """A model by `delayed`, which has no margin, so that weights outgrow their scales."""
     torch.manual_seed(0)
     model = Llama(CONFIGS[name]) if name == "llama" else GPT2(CONFIGS[name])
     skip = ["*.down_proj"] if name == "llama" else []
-    convert(model, delayed(history=History()) if recipe == "delayed" else recipe, skip=skip)
+    convert(model, delayed(history=History(margin=0.0)), skip=skip)
     return model
 
 
@@ -66,9 +66,9 @@ def tokens(seed: int) -> Tensor:
     return torch.randint(256, (4, 24), generator=torch.Generator().manual_seed(seed))
 
 
-def train(root: Path, name: str, recipe: str) -> Path:
+def train(root: Path, name: str) -> Path:
     """A run's folder after four steps, whose weights have outgrown the scales of the last."""
-    model = build(name, recipe)
+    model = build(name)
     state = state_of(model.train())
     for step in range(4):
         batch = tokens(step)
@@ -82,14 +82,14 @@ def train(root: Path, name: str, recipe: str) -> Path:
         for key, parameter in model.named_parameters():
             parameter.copy_(parameter * 1.2 if key in linears else parameter.bfloat16())
     state.step = 4
-    run = write_run(root, model, CONFIGS[name].to_hf(), step=1, recipe=recipe, model=name)
+    run = write_run(root, model, CONFIGS[name].to_hf(), step=1, recipe="delayed", model=name)
     save_checkpoint(RunFolder(run), state, keep=1)
     return run
 
 
-def restored(run: Path, name: str, recipe: str) -> Any:
+def restored(run: Path, name: str) -> Any:
     """The model that goes on training, in evaluation; every layer runs by itself, as the packed model's do."""
-    model = build(name, recipe)
+    model = build(name)
     load_checkpoint(RunFolder(run).newest(), state_of(model))
     for module in model.modules():
         module.register_forward_hook(lambda *_: None)
@@ -100,21 +100,18 @@ def restored(run: Path, name: str, recipe: str) -> Any:
 def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)
-    return {
-        (name, recipe): train(root / f"{name}-{recipe}", name, recipe)
-        for name, recipe in (("llama", "delayed"), ("gpt2", "delayed"), ("llama", "tensorwise"))
-    }
+    return {name: train(root / name, name) for name in CONFIGS}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_a_delayed_run_packs_its_forward_pass(runs, tmp_path, name):
-    run = runs[name, "delayed"]
+    run = runs[name]
     report = pack(run, tmp_path / "out")
     assert set(report.packed.values()) == {"static"}
-    trained = restored(run, name, "delayed")
+    trained = restored(run, name)
     assert torch.equal(load_float32(tmp_path / "out")(tokens(9)), trained(tokens(9)))
-    fresh = restored(run, name, "delayed")
+    fresh = restored(run, name)
     for module in fresh.modules():
         if isinstance(module, Linear):
             for history in module.histories.values():
@@ -132,7 +129,7 @@ def test_a_delayed_run_packs_its_forward_pass(runs, tmp_path, name):
 
 def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
     """The layers of a run keep the bytes and scales of training, unless both a scheme and a calibration are given."""
-    run = runs["llama", "delayed"]
+    run = runs["llama"]
     (tmp_path / "text.txt").write_text("folio quarto octavo duodecimo " * 40)
     prompts = PromptOptions(samples=2, context=16)
     found = calibrate(run, [str(tmp_path / "text.txt")], tmp_path / "calibrated", prompts=prompts)
@@ -162,27 +159,10 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
 
 
 @torch.no_grad()
-def test_a_tensorwise_run_packs_its_bytes(runs, tmp_path):
-    """Its inputs are scaled by token here and by tensor in training: the same weights, near logits."""
-    run = runs["llama", "tensorwise"]
-    report = pack(run, tmp_path / "out", skip=["*.down_proj"])
-    assert set(report.packed.values()) == {"tensor"}
-    stored = load_file(tmp_path / "out" / "model.safetensors")
-    masters = load_file(RunFolder(run).newest() / "model.safetensors")
-    for name in report.packed:
-        amax = masters[f"{name}.weight"].abs().max()
-        assert torch.equal(stored[f"{name}.weight_scale"], (amax / 448).reshape(1))
-    assert len(report.ratios) == 4
-    trained = restored(run, "llama", "tensorwise")
-    y, want = load_float32(tmp_path / "out")(tokens(9)), trained(tokens(9))
-    assert 1e-5 < distance(y, want) < 0.1
-
-
-@torch.no_grad()
 def test_transformers_opens_a_delayed_run(runs, tmp_path):
     """Its emulation in float32 is our arithmetic: only the order of sums differs, which can turn a rounding."""
     for name in CONFIGS:
-        pack(runs[name, "delayed"], tmp_path / name)
+        pack(runs[name], tmp_path / name)
         theirs = open_theirs(tmp_path / name, torch.float32)
         texts = torch.randint(256, (32, 6), generator=torch.Generator().manual_seed(4))
         y = load_float32(tmp_path / name)(texts).flatten(1)
@@ -191,7 +171,7 @@ def test_transformers_opens_a_delayed_run(runs, tmp_path):
 
 
 def test_states_that_give_no_scale(runs, tmp_path):
-    run = shutil.copytree(runs["llama", "delayed"], tmp_path / "run")
+    run = shutil.copytree(runs["llama"], tmp_path / "run")
     path = RunFolder(run).newest() / "state.safetensors"
     state = load_file(path)
     key = "model.layers.1.self_attn.k_proj.histories.w"
@@ -294,7 +274,7 @@ def test_power_of_two_scales_are_such_and_no_smaller(truth, packing, scheme, wei
 def test_fused_layers_share_a_scale_or_keep_their_own(source, runs, tmp_path, rule):
     """They share it unless told otherwise, but for a run that was trained with scales of its own."""
     trained = rule == "history"
-    model, how = (runs["llama", "delayed"], {}) if trained else (source, {"scheme": "tensor", "weights": rule})
+    model, how = (runs["llama"], {}) if trained else (source, {"scheme": "tensor", "weights": rule})
     own = pack(model, tmp_path / "own", share=None if trained else False, **how)
     shared = pack(model, tmp_path / "shared", share=True if trained else None, **how)
     mine, ours = (load_file(report.folder / "model.safetensors") for report in (own, shared))

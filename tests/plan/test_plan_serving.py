@@ -25,17 +25,9 @@ RESULTS = Path(__file__).parents[2] / "bench/results"
 MEASURED = json.loads((RESULTS / "gpu_serve.json").read_text())
 
 
-def serve(
-    scheme: str,
-    batch: int,
-    context: int,
-    cache: str = "bf16",
-    gpus: int = 1,
-    gpu: str = "h100",
-    attention: str = "bf16",
-) -> ServingPlan:
+def serve(scheme: str, batch: int, context: int, cache: str = "bf16") -> ServingPlan:
     settings = ("--batch", str(batch), "--context", str(context))
-    return Case("llama-3.1-8b", settings, gpu, gpus, scheme=scheme, cache=cache, attention=attention).serving()
+    return Case("llama-3.1-8b", settings, "h100", scheme=scheme, cache=cache).serving()
 
 
 @pytest.mark.parametrize(("scheme", "key"), [("bf16", "bf16"), ("channel", "ours")])

@@ -94,11 +94,8 @@ def test_the_table(octavo: Octavo, made: Folders, scheme: str | None) -> None:
     folder = made("llama", scheme=scheme) if scheme else made("llama")
     code, out, err = octavo("generate", folder, *SMALL)
     assert (code, err) == (0, "")
-    title, names, *lines = out.splitlines()
-    assert title == "6 new tokens, medians of 2 rounds"
-    assert names.startswith("batch  prompt  first token ms")
+    _, _, *lines = out.splitlines()
     assert [line.split()[:2] for line in lines[:4]] == [["1", "8"], ["2", "8"], ["1", "16"], ["2", "16"]]
-    assert "peak GB" not in names  # of a GPU
     assert ("FP8 is emulated here" in out) == bool(scheme)
 
 

@@ -5,6 +5,9 @@ gradients of it. The adapter of the last layer of an MLP reads the bytes of h, a
 bytes of their gradient.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from fused_oracle import (
     RECIPE,
@@ -17,6 +20,7 @@ from fused_oracle import (
     mlp_layers,
     output_gradients,
 )
+from packed_layers import TOKENS, worst_row
 from torch import Tensor, nn
 
 from octavo import ops
@@ -130,3 +134,22 @@ def _exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype)
     dn, of_inner = _through(inner, n, du_q)
     named |= of_inner | start.gradients((dn + first.backward(du)[0]).to(dtype), *dtotal)
     return {f"output {i}": y for i, y in enumerate(outputs)} | named
+
+
+def check_layers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """The gradients of x, A and B of each layer in adapters of PEFT, around one of these `weights`, against those of
+    autograd in float64. dx may read dy in eight bits; adapters read float32."""
+    generator = torch.Generator().manual_seed(1)
+    for name, w in weights.items():
+        layer: Any = model.get_submodule(f"base_model.model.{name}")
+        x = torch.randn(TOKENS, w.shape[1], generator=generator).requires_grad_()
+        dy = torch.randn(TOKENS, w.shape[0], generator=generator) * 1e-3
+        pair = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+        torch.nn.init.normal_(pair[1], std=0.05, generator=generator)  # PEFT begins with zeros
+        found = torch.autograd.grad(layer(x), [x, *pair], dy)
+        leaves = [t.detach().double().requires_grad_() for t in (x, *pair)]
+        y = leaves[0] @ w.double().t() + leaves[0] @ leaves[1].t() @ leaves[2].t() * layer.scaling["default"]
+        expected = torch.autograd.grad(y, leaves, dy.double())
+        worst = [worst_row(g, e) for g, e in zip(found, expected, strict=True)]
+        assert worst[0] > 26, (name, worst)
+        assert min(worst[1:]) > 110, (name, worst)

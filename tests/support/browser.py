@@ -24,16 +24,15 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path, *, width: int = 1200, height: int = 900, theme: str = "light") -> int:
-        """Show the page in a window of that size, and wait until it is drawn: the milliseconds that it took."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    def open(self, path: Path) -> None:
+        """Show the page in a window of 1200 x 900 pixels, and wait until it is drawn."""
+        size = {"width": 1200, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        self.theme(theme)
+        self.theme("light")
         self.driver.get_log("performance")  # forget the page before
         self.driver.get(path.as_uri())
-        drawn = WebDriverWait(self.driver, 30, 0.02).until(lambda _: self.run("document.documentElement.dataset.drawn"))
+        WebDriverWait(self.driver, HANG, 0.02).until(lambda _: self.run("document.documentElement.dataset.drawn"))
         self.check()
-        return int(drawn)
 
     def check(self) -> None:
         """Fail if the console has a message, or if anything but one file was requested since `open`."""

@@ -8,11 +8,11 @@ from octavo.numerics.formats import FORMATS, FP8_FORMATS, encode
 
 ML_DTYPES = {
     "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e8m0": ml_dtypes.float8_e8m0fnu, "bf16": ml_dtypes.bfloat16,
-    "fp16": np.float16,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz, "e2m1": ml_dtypes.float4_e2m1fn, "e8m0": ml_dtypes.float8_e8m0fnu,
+    "bf16": ml_dtypes.bfloat16, "fp16": np.float16,
 }  # fmt: skip
 FP8 = sorted(FP8_FORMATS)
-EIGHT_BITS = [*FP8, "e8m0"]
+NARROW = [*FP8, "e2m1"]
 ALL_BF16 = torch.arange(1 << 16).to(torch.uint16).view(torch.bfloat16).float()
 
 
@@ -27,7 +27,7 @@ def same(actual: torch.Tensor, expected: np.ndarray) -> bool:
 def all_values(name: str) -> np.ndarray:
     """The value of every code, from ml_dtypes."""
     kind = np.dtype(ML_DTYPES[name])
-    codes = np.arange(1 << (8 * kind.itemsize)).astype(f"u{kind.itemsize}")
+    codes = np.arange(1 << FORMATS[name].bits).astype(f"u{kind.itemsize}")
     with np.errstate(invalid="ignore"):
         return codes.view(kind).astype(np.float32)
 

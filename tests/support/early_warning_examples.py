@@ -15,8 +15,8 @@ def event(layer: str | None, rule: str = "saturation_spike", operand: str | None
     return Event(step, rule, layer, operand, 0.5, 0.001, "much is wrong")
 
 
-def layer_of(model: Any, name: str = "mlp.down_proj") -> Any:
-    return model.model.layers[1].get_submodule(name)
+def layer_of(model: Any) -> Any:
+    return model.model.layers[1].mlp.down_proj
 
 
 def breaks_in_fp8(trainer: Any, first: int = 13) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.nn import NormLinear, SwiGLU
+from octavo.recipe import Recipe
 
 WIDTH = 32
 
@@ -42,10 +43,10 @@ def blocks(rows: int = WIDTH, count: int = 2, width: int = WIDTH) -> nn.Sequenti
     return model
 
 
-def converted(recipe: str = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
-    """Blocks with the same numbers at each call; of `blockwise`, one whose rows two ranks share by whole squares."""
+def converted(recipe: str | Recipe = "rowwise", rows: int = WIDTH, count: int = 2, seed: int = 0) -> nn.Sequential:
+    """Blocks with the same numbers at each call; of recipes with blocks, one whose rows two ranks share by these."""
     torch.manual_seed(seed)
-    square = recipe == "blockwise"
+    square = getattr(recipe, "name", recipe) in ("blockwise", "mxfp8", "groupwise")
     model = blocks(256, count=1) if square else blocks(rows, count)
     octavo.convert(model, recipe, skip=("*plain", "*down_proj") if square else ())
     return model

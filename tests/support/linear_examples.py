@@ -10,6 +10,15 @@ T, K, N = 96, 80, 112
 QUANTIZED = [name for name in octavo.recipe.PRESETS if name != "bf16"]
 
 
+FOUR_BITS = ("mxfp4", "nvfp4")
+FOUR_BITS_DB = 12  # at least, with both operands in e2m1
+
+
+def without_chance(name: str) -> Recipe:
+    """The preset of this name, with all operands rounded to nearest."""
+    return Recipe.from_json(octavo.recipe.PRESETS[name]().to_json().replace("stochastic", "nearest"))
+
+
 def converted(recipe: str | Recipe, bias: bool = False, k: int = K, n: int = N) -> octavo.Linear:
     linear = nn.Linear(k, n, bias=bias)
     octavo.convert(nn.Sequential(linear), recipe)
@@ -36,3 +45,13 @@ def separately_by_row(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor,
         return (t / scale).to(torch.float8_e4m3fn).double() * scale
 
     return q(x) @ q(w).t(), q(dy) @ q(w.t()).t(), q(dy.t()) @ q(x.t()).t()
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y

@@ -162,10 +162,15 @@ def of_gemm_and_attention() -> Iterator[Example]:
     for pair, added in product(("row", "mx"), ((None, None), (torch.ones(5), torch.ones(3, 5).bfloat16()))):
         a, b = operands(pair, 3, 64, 5)
         yield "scaled_mm", (*operands_of(a, b), *added, torch.bfloat16, False, False)
+        a, b = operands("row", 3, 64, 5)
+        added = [None if t is None else t.bfloat16() for t in added]
+        yield "ordered_mm", (a.data, b.data, a.scale, b.scale, *added)
+    yield "ordered_mm", (torch.randn(3, 64).bfloat16(), torch.randn(5, 64).bfloat16(), *[None] * 4)
     yield "add_product", (matrix((5, 40)), matrix((5, 3)), matrix((40, 3)))
     for kind in attention_oracle.DTYPES:
         q, *cache = attention_oracle.given(kind, 2, 4, 2, 2, 16, 9)
-        yield "cached_attention", (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
+        for name in ("cached_attention", "ordered_attention")[: 1 + (kind == "bf16")]:
+            yield name, (q, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int32), 0.25)
         k = torch.randn(2, 2, 2, 16).bfloat16()
         yield "append_kv", (k, k, *cache, torch.tensor(3), torch.zeros(2, dtype=torch.int64))
         yield from rotations((2, 3, 4, 2, 16), kind)

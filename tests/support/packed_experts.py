@@ -24,9 +24,9 @@ def packed_matrices(w: Tensor, scheme: Scheme) -> PackedGroupedLinear:
     return layer
 
 
-def packed_experts(names: tuple[str, str], device: str = "cpu", seed: int = 0) -> tuple[PackedExperts, Tensor, Tensor]:
+def packed_experts(names: tuple[str, str], device: str = "cpu") -> tuple[PackedExperts, Tensor, Tensor]:
     """Experts packed by two schemes, and the matrices that they were packed from."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     w_in = torch.randn(E, 2 * INNER, K) * K**-0.5
     w_out = torch.randn(E, K, INNER) * INNER**-0.5
     w_in, w_out = w_in.bfloat16(), w_out.bfloat16()

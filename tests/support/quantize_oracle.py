@@ -5,18 +5,20 @@ import math
 import ml_dtypes
 import numpy as np
 import torch
-from codec_oracle import FP8, ML_DTYPES
+from codec_oracle import FP8, ML_DTYPES, NARROW
 
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.recipe import PRESETS
 
 KINDS = {name: ML_DTYPES[name] for name in FP8}
+EVERY_KIND = {name: ML_DTYPES[name] for name in NARROW}
 
 
 def casts_of_the_presets() -> list[Cast]:
-    """Each cast that some preset names, once."""
+    """Each cast that some preset names and that rounds to nearest, once."""
     gemms = [gemm for preset in PRESETS.values() for gemm in (preset().y, preset().dx, preset().dw) if gemm is not None]
-    return list(dict.fromkeys(cast for gemm in gemms for cast in (gemm.a, gemm.b)))
+    casts = dict.fromkeys(cast for gemm in gemms for cast in (gemm.a, gemm.b))
+    return [cast for cast in casts if cast.rounding == "nearest"]
 
 
 OTHERS = [
@@ -46,28 +48,45 @@ def oracle_scale(x: np.ndarray, cast: Cast) -> np.ndarray:
     """One float32 scale a block, [M, K] -> [blocks down, blocks across]; a row, or a tensor, of nothing is a block."""
     (m, k), (r, c) = x.shape, block_sizes(cast, x.shape)
     m, k = (max(m, 1) if cast.granularity == TENSOR else m), (k if cast.granularity.cols else max(k, 1))
-    scale = np.empty((math.ceil(m / r), math.ceil(k / c)), np.float32)
-    for i, j in np.ndindex(scale.shape):
-        amax = np.abs(x[i * r : (i + 1) * r, j * c : (j + 1) * c]).max(initial=0)
-        scale[i, j] = max(amax / np.float32(ml_dtypes.finfo(KINDS[cast.format]).max), np.float32(2.0**-126))
+    amax = np.empty((math.ceil(m / r), math.ceil(k / c)), np.float32)
+    for i, j in np.ndindex(amax.shape):
+        amax[i, j] = np.abs(x[i * r : (i + 1) * r, j * c : (j + 1) * c]).max(initial=0)
+    top, least = np.float32(ml_dtypes.finfo(EVERY_KIND[cast.format]).max), np.float32(2.0**-126)
+    if cast.scale == "e4m3":  # NVFP4
+        if not amax.any():
+            return np.full_like(amax, 0.125)
+        divisor = np.float32(448 * 6) * (np.float32(1) / amax.max(initial=least))
+        stored = np.minimum(amax / top * divisor, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        return np.where(stored == 0, np.float32(0.125), stored) / divisor
+    if cast.scale == "e8m0_floor":  # MX
+        return np.maximum(
+            np.exp2(np.floor(np.log2(np.maximum(amax, least).astype(np.float64))) - 2), least, dtype=np.float32
+        )
+    scale = np.maximum(amax / top, least)
     if cast.relative_floor:
         scale = np.maximum(scale, scale.max(initial=0) * np.float32(cast.relative_floor))
     if cast.scale != "fp32":
-        scale = np.float32([[2.0 ** math.ceil(math.log2(s)) for s in row] for row in scale.tolist()]).reshape(
-            scale.shape
-        )
+        scale = np.exp2(np.ceil(np.log2(scale.astype(np.float64)))).astype(np.float32)
     return scale
 
 
 def inverse(scale: np.ndarray, cast: Cast, shape: tuple[int, int]) -> np.ndarray:
     """What each element of [M, K] is multiplied by."""
+    return expanded(np.float32(1) / scale, cast, shape)
+
+
+def expanded(scale: np.ndarray, cast: Cast, shape: tuple[int, int]) -> np.ndarray:
+    """The scale of each element of [M, K]."""
     r, c = block_sizes(cast, shape)
-    return (np.float32(1) / scale).repeat(r, 0).repeat(c, 1)[: shape[0], : shape[1]]
+    return scale.repeat(r, 0).repeat(c, 1)[: shape[0], : shape[1]]
 
 
 def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of `x`."""
     scale = oracle_scale(x, cast)
+    if cast.format == "e2m1":  # held in e4m3
+        numbers = (x / expanded(scale, cast, x.shape)).astype(EVERY_KIND["e2m1"]).astype(KINDS["e4m3"])
+        return numbers.view(np.uint8), scale
     top = np.float32(ml_dtypes.finfo(KINDS[cast.format]).max)
     shrunk = np.clip(x * inverse(scale, cast, x.shape), -top, top)
     return shrunk.astype(KINDS[cast.format]).view(np.uint8), scale
@@ -76,7 +95,7 @@ def oracle(x: np.ndarray, cast: Cast) -> tuple[np.ndarray, np.ndarray]:
 def check(q: QTensor, data: np.ndarray, scale: np.ndarray, cast: Cast) -> None:
     """`q` is of this cast, and each byte and each scale is the oracle's."""
     assert (q.format, q.granularity) == (cast.fmt, cast.granularity)
-    assert q.scale.dtype == (torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32)
+    assert q.scale.dtype == (torch.float8_e8m0fnu if cast.scale in ("e8m0", "e8m0_floor") else torch.float32)
     assert np.array_equal(q.scale.float().numpy(), scale)
     assert np.array_equal(q.data.view(torch.uint8).numpy(), data)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
+from octavo.recipe import Recipe
 from octavo.watching.storage import FULL_SHARE, LAYER, OPERAND, Event, GemmRun, WatchedLayer
 
 
@@ -31,7 +32,7 @@ def event(step: int, value: float | None = 0.5) -> Event:
     return Event(step, "saturation_spike", "blocks.0.up", "x", value, 0.01, f"at step {step} many numbers saturated")
 
 
-def one_layer(recipe: str = "rowwise") -> nn.Sequential:
+def one_layer(recipe: str | Recipe = "rowwise") -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(80, 64, bias=False))
     octavo.convert(model, recipe)

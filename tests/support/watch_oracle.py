@@ -7,19 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from quantize_oracle import KINDS, oracle_scale
+from quantize_oracle import EVERY_KIND, expanded, oracle_scale
 
 from octavo.numerics import Cast
 
 Array = np.ndarray[Any, Any]
 BY_OPERAND = ("amax", "rms", "scale", "smallest_scale", "saturated", "flushed", "sqnr", "kurtosis", "crest")
-
-
-def expanded(scale: Array, cast: Cast, shape: tuple[int, ...]) -> Array:
-    """A scale for each element."""
-    rows, cols = (math.ceil(n / s) for n, s in zip(shape, scale.shape, strict=True))
-    rows, cols = cast.granularity.rows or rows, cast.granularity.cols or cols
-    return np.repeat(np.repeat(scale, rows, 0), cols, 1)[: shape[0], : shape[1]]
 
 
 def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> dict[str, float]:
@@ -35,9 +28,9 @@ def describe(x: Array, cast: Cast | None = None, scale: Array | None = None) -> 
         return found
     blocks = oracle_scale(x, cast) if scale is None else scale
     each = expanded(blocks, cast, x.shape).astype(np.float64)
-    largest = float(ml_dtypes.finfo(KINDS[cast.format]).max)
+    largest = float(ml_dtypes.finfo(EVERY_KIND[cast.format]).max)
     numbers = (
-        np.clip(x * (1 / each.astype(np.float32)), -largest, largest).astype(KINDS[cast.format]).astype(np.float64)
+        np.clip(x * (1 / each.astype(np.float32)), -largest, largest).astype(EVERY_KIND[cast.format]).astype(np.float64)
     )
     return found | {
         "scale": blocks.max(), "smallest_scale": blocks[blocks > 2.0**-126].min(),

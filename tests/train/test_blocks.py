@@ -12,10 +12,9 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
-from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build
+from octavo.models import LlamaConfig, MixtureConfig, build
 from octavo.nn import convert, linear_function
 from octavo.nn.attention_layers import GradientScales
-from octavo.nn.delayed import histories
 from octavo.numerics import History
 from octavo.packing import pack
 from octavo.recipe import PRESETS, delayed
@@ -26,7 +25,6 @@ from octavo.train.step_metrics import precision_of
 from octavo.watching.storage import RECOMPUTED
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
-GPT2 = GPT2Config(vocabulary=64, layers=2, width=32, heads=2, context=16)
 MIXTURE = MixtureConfig(64, 1, 32, 2, 1, 48, 16, experts=4, top_k=2)
 TOKENS = torch.arange(32).view(2, 16)
 
@@ -54,17 +52,6 @@ def saved_and_gradients(config, table, recipe="rowwise"):
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="compile.backend must be one of .*inductor.*; got 'nope'"):
         prepare_blocks(build(LLAMA), Config.from_dict({"compile": {"blocks": True, "backend": "nope"}}))
-
-
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_each_mode_gives_the_same_gradients(config):
-    none, full, selective = (
-        saved_and_gradients(config, {"activation_checkpointing": {"mode": mode}})
-        for mode in ("none", "full", "selective")
-    )
-    assert full[0] < none[0] / 2
-    for _, gradients in (full, selective):
-        assert all(torch.equal(a, b) for a, b in zip(gradients, none[1], strict=True))
 
 
 @pytest.mark.slow
@@ -277,19 +264,18 @@ def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
 @pytest.fixture
 def saturated(monkeypatch):
     """saturated(trainer, steps): the mean share of the elements that saturate in `steps` steps, by operand."""
-    quantize_by = linear_function._quantize_by
+    quantize = linear_function._quantize
 
     def measure(trainer, steps):
-        operand = {id(history): name.rpartition(".")[2] for name, history in histories(trainer.model)}
         shares = defaultdict(list)
 
-        def count(history, t, cast):
-            if history.ready:
+        def count(t, operand, cast, call, history=None):
+            if history is not None and history.ready:
                 limit = float(history.scale) * cast.fmt.max * (1 + 2**-23)
-                shares[operand[id(history)]].append(float((t.detach().abs() > limit).float().mean()))
-            return quantize_by(history, t, cast)
+                shares[operand].append(float((t.detach().abs() > limit).float().mean()))
+            return quantize(t, operand, cast, call, history)
 
-        monkeypatch.setattr(linear_function, "_quantize_by", count)
+        monkeypatch.setattr(linear_function, "_quantize", count)
         with trainer.lock:
             for _ in range(steps):
                 trainer.step()
@@ -304,7 +290,7 @@ def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, satu
     with_margin = saturated(begin(recipe="delayed", **rates), 40)
     assert (with_margin["x"], with_margin["w"]) == (0, 0)
     assert with_margin["dy"] < 1e-4
-    monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History()))
+    monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History(margin=0.0)))
     without = saturated(begin(recipe="no_margin", out=str(tmp_path / "other"), **rates), 40)
     assert without["w"] > 1e-5
     assert without["x"] > 1e-5

@@ -241,18 +241,6 @@ def test_loading_restores_everything(saved, begin, tmp_path, former):
     assert (other.state.step, other.state.skipped_steps) == (4, 0)
 
 
-def test_a_run_that_has_made_no_step_is_saved_and_loaded(begin, tmp_path):
-    trainer = begin(recipe="delayed")
-    folder = save_checkpoint(trainer.run_folder, trainer.state, keep=3)
-    other = begin(recipe="delayed", out=str(tmp_path / "other"))
-    other.step()
-    load_checkpoint(folder, other.state)
-    for _ in range(2):
-        trainer.step()
-        other.step()
-    assert_unchanged(other, all_of(trainer))
-
-
 # ---- Checkpoints are written while training goes on, and a failure is told at the next step
 
 

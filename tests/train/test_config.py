@@ -19,9 +19,8 @@ from octavo.train.config import (
     check_effects,
     settings_of,
 )
-from octavo.train.model import check_memory, check_parallel, make_model
-from octavo.train.optimizer import learning_rate
-from octavo.train.processes import find_degrees, total_memory
+from octavo.train.model import check_memory, make_model
+from octavo.train.processes import check_parallel, find_degrees, total_memory
 from octavo.train.run_records import different_settings
 from octavo.train.settings import describe, load_config, parse
 from octavo.train.trainer import start_run
@@ -158,12 +157,13 @@ def test_a_setting_without_an_effect_is_refused_before_a_run(words, message, tmp
 def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
     words = ["--schedule=wsd", "--decay=0.1", "--compile.blocks", "--compile.backend=eager", "--loss.chunk=512"]
     one = load_config(None, [*words, "--bf16-gemms=dw", "--rope-theta=5e5", "--recipe=auto"])
-    check_effects(one, processes=1, tp=1, shares=1)
-    check_effects(Config(model="gpt2", batch=1, recipe="bf16"), processes=1, tp=1, shares=1)
+    names = settings_of(Config)
+    check_effects(one, 1, 1, 1, names)
+    check_effects(Config(model="gpt2", batch=1, recipe="bf16"), 1, 1, 1, names)
     several = load_config(None, ["--parallel.gather-dtype=bf16", "--parallel.async-tp", "--parallel.tp=2"])
-    check_effects(several, processes=4, tp=2, shares=2)
+    check_effects(several, 4, 2, 2, names)
     with pytest.raises(ConfigError, match="got 512: give at most 512"):
-        check_effects(Config(batch=2).change(**{"loss.chunk": 600}), processes=2, tp=1, shares=2)
+        check_effects(Config(batch=2).change(**{"loss.chunk": 600}), 2, 1, 2, names)
 
 
 @pytest.mark.parametrize(
@@ -255,12 +255,6 @@ def test_without_settings_the_numbers_are_those_that_they_were():
     assert (load("--steps", "200").warmup, config.decay_steps) == (20, 500)  # the demo's
 
 
-def test_a_model_of_a_folder_learns_slowly(tmp_path):
-    config = Config(model=str(tmp_path))
-    assert (config.learning_rate, config.min_learning_rate) == (2e-5, pytest.approx(2e-6))
-    assert Config(model=str(tmp_path), learning_rate=1e-3).min_learning_rate == 1e-4
-
-
 def test_what_is_given_is_not_derived():
     config = load("--learning-rate", "0.5", "--min-learning-rate", "0.4", "--warmup", "7", "--decay-steps", "50")
     assert (config.min_learning_rate, config.warmup, config.decay_steps) == (0.4, 7, 50)
@@ -297,16 +291,6 @@ def test_the_settings_of_a_run_are_a_configuration_file(tmp_path):
     for text, reason in faults.items():
         path.write_text(text)
         fails(reason, path=path)
-
-
-def test_the_rate_stays_at_its_end_after_the_last_step_of_the_decay():
-    """nanoGPT calls it lr_decay_iters."""
-    config = Config(steps=100, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
-    whole = Config(steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
-    assert [learning_rate(s, config) for s in range(41)] == [learning_rate(s, whole) for s in range(41)]
-    assert {learning_rate(s, config) for s in range(40, 100)} == {0.1}
-    cut = Config(steps=20, decay_steps=40, warmup=10, learning_rate=1.0, min_learning_rate=0.1)
-    assert [learning_rate(s, cut) for s in range(20)] == [learning_rate(s, whole) for s in range(20)]
 
 
 # --- The settings in which runs differ, where their recipes are names or fields

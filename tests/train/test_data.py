@@ -1,17 +1,14 @@
 import hashlib
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
 from calibration_examples import write_model
-from rich.console import Console
 
 from octavo.data import DataError
 from octavo.models.tokenizer import Batches, ByteTokenizer, RandomBatches, build_corpus
 from octavo.train.config import Config
-from octavo.train.trainer import resume_run, start_run
 
 
 def fails(call, *essentials):
@@ -185,32 +182,18 @@ def test_shares_of_a_batch_are_its_parts(kind):
 # --- The data of a run: what it is read from, what the log says of it, and where it is found again
 
 
-@pytest.fixture
-def logged(settings):
-    """logged(**overrides): the trainer of a new run, and the lines of its log."""
-
-    def make(**overrides):
-        out = io.StringIO()
-        trainer = start_run(settings(**overrides), Console(file=out))
-        return trainer, out.getvalue().splitlines()
-
-    return make
-
-
 def trained_text(trainer):
     parts = (trainer.training._tokens, trainer.validation._tokens)
     return bytes(np.concatenate(parts).astype(np.uint8)).decode()
 
 
-def test_the_log_says_what_was_read_and_skipped(logged, records, text, tmp_path):
+def test_what_was_read_and_skipped_is_recorded(begin, records, text, tmp_path):
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "a.txt").write_text(text.read_text())
     (folder / "latin.txt").write_bytes(b"caf\xe9")
     (folder / "tokenizer.json").write_text('{"model": "BPE"}')
-    trainer, lines = logged(data=(str(folder),))
-    assert lines[0].endswith("skipped 2: 1 not UTF-8 (latin.txt), 1 not text by name (tokenizer.json)")
-    assert lines[0].startswith("read 1 file (")
+    trainer = begin(data=(str(folder),))
     assert trained_text(trainer) == text.read_text() + "\n"
     trainer.run()
     assert records(trainer.run_folder.path, "data")[0] == trainer.data.read.to_dict()
@@ -219,27 +202,27 @@ def test_the_log_says_what_was_read_and_skipped(logged, records, text, tmp_path)
 
 @pytest.mark.parametrize("sampling", ["epochs", "random"])
 @pytest.mark.parametrize("batch", [1, 10**9])
-def test_a_batch_has_no_more_sequences_than_the_text(settings, text, sampling, batch):
+def test_a_batch_has_no_more_sequences_than_the_text(begin, text, sampling, batch):
     found = (len(text.read_bytes()) - 2) // 32  # a lower bound of those in the validation text is left out
     message = r"batch must be at most the \d+ sequences of 32 tokens in the training text, got"
     with pytest.raises(DataError, match=message):
-        start_run(settings(batch=found + batch, sampling=sampling), Console(quiet=True))
+        begin(batch=found + batch, sampling=sampling)
 
 
-def test_a_run_goes_on_from_another_directory(settings, tmp_path, text, monkeypatch):
+def test_a_run_goes_on_from_another_directory(begin, go_on, tmp_path, text, monkeypatch):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text(text.read_text())
     monkeypatch.chdir(tmp_path)
-    trainer = start_run(settings(data=("texts", "texts/*.txt"), out="run", steps=4), Console(quiet=True))
+    trainer = begin(data=("texts", "texts/*.txt"), out="run", steps=4)
     trainer.run()
     data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
     monkeypatch.chdir("/")
-    again = resume_run(tmp_path / "run", ["--steps", "6"], Console(quiet=True))
+    again = go_on(tmp_path / "run", "--steps", "6")
     assert again.state.step == 4
     again.run()
     monkeypatch.chdir(tmp_path)
-    resume_run(tmp_path / "run", ["--data", "texts"], Console(quiet=True))
+    go_on(tmp_path / "run", "--data", "texts")
     assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
 
 
@@ -248,11 +231,11 @@ def test_random_offsets_are_of_the_training_text_alone(begin):
     assert (type(trainer.training), type(trainer.validation)) == (RandomBatches, Batches)
 
 
-def test_conversations_are_written_by_the_chat_template_of_the_model(logged, tmp_path):
+def test_conversations_are_written_by_the_chat_template_of_the_model(begin, tmp_path):
     write_model(tmp_path / "model", "llama")
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     rows = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(30)]
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    trainer, _ = logged(model=str(tmp_path / "model"), data=(str(tmp_path / "chat.jsonl"),), recipe="bf16")
+    trainer = begin(model=str(tmp_path / "model"), data=(str(tmp_path / "chat.jsonl"),), recipe="bf16")
     assert sorted(trained_text(trainer).splitlines()) == sorted(f"<user>question {i}" for i in range(30))

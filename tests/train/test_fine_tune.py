@@ -85,15 +85,6 @@ llama_only = pytest.mark.parametrize("source", ["Llama"], indirect=True)
 
 
 @llama_only
-def test_a_relative_folder_is_remembered_from_anywhere(begin, go_on, source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    begin(model="source", steps=4).run()
-    shutil.rmtree(source)
-    monkeypatch.chdir("/")
-    assert go_on(tmp_path / "run", "--steps", "5").run().step == 5
-
-
-@llama_only
 def test_the_run_describes_no_weights_that_it_does_not_have(begin, source, tmp_path):
     """A large model comes in several files, with an index of them."""
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
@@ -229,6 +220,18 @@ def test_the_first_step_has_the_scales_of_the_calibration(begin, go_on, calibrat
     trainer.run()
     resumed = go_on(tmp_path / "run", "--steps", "4")
     assert all(history.steps == 5 for name, history in histories(resumed.model) if name.endswith(".x"))
+
+
+def test_the_first_step_has_the_stored_scales_of_a_packed_folder(begin, calibrated, tmp_path):
+    model, calibration = calibrated
+    packed = tmp_path / "static"
+    pack(model, packed, scheme="static", calibration=calibration)
+    trainer = begin(model=str(model), recipe="delayed", calibration=str(packed), steps=3)
+    found = {name.removesuffix(".histories.x"): h for name, h in histories(trainer.model) if name.endswith(".x")}
+    stored = load_file(packed / "model.safetensors")
+    assert len(found) == 21
+    for name, history in found.items():  # with the recipe's room for twice the amax
+        assert float(history.scale) == pytest.approx(2 * float(stored[f"{name}.input_scale"]))
 
 
 def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):

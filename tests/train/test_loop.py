@@ -2,15 +2,12 @@
 
 import copy
 import gc
-import io
 import math
 import weakref
-from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from saved_checkpoints import save_checkpoint
 from tiny_runs import before_steps
 
@@ -20,10 +17,9 @@ from octavo.recipe import PRESETS
 from octavo.scales import scale_state
 from octavo.train.config import Config, ConfigError
 from octavo.train.model import check_memory
-from octavo.train.optimizer import make_optimizer, optimizer_state
+from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import EVERY, collect_between_steps, collect_young
 from octavo.train.supervision import TrainingError
-from octavo.train.trainer import start_run
 
 
 def copied(tensors):
@@ -78,15 +74,6 @@ def test_every_recipe_trains(begin, recipe):
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
-def test_loss_falls_below_what_the_frequency_of_bytes_alone_gives(begin, text):
-    content = text.read_bytes()
-    shares = [count / len(content) for count in Counter(content).values()]
-    entropy = -sum(share * math.log(share) for share in shares)
-    trainer = begin(layers=1, steps=40, batch=16, learning_rate=0.03, log_every=40, evaluate_every=40, save_every=40)
-    assert trainer.evaluate() == pytest.approx(math.log(256), abs=0.1)
-    assert trainer.run().evaluation_loss < entropy - 0.2
-
-
 def test_recipes_start_from_the_same_weights_and_see_the_same_batches(begin, tmp_path):
     seen = {}
     for recipe in ("bf16", "rowwise", "delayed"):
@@ -116,14 +103,6 @@ def test_gradient_is_the_mean_over_all_micro_batches(begin, batch, accumulate):
         assert (gradient.double() - required[name]).norm() < 1e-5 * size, name
     assert abs(loss - required_loss) < 1e-6
     assert abs(norm / required_norm - 1) < 1e-6
-
-
-def test_clip_bounds_the_norm_and_keeps_the_direction(begin, tmp_path):
-    free, _, free_norm = gradients(begin(recipe="bf16", clip=0.0, out=str(tmp_path / "free")))
-    clipped, _, norm = gradients(begin(recipe="bf16", clip=0.25, out=str(tmp_path / "clipped")))
-    assert norm == free_norm > 0.5  # what is reported is the norm before clipping
-    for name, gradient in clipped.items():
-        torch.testing.assert_close(gradient, free[name] * (0.25 / norm), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
@@ -235,18 +214,6 @@ def test_captured_steps_are_those_of_eager(begin, tmp_path, monkeypatch):
     assert len(graphs) == 6
 
 
-def test_frozen_parameters_stay(begin):
-    trainer = begin(steps=3)
-    model = trainer.model
-    for name, p in model.named_parameters():
-        p.requires_grad_("self_attn" in name)
-    trainer.state.optimizer = make_optimizer(model, trainer.config)
-    before = copied(model_tensors(model))
-    trainer.run()
-    moved = {name for name, tensor in model_tensors(model).items() if not torch.equal(tensor, before[name])}
-    assert moved == {name for name in before if "self_attn" in name}
-
-
 # --- A run that breaks
 
 
@@ -311,15 +278,7 @@ def test_a_run_collects_between_its_steps(begin, monkeypatch):
     assert gc.isenabled() == before
 
 
-# --- What a run says before its first step, and models that are too large for the device
-
-
-def test_the_header_says_what_is_trained_on_what(settings, text):
-    out = io.StringIO()
-    start_run(settings(steps=1, warmup=0, min_learning_rate=None), Console(file=out, width=30))
-    said = ("llama, 26,784 parameters, trained from random weights", str(text), "1 step of 64 tokens", "0.01 to 0.001")
-    for part in (*said, "\nrowwise: 14 linear layers converted, 1 skipped"):
-        assert part in out.getvalue()
+# --- Models that are too large for the device
 
 
 ABSURD = [{"width": 100_000_000}, {"width": 4 * 10**15}, {"layers": 10**9}, {"width": 10**18}]
@@ -332,7 +291,7 @@ def test_a_model_beyond_the_memory_is_refused_in_plain_words(absurd):
         check_memory(Config(**absurd), 256, torch.device("cpu"))
 
 
-# ---- FP16 with dynamic loss scaling: the scale finds its level, and a step that overflows changes no weight
+# ---- FP16 with dynamic loss scaling: a step that overflows changes no weight
 
 
 def copied_fp16(trainer):
@@ -368,18 +327,6 @@ def test_overflow_halves_the_scale_and_skips_the_step(begin):
     assert changed(trainer, before) == set(before)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "delayed"])
-def test_a_scale_far_too_large_falls_to_one_that_fits(begin, recipe):
-    trainer = begin(recipe=recipe, precision="fp16")
-    trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=100)
-    for _ in range(40):
-        loss, _ = trainer.step()
-    skipped = trainer.state.skipped_steps
-    assert 10 < skipped < 38
-    assert trainer.state.scaler.get_scale() == 2.0 ** (40 - skipped)
-    assert math.isfinite(loss)
-
-
 def test_norm_and_clipping_are_of_unscaled_gradients(begin, tmp_path):
     norms = {}
     for precision in ("fp16", "fp32"):
@@ -393,6 +340,7 @@ def test_norm_and_clipping_are_of_unscaled_gradients(begin, tmp_path):
         norms[precision] = [trainer.step()[1] for _ in range(2)]
         torch.testing.assert_close(torch.stack(gradients), torch.full((2,), 0.25), rtol=1e-4, atol=0)
     torch.testing.assert_close(norms["fp16"], norms["fp32"], rtol=1e-2, atol=0)
+    assert min(norms["fp32"]) > 0.5  # before clipping
 
 
 def test_skipped_steps_are_logged_and_the_run_goes_on(begin, records):

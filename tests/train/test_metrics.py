@@ -16,18 +16,19 @@ import transformers
 from patience import HANG, wait_for
 from ranks import run_ranks
 from rich.console import Console
-from tiny_models import MODELS, SIZES
+from tiny_models import MODELS, SIZES, built
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import octavo
 from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.models import GPT2Config, build
 from octavo.rates.measured import known_gpus, peak_flops
-from octavo.train.processes import LastingStream, LiveConsole, print_line, show_sampled, show_step, training_console
+from octavo.train.processes import LastingStream, LiveConsole, print_line, show_step, training_console
 from octavo.train.run_records import read_records
 from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
 
@@ -126,13 +127,6 @@ def test_a_terminal_has_a_live_line_and_a_file_has_lines():
     assert file.file.getvalue().count("\n") == 1
 
 
-def test_a_long_sample_shows_its_progress():
-    console = Console(file=io.StringIO())
-    assert show_sampled(console, ["a"] * 2000 + [""], 2000) == "a" * 2000
-    lines = console.file.getvalue().splitlines()
-    assert (len(lines), lines[-1]) == (10, "sampled 2,000 of 2,000 tokens")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
 def test_tensorboard_reads_the_events(begin, go_on, records):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -216,6 +210,13 @@ def test_flops_of_attention_agree_with_those_that_torch_counts(name):
         model(tokens).logits.sum().backward()
     attention = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
     assert (flops_per_token(model, 16) - flops_per_token(model, 0)) * tokens.numel() == attention
+
+
+@pytest.mark.parametrize("scheme", ["channel", "mx"])
+def test_the_scales_of_a_packed_model_are_no_weights(made, scheme):
+    """Those of MX have one byte too. Frozen weights have no gradient: 4 FLOPs each in place of 6."""
+    model = built("llama").requires_grad_(False)
+    assert flops_per_token(octavo.load(made("llama", scheme=scheme)), 16) == flops_per_token(model, 16)
 
 
 def test_stacked_experts_have_no_known_flops():
@@ -312,7 +313,7 @@ class Mixed(nn.Module):
 def test_layers_that_differ_are_named_together():
     model = Mixed()
     found = observed_dtypes(model, lambda: model(torch.ones(1, 2)))
-    assert found == {"stack.*": "bfloat16 float32", "loss": "float32"}
+    assert found == {"stack.*": "bfloat16 float32", "outputs_a_tuple": "float32", "loss": "float32"}
 
 
 def model_of_ranks():

@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.train.config import Config
-from octavo.train.model import make_mesh
 from octavo.train.optimizer import (
     accumulate_in_fp32,
     clip_gradients,
@@ -27,7 +26,7 @@ from octavo.train.optimizer import (
     optimizer_state,
     set_learning_rate,
 )
-from octavo.train.processes import Degrees
+from octavo.train.processes import Degrees, make_mesh
 from octavo.train.saving import CheckpointWriter, TrainState, load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -83,6 +82,8 @@ RATES = {"learning_rate": 1.0, "min_learning_rate": 0.1, "warmup": 10}
         ({"warmup": 0, "steps": 300, "learning_rate": 2.0, "min_learning_rate": 1.0}, {0: 2.0, 100: 1.75}),  # cos 60°
         ({"warmup": 0, "steps": 50, "schedule": "wsd", "decay": 0.0}, dict.fromkeys(range(50), 1e-3)),
         (RATES | {"warmup": 0, "steps": 50, "schedule": "wsd", "decay": 1.0}, {0: 1.0, 25: 0.55, 49: 0.118}),
+        (RATES | {"steps": 100, "decay_steps": 40}, {0: 0.1, 10: 1.0, 25: 0.55, 40: 0.1, 99: 0.1}),  # lr_decay_iters
+        (RATES | {"steps": 20, "decay_steps": 40}, {0: 0.1, 10: 1.0, 15: 0.1 + 0.45 * (1 + math.sqrt(3) / 2)}),
     ],
 )
 def test_corners_of_the_learning_rate(settings, expected):

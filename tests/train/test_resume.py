@@ -115,6 +115,8 @@ def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path)
     assert go_on(tmp_path / "run").config.steps == 10  # what was changed is written down
     with pytest.raises(ConfigError, match="steps must be at least the 10 that the run .* has done; got 9"):
         go_on(tmp_path / "run", "--steps", "9")
+    with pytest.raises(ConfigError, match=r"bf16_gemms .* requires a recipe with GEMMs in FP8; got recipe bf16"):
+        go_on(tmp_path / "run", "--steps", "12", "--bf16-gemms", "dw")
     assert go_on(tmp_path / "run").config.steps == 10
 
 

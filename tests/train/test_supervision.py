@@ -364,12 +364,7 @@ def test_a_checkpoint_with_a_weight_that_is_not_finite_is_not_the_last_good_one(
     assert str(caught.value).endswith(good)
 
 
-# ---- The watch of a run: on by default, drawn on boards, and without effect on the numbers
-
-
-def losses(run):
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+# ---- The watch of a run: on by default, and drawn on boards
 
 
 def steps_of(run):
@@ -389,20 +384,7 @@ def test_a_run_is_watched_and_a_resumed_one_goes_on(begin, go_on):
     assert steps_of(run) == [1, 2, 4, 6, 7, 8]
 
 
-def test_the_losses_of_a_watched_run_are_those_of_another(begin, tmp_path):
-    found = []
-    for interval in (0, 1):
-        trainer = begin(
-            recipe="rowwise", steps=4, log_every=1, watch={"interval": interval}, out=str(tmp_path / f"{interval}")
-        )
-        trainer.run()
-        found.append(losses(trainer.run_folder.path))
-        assert (trainer.run_folder.path / "watch").exists() == bool(interval)
-    assert len(found[0]) == 4
-    assert found[0] == found[1]
-
-
-def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, monkeypatch):
+def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, records, monkeypatch):
     wandb = mock.Mock()
     wandb.Histogram = lambda np_histogram: SimpleNamespace(counts=np_histogram[0], edges=np_histogram[1])
     made = [mock.Mock(), mock.Mock()]  # runs
@@ -419,7 +401,7 @@ def test_weights_and_biases_gets_the_numbers_and_the_histograms(begin, go_on, mo
     assert made[0].finish.called
     lines = [call.args[0] for call in made[0].log.call_args_list]
     logged = {name: (line["step"], value) for line in lines for name, value in line.items()}
-    assert logged["loss"] == (3, losses(run)[2])
+    assert logged["loss"] == (3, records(run)[3])
     name = "watch/model.layers.0.mlp.down_proj/dy"
     watched = read_watch(run)
     of_name = np.array([watched.layers[r["layer"]].name in name for r in watched.operands])

@@ -141,13 +141,15 @@ def groups(**settings: Any) -> dict[str, Any]:
 
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "gptq"}, "quant_method must be one of compressed-tensors, fp8, modelopt, it is 'gptq'"),
+    ({"quant_method": "gptq"}, "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'"),
     ({"quant_method": None}, "it is None"),
     (
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         "must state a weight_block_size, or null: this is AutoFP8",
     ),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo must be one of FP8, "),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4", "_data": 3}}}, "must be one Float8Dyn"),
+    ({"quant_method": "torchao", "quant_type": "int8"}, "PerRow or PerTensor; it is 'int8'"),
     ({"format": "pack-quantized"}, "format must be one of float-quantized"),
     ({"config_groups": {}}, "config_groups must hold groups, it is {}"),
     ({"config_groups": {"g": 3}}, "config_groups.g must have targets (names) and weights, it is 3"),

@@ -309,7 +309,7 @@ def test_the_nearer_scheme_is_named_with_the_speed_of_both(kl: tuple[float, floa
         LogitQuality(Estimate(sum(each) / 2, *each), *[Estimate(0.0, 0.0, 0.0)] * 4, 2, 8)
         for each in (kl, (1e-3, 2e-3))
     )
-    (quality,) = (section for section in report.sections() if section.title == "Quality")
+    (quality,) = (section for section in report.tables() if section.title == "Quality")
     assert advice in quality.remark
     speeds = measured_speeds()
     for scheme in ("channel", "int8"):

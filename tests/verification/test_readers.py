@@ -29,7 +29,7 @@ from octavo.verification.readers import (
     FLOAT32,
     Probe,
     ReaderResult,
-    next_logprobs,
+    next_log_probabilities,
     open_with_octavo,
     open_with_vllm,
     try_readers,
@@ -107,7 +107,9 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
         assert sampling == {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         results = []
         for ids in (torch.tensor([entry["prompt_token_ids"]]) for entry in asked):
-            logs = zip(ids[0, 1:].tolist(), next_logprobs(model(ids).detach().float(), ids)[0].tolist(), strict=True)
+            logs = zip(
+                ids[0, 1:].tolist(), next_log_probabilities(model(ids).detach().float(), ids)[0].tolist(), strict=True
+            )
             entries = [{token: SimpleNamespace(logprob=log)} for token, log in logs]
             results.append(SimpleNamespace(prompt_logprobs=[None, *entries]))
         return results
@@ -132,7 +134,7 @@ def test_vllm_alone_is_allowed_more_over_a_cache_in_eight_bits(packed: Path, mon
         fake_vllm(monkeypatch, lambda ids, probe=probe: probe.reference)
         result = open_with_vllm(probe, "1", "cpu")
         assert result.outcome == "agrees"
-        assert result.tolerance == probe.mapped(partial(next_logprobs, ids=probe.inputs)).tolerance(factors)
+        assert result.tolerance == probe.mapped(partial(next_log_probabilities, ids=probe.inputs)).tolerance(factors)
     assert probe.tolerance(BF16_LOOSE) > probe.tolerance(BF16)
 
 

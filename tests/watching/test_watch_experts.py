@@ -278,7 +278,6 @@ def test_the_worst_expert_is_named_once():
     (event,) = [event for event in events if event.operand == "w"]
     assert (event.rule, event.layer, event.expert) == ("underflow", "experts.down_proj", 2)
     assert event.value == pytest.approx(0.5)
-    assert event.describe().startswith("underflow: experts.down_proj: expert 2: 50.0% of w underflows")
 
 
 @pytest.mark.slow

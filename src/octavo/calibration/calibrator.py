@@ -171,9 +171,10 @@ def load_calibration(folder: str | Path, model: Path, description: Path | None =
 
 def hash_model(folder: Path, description: Path | None = None) -> str:
     """SHA-256, in hexadecimal, of the config.json (in `description`, if that is another folder) and of every
-    safetensors file of a model, by name and content. In the checkpoint of a run only those of the weights count."""
+    safetensors file of a model, by name and content. In the checkpoint of a run only those of the weights count, or of
+    the adapters."""
     described = description or folder
-    files = "*.safetensors" if described == folder else "model*.safetensors"
+    files = "*.safetensors" if described == folder else "*model*.safetensors"
     digest = hashlib.sha256()
     for path in [described / "config.json", *sorted(folder.glob(files))]:
         with path.open("rb") as file:

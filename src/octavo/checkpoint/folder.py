@@ -323,7 +323,8 @@ def _copy_module(source: Path, target: Path) -> None:
 #   actions.json             promoted layers and rollbacks (`octavo.train.supervision`), once there are any
 #   watch/                   samples of the layers' operands (`octavo.watching.storage`)
 #   step-00000100/           a checkpoint: appears whole or not at all
-#     model.safetensors      the master weights, under the names of the unconverted model
+#     model.safetensors      the master weights, under the names of the unconverted model; of a run with `lora` the
+#                            adapters, adapter_model.safetensors and adapter_config.json, as PEFT opens them
 #     optimizer.safetensors  PARAMETER.exp_avg, ...
 #     state.safetensors      random states of every rank, and scale histories
 #     train.json             step, data fingerprint, loss scaler
@@ -332,6 +333,8 @@ def _copy_module(source: Path, target: Path) -> None:
 # A large file of tensors is several files with an index. The number of ranks of the run makes no difference.
 
 
+WEIGHTS, ADAPTERS = "model", "adapter_model"  # the files of weights, without their suffix
+ADAPTER_CONFIG, PEFT_PREFIX = "adapter_config.json", "base_model.model."  # the prefix is of the names of adapters
 BUILT_IN_MODELS = ("llama", "gpt2", "mixture")  # what the settings of a run call Octavo's own models
 RUN_OR_MODEL = "a run of octavo train, or a Hugging Face model folder"
 
@@ -466,6 +469,11 @@ class RunFolder:
                 "folder"
             )
         return self.checkpoints()[-1]
+
+
+def weights_stem(checkpoint: Path) -> str:
+    """The name of the file of weights in a checkpoint, without its suffix."""
+    return ADAPTERS if (checkpoint / ADAPTER_CONFIG).is_file() else WEIGHTS
 
 
 def check_config(folder: Path, wanted: str) -> None:

@@ -37,6 +37,7 @@ from octavo.checkpoint.scheme import (
     unused_scales,
 )
 from octavo.numerics import QTensor
+from octavo.numerics.formats import E4M3
 
 _KV = (K_SCALE, V_SCALE)
 
@@ -130,6 +131,12 @@ class PackedTensors:
     def input_scale(self, name: str) -> Tensor:
         """The scale of the input of a packed layer whose scheme is static, float32 [1]."""
         return self._scale(name, INPUT_SCALE_NAME)
+
+    @property
+    def input_histories(self) -> dict[str, list[float]]:
+        """The amax that the stored input scale of each static layer maps to 448, for `octavo.scales.seed_scales`."""
+        static = [name for name, scheme in self.packing.schemes.items() if scheme.static]
+        return {name: [float(self.input_scale(name)) * E4M3.max] for name in static}
 
     def weight(self, name: str) -> QTensor:
         return self.packing.schemes[name].packed_weight(*self.stored(name))

@@ -31,10 +31,13 @@ from octavo.distributed.shards import (
     ShardedWeight,
     ShardGroup,
     WeightStack,
+    casts_of,
     grouped,
+    has_changed,
     hold_quantized,
-    quantize_rows,
+    hold_rotated,
     reduce_largest,
+    upright,
 )
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.linear import Linear, RecipeLayer
@@ -56,9 +59,10 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     Parameters, `state_dict`, optimizers and checkpoints stay as they are: plain DTensors of the parameters' dtype. A
     rank quantizes its own rows after each optimizer step: one byte a weight, divided by the ranks. It frees the bytes
     once the next forward pass has sent them, and casts the rows of a unit again, by the same scales, for the gathers
-    that follow. Only the bytes of square blocks, and of experts, stay. The bytes and scales are those that one rank
-    makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these weights is
-    gathered. There is no other collective.
+    that follow. Only the bytes of blocks, rotated weights and experts stay. The bytes and scales are those that one
+    rank makes of the whole weight. For that, one small all-reduce takes place for a step, when the first of these
+    weights is gathered. There is no other collective. Where y and dx read different bytes, the backward pass gathers
+    both.
 
     Weights that were loaded, or written in place, are quantized again at the next forward pass. Two kinds of writes
     leave no trace and are not noticed: through `.data`, by code that is no optimizer, and into the tensors of a
@@ -98,7 +102,7 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
     for module in fused.values():
         _agree(module.inner, reasons, layers)
     why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_stack_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
+    why |= {name: _wide_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
     of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
     gathered = {of_names[name] for name, reason in why.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
@@ -123,32 +127,31 @@ def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names:
             reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
 
 
-def _wide_stack_reason(layer: Any, unit: UnitWeight | None) -> str:
-    """Why a weight of `layer`, such as a stack of experts' matrices, is gathered wide, or "" where it need not be."""
-    if unit is None or unit.reason:
-        return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:
+    """Why the weight of `layer`, or a stack of its experts' matrices, is gathered wide; "" where in eight bits."""
     recipe: Recipe = layer.recipe
-    if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
-        return f"the recipe {recipe.name} reads the weight in high precision"
-    if "y" in recipe.rotate or "dx" in recipe.rotate:
-        return f"the recipe {recipe.name} rotates the weight before it is quantized"
-    if not recipe.quantizes_w_once:
-        return f"the recipe {recipe.name} quantizes the weight a second time for dx, along its other axis"
-    return f"the recipe {recipe.name} rounds the weight at random" if recipe.w.rounding != "nearest" else ""
-
-
-def _wide_reason(layer: RecipeLayer, unit: UnitWeight | None) -> str:
-    """Why the weight of `layer` is gathered wide, or "" where it is gathered in eight bits."""
     if type(layer).__name__ == "Conv1D":
         return "a Conv1D stores its weight transposed: its shards are not rows of outputs"
-    if not isinstance(layer, Linear):
+    if isinstance(layer, RecipeLayer) and not isinstance(layer, Linear):
         return f"a {type(layer).__name__} has no weight [N, K]: only linear layers are gathered in eight bits"
-    reason = _wide_stack_reason(layer, unit)
-    if reason or unit is None or layer.recipe.w is None:
-        return reason
-    rows = layer.recipe.w.granularity.rows
-    if rows is not None and unit.world > 1 and unit.shard_rows % rows:
-        return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
+    if unit is None or unit.reason:
+        return "fully_shard was not called on a module that holds it" if unit is None else unit.reason
+    if recipe.w is None or recipe.y is None or (recipe.dx is None and not recipe.exact_backward):
+        return f"the recipe {recipe.name} reads the weight in high precision"
+    casts = casts_of(layer)
+    if any(cast.rounding != "nearest" for cast in casts):
+        return f"the recipe {recipe.name} rounds the weight at random"
+    if not isinstance(layer, Linear):  # each rank has whole matrices
+        return f"the recipe {recipe.name} reads other bytes of experts for dx than y" if recipe.reads_w_twice else ""
+    if "dx" in recipe.rotate:
+        return f"the recipe {recipe.name} rotates the weight along its rows for dx: rotate y alone"
+    if recipe.w.scale == "e4m3":
+        return f"the scales of the recipe {recipe.name} depend on all rows of the weight"
+    if len(casts) > 1 and any(cast.by_row for cast in casts):
+        return f"the recipe {recipe.name} quantizes the weight twice, by row: use scales by tensor or group"
+    for rows in (recipe.w.granularity.rows, *(upright(cast).rows for cast in casts[1:])):
+        if rows is not None and unit.world > 1 and unit.shard_rows % rows:
+            return f"the shards of {unit.shard_rows} rows do not divide into blocks of {rows}"
     return ""
 
 
@@ -171,6 +174,7 @@ class ShardCache:
     def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
         """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
         self.weights = weights
+        self.rotated = [weight for weight in weights if weight.is_pair and not weight.is_alone]
         self.alone = [weight for weight in weights if weight.is_alone]
         self.groups: list[ShardGroup] = []
         self.stale = True
@@ -233,10 +237,8 @@ class ShardCache:
     @torch.no_grad()
     def has_changed(self) -> bool:
         """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        alone = ((weight.data, quantize_rows(weight).data) for weight in self.alone)
-        return any(group.has_changed() for group in self.groups) or any(
-            data is not None and not torch.equal(data[: len(now)], now.view(torch.uint8)) for data, now in alone
-        )
+        held = any(has_changed(weight) for weight in (*self.alone, *self.rotated))
+        return held or any(group.has_changed() for group in self.groups)
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
         """Called in the stream that will send the bytes of the weights of a unit, before it does."""
@@ -266,7 +268,8 @@ class ShardCache:
             # A model may be deleted after its last step: its memory is used again by the stream that computes.
             weakref.finalize(self, _wait_for, self.stream, self.streams).atexit = False
         with self.streams.stream(self.stream):
-            self.groups = self.groups or grouped([weight for weight in self.weights if not weight.is_alone])
+            grouping = [weight for weight in self.weights if not weight.is_alone and not weight.is_pair]
+            self.groups = self.groups or grouped(grouping)
         caller.wait_stream(self.stream)  # bytes of an earlier call that were not sent are freed
         for group in self.groups:
             group.allocate()
@@ -303,6 +306,7 @@ class ShardCache:
         reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
         for group, value in largest:
             group.finish(value)
+        hold_rotated(self.rotated)
 
 
 def _wait_for(stream: Any, streams: Any) -> None:

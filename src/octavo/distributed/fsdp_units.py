@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from octavo.nn.fused_modules import DecoderLayer, FusedMLP, FusedModule, NormLinear
 from octavo.nn.linear import Linear
@@ -34,6 +35,14 @@ class UnitWeight:
     shard_rows: int  # that each rank sends; on the last ranks they may be padding
     world: int  # the number of ranks over which it is sharded
     reason: str  # why FSDP2 cannot gather it in eight bits; "" where it can
+    state: Any = field(repr=False)  # FSDP2's own, of the parameter
+    unit_state: Any = field(repr=False)  # and of those that are gathered together
+
+    @property
+    def gathers_for_y_alone(self) -> bool:
+        """True in a forward pass after which the weight is freed: the backward pass gathers it again."""
+        group = self.unit_state
+        return group._training_state == TrainingState.FORWARD and group.post_forward_mesh_info is not None
 
 
 def is_unit(module: nn.Module) -> bool:
@@ -69,6 +78,8 @@ def sharded_weights(model: nn.Module) -> dict[tuple[nn.Module, str], UnitWeight]
                 parameter.padded_sharded_param_size[0],
                 getattr(parameter.mesh_info, "shard_mesh_size", 1),
                 _reason(group, parameter),
+                parameter,
+                group,
             )
     return found
 

@@ -2,7 +2,8 @@
 
 With a recipe of row scales in all three GEMMs (`Recipe.fusable`: `rowwise`) activations travel between the ranks as
 bytes and row scales. With another recipe, or before conversion, they travel in the dtype of the layer's output: BF16
-under autocast. Each rank then quantizes its part of a weight, and of a row-parallel layer's input, by itself.
+under autocast. Each rank then quantizes its part of an operand by itself: a scale of a whole tensor is the largest of
+the ranks' (`octavo.nn.linear_function`), and any other that of the part.
 """
 
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class ParallelLayer(Exchange):
 
     ranks: Ranks
     cuts_rows: ClassVar[bool]  # whether each rank has a part of every row of w
+    parts: ClassVar[tuple[str, ...]]  # of x, w and dy, those of which each rank has a part in a wide exchange
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """The output of `layer`, an `nn.Linear`, converted or not."""
@@ -85,7 +87,7 @@ class ParallelLayer(Exchange):
 class Column(ParallelLayer):
     """Each rank has N / R of the N outputs, the rows of w [N, K]."""
 
-    cuts_rows = False
+    cuts_rows, parts = False, ("w", "dy")
 
     def linear(self, layer: Any, x: Tensor) -> Tensor:
         """y [..., T, N / R] of this rank's rows x [..., T / R, K]."""
@@ -143,7 +145,7 @@ class Column(ParallelLayer):
 class Row(ParallelLayer):
     """Each rank has K / R of the K inputs, the columns of w [N, K]."""
 
-    cuts_rows = True
+    cuts_rows, parts = True, ("x", "w")
 
     def check(self, module: nn.Module) -> None:
         raise ValueError(

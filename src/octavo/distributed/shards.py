@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
@@ -24,9 +24,9 @@ from octavo.distributed.fsdp_units import UnitWeight
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.linear import Linear, RecipeLayer, WeightCache
 from octavo.nn.parallel_weights import GatheredWeight
-from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor
 from octavo.numerics.scaling import scale_from_amax
-from octavo.ops import quantize, quantize_matrices
+from octavo.ops import quantize, quantize_matrices, quantize_scaled, quantize_transposed, rotate
 from octavo.ops.launching import RowBatch
 from octavo.ops.rows import cast_rows, row_amaxes
 
@@ -41,7 +41,13 @@ class ShardedWeight:
 
     def __init__(self, layer: Any, leaf: str, unit: UnitWeight) -> None:
         self.layer, self.leaf, self.unit = layer, leaf, unit
-        self.cast: Cast = layer.recipe.w
+        self.casts = casts_of(layer)
+        self.cast = self.casts[0]
+        self.rotated = isinstance(layer, Linear) and "y" in layer.recipe.rotate
+        # Of bytes [N, K] each; those for dx have scales along N.
+        self.granularities = [self.cast.granularity, *(upright(cast) for cast in self.casts[1:])]
+        self.for_dx: tuple[Tensor, ...] = ()  # of a pair, the bytes and the scale of this rank's rows for dx
+        self.gathered: list[Tensor] = []  # of a pair, what FSDP2 gathers into
         self.history = _history(layer)
         self.stack = WeightStack([self], [])
         # The sharded parameter. `layer.weight` is the gathered one between a forward pass and its reshard.
@@ -68,7 +74,8 @@ class ShardedWeight:
         """
         recipe: Any = getattr(self.layer, "recipe", None)
         # A layer without a cast of w reads the numbers that the gathered bytes stand for.
-        if recipe is None or recipe.w not in (None, self.cast) or _history(self.layer) is not self.history:
+        same = recipe is not None and (recipe.w is None or casts_of(self.layer) == self.casts)
+        if not same or _history(self.layer) is not self.history:
             now = "restored" if recipe is None else f"converted to {recipe.name}"
             raise ValueError(
                 f"{self.layer} of the FSDP unit {self.unit.unit!r} was {now} after fp8_all_gather, which gathers its "
@@ -85,8 +92,13 @@ class ShardedWeight:
 
     @property
     def is_alone(self) -> bool:
-        """True if the bytes depend on no row of another rank: those of square blocks, and of whole matrices."""
-        return self.cast.granularity not in (ROW, TENSOR) or self.local.ndim == 3
+        """True if the bytes depend on no row of another rank: those of blocks and groups, and of whole matrices."""
+        return self.local.ndim == 3 or all(each not in (ROW, TENSOR) for each in self.granularities)
+
+    @property
+    def is_pair(self) -> bool:
+        """True if y and dx read different bytes."""
+        return len(self.casts) > 1
 
     def current_key(self) -> tuple[Any, ...]:
         """Differs from `key` if the weight was written, or its scale has changed, since the bytes were made."""
@@ -97,38 +109,71 @@ class ShardedWeight:
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
-        sends_scale = self.cast.granularity != TENSOR and self.unit.world > 1
+        world = self.unit.world
+        travels = [world > 1 and sent for each in self.granularities for sent in (True, each != TENSOR)]
+        travels[0] = True
 
-        def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        def held() -> tuple[list[Tensor], list[Tensor]]:
+            """What travels, and what stays."""
+            assert self.data is not None
+            assert self.scale is not None
+            parts = list(zip((self.data, self.scale, *self.for_dx), travels, strict=True))
+            return [t for t, sent in parts if sent], [t for t, sent in parts if not sent]
+
+        def pre_all_gather(mesh: Any) -> tuple[tuple[Tensor, ...], list[Tensor]]:
             """The inputs of the all-gather, and what the other hook needs besides."""
             if self.prepare is not None:
                 self.prepare()
-            data = self.data
-            assert data is not None
-            assert self.scale is not None
+            sent, stays = held()
             # Bytes that were made after a step lie in one memory with those of other weights. It is freed when all have
             # arrived, so that it is not beside the activations. Later gathers cast the rows again.
             if self.cast_again is not None:
                 self.data = None
-            return ((data, self.scale), None) if sends_scale else ((data,), self.scale)
+            if self.is_pair:
+                sent = sent[: sum(travels[:2])] if self.unit.gathers_for_y_alone else sent
+                self.unit.state.all_gather_outputs = self.gathered[: len(sent)]
+            return tuple(sent), stays
 
         def post_all_gather(
-            outputs: Sequence[Tensor], scale: Tensor | None, dtype: torch.dtype, *, out: Tensor | None = None
+            outputs: Sequence[Tensor], stays: Sequence[Tensor], dtype: torch.dtype, *, out: Tensor | None = None
         ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
             """The gathered weight and the memory that FSDP2 is to free; None where `out` is filled."""
             self.sending = None
             if out is not None:
                 self.stack.refill()
                 return None
-            scale = outputs[1] if scale is None else scale
-            rows = self.unit.rows
-            scale_rows = self.cast.granularity.scale_shape((rows, *outputs[0].shape[1:]))[0]
-            data = outputs[0].view(self.cast.fmt.dtype)
-            return self.stack.take(self, data[:rows], scale[:scale_rows], dtype)
+            later: list[Tensor] = []
+            if self.is_pair:
+                later = [t.new_empty(world * t.shape[0], *t.shape[1:]) for t in held()[0][len(outputs) :]]
+                self.gathered = [t.view(-1) for t in (*outputs, *later)]
+            sources = [iter(stays), iter((*outputs, *later))]
+            parts = [next(sources[sent]) for sent in travels]
+            operands = [self._cut(i, *parts[2 * i :][:2]) for i in range(len(self.casts))]
+            taken = self.stack.take(self, operands, dtype)
+            for t in later:  # FSDP2 allocates it again in the backward pass
+                t.untyped_storage().resize_(0)
+            return taken
 
         pre: Any = pre_all_gather
         pre.__signature__ = inspect.signature(pre)  # FSDP2 asks for it at each all-gather: this makes that fast
         return pre, post_all_gather
+
+    def _cut(self, i: int, data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes and the scale for y (0) or dx (1) without rows of padding."""
+        shape = self.unit.rows, *data.shape[1:]
+        return data[: shape[0]].view(self.casts[i].fmt.dtype), scale[: self.granularities[i].scale_shape(shape)[0]]
+
+
+def casts_of(layer: Any) -> tuple[Cast, ...]:
+    """The cast of the weight of a layer; the one for y and the one for dx where these read different bytes."""
+    recipe: Any = layer.recipe
+    return (recipe.y.b, recipe.dx.b) if isinstance(layer, Linear) and recipe.reads_w_twice else (recipe.w,)
+
+
+def upright(cast: Cast) -> Granularity:
+    """The granularity of the weight [N, K] that dx reads by `cast`, transposed: groups are columns."""
+    granularity = cast.granularity
+    return granularity if cast.bytes_serve_both else Granularity(granularity.cols, granularity.rows)
 
 
 def _history(layer: nn.Module) -> ScaleHistory | None:
@@ -151,9 +196,10 @@ class WeightStack:
         self.arrived = 0  # parts, since the last copy
 
     def take(
-        self, part: ShardedWeight, data: Tensor, scale: Tensor, dtype: torch.dtype
+        self, part: ShardedWeight, operands: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Take the gathered bytes of a part for the first time; the result is that of `fsdp_post_all_gather`."""
+        (data, scale), *others = operands
         owned: tuple[Tensor, ...] = ()
         if len(self.parts) > 1:
             owned = () if self.stacked else self._allocate(data, scale)
@@ -169,7 +215,8 @@ class WeightStack:
             self._publish(data, scale, self.caches)
         if isinstance(part.layer, Linear):
             self._publish(data, scale, [part.layer.weight_cache])
-        return GatheredWeight(data, scale, dtype, part.cast.granularity.name), owned
+        for_dx = [t for operand in others for t in operand]
+        return GatheredWeight(data, scale, dtype, part.cast.granularity.name, part.rotated, *for_dx), owned
 
     def refill(self) -> None:
         """Note that a part is gathered. The last part copies all into the stack, in one launch, and frees them."""
@@ -357,24 +404,58 @@ def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroup
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if takes(placement))
 
 
-def quantize_rows(weight: ShardedWeight) -> QTensor:
-    local = weight.local
-    return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
+# Where y and dx read different bytes, in groups along K and along N or rotated for y alone, the all-gather of a forward
+# pass sends those for y. That of the backward pass sends both, since activation checkpointing computes y again there.
 
 
-def hold_quantized(weight: ShardedWeight) -> None:
-    local, q = weight.local, quantize_rows(weight)
-    if weight.data is None or weight.data.device != local.device:
-        rows = weight.unit.shard_rows
-        data = torch.zeros(rows, *local.shape[1:], dtype=torch.uint8, device=local.device)
-        scale = torch.ones(
-            weight.cast.granularity.scale_shape(tuple(data.shape)), dtype=q.scale.dtype, device=q.scale.device
-        )
-        weight.data, weight.scale = data, scale
-    assert weight.data is not None
-    assert weight.scale is not None
-    weight.data[: local.shape[0]] = q.data.view(torch.uint8)
-    weight.scale[: q.scale.shape[0]] = q.scale
+def quantize_operand(weight: ShardedWeight, i: int, scale: Tensor | None = None) -> QTensor:
+    """This rank's rows for y (0) or dx (1), by the `scale` of the whole weight where they have one."""
+    cast, granularity = weight.casts[i], weight.granularities[i]
+    local = rotate(weight.local) if i == 0 and weight.rotated else weight.local
+    if local.ndim == 3:
+        return quantize_matrices(local, cast)
+    if scale is not None:
+        return quantize_scaled(local, scale, cast)[0]
+    if granularity == cast.granularity:
+        return quantize(local, cast)
+    q = quantize_transposed(local, cast)
+    return QTensor(q.data.t(), q.scale.t(), cast.fmt, granularity)
+
+
+def hold_quantized(weight: ShardedWeight, scales: Mapping[Any, Tensor] | None = None) -> None:
+    """Write the bytes for y, and those for dx, padded to the rows of a rank, in the memory of an earlier step.
+
+    `scales` has those that ranks have agreed on, by the weight and 0 for y or 1 for dx.
+    """
+    held: list[Any] = [weight.data, weight.scale, *weight.for_dx, None, None]
+    for i, granularity in enumerate(weight.granularities):
+        q, data = quantize_operand(weight, i, (scales or {}).get((weight, i))), held[2 * i]
+        if data is None or data.device != q.data.device:
+            data = q.data.new_zeros(weight.unit.shard_rows, *q.shape[1:], dtype=torch.uint8)
+            held[2 * i :] = data, q.scale.new_empty(granularity.scale_shape(tuple(data.shape))), None, None
+        data[: len(q.data)] = q.data.view(torch.uint8)
+        held[2 * i + 1][: len(q.scale)] = q.scale
+    weight.data, weight.scale, *for_dx = held[: 2 * len(weight.casts)]
+    weight.for_dx = tuple(for_dx)
+
+
+def hold_rotated(weights: Sequence[ShardedWeight]) -> None:
+    """Write the bytes of weights that scale by tensor, with one all-reduce for all. Every rank must call this."""
+    found = [(weight, i) for weight in weights for i, each in enumerate(weight.granularities) if each == TENSOR]
+    scales = {(weight, i): quantize_operand(weight, i).scale for weight, i in found}
+    groups = [_groups(weight, lambda placement: not placement.is_replicate()) for weight, _ in found]
+    bits = [scale.view(torch.int32).view(-1) for scale in scales.values()]  # in the order of the floats, NaN above
+    reduce_largest(list(zip(bits, groups, strict=True)))
+    for weight in weights:
+        hold_quantized(weight, scales)
+
+
+def has_changed(weight: ShardedWeight) -> bool:
+    """True if the bytes that are held are not those of this rank's rows."""
+    if weight.data is None:
+        return False
+    now = quantize_operand(weight, 0, weight.scale if weight.cast.granularity == TENSOR else None).data
+    return not torch.equal(weight.data[: len(now)], now.view(torch.uint8))
 
 
 def reduce_largest(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:

@@ -169,6 +169,19 @@ def energies(reference: Tensor, candidate: Tensor) -> tuple[float, float]:
     return float(exact.square().sum()), float((candidate.double() - exact).square().sum())
 
 
+def log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
+    """The log-probabilities of tokens, float64 [...], by their rows of logits [..., V]."""
+    rows = zip(torch.split(logits.flatten(0, -2), _ROWS), torch.split(tokens.flatten(), _ROWS), strict=True)
+    found = [part.double().log_softmax(-1).gather(1, t.to(part.device)[:, None])[:, 0] for part, t in rows]
+    return torch.cat(found).view(tokens.shape)
+
+
+def divergences(p: Tensor, q: Tensor) -> Tensor:
+    """The KL from p to q in nats [...], of log-probabilities [..., V]."""
+    # Where p is 0 its term is 0, though its logarithm may be -inf.
+    return torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1)
+
+
 # ---- Statistics.
 
 
@@ -220,8 +233,7 @@ def _sums(prompt: Tensor, reference: Tensor, candidate: Tensor) -> tuple[float, 
     for start in range(0, len(prompt), _ROWS):
         rows = slice(start, start + _ROWS)
         p, q = (logits[rows].double().log_softmax(-1) for logits in (reference, candidate))
-        # Where p is 0 its term is 0, though its logarithm may be -inf.
-        kl += float(torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum())
+        kl += float(divergences(p, q).sum())
         agree += float((p.argmax(-1) == q.argmax(-1)).sum())
         targets = prompt[start + 1 : min(start + _ROWS, last) + 1].unsqueeze(1)
         before -= float(p[: len(targets)].gather(1, targets).sum())

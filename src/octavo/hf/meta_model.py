@@ -18,8 +18,16 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import WIDE, ArtifactError, ShardReader, check_expert_counts, model_tensors
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE, without_code
+from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import OTHER_NAMES, SCALE_NAME, WEIGHT_DTYPES
-from octavo.hf.stored_tensors import ExpertFiles, ExpertReader, config_as_opt, open_tensors, transformers_names
+from octavo.hf.stored_tensors import (
+    DequantizedReader,
+    ExpertFiles,
+    ExpertReader,
+    config_as_opt,
+    open_tensors,
+    transformers_names,
+)
 from octavo.models import BUILT_IN_MODELS, build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
@@ -415,11 +423,14 @@ _WEIGHT_SCALES = (SCALE_NAME, *(name for name, ours in OTHER_NAMES.items() if ou
 
 def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaModel) -> ShardReader:
     """The tensors in `folder` by their names in `meta_model`, which its `config` describes as it is stored; a tensor
-    that the model does not have keeps its name. The errors are those of `ShardReader` and `check_unpacked`."""
-    stacked = bool(meta_model.experts.stacks)
-    reader = ExpertReader(folder, meta_model.experts) if stacked else open_tensors(folder, config)
+    that the model does not have keeps its name. Packed weights are widened. The errors are those of `ShardReader`, and
+    of `PackedTensors` or `check_unpacked`."""
+    packed = bool(config.get("quantization_config"))
+    reader = DequantizedReader(PackedTensors(folder)) if packed else open_tensors(folder, config)
     check_unpacked(reader)
-    if stacked or model_tensors(meta_model.model).keys() <= reader.specs.keys():
+    if meta_model.experts.stacks:
+        return ExpertReader(reader, meta_model.experts)
+    if model_tensors(meta_model.model).keys() <= reader.specs.keys():
         return reader
     renamed = _model_names(meta_model.model, reader.specs)
     return reader if renamed is None else RenamedReader(reader, renamed)

@@ -24,10 +24,18 @@ from octavo.checkpoint.files import (
     read_json,
     write_shards,
 )
-from octavo.checkpoint.folder import CARD, RunFolder, check_links, copy_description, find_model, whole_folder
-from octavo.checkpoint.layouts import write_config
+from octavo.checkpoint.folder import (
+    CARD,
+    RunFolder,
+    check_config,
+    check_links,
+    copy_description,
+    find_model,
+    whole_folder,
+)
+from octavo.checkpoint.layouts import read_config, write_config
 from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
-from octavo.hf.stored_tensors import Conv1DReader, ExpertReader, open_tensors
+from octavo.hf.stored_tensors import AdaptedReader, Conv1DReader, ExpertReader, open_tensors
 from octavo.recipe import Recipe, similar_preset
 from octavo.util import Progress
 from octavo.version import __version__
@@ -64,6 +72,13 @@ class Source:
         if isinstance(self.reader, ExpertReader):
             return self.reader.in_file(name)  # without reading the stack of all
         return self.meta_model.experts.part(name, self.get)
+
+    def update_of(self, layer: str) -> tuple[Tensor, Tensor] | None:
+        """The weight of a layer before its adapters are merged, and what they add to it in float32; None without."""
+        name = f"{layer}.weight"
+        if not isinstance(self.reader, AdaptedReader) or (update := self.reader.update(name)) is None:
+            return None
+        return self.reader.base.get(name).float(), update
 
     @cached_property
     def specs(self) -> dict[str, Tensor]:
@@ -123,14 +138,20 @@ def open_source(path: Path, step: int | None = None) -> Source:
 def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> Source:
     config = read_json(folder.model / "config.json")
     meta_model = run_meta_model(config, folder.model, settings.get("model"))
-    reader = open_tensors(checkpoint, config)
+    if settings.get("lora"):
+        base = Path(settings["model"])
+        check_config(base, f"the model that the adapters of {folder.path} were trained around")
+        reader: ShardReader = AdaptedReader(open_model_files(base, read_config(base), meta_model), checkpoint)
+    else:
+        reader = open_tensors(checkpoint, config)
     check_match(
         reader.specs, model_tensors(meta_model.model), f"{checkpoint} is not of the model that the run describes"
     )
     recipe, skip = settings.get("recipe", ""), settings.get("skip", ())
     if isinstance(recipe, Mapping):
         recipe = similar_preset(Recipe.from_dict(recipe))
-    promoted = folder.promoted(folder.step_of(checkpoint))
+    found = folder.promoted(folder.step_of(checkpoint))
+    promoted = {name.removesuffix(".base_layer"): why for name, why in found.items()}  # of a layer in adapters
     trained = reader.trained_names() if isinstance(reader, Conv1DReader) else {}
     if trained:  # the run's globs are of its own names
         skip = [ours for ours, name in trained.items() if any(fnmatchcase(name, glob) for glob in skip)]

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.checkpoint.files import ArtifactError, ShardReader
+from octavo.checkpoint.files import ArtifactError, ShardReader, check_match, read_json
+from octavo.checkpoint.folder import ADAPTER_CONFIG, ADAPTERS, PEFT_PREFIX
+from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.checkpoint.scheme import Layout
 from octavo.models.gpt2 import ARCHITECTURE, POSITION_OFFSET
 
@@ -148,12 +150,12 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 class ExpertReader(ShardReader):
-    """The tensors of a folder under the names of the model. A stack is made of its parts when it is read."""
+    """The tensors of `reader` under the names of the model. A stack is made of its parts when it is read."""
 
-    def __init__(self, folder: Path, files: ExpertFiles) -> None:
-        super().__init__(folder)
-        in_files, self.specs = self.specs, {}
-        self._get, names = files.by_model_names(super().get, in_files)
+    def __init__(self, reader: ShardReader, files: ExpertFiles) -> None:
+        self.folder, in_files, self.specs = reader.folder, reader.specs, {}
+        self.in_file = reader.get  # one tensor by its name in the files
+        self._get, names = files.by_model_names(reader.get, in_files)
         for name in names:
             parts = [part for part in files.parts.get(name, [name]) if part in in_files]
             first = in_files[parts[0] if parts else name]
@@ -162,9 +164,48 @@ class ExpertReader(ShardReader):
     def get(self, name: str) -> Tensor:
         return self._get(name)
 
-    def in_file(self, name: str) -> Tensor:
-        """One tensor by its name in the files, on the CPU."""
-        return super().get(name)
+
+class DequantizedReader(ShardReader):
+    """The tensors of a packed folder, its packed weights as float32 numbers."""
+
+    def __init__(self, packed: PackedTensors) -> None:
+        self.folder, self._packed, specs = packed.folder, packed, packed.reader.specs
+        self.specs = {name: specs[name] for name in packed.others}
+        self.specs |= {f"{name}.weight": specs[f"{name}.weight"].float() for name in packed.packing.schemes}
+
+    def get(self, name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        packed = layer in self._packed.packing.schemes
+        return self._packed.weight(layer).dequantize() if packed else self._packed.other(name)
+
+
+class AdaptedReader(ShardReader):
+    """The tensors of a model with the adapters of the folder `adapters`, by PEFT, merged: W + B A alpha / r, in
+    float32. `base` has W. An ArtifactError if adapters do not fit it."""
+
+    def __init__(self, base: ShardReader, adapters: Path) -> None:
+        described = read_json(adapters / ADAPTER_CONFIG)
+        self.folder, self.base, self._factor = adapters, base, described["lora_alpha"] / described["r"]
+        self._adapters = ShardReader(adapters, ADAPTERS)
+        specs, of_a, of_b = self._adapters.specs, ".lora_A.weight", ".lora_B.weight"
+        layers = [name.removesuffix(of_a) for name in specs if name.endswith(of_a)]
+        self._pairs = {f"{n.removeprefix(PEFT_PREFIX)}.weight": (f"{n}{of_b}", f"{n}{of_a}") for n in layers}
+        merged = {name: (specs[b] @ specs[a]).float() for name, (b, a) in self._pairs.items()}
+        found = {name: base.specs[name] for name in merged if name in base.specs}
+        check_match(found, merged, f"{base.folder} is not the model of the adapters {adapters}")
+        self.specs = base.specs | merged
+
+    def get(self, name: str) -> Tensor:
+        base, update = self.base.get(name), self.update(name)
+        return base if update is None else base.float() + update
+
+    def update(self, name: str) -> Tensor | None:
+        """B A alpha / r, float32 [N, K], of the weight `name`; None for a tensor without adapters."""
+        if name not in self._pairs:
+            return None
+        b, a = (self._adapters.get(each).float() for each in self._pairs[name])
+        update: Tensor = b @ a * self._factor  # [N,r] @ [r,K]
+        return update
 
 
 def transformers_names() -> tuple[Any, Any]:

@@ -196,7 +196,7 @@ class Engine:
         """
         batch, begin = prompts.ids.shape
         self.check_length(begin, new)
-        with self._alone():
+        with self.alone():
             session = self._session(batch, begin + new - 1)
             self._refresh()
             logits = session.prefill(prompts, piece)
@@ -263,7 +263,7 @@ class Engine:
     @torch.no_grad()
     def _compile(self, prompts: Prompts, new: int) -> None:
         """Compile the kernels of a first call in several threads. The session is dropped: its cache is empty."""
-        with self._alone(), compile_only():
+        with self.alone(), compile_only():
             batch, begin = prompts.ids.shape
             session = self._new_session(batch, begin + new - 1)
             session.captures = False
@@ -272,7 +272,7 @@ class Engine:
                 session.step(logits.argmax(-1))
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Wait until no other thread generates."""
         if self.owner == threading.get_ident():
             raise RuntimeError("this model is generating: finish that generation, or close its iterator, first")

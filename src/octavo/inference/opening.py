@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from octavo.checkpoint.files import ArtifactError, ShardReader, failing, model_tensors, read_json
+from octavo.checkpoint.files import RECORD, ArtifactError, ShardReader, failing, model_tensors, read_json
 from octavo.checkpoint.layouts import EXPERT_DTYPE, UNQUANTIZED_DTYPE, Packing, read_config, read_packing
 from octavo.checkpoint.scheme import (
     INPUT_SCALE_NAME,
@@ -53,6 +53,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
+from octavo.ops import index_of_largest
 from octavo.ops.launching import compile_only
 from octavo.ops.registration import FLOATS
 from octavo.rates.measured import slower_experts_note, slower_note
@@ -82,6 +83,8 @@ def load_transformers(
     model, kv_scales = fill(meta_model, path, place, kv_cache)
     if (path / "generation_config.json").is_file() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    record = path / RECORD
+    model.octavo_record = read_json(record) if record.is_file() else {}  # how the folder was packed
     if head == "rowwise":
         quantize_head(model)
     if accelerated:  # transformers' own loop generates from a model with an encoder and a decoder
@@ -252,6 +255,13 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
     return Loaded(model, tokenizer, source.meta_model.context)
+
+
+def open_transformers(folder: Path, device: torch.device) -> nn.Module:
+    """The language model of transformers of a packed folder, on `device`, with adapters or without."""
+    meta_model = transformers_meta_model(read_config(folder), folder)
+    _require(is_language_model(meta_model.model), meta_model.model, folder)
+    return fill(meta_model, folder, device)[0]
 
 
 def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
@@ -430,11 +440,11 @@ def compile_meanwhile(
         return
     dtype = ("fp8" if packing.kv_cache else None) if kv_cache == AUTO else kv_cache
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_compile, small, device, dtype)
+        thread.submit(_compile, small, device, dtype, meta_model.config.get("vocab_size", VOCABULARY))
         yield
 
 
-def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> None:
+def _compile(small: MetaModel, device: torch.device, kv_cache: str | None, vocabulary: int) -> None:
     """Run the model without weights; `kv_cache` None takes its own dtype."""
     try:
         with torch.cuda.device(device):
@@ -442,6 +452,7 @@ def _compile(small: MetaModel, device: torch.device, kv_cache: str | None) -> No
             for mode in (compile_only, nullcontext):
                 with mode():
                     run(small, device, kv_cache)
+                    index_of_largest(torch.zeros(1, vocabulary, dtype=torch.bfloat16, device=device))
             torch.cuda.synchronize(device)
     except Exception:  # the kernels are compiled at their first launch
         LOG.debug("kernels were not compiled while files were read", exc_info=True)

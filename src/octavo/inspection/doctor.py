@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -213,7 +212,7 @@ def _output(*words: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-# ---- The speed of the forward GEMM of each recipe, beside that of BF16, in a limited time.
+# ---- The speed of the forward GEMM of each recipe, beside that of BF16.
 
 
 # [M, K, N] of y[M,N] = x[M,K] @ w[N,K]^T: 8,192 tokens through layers of Llama-3-8B, a square, and a small layer.
@@ -243,30 +242,23 @@ def time_gemms(
     recipes: Mapping[str, Recipe],
     device: torch.device,
     shapes: Sequence[tuple[int, int, int]],
-    *,
-    seconds: float = 60.0,
     progress: Progress = no_progress,
-) -> tuple[list[Timing], list[str]]:
+) -> list[Timing]:
     """Time the GEMM of y of each recipe that `device` runs, for each shape.
 
     Quantization is left out: `octavo doctor --measure-layers` times whole layers. Recipes with the same GEMM are timed
-    once, under the name of the first. After so many seconds no other GEMM begins: those left out are named too.
+    once, under the name of the first.
     """
-    begin, found, late = perf_counter(), [], []
+    found, bf16 = [], 0.0
     work = [(name, shape) for shape in shapes for name in ("bf16", *_different(recipes, device))]
-    bf16 = 0.0
     for done, (name, shape) in enumerate(work):
-        title = f"{name} {' x '.join(map(str, shape))}"
-        progress(done, len(work), title)
-        if perf_counter() - begin > seconds:
-            late.append(title)
-            continue
+        progress(done, len(work), f"{name} {' x '.join(map(str, shape))}")
         recipe = None if name == "bf16" else recipes[name]
         ms = _median_milliseconds(_gemm(recipe, shape, device))
         bf16 = ms if recipe is None else bf16
         backend = "torch.mm" if recipe is None else gemm_backends(recipe, device)["y"].name
         found.append(Timing(name, backend, shape, ms, bf16 / ms))
-    return found, late
+    return found
 
 
 def _different(recipes: Mapping[str, Recipe], device: torch.device) -> list[str]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from octavo.nn.linear import RecipeLayer, is_gemm
 from octavo.nn.module_tools import check_module
 from octavo.nn.selection import select_linears
 from octavo.tracing import NAMES, PHASES, WIDTHS, Operation, Tracer
-from octavo.util import plural, some_of
+from octavo.util import Table, plural, some_of
 
 # ---- Folding the operations of repeated modules into one row.
 
@@ -152,16 +152,6 @@ def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: b
 _SILENT = ("cast", "copy")  # kinds without arithmetic
 
 
-class Table(NamedTuple):
-    """A table; columns in `right` hold numbers, those in `prose` sentences."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    right: tuple[str, ...] = ()
-    prose: tuple[str, ...] = ()
-
-
 def totals_table(flops: Mapping[str, Mapping[str, int]]) -> Table:
     """The share of the FLOPs by phase and dtype."""
     dtypes = [name for name in WIDTHS if any(name in each for each in flops.values())]
@@ -214,15 +204,6 @@ def left_out_table(left_out: Sequence[LeftOut]) -> Table:
     ]
     columns = ("module", "count", "what", "dtype", "FLOPs", "why")
     return Table("products that do not run in FP8", columns, rows, ("count", "FLOPs"), ("why",))
-
-
-def as_text(table: Table) -> str:
-    """The table with columns aligned by blanks."""
-    columns = []
-    for cells in zip(table.columns, *table.rows, strict=True):
-        width, align = max(map(len, cells)), str.rjust if cells[0] in table.right else str.ljust
-        columns.append([align(cell, width) for cell in cells])
-    return "\n".join([table.title, *("  ".join(row).rstrip() for row in zip(*columns, strict=True))])
 
 
 def _by_dtype(rows: Sequence[Row]) -> str:
@@ -321,7 +302,7 @@ class DtypeFlow:
         }
 
     def __repr__(self) -> str:
-        tables = [as_text(table) for table in self.tables() if table.rows]
+        tables = [str(table) for table in self.tables() if table.rows]
         return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks()])
 
 

@@ -7,16 +7,20 @@ model = get_peft_model(model, config)
 On converted layers PEFT works as it is too, outside of the passes that fuse norms, layers and activations.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from octavo.inference.packed_experts import PackedExperts
 from octavo.inference.packed_linear import PackedLinear
+from octavo.nn.conversion import find_experts
 from octavo.nn.linear import adapted_output
-from octavo.nn.module_tools import AdaptedLayer, Adapter, PrecomputedProjections
+from octavo.nn.module_tools import AdaptedLayer, Adapter, PrecomputedProjections, shape_of
+from octavo.nn.selection import skipped_by_name
 
 ConfigT = TypeVar("ConfigT", bound=LoraConfig)
 
@@ -80,3 +84,48 @@ class PackedLoraLinear(FusedLoraLinear):
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[torch.device, torch.dtype]:
         layer: Any = base_layer
         return layer.weight.device, torch.bfloat16  # not the dtype of the weight: adapters are not in eight bits
+
+
+# ---- The adapters of `octavo train --lora`.
+
+
+def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dtype: torch.dtype, base: str) -> None:
+    """Put adapters of `dtype` around the linear layers of `model`, in place, and freeze all other parameters.
+
+    `targets` are names of layers or their last parts, as PEFT takes them; none are all linear layers but heads and
+    routers. `base` is the folder of the model, for those who open the saved adapters. A ValueError for a target that is
+    no linear layer, and without targets for a model of experts, whose matrices take no adapters.
+    """
+    layers = adaptable(model)
+    chosen = [name for name in layers if not targets or f".{name}".endswith(tuple(f".{each}" for each in targets))]
+    if unknown := [each for each in targets if not any(f".{name}".endswith(f".{each}") for name in chosen)]:
+        raise ValueError(f"targets has {unknown[0]!r}, and the linear layers are {', '.join(_kinds(layers))}")
+    experts = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, PackedExperts))]
+    if experts and not targets:
+        raise ValueError(
+            f"the experts {experts[0]} ({len(experts)} such modules) are stacked matrices, which take no adapters: "
+            f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
+        )
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base
+    )
+    inject_adapter_in_model(support(config), model)
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(dtype)
+
+
+def adaptable(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers of a model, converted, packed or plain, by name; no heads and no routers."""
+    tied = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | PackedLinear)}
+    return {
+        name: layer
+        for name, layer in linears.items()
+        if id(layer.weight) not in tied and not skipped_by_name(name, *shape_of(layer), ())
+    }
+
+
+def _kinds(names: Iterable[str]) -> list[str]:
+    """The last parts of names of layers."""
+    return sorted({name.rpartition(".")[2] for name in names})

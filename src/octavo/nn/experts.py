@@ -292,22 +292,27 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: `offsets` is not int32 [E].
         """
-        _check_offsets(offsets, self.weight.shape[0])
-        dtype = compute_dtype(x)
-        if x.numel() == 0:
-            return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
-        if self.recipe is None or not self.recipe.quantized:
-            return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
-        call = grouped_call(self, x, self.weight, observer=expert_observer(self, "weight"))
-        if self.recipe.fusable is None:
-            return separate_grouped_linear(x, self.weight, offsets, call)
-        y: Tensor = _GroupedLinear.apply(x, self.weight, offsets, call, *gathered(self.weight))  # type: ignore[no-untyped-call]
-        return y
+        return grouped_linear(self, x, self.weight, offsets, expert_observer(self, "weight"))
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
         recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
         return f"groups={e}, in_features={k}, out_features={n}{recipe}"
+
+
+def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: Observer | None = None) -> Tensor:
+    """y [M, N] of x [M, K] and w [E, N, K], as `GroupedLinear.forward`, by the recipe of `layer`."""
+    _check_offsets(offsets, w.shape[0])
+    dtype = compute_dtype(x)
+    if x.numel() == 0:
+        return x.to(dtype) @ wide(w)[0].to(dtype).t()
+    if layer.recipe is None or not layer.recipe.quantized:
+        return plain_grouped_linear(x.to(dtype), wide(w), offsets)
+    call = grouped_call(layer, x, w, observer=observer)
+    if layer.recipe.fusable is None:
+        return separate_grouped_linear(x, w, offsets, call)
+    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
+    return y
 
 
 @eager_check
@@ -455,10 +460,9 @@ def weight_gradient(
     largest, shift = ops.group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
     scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
     h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
-    gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
     return ops.grouped_mm_dw(
-        h, scale, x_t, groups.aligned_offsets, formats=formats, out_dtype=dtype,
-        fast_accumulation=gemm.fast_accumulation, emulate=call.recipe.emulate,
+        h, scale, x_t, groups.aligned_offsets, out_dtype=dtype,
+        fast_accumulation=call.recipe.dw.fast_accumulation, emulate=call.recipe.emulate,
     )  # fmt: skip
 
 
@@ -551,9 +555,8 @@ def _dw(dy: Tensor, x_t: Tensor, s_x: Tensor | None, offsets: Tensor, call: Call
     ends, place = ops.aligned_groups(offsets, len(dy))
     a = by_columns(dy, gemm.a, place, recipe)
     return ops.grouped_mm_dw(  # [N,M_e] @ [K,M_e]^T
-        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, formats=(gemm.a.format, gemm.b.format),
-        out_dtype=dtype, emulate=recipe.emulate,
-    )  # fmt: skip
+        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, out_dtype=dtype, emulate=recipe.emulate
+    )
 
 
 def by_columns(t: Tensor, cast: Cast, place: Tensor, recipe: Recipe) -> QTensor:

@@ -26,7 +26,7 @@ from octavo.nn.module_tools import (
 )
 from octavo.nn.observer import Observer, observer_of
 from octavo.nn.parallel_weights import GatheredWeight, ParallelLinear, local_part
-from octavo.numerics.qtensor import Cast, QTensor
+from octavo.numerics.qtensor import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.dispatch import choose_recipe
 from octavo.recipe import Recipe, RecipeName
@@ -104,6 +104,7 @@ class RecipeLayer(nn.Module):
     weight_cache: WeightCache
     input_is_saved: bool = False  # by the operation before, as attention saves its output: see `LinearCall`
     observer: Observer | None = None
+    parallel: Any = None  # a `ParallelLayer`, where each rank has a part of the layer
 
     def prepare(self, recipe: Recipe, name: str, device: torch.device) -> None:
         """Set the attributes of a converted layer; each cast with a history gets a `ScaleHistory`, a child module."""
@@ -136,6 +137,9 @@ class RecipeLayer(nn.Module):
             return F.linear(x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype))
         histories = (self.history_of("x"), self.history_of("w"), self.history_of("dy"))
         call = LinearCall(self.recipe, dtype, *histories, observer_of(self), input_is_saved=self.input_is_saved)
+        casts = self.recipe.x, self.recipe.w, self.recipe.dy
+        if any(cast is not None and cast.granularity == TENSOR for cast in casts):
+            call.parallel = self.parallel
         return linear(x, w, bias, call, cached)
 
     @property
@@ -185,8 +189,6 @@ class Linear(RecipeLayer, nn.Linear):
         >>> octavo.Linear(64, 64)(torch.randn(8, 64)).shape
         torch.Size([8, 64])
     """
-
-    parallel: Any = None  # a `ParallelLayer`, where each rank has a part of the layer
 
     def __init__(
         self,

@@ -31,8 +31,9 @@ from octavo import ops
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
+from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.formats import format_of
-from octavo.numerics.qtensor import ROW, Cast, QTensor
+from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
 from octavo.numerics.scaling import quotient, scattered_signs
 from octavo.ops.registration import FLOATS
 from octavo.recipe import FusableRecipe, Gemm, Recipe
@@ -132,12 +133,13 @@ class LinearCall(Generic[R]):
     observer: Observer | None = None  # where statistics of the operands are recorded
     outer_observer: Observer | None = None  # in an MLP, where those of the layer after the activation are recorded
     input_is_saved: bool = False  # by another operation for its backward pass: to save x here too takes no memory
+    parallel: Any = None  # a `ParallelLayer`, where ranks share the layer and a scale is that of a whole tensor
 
     @property
     def is_operation(self) -> bool:
-        """True if Dynamo traces, and may take the passes for one operation: they write to no history or observer."""
-        written = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer)
-        return torch.compiler.is_dynamo_compiling() and all(state is None for state in written)
+        """True if Dynamo traces, and may take the passes for one operation: they use no history, observer or rank."""
+        used = (self.x_history, self.w_history, self.dy_history, self.observer, self.outer_observer, self.parallel)
+        return torch.compiler.is_dynamo_compiling() and all(state is None for state in used)
 
     def mm(self, gemm: Gemm, a: QTensor, b: QTensor, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """a [M, R] @ b [N, R]^T + bias [N], as `gemm` accumulates it."""
@@ -221,18 +223,19 @@ class _Linear(torch.autograd.Function):
         recipe = call.recipe
         # What y reads is quantized, and, where y runs in BF16 or is rotated, the bytes that the backward pass reads.
         shared = recipe.y is not None and "y" not in recipe.rotate
-        x_q = w_q = None
+        x_q = w_q = held = None
+        if w_data is not None and w_scale is not None and recipe.w is not None:
+            held = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
         if recipe.x is not None and (shared or (needs_w and recipe.quantizes_x_once)):
-            x_q = _quantize(x, recipe.x, call.x_history)
-        if recipe.w is not None and (shared or ((needs_x or needs_w) and recipe.quantizes_w_once)):
-            if w_data is not None and w_scale is not None:
-                w_q = QTensor(w_data, w_scale, recipe.w.fmt, recipe.w.granularity)
-            else:
-                w_q = _quantize_w(w, recipe.w, call.w_history)
+            x_q = _quantize(x, "x", recipe.x, call, call.x_history)[0]
+        backward_reads_w = (needs_x or needs_w) and recipe.quantizes_w_once and not _for_dx(w)
+        if recipe.w is not None and (shared or backward_reads_w):
+            w_q = _quantize_w(w, recipe.w, call) if held is None else held
         read_x, read_w, a, b = x, w, x_q, w_q
         if recipe.y is not None and not shared:
-            read_x, read_w = ops.rotate(x), ops.rotate(w)
-            a, b = ops.quantize(read_x, recipe.y.a), ops.quantize(read_w, recipe.y.b)
+            read_x, read_w = ops.rotate(x), w if _for_dx(w) else ops.rotate(w)
+            a = _quantize(read_x, "x", recipe.y.a, call)[0]
+            b = held if _for_dx(w) else _quantize(read_w, "w", recipe.y.b, call)[0]
         if recipe.y is None or a is None or b is None:
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
@@ -260,7 +263,8 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if needs_x and recipe.dx is not None and "dx" in recipe.rotate:
             read_dy = ops.rotate(dy)
-            a, w_t = ops.quantize(read_dy, recipe.dx.a), ops.quantize(ops.rotate(w.t(), dy), recipe.dx.b)
+            a = _quantize(read_dy, "dy", recipe.dx.a, call)[0]
+            w_t = _quantize(ops.rotate(w.t(), dy), "w", recipe.dx.b, call)[0]
             dx = call.mm(recipe.dx, a, w_t, call.dtype)  # [T,N] @ [K,N]^T
             observe_dy(call.observer, [read_dy], [dy.shape[1]], a, recipe.dy, s_w=None, s_x=None)
         else:
@@ -281,25 +285,32 @@ def _quantize_rotated(t: Tensor, cast: Cast) -> QTensor:
     return ops.quantize(ops.rotate(t.t() * scattered_signs(t.shape[0], t.device).to(t.dtype)), cast)
 
 
-def _quantize(t: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize by the scale of the history, or by the tensor's own amax where there is no history."""
-    return ops.quantize(t, cast) if history is None else _quantize_by(history, t, cast)[0]
+def _quantize(
+    t: Tensor, operand: str, cast: Cast, call: Call, history: ScaleHistory | None = None
+) -> tuple[QTensor, Tensor | None]:
+    """Quantize x, w or dy by the scale of the history, which records its amax [1, 1], also returned.
 
-
-def _quantize_w(w: Tensor, cast: Cast, history: ScaleHistory | None) -> QTensor:
-    """Quantize a weight so that casting it again by the scale gives the same bytes."""
-    if history is None:
-        return ops.quantize(w, cast)
-    q, amax = _quantize_by(history, w, cast)
-    # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
-    return replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
-
-
-def _quantize_by(history: ScaleHistory, t: Tensor, cast: Cast) -> tuple[QTensor, Tensor]:
-    """Quantize by the scale of the history, and record the amax [1, 1], which is also returned."""
-    q, amax = ops.quantize_scaled(t, history.scale if history.ready else ops.quantize(t, cast).scale, cast)
-    history.observe(amax)
+    Without a scale there, the scale is that of the tensor's own amax: of the parts that ranks have of it together.
+    """
+    is_part = call.parallel is not None and operand in call.parallel.parts and cast.granularity == TENSOR
+    if history is None and not is_part:
+        return ops.quantize(t, cast), None
+    if history is not None and history.ready:
+        scale = history.scale
+    else:
+        scale = ops.quantize(t, cast).scale
+        scale = call.parallel.ranks.largest(scale) if is_part else scale
+    q, amax = ops.quantize_scaled(t, scale, cast)
+    if history is not None:
+        history.observe(amax)
     return q, amax
+
+
+def _quantize_w(w: Tensor, cast: Cast, call: Call) -> QTensor:
+    """Quantize a weight so that casting it again by the scale gives the same bytes."""
+    q, amax = _quantize(w, "w", cast, call, call.w_history)
+    # The bytes of a tensor that is not finite are NaN, which a scale from a history does not show.
+    return q if amax is None else replace(q, scale=torch.where(amax.isfinite(), q.scale, torch.nan))
 
 
 def _by_row(gemm: Gemm | None) -> bool:
@@ -338,8 +349,13 @@ def _quantize_dy(dy: Tensor, s_w: Tensor | None, s_x: Tensor | None, call: Call)
     if cast is None or not (for_dw or (call.recipe.dx is not None and "dx" not in call.recipe.rotate)):
         return None
     if s_w is None and s_x is None:
-        return _quantize(dy, cast, call.dy_history)
+        return _quantize(dy, "dy", cast, call, call.dy_history)[0]
     return quantize_folded(dy, s_w, s_x, cast)
+
+
+def _for_dx(w: Tensor) -> tuple[Tensor, ...]:
+    """The bytes and the scale of a weight that FSDP2 has gathered for dx apart from those for y; or nothing."""
+    return w.for_dx if isinstance(w, GatheredWeight) else ()
 
 
 def _dx(
@@ -358,7 +374,10 @@ def _dx(
         return dy.to(call.dtype) @ wide.to(call.dtype).t()  # [T,N] @ [N,K]
     if g is None or gemm is None:
         return dy.to(call.dtype) @ w.to(call.dtype)  # [T,N] @ [N,K]
-    if call.recipe.quantizes_w_once:
+    if for_dx := _for_dx(w):
+        data, scale = (ops.transpose(t, None, g.data) for t in for_dx)
+        w_t = QTensor(data, scale, gemm.b.fmt, gemm.b.granularity)
+    elif call.recipe.quantizes_w_once:
         w_t = weight_transposed([w], w_data, s_w, gemm.b, g.data)
     else:
         w_t = ops.quantize_transposed(w, gemm.b)

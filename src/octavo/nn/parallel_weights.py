@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from octavo.nn.module_tools import PrecomputedProjections
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import QTensor, parse_granularity
+from octavo.numerics.scaling import hadamard
 
 
 def local_part(t: Any) -> Tensor:
@@ -37,20 +38,36 @@ _FACTORIES = {
 
 
 class GatheredWeight(Tensor):
-    """A quantized weight [N, K] that looks to autograd like a tensor of the parameter's `dtype`."""
+    """A quantized weight [N, K] that looks to autograd like a tensor of the parameter's `dtype`.
+
+    Where dx reads other bytes than y, `for_dx` are these, [N, K], and their scale, transposed. They exist in the
+    backward pass only. The bytes for y may be those of the `rotated` weight.
+    """
 
     data_bytes: Tensor  # contiguous
     scale: Tensor
     granularity: str  # of the scale, by its name
+    rotated: bool
 
     @staticmethod
-    def __new__(cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> GatheredWeight:
+    def __new__(
+        cls, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str, rotated: bool = False, *for_dx: Tensor
+    ) -> Any:
         make: Any = torch.Tensor._make_wrapper_subclass
         w: GatheredWeight = make(cls, data.shape, strides=data.stride(), dtype=dtype, device=data.device)
         return w
 
-    def __init__(self, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str) -> None:
-        self.data_bytes, self.scale, self.granularity = data, scale, granularity
+    def __init__(
+        self, data: Tensor, scale: Tensor, dtype: torch.dtype, granularity: str, rotated: bool = False, *for_dx: Tensor
+    ) -> None:
+        self.data_bytes, self.scale, self.granularity, self.rotated = data, scale, granularity, rotated
+        if for_dx:
+            self.dx_bytes, self.dx_scale = for_dx
+
+    @property
+    def for_dx(self) -> tuple[Tensor, ...]:
+        """The bytes and the scale for dx; empty where dx reads those of y."""
+        return (self.dx_bytes, self.dx_scale) if hasattr(self, "dx_bytes") else ()
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] as numbers of its dtype, differentiable: the gradient of the result is the weight's."""
@@ -61,14 +78,16 @@ class GatheredWeight(Tensor):
         # AOTAutograd prints weights that have no bytes now.
         return f"GatheredWeight({list(self.shape)}, {self.dtype}, by {self.granularity})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str]]:
-        return ["data_bytes", "scale"], (self.dtype, self.granularity)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, str, bool]]:
+        names = ["data_bytes", "scale", "dx_bytes", "dx_scale"]
+        return names if self.for_dx else names[:2], (self.dtype, self.granularity, self.rotated)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: tuple[torch.dtype, str], size: Any, stride: Any
+        inner: dict[str, Tensor], context: tuple[torch.dtype, str, bool], size: Any, stride: Any
     ) -> GatheredWeight:
-        return GatheredWeight(inner["data_bytes"], inner["scale"], *context)
+        data, scale, *for_dx = inner.values()
+        return GatheredWeight(data, scale, *context, *for_dx)
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -76,7 +95,7 @@ class GatheredWeight(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         w = args[0]
         if func in _ALIASES or (func in _RESHAPES and tuple(args[1]) == tuple(w.shape)):
-            return GatheredWeight(w.data_bytes, w.scale, w.dtype, w.granularity)
+            return GatheredWeight(w.data_bytes, w.scale, w.dtype, w.granularity, w.rotated, *w.for_dx)
         if func in _FACTORIES:
             like = torch.empty(w.shape, dtype=w.dtype, device=w.device)
             return func(like, *args[1:], **(kwargs or {}))
@@ -90,7 +109,7 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: GatheredWeight) -> Tensor:
         q = QTensor(w.data_bytes, w.scale, format_of(w.data_bytes.dtype), parse_granularity(w.granularity))
-        return q.dequantize(w.dtype)
+        return hadamard(q.dequantize(torch.float32)).to(w.dtype) if w.rotated else q.dequantize(w.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

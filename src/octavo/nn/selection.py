@@ -14,7 +14,7 @@ from octavo.nn.conversion_report import find_coverage
 from octavo.nn.linear import Linear, RecipeLayer
 from octavo.nn.module_tools import is_conv1d, is_fsdp_module, is_of_library, shape_of
 from octavo.nn.parallel_weights import ParallelLinear
-from octavo.numerics.formats import EIGHT_BIT_FORMATS
+from octavo.numerics.formats import NARROW_FORMATS
 from octavo.ops.dispatch import gemm_backends
 from octavo.ops.registration import FLOATS
 from octavo.recipe import Gemm, Recipe
@@ -81,7 +81,7 @@ def select_linears(model: nn.Module, skip: Sequence[str] = (), others: Sequence[
 
 def _other_matrices(model: nn.Module) -> str:
     """The matrices of a model without a linear layer to convert, in a sentence."""
-    quantized = {f.dtype for f in EIGHT_BIT_FORMATS.values()}
+    quantized = {f.dtype for f in NARROW_FORMATS.values()}
     if any(t.dtype in quantized for t in (*model.parameters(), *model.buffers())):
         return (
             "It has weights in eight bits already: convert the model in BF16 that it was made from, or the one that "

@@ -10,13 +10,17 @@ The families differ in the meaning of their last codes:
     ieee   all-ones exponents are inf and NaN                       (E5M2, BF16, FP16, FP32)
     fn     finite: only S.1111.111 is NaN, no inf                   (E4M3)
     fnuz   finite, unsigned zero: the code of -0 is the only NaN    (E4M3FNUZ, E5M2FNUZ: AMD MI300)
+    finite every code is a number                                   (E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6)
     e8m0   an unsigned power of two, no zero; 255 is NaN            (the scale of the MX formats)
 
 INT8 is an integer of -127 to 127 in two's complement, with no inf and no NaN. Its codes have no fields, so `encode` and
 `decode` do not take it.
 
+E2M1 has four bits. PyTorch computes nothing with these, so a tensor holds the numbers of E2M1 in E4M3, which has them
+all, a byte each. `encode` gives their codes, of which MXFP4 and NVFP4 files store two in a byte.
+
 Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433); Noune et al., "8-bit Numerical
-Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0.
+Formats for Deep Neural Networks" (arXiv:2206.02915) for fnuz; OCP Microscaling Formats v1.0 for E8M0 and E2M1.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +31,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `dtype` is the torch dtype with the same bits, `max` the largest finite number."""
+    """One number format. `dtype` is the torch dtype that holds it, of the same bits except for E2M1. `max` is the
+    largest finite number.
+    """
 
     name: str
     bits: int
@@ -59,21 +65,23 @@ class Format:
     def max_code(self) -> int:
         """The code of the largest finite number. (Without the sign, codes have the order of their magnitudes.)"""
         last = (1 << (self.exponent_bits + self.mantissa_bits)) - 1
-        reserved = {"ieee": 1 << self.mantissa_bits, "fn": 1, "fnuz": 0, "e8m0": 1}
+        reserved = {"ieee": 1 << self.mantissa_bits, "fn": 1, "fnuz": 0, "e8m0": 1, "finite": 0}
         return last - reserved[self.family]
 
     @property
     def nan_code(self) -> int:
-        """The code that is written for NaN: the quiet, positive one if there are several."""
+        """The code that is written for NaN: the quiet, positive one if there are several, and 0 if there is none."""
         if self.family == "ieee":
             return self.inf_code | (1 << (self.mantissa_bits - 1))
         if self.family == "fnuz":
             return 1 << (self.bits - 1)
-        return self.max_code + 1
+        return 0 if self.family == "finite" else self.max_code + 1
 
     @property
     def inf_code(self) -> int:
-        """The code of +inf, or of NaN if the format has no inf."""
+        """The code of +inf, of NaN if the format has no inf, and of the largest number if it has neither."""
+        if self.family == "finite":
+            return self.max_code
         return self.max_code + 1 if self.has_inf else self.nan_code
 
     @property
@@ -95,16 +103,17 @@ E4M3 = Format("e4m3", 8, 4, 3, 7, "fn", torch.float8_e4m3fn)
 E5M2 = Format("e5m2", 8, 5, 2, 15, "ieee", torch.float8_e5m2)
 E4M3FNUZ = Format("e4m3fnuz", 8, 4, 3, 8, "fnuz", torch.float8_e4m3fnuz)
 E5M2FNUZ = Format("e5m2fnuz", 8, 5, 2, 16, "fnuz", torch.float8_e5m2fnuz)
+E2M1 = Format("e2m1", 4, 2, 1, 1, "finite", torch.float8_e4m3fn)
 E8M0 = Format("e8m0", 8, 8, 0, 127, "e8m0", torch.float8_e8m0fnu)
 BF16 = Format("bf16", 16, 8, 7, 127, "ieee", torch.bfloat16)
 FP16 = Format("fp16", 16, 5, 10, 15, "ieee", torch.float16)
 FP32 = Format("fp32", 32, 8, 23, 127, "ieee", torch.float32)
 INT8 = Format("int8", 8, 0, 7, 0, "int", torch.int8)
 
-FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E8M0, BF16, FP16, FP32)}
+FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ, E2M1, E8M0, BF16, FP16, FP32)}
 FP8_FORMATS = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
-# The formats that a tensor can be quantized to: eight bits, with a sign and a zero.
-EIGHT_BIT_FORMATS = {**FP8_FORMATS, INT8.name: INT8}
+# The formats that a tensor can be quantized to: eight or four bits, with a sign and a zero.
+NARROW_FORMATS = {**FP8_FORMATS, E2M1.name: E2M1, INT8.name: INT8}
 
 
 def get_format(name: str) -> Format:
@@ -114,15 +123,15 @@ def get_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def eight_bit_format(name: str) -> Format:
+def narrow_format(name: str) -> Format:
     """The format called `name`, if tensors can be quantized to it. Raises ValueError, which lists the names, if not."""
-    if name not in EIGHT_BIT_FORMATS:
-        raise ValueError(f"tensors cannot be quantized to {name!r}: choose one of {', '.join(EIGHT_BIT_FORMATS)}")
-    return EIGHT_BIT_FORMATS[name]
+    if name not in NARROW_FORMATS:
+        raise ValueError(f"tensors cannot be quantized to {name!r}: choose one of {', '.join(NARROW_FORMATS)}")
+    return NARROW_FORMATS[name]
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The format of the torch dtype `dtype`. Raises ValueError if there is none."""
+    """The format of the torch dtype `dtype`, E4M3 for that of E2M1 too. Raises ValueError if there is none."""
     for f in FORMATS.values():
         if f.dtype == dtype:
             return f
@@ -142,7 +151,7 @@ def format_of(dtype: torch.dtype) -> Format:
 # to 2^(m+1), it carries into the exponent.
 #
 # At the ends: a finite number beyond the format's max saturates to max. NaN stays NaN. inf stays inf if the format has
-# inf, and becomes NaN if it has none. inf never becomes the largest finite number.
+# inf, and becomes NaN if it has none. inf becomes the largest number in E2M1 alone, which has neither, and NaN zero.
 
 
 def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
@@ -166,7 +175,7 @@ def encode(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     if fmt.family == "fnuz":
         sign &= code != 0
     code = torch.where(sign, code | (1 << (fmt.bits - 1)), code)
-    no_number = x.isnan() if fmt.has_inf else ~x.isfinite()
+    no_number = x.isnan() if fmt.has_inf or fmt.family == "finite" else ~x.isfinite()
     return torch.where(no_number, fmt.nan_code, code)
 
 
@@ -186,14 +195,14 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
     if fmt.has_inf:
         value = torch.where(field == fmt.inf_code, torch.inf, value)
         value = torch.where(field > fmt.inf_code, torch.nan, value)
-    else:
+    elif fmt.family != "finite":
         value = torch.where((codes if fmt.family == "fnuz" else field) == fmt.nan_code, torch.nan, value)
     negative = (codes >> (fmt.bits - 1)) == 1
     return torch.where(negative & fmt.signed, -value, value).float()
 
 
 def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
-    """Cast float32 `x` to `fmt.dtype`, an eight-bit format. Equal to `encode` for finite numbers and NaN of FP8.
+    """Cast float32 `x` to a narrow format, in `fmt.dtype`. Equal to `encode` for finite numbers, and for NaN of FP8.
 
     Numbers beyond max are clamped first, since PyTorch's conversion of these differs by version, format and device. inf
     becomes max too: the caller checks for inf before (`octavo.numerics.scaling` gives such a block the scale NaN). An
@@ -202,7 +211,17 @@ def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     x = x.clamp(-fmt.max, fmt.max)
     if fmt is INT8:
         return x.round().nan_to_num_(0).to(fmt.dtype)
+    if fmt is E2M1:
+        rounded = _round_to_e2m1(x) if noise is None else decode(encode(x, fmt, noise), fmt)
+        return torch.where(x.isnan(), x, rounded).to(fmt.dtype)
     return x.to(fmt.dtype) if noise is None else encode(x, fmt, noise).to(torch.uint8).view(fmt.dtype)
+
+
+def _round_to_e2m1(x: Tensor) -> Tensor:
+    """The nearest number of E2M1, ties to even, of float32 numbers of -6 to 6."""
+    magnitude = x.abs()
+    spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return (x / spacing).round() * spacing
 
 
 def widen(data: Tensor) -> Tensor:

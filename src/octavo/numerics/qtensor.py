@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.numerics.formats import EIGHT_BIT_FORMATS, Format, eight_bit_format, widen
+from octavo.numerics.formats import NARROW_FORMATS, Format, narrow_format, widen
 from octavo.numerics.scaling import History
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
@@ -215,10 +215,11 @@ def parse_granularity(name: str) -> Granularity:
     raise ValueError(f"unknown granularity {name!r}: choose tensor, row, group:G (G = 32 to 128) or block:RxC")
 
 
-# ---- A cast: all settings of the quantization of one tensor to eight bits.
+# ---- A cast: all settings of the quantization of one tensor.
 
 
-SCALE_KINDS = ("fp32", "pow2", "e8m0")
+SCALE_KINDS = ("fp32", "pow2", "e8m0", "e8m0_floor", "e4m3")
+FOUR_BIT_KINDS = ("e8m0_floor", "e4m3")  # those of MXFP4 and NVFP4, which e2m1 alone takes
 ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -230,9 +231,11 @@ class Cast:
     a variable.
 
     Args:
-        format: "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz" or "int8". int8 is rounded to nearest.
+        format: "e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m1" or "int8". int8 is rounded to nearest.
         granularity: which elements share a scale.
-        scale: "fp32", "pow2" (a float32 power of two, rounded up) or "e8m0" (the same, stored in one byte).
+        scale: "fp32", "pow2" (a float32 power of two, rounded up) or "e8m0" (the same, stored in one byte). For "e2m1"
+            also "e8m0_floor", the rule of MX, by which numbers above 3/4 of the next power of two saturate, and
+            "e4m3", that of NVFP4: an E4M3 number over a float32 number of the tensor; float32 holds the quotient.
         rounding: "nearest" (even) or "stochastic".
         relative_floor: the smallest scale allowed, as a fraction of the tensor's largest scale, 0 to 1.
         history: delayed scaling, for a tensor-wide scale; None scales by the tensor's own amax.
@@ -262,7 +265,7 @@ class Cast:
     _key: str = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        eight_bit_format(self.format)
+        narrow_format(self.format)
         if not isinstance(self.granularity, Granularity):
             raise TypeError(
                 f"granularity must be a Granularity, got {self.granularity!r} ({type(self.granularity).__name__}): "
@@ -270,6 +273,8 @@ class Cast:
             )
         if self.scale not in SCALE_KINDS:
             raise ValueError(f"unknown kind of scale {self.scale!r}: choose one of {', '.join(SCALE_KINDS)}")
+        if self.scale in FOUR_BIT_KINDS and self.format != "e2m1":
+            raise ValueError(f"scales in {self.scale} are of e2m1, got {self.format}: choose fp32, pow2 or e8m0")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"unknown rounding {self.rounding!r}: choose one of {', '.join(ROUNDINGS)}")
         if self.format == "int8" and self.rounding != "nearest":
@@ -301,11 +306,15 @@ class Cast:
 
     @property
     def fmt(self) -> Format:
-        return EIGHT_BIT_FORMATS[self.format]
+        return NARROW_FORMATS[self.format]
 
     @property
     def power_of_two(self) -> bool:
-        return self.scale != "fp32"
+        return self.scale not in ("fp32", "e4m3")
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float8_e8m0fnu if self.scale.startswith("e8m0") else torch.float32
 
     @property
     def bytes_serve_both(self) -> bool:

@@ -18,12 +18,13 @@ Three properties of the scales here:
   Finer blocks limit the loss; a percentile rule lets the outlier saturate instead.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import Format
+from octavo.numerics.formats import E4M3, Format
 
 SMALLEST_SCALE = 2.0**-126
 RULES = ("max", "most_recent", "ema", "percentile")
@@ -52,6 +53,31 @@ def scale_from_amax(
     if power_of_two:
         scale = ceil_power_of_two(scale)
     return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def floor_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """The float32 scales of MX for `amax`, of any shape: 2^(floor(log2 amax) - floor(log2 max)), NaN where not finite.
+
+    With E2M1, whose max is 6, the largest number of a block is divided to 4 to 8, and saturates above 6. Source: OCP
+    Microscaling Formats v1.0, section 6.3.
+    """
+    power = (amax.float().view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = (power * 2.0 ** -math.floor(math.log2(fmt.max))).clamp(min=SMALLEST_SCALE)
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def two_level_scale(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The scales of NVFP4 for the `amax` of all blocks of a tensor: E4M3 numbers of its shape, and a float32 divisor.
+
+    The scale of a block is its number over the divisor, 448 * 6 / (the amax of the tensor), which gives the largest
+    block the largest number of E4M3. Bytes and divisor are those of compressed-tensors: it stores 0.125 for a block so
+    small that its number would be 0, of which all elements become 0.
+    """
+    largest = amax.nan_to_num(0, 0, 0).amax() if amax.numel() else amax.new_zeros(())
+    divisor = (E4M3.max * fmt.max / largest.clamp(min=SMALLEST_SCALE)).nan_to_num(posinf=1.0)
+    number = torch.where(amax.isfinite(), amax / torch.full_like(amax, fmt.max) * divisor, torch.nan)
+    stored = number.clamp(max=E4M3.max).to(E4M3.dtype).float()
+    return torch.where(stored == 0, 0.125, stored).to(E4M3.dtype), divisor
 
 
 def ceil_power_of_two(x: Tensor) -> Tensor:
@@ -83,7 +109,7 @@ class History:
         rule: "max", "most_recent", "ema" (an exponential mean with weights `beta`^age) or "percentile".
         percentile: of the amax values, 0 to 100, for that rule.
         beta: the decay of the exponential mean, 0 to 1.
-        margin: the amax is multiplied by 2^margin, -64 to 64.
+        margin: the amax is multiplied by 2^margin, -64 to 64. 1 leaves room for tensors that grow.
         interval: the number of steps for which a scale is held.
 
     Raises:
@@ -94,7 +120,7 @@ class History:
     rule: str = "max"
     percentile: float = 99.99
     beta: float = 0.9
-    margin: float = 0.0
+    margin: float = 1.0
     interval: int = 1
 
     def __post_init__(self) -> None:

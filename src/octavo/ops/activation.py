@@ -73,7 +73,7 @@ def _gelu(u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """gelu(u) = max(u, 0) - |u| erfc(|u| / sqrt(2)) / 2, the cumulative normal distribution at u, and exp(-u^2 / 2)."""
     z = u.abs() * HALF_SQRT
     exponent = z * z * -LOG2_E
-    e = torch.where(exponent < -126, 0.0, torch.exp2(exponent))
+    e = torch.where(exponent < -126, 0.0, _exp2(exponent))
     half = 0.5 * _erfc(z, e)
     return u.clamp(min=0) - u.abs() * half, torch.where(u < 0, half, 1 - half), e
 
@@ -99,7 +99,13 @@ def activation_backward_reference(
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp2(x.clamp(min=-80) * -LOG2_E))  # a smaller x would overflow
+    return 1 / (1 + _exp2(x.clamp(min=-80) * -LOG2_E))  # a smaller x would overflow
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2^x. On a CPU it is rounded from float64: PyTorch's in float32 has other bits at the end of a tensor, where the
+    numbers fill no vector, and so a row's bytes would depend on the number of rows."""
+    return torch.exp2(x.double()).to(x.dtype) if x.device.type == "cpu" else torch.exp2(x)
 
 
 def _erfc(z: Tensor, e: Tensor) -> Tensor:

@@ -55,6 +55,27 @@ def cached_attention(
     return _cached_attention(q, keys, values, k_scale, v_scale, length, first, scale)
 
 
+def ordered_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    *,
+    first: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`cached_attention` in which the bits of a query's result depend on that query and the keys that it sees alone.
+
+    It takes any number of queries. The kernel adds over parts of the keys that begin at `first`, each in one order,
+    and joins the parts in their order. The reference adds in float64, and rounds once.
+
+    Args:
+        keys, values: [B, G, S, D] of bfloat16, float16 or float32, without scales.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return _ordered_attention(q, keys, values, None, None, length, first, scale)
+
+
 def append_kv(
     k: Tensor,
     v: Tensor,
@@ -95,13 +116,22 @@ def _bytes(data: Tensor) -> Tensor:
 
 def cached_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """Same as `cached_attention` of the operation, in float32 from the stored numbers to the result."""
+    return _attention(q, cache, first, scale, torch.float32)
+
+
+def ordered_attention_reference(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
+    return _attention(q, cache, first, scale, torch.float64)
+
+
+def _attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """The attention in `dtype`, from the stored numbers to the result."""
     keys, values, k_scale, v_scale, length = cache
     (batch, heads, new, dim), kv_heads, used = q.shape, keys.shape[1], int(length)
     if used > keys.shape[2]:
         return torch.full_like(q, torch.nan)
-    wide_k, wide_v = from_stored(keys[:, :, :used]), from_stored(values[:, :, :used])
+    wide_k, wide_v = (from_stored(x[:, :, :used]).to(dtype) for x in (keys, values))
     seen = _visible(new, used, length, first)  # [B or 1, 1, T, S]
-    rows = q.float().view(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
+    rows = q.to(dtype).reshape(batch, kv_heads, -1, dim)  # the queries of one head of keys: [B, G, H / G * T, D]
     with torch.autocast(q.device.type, enabled=False):  # it would run these products in BF16
         s = rows @ wide_k.transpose(2, 3) * (scale if k_scale is None else scale * k_scale.view(-1, 1, 1))
         s = s.view(batch, heads, new, used).masked_fill(~seen, -torch.inf)
@@ -205,12 +235,22 @@ def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
     dim = q.shape[3]
     small = rows <= MAX_ROWS and dim <= MAX_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
     halves = keys.dtype in LARGEST or (keys.dtype == q.dtype and q.dtype != torch.float32)
-    return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device)
+    return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device, (8, 0))
 
 
 _cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
     _without_the_kernel
 )
+
+
+def _attends_in_order(q: Tensor, cache: Cache, *rest: Any) -> bool:
+    dim, half = q.shape[3], q.dtype == cache.keys.dtype != torch.float32
+    return half and dim <= MAX_DIM and dim % 8 == 0 and q.numel() > 0 and has_kernels(q.device)
+
+
+_ordered_attention = operation(
+    check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends_in_order, strided=True
+)(ordered_attention_reference)
 
 
 def _check_append(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
@@ -222,10 +262,16 @@ def _check_append(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
+def stores(cache: Cache) -> bool:
+    """True if the kernels that write this cache run: on GPUs from Ada on, which convert to E4M3, or from Ampere on."""
+    keys = cache.keys
+    return has_kernels(keys.device, (8, 9) if keys.dtype == torch.float8_e4m3fn else (8, 0))
+
+
 _append_kv = operation(
     check=_check_append,
     like=lambda *args: None,
-    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
+    runs=lambda k, v, cache, *rest: k.numel() > 0 and stores(cache),
     mutates=("keys", "values", "clipped"),
     strided=True,
 )(append_kv_reference)

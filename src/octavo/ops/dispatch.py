@@ -391,12 +391,18 @@ def runs_experts(recipe: Recipe) -> bool:
 
 def product_backend(a: Cast, b: Cast, place: Place, *, grouped: bool = False) -> Backend:
     """The backend of a product of operands that are cast by `a` and `b`."""
-    formats, e8m0 = (a.format, b.format), (a.scale == "e8m0", b.scale == "e8m0")
+    formats = _format_in_memory(a), _format_in_memory(b)
+    e8m0 = (a.scale_dtype == torch.float8_e8m0fnu, b.scale_dtype == torch.float8_e8m0fnu)
     if grouped:
         return find_grouped_backend(place, formats, a.granularity, b.granularity, e8m0=all(e8m0))
     if isinstance(place, GpuArchitecture):
         return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
     return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)
+
+
+def _format_in_memory(cast: Cast) -> str:
+    """The format that a GEMM reads: E4M3 holds the numbers of E2M1."""
+    return "e4m3" if cast.format == "e2m1" else cast.format
 
 
 def takes_fnuz(place: Place) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.numerics.formats import format_of, widen
 from octavo.numerics.qtensor import Granularity, QTensor
 from octavo.ops.dispatch import Backend, find_backend, returned_dtype
-from octavo.ops.launching import Operands
+from octavo.ops.launching import Operands, has_kernels
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.registration import check_tensor, operation
 
@@ -66,6 +66,55 @@ def add_product(y: Tensor, u: Tensor, b: Tensor) -> None:
 @operation(like=lambda y, u, b: None, mutates=("y",))
 def _add_product(y: Tensor, u: Tensor, b: Tensor) -> None:
     y.addmm_(u, b.t())  # [M,R] @ [N,R]^T
+
+
+# ---- Products whose rows depend on no other row, and not on how many rows there are.
+
+
+def ordered_mm(
+    a: QTensor | Tensor, b: QTensor | Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """y [M, N] = a @ b^T + bias in BF16, then + residual: each row has the same bits in a product of any M.
+
+    The kernel adds along K in one order for every M, in the tensor core. The reference adds in float64, for E4M3
+    exactly: products are multiples of 2^-18 below 2^18, and K is at most 2^17.
+
+    Args:
+        a, b: [M, K] and [N, K], both E4M3 with row scales, or both tensors in BF16.
+        bias, residual: [N] and [M, N], both in BF16.
+    """
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return _ordered_mm(a, b, None, None, bias, residual)
+    return _ordered_mm(a.data, b.data, a.scale, b.scale, bias, residual)
+
+
+def ordered_mm_reference(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    wide_a, wide_b = ((widen(x) if x.element_size() == 1 else x).double() for x in (a, b))
+    y = (wide_a @ wide_b.t()).float()  # [M,K] @ [N,K]^T
+    if scale_a is not None and scale_b is not None:
+        y = y * scale_a * scale_b.t()
+    y = (y if bias is None else y + bias.float()).bfloat16()
+    return y if residual is None else y + residual
+
+
+def _check_ordered(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    dtype = torch.bfloat16 if scale_a is None else torch.float8_e4m3fn
+    for name, x, scale, k in (("a", a, scale_a, b.shape[-1]), ("b", b, scale_b, a.shape[-1])):
+        check_tensor(name, x, (len(x), k), dtype)
+        check_tensor(f"scale_{name}", scale, (len(x), 1), torch.float32)
+    check_tensor("bias", bias, (len(b),), torch.bfloat16)
+    check_tensor("residual", residual, (len(a), len(b)), torch.bfloat16)
+
+
+_ordered_mm = operation(
+    check=_check_ordered,
+    like=lambda a, b, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=torch.bfloat16),
+    runs=lambda a, *rest: has_kernels(a.device),
+)(ordered_mm_reference)
 
 
 def scaled_mm_reference(operands: Operands) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import widen
+from octavo.numerics.formats import format_of, widen
 from octavo.numerics.qtensor import ROW, SCALE_DTYPES, Granularity, QTensor
 from octavo.ops import library_gemms as cutlass
 from octavo.ops.dispatch import MAX_MEAN_ROWS, STRIP, find_grouped_backend, takes_blocks, takes_cutlass
@@ -43,9 +43,8 @@ def grouped_mm(
             and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
     """
-    operands, formats = operands_of(a, b), (a.format.name, b.format.name)
-    backend = _backend(formats, Operands.of(a, b), emulate)
-    return _grouped_mm(*operands, offsets, out_dtype, backend, fast_accumulation)
+    backend = _backend(Operands.of(a, b), emulate)
+    return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
 
 
 def grouped_mm_dw(
@@ -56,7 +55,6 @@ def grouped_mm_dw(
     *,
     scale_b: Tensor | None = None,
     granularity: Granularity = ROW,
-    formats: tuple[str, str] = ("e4m3", "e4m3"),
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
     emulate: bool = False,
@@ -70,10 +68,9 @@ def grouped_mm_dw(
             `granularity`, groups of 32, 64 or 128 columns, [N, groups] of a.
         offsets: int32 [E], where each group of columns ends.
         scale_b: [K, groups] of b, with such a granularity.
-        formats: of a and b.
     """
     scale_b = scale_a if scale_b is None else scale_b  # with row scales it is not read
-    backend = _backend(formats, Operands(a, b, scale_a, scale_b, granularity, granularity), emulate)
+    backend = _backend(Operands(a, b, scale_a, scale_b, granularity, granularity), emulate)
     given = a, b, scale_a, scale_b, granularity.name, granularity.name
     return _grouped_mm_dw(*given, offsets, out_dtype, backend, fast_accumulation)
 
@@ -109,8 +106,9 @@ def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
         start = end
 
 
-def _backend(formats: tuple[str, str], operands: Operands, emulate: bool) -> str:
-    a, _, scale_a, scale_b, *granularities = operands
+def _backend(operands: Operands, emulate: bool) -> str:
+    a, b, scale_a, scale_b, *granularities = operands
+    formats = format_of(a.dtype).name, format_of(b.dtype).name
     e8m0 = scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
     backend = find_grouped_backend(a.device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:

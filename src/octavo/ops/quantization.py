@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import INT8, Format
+from octavo.numerics.formats import E2M1, INT8, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
-from octavo.numerics.scaling import new_seed, scale_from_amax, scale_mantissa, uniform_noise
+from octavo.numerics.scaling import (
+    floor_scale,
+    new_seed,
+    scale_from_amax,
+    scale_mantissa,
+    two_level_scale,
+    uniform_noise,
+)
 from octavo.ops.launching import converts, fits, quantizes_rows
 from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_tensor, operation
 from octavo.ops.transposition import placed
@@ -30,18 +37,30 @@ def quantize_reference(
         x = x * column_scale
     if row_scale is not None:
         x = x * row_scale
-    scale = scale_from_amax(
-        cast.granularity.amax(x), cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor
-    )
-    inv_scale = cast.granularity.expand(1 / scale, tuple(x.shape))
-    x = x * inv_scale
+    scale = _scale(cast.granularity.amax(x), cast)
+    x = divided(x, cast.granularity.expand(scale, tuple(x.shape)), cast.fmt)
     data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
-    return data, scale.to(torch.float8_e8m0fnu) if cast.scale == "e8m0" else scale
+    return data, scale.to(cast.scale_dtype)
+
+
+def _scale(amax: Tensor, cast: Cast) -> Tensor:
+    """The float32 scales of the blocks of a tensor."""
+    if cast.scale == "e8m0_floor":
+        return floor_scale(amax, cast.fmt)
+    if cast.scale == "e4m3":
+        number, divisor = two_level_scale(amax, cast.fmt)
+        return number.float() / divisor
+    return scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
+
+
+def divided(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    """float32 `x` over its scale. Ties are common between the few numbers of E2M1, so these are divided exactly."""
+    return x / scale if fmt is E2M1 else x * (1 / scale)
 
 
 def to_data(x: Tensor, fmt: Format) -> Tensor:
-    """float32 `x`, divided by its scale, as numbers of an eight-bit format."""
-    return cast_to(x, fmt) if fmt is INT8 else x.to(fmt.dtype)
+    """float32 `x`, divided by its scale, as numbers of a narrow format."""
+    return cast_to(x, fmt) if fmt in (INT8, E2M1) else x.to(fmt.dtype)
 
 
 def _quantize_reference(
@@ -72,9 +91,9 @@ def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tenso
     """Data of `x` under a given scale, and the amax [1, 1] of x. If x holds inf or NaN, all data is NaN."""
     x = x.float()
     amax = x.abs().amax().view(1, 1) if x.numel() else x.new_zeros(1, 1)
-    inv_scale = torch.where(amax.isfinite(), 1 / scale, torch.nan)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
     noise = uniform_noise(x.shape, seed) if seed is not None else None
-    return cast_to(x * inv_scale, fmt, noise), amax
+    return cast_to(divided(x, scale, fmt), fmt, noise), amax
 
 
 def quantize(
@@ -209,9 +228,8 @@ def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
 
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
-    scale_dtype = torch.float8_e8m0fnu if cast.scale == "e8m0" else torch.float32
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
-    return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=scale_dtype)
+    return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 
 
 def _stacked(tensors: list[Tensor]) -> int:

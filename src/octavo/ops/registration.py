@@ -27,7 +27,7 @@ from torch.library import wrap_triton
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from octavo.numerics.formats import Format, eight_bit_format
+from octavo.numerics.formats import Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
 from octavo.ops.launching import launch
 from octavo.version import __version__
@@ -43,7 +43,7 @@ OTHERS = frozenset((int, float, bool, str, torch.dtype, type(None)))
 PLAIN = TENSORS | OTHERS
 READERS: dict[Any, Callable[[str], Any]] = {
     Cast: parse_cast,
-    Format: eight_bit_format,
+    Format: narrow_format,
     Granularity: cache(parse_granularity),
 }
 Function = Callable[..., Any]

@@ -17,12 +17,13 @@ from octavo.numerics.formats import Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast, Granularity, QTensor
 from octavo.ops.launching import converts
+from octavo.ops.quantization import divided
 from octavo.ops.registration import check_nearest, check_row_cast, operation
 
 
 def requantize_reference(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
     """[sum of M_i, K] from matrices [M_i, K] and the row scales of the stacked matrix."""
-    return cast_to(torch.cat([x.float() for x in tensors]) * (1 / scale), fmt)
+    return cast_to(divided(torch.cat([x.float() for x in tensors]), scale, fmt), fmt)
 
 
 def requantize_transposed_reference(
@@ -43,7 +44,7 @@ def requantize_norm_reference(
 
 
 def _bytes_transposed(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    data = cast_to(x * (1 / scale), fmt)
+    data = cast_to(divided(x, scale, fmt), fmt)
     return data.view(torch.uint8).t().contiguous().view(fmt.dtype)
 
 

@@ -24,7 +24,8 @@ def transpose_reference(data: Tensor, shift: Tensor | None, place: Tensor | None
         data = (widen(data) * factor).to(data.dtype)  # exact in float32, then rounded once
     if place is not None:
         data = placed(data.view(torch.uint8), place).view(data.dtype)
-    return data.view(torch.uint8).t().clone(memory_format=torch.contiguous_format).view(data.dtype)
+    words = data.view(torch.uint8) if data.element_size() == 1 else data
+    return words.t().clone(memory_format=torch.contiguous_format).view(data.dtype)
 
 
 def placed(x: Tensor, place: Tensor | None) -> Tensor:
@@ -41,6 +42,7 @@ def transpose(
     """The contiguous transpose [K, M] of an eight-bit matrix `data` [M, K]; [K, M'] with `place`.
 
     Args:
+        data: of an eight-bit format, or, without `shift` and `place`, of float32 scales.
         shift: int32 [M], not negative: row m is divided by 2^shift[m] on the way.
         after: a tensor of the backward pass, which is not read. It keeps compiled code from transposing in the forward
             pass and saving the result: of a sharded weight, that would keep all bytes on every rank.
@@ -51,7 +53,8 @@ def transpose(
 
 
 def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
-    if data.ndim != 2 or data.element_size() != 1:
+    scales = data.dtype == torch.float32 and shift is None and place is None
+    if data.ndim != 2 or not (scales or data.element_size() == 1):
         raise ValueError(f"transpose takes a matrix of an eight-bit format, got {data.dtype} {list(data.shape)}")
     check_tensor("shift", shift, (data.shape[0],), torch.int32)
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)

@@ -4,6 +4,8 @@ The weights of the chosen linear layers are cast by their schemes (`octavo.check
 are stored in BF16.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter
@@ -11,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +46,7 @@ class PackReport(WrittenModel):
     lacks_tokenizer: bool  # the model takes text, and the folder holds no tokenizer
     unpacked_expert_bytes: int  # of the experts of a mixture that stay in BF16
     not_linear: Sequence[Leftover]  # the matrices in BF16 that no linear layer holds, such as stacks of experts
+    updates: Mapping[str, KeptUpdate]  # what the rounding left of adapters that were merged, for each kind of layer
 
     @property
     def ratio(self) -> float:
@@ -106,6 +109,7 @@ def pack_source(
         lacks_tokenizer=source.meta_model.takes_text and not has_tokenizer(out),
         unpacked_expert_bytes=job.expert_bytes(packed=False),
         not_linear=job.not_linear,
+        updates=job.updates,
     )
 
 
@@ -120,6 +124,7 @@ class PackJob:
         self.packing = Packing(get_layout(options.layout), in_files, bool(keys_and_values))
         self.kv_scales = self.packing.to_files(keys_and_values)
         self.weights = WeightScales(source, layers, options)
+        self._updates: dict[str, list[Tensor]] = {}  # the sums of each layer with adapters, by kind
 
     @cached_property
     def not_linear(self) -> list[Leftover]:
@@ -135,19 +140,29 @@ class PackJob:
         in_files = self.source.meta_model.experts.split
         if leaf == "weight" and module in self.layers.schemes:
             return self.packing.to_files(in_files(self._packed(module, tensor)))
-        stored: dict[str, Tensor] = {}
-        for part, t in in_files({name: tensor.to(self.source.meta_model.dtypes[name])}).items():
+        stored, dtype = dict[str, Tensor](), self.source.meta_model.dtypes[name]
+        for part, t in in_files({name: tensor}).items():
             expert = part.removesuffix(".weight")
-            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t}
+            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t.to(dtype)}
         return self.packing.to_files(stored)
 
     def _packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
         """The bytes and the scales in place of the weight of a layer or an expert."""
+        adapted = None if w.is_meta else self.source.update_of(layer)
+        before = None if adapted is None else self.weights.quantize(layer, adapted[0])
         scheme, q = self.layers.schemes[layer], self.weights.quantize(layer, w)
+        if adapted is not None and before is not None:
+            sums = sums_of(adapted[1], q.dequantize() - before.dequantize())
+            self._updates.setdefault(layer.rpartition(".")[2], []).append(sums)
         stored = {f"{layer}.weight": q.data, f"{layer}.{SCALE_NAME}": scheme.stored_scale(q)}
         if scheme.static:
             stored[f"{layer}.{INPUT_SCALE_NAME}"] = self.layers.static.inputs[layer].to(w.device)
         return stored
+
+    @property
+    def updates(self) -> dict[str, KeptUpdate]:
+        """What the rounding left of merged adapters, for each kind of layer: the last part of their names."""
+        return {kind: kept_update(sums) for kind, sums in self._updates.items()}
 
     def expert_bytes(self, *, packed: bool) -> int:
         """The bytes in BF16 of the experts that are packed, or of those that are not."""
@@ -175,6 +190,7 @@ class PackJob:
             }
             for scheme in self.layers.schemes.values()
         }
+        updates = {kind: kept._asdict() for kind, kept in self.updates.items()}
         left = {"not_linear": {entry.name: entry.share for entry in self.not_linear}} if self.not_linear else {}
         return {
             "layout": self.packing.layout.name,
@@ -183,6 +199,7 @@ class PackJob:
             "weight_scales": self.weights.record(),
             "calibration": self.layers.static.record,
             **left,
+            **({"adapters": updates} if updates else {}),
             **remarks,
         }
 
@@ -191,6 +208,34 @@ class PackJob:
         packed = {f"{name}.weight" for name in self.packing.schemes}
         packed |= {self.packing.layout.rename(f"{name}.{SCALE_NAME}") for name in self.packing.schemes}
         return sum(specs[name].nbytes for name in packed)
+
+
+# ---- What the rounding to eight bits leaves of the update U = B A alpha / r of merged adapters.
+#
+#     D = Q(W + U) - Q(W)        norm = |D| / |U|        cosine = <D, U> / (|D| |U|)
+#
+# An update far below the step of the format moves few elements, each by a whole step: then D is mostly noise. Its norm
+# may exceed the update's, and its cosine is low.
+
+
+class KeptUpdate(NamedTuple):
+    """The update of the layers of one kind after the rounding: its norm over that before, and the cosine of both."""
+
+    layers: int
+    norm: float
+    cosine: float
+
+
+def sums_of(update: Tensor, rounded: Tensor) -> Tensor:
+    """|U|^2, |D|^2 and <D, U>, float64 [3], of the update of a layer [N, K] before and after the rounding."""
+    u, d = update.double(), rounded.double()
+    return torch.stack([(u * u).sum(), (d * d).sum(), (u * d).sum()])
+
+
+def kept_update(sums: Sequence[Tensor]) -> KeptUpdate:
+    """Of layers with these `sums_of`."""
+    u, d, both = torch.stack([*sums]).sum(0).tolist()
+    return KeptUpdate(len(sums), math.sqrt(d / u) if u else 1.0, both / math.sqrt(u * d) if u * d else 0.0)
 
 
 # ---- The scales of the weights of packed layers.

@@ -169,9 +169,9 @@ def page_of_report(report: Report, invocation: Invocation) -> Page:
         rows = [f"<li>{escape(finding.kind)} {escape(str(finding))}</li>" for finding in report.findings]
         page.add("\n".join(["<ul>", *rows, "</ul>"]))
     page.add(paragraphs(report.remarks))
-    for section in report.sections():
-        page.add(table(section.columns, section.rows, title=section.title, remark=section.remark))
-        if section.title == "Layers" and (lines := _lines(report.layers)):
+    for each in report.tables():
+        page.add(table(each.columns, each.rows, title=each.title, remark=each.remark))
+        if each.title == "Layers" and (lines := _lines(report.layers)):
             names = [layer.name for layer in report.layers]
             page.add_chart(LineChart("sqnr", "SQNR of the layers", "layer", "dB", lines, names=names, points=True))
     packages = ", ".join(f"{name} {version}" for name, version in invocation.versions.items())

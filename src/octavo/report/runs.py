@@ -19,7 +19,7 @@ import numpy as np
 from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import RunFolder
 from octavo.report.heat_maps import check_records
-from octavo.train.run_records import SERIES, check_record, read_records, recipe_name
+from octavo.train.run_records import SERIES, check_record, names_of_runs, read_records, recipe_name
 from octavo.util import plural
 from octavo.watching.storage import Watched, read_watch, watch_folder
 
@@ -101,9 +101,7 @@ class RunData:
 def read_runs(paths: Sequence[Path]) -> list[RunData]:
     """Read the runs in the folders `paths`, with distinct names. An ArtifactError if a folder is no run, or its metrics
     are damaged; a watch that cannot be read is a remark."""
-    names = [path.resolve().name for path in paths]
-    shown = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
-    return [_read_run(path, name) for path, name in zip(paths, shown, strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, names_of_runs(paths), strict=True)]
 
 
 def _read_run(path: Path, name: str) -> RunData:

@@ -293,7 +293,9 @@ def _warmup(values: Mapping[str, Any]) -> int:
 # In the order of derivation: what follows from a derived setting stands after it.
 RULES: dict[str, Rule] = {
     "learning_rate": Rule(
-        ("model",), lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-5, "1e-3; to fine-tune 2e-5"
+        ("model", "lora"),
+        lambda v: 1e-3 if v["model"] in BUILT_IN_MODELS else 2e-4 if v["lora"] else 2e-5,
+        "1e-3; to fine-tune 2e-5, adapters 2e-4",
     ),
     "min_learning_rate": Rule(("learning_rate",), lambda v: v["learning_rate"] / 10, "learning_rate / 10"),
     "decay_steps": Rule(("steps",), lambda v: v["steps"], "steps"),
@@ -324,12 +326,15 @@ class Config:
     dropout: float = setting(0.0, "probability of dropout (llama, mixture, gpt2)", BELOW_ONE)
     rope_theta: float = setting(10000.0, "base of the rotary position embedding (llama, mixture)", ABOVE_ZERO)
     experts: ExpertSettings = table(ExpertSettings)
+    lora: int = setting(0, "rank of LoRA adapters around the frozen weights of a folder; 0 trains all", NOT_NEGATIVE)
+    alpha: float = setting(0.0, "the factor of adapters is alpha / lora; 0: alpha is 2 * lora", NOT_NEGATIVE)
+    targets: tuple[str, ...] = setting((), "layers with adapters, as q_proj; all linear layers if none is given")
 
     # FP8
     recipe: str | Recipe = setting("rowwise", "an FP8 recipe; auto: what this device runs best", NAMED)
     skip: tuple[str, ...] = setting((), "globs of the linear layers that stay in BF16")
     bf16_gemms: tuple[str, ...] = setting((), "GEMMs of every layer that stay in BF16: some of y, dx, dw", SOME_GEMMS)
-    calibration: str = setting("", "folder of octavo calibrate for the model: the first scales of the recipe delayed")
+    calibration: str = setting("", "folder of octavo calibrate, or packed as static: the first scales of delayed")
     only_if_faster: bool = setting(False, "leave in BF16 the layers that FP8 does not speed up on this GPU")
     emulate: bool = setting(False, "allow emulated GEMMs on a GPU that lacks the native one")
     attention: AttentionSettings = table(AttentionSettings)
@@ -490,6 +495,7 @@ def _faults(config: Config) -> Iterator[str]:
     if built_in:
         yield from _faults_of_heads(config)
     yield from _faults_of_experts(config)
+    yield from _faults_of_adapters(config)
     if config.min_learning_rate > config.learning_rate:
         yield (
             f"min_learning_rate must be at most learning_rate; "
@@ -542,8 +548,19 @@ def _faults_of_experts(config: Config) -> Iterator[str]:
             )
 
 
-def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
-    """Raise a ConfigError if a setting that is not the default has no effect in a new run.
+def _faults_of_adapters(config: Config) -> Iterator[str]:
+    if config.lora and config.model in BUILT_IN_MODELS:
+        yield (
+            f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
+            "FOLDER, or leave lora out"
+        )
+    for name in ("calibration", "optimizer.offload"):
+        if config.lora and (value := attrgetter(name)(config)):
+            yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
+
+
+def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
 
     The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
     """
@@ -557,11 +574,14 @@ def check_effects(config: Config, processes: int, tp: int, shares: int) -> None:
          f"{tokens}", f"give at most {tokens}"),
         ("loss.chunk", config.loss.logits == "whole", "logits in chunks", "loss.logits whole", "give auto or chunked"),
         ("compile.backend", not config.compile.blocks, "compile.blocks", "false", "give --compile.blocks"),
+        ("alpha", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
+        ("targets", not config.lora, "adapters", "lora 0", "give their rank, as --lora 16"),
         ("parallel.gather_dtype", processes == 1, "several processes", "1", "start them with torchrun"),
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        if without_effect and (value := attrgetter(name)(config)) != settings_of(Config)[name].default:
+        value, default = attrgetter(name)(config), settings_of(Config)[name].default
+        if name in given and without_effect and value != default:
             raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
 
 

@@ -64,7 +64,7 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
     checkpoint = run.chosen(step)
     config = read_settings(run)
     tokenizer = load_tokenizer(run.model)
-    model = make_model(config, tokenizer.vocabulary_size, run.model).to(place)
+    model = make_model(config, tokenizer.vocabulary_size, run.model, place).to(place)
     convert_model(model, config)
     step = run.step_of(checkpoint)
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))

@@ -18,21 +18,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json
+from octavo.checkpoint.layouts import SIDE_FILE
 from octavo.data import Reading, read_text
 from octavo.distributed import GatherReport, fp8_all_gather, send_bf16_gradients, tensor_parallel
 from octavo.hf.meta_model import (
@@ -43,6 +42,8 @@ from octavo.hf.meta_model import (
     is_causal,
     quiet_transformers,
 )
+from octavo.inference.opening import open_transformers
+from octavo.inference.packed_linear import PackedLinear
 from octavo.models import BUILT_IN_MODELS, GPT2Config, LlamaConfig, MixtureConfig, build
 from octavo.models import Config as ModelConfig
 from octavo.models.decoder import Decoder
@@ -61,17 +62,21 @@ from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
 from octavo.train.config import Config, ConfigError
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
-from octavo.train.processes import Degrees, rank, same_outcome, total_memory, unit_size
+from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
 
+CPU = torch.device("cpu")
 
-def make_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
+
+def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
     """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder.
 
-    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights.
+    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed
+    model is on `device`, where its GEMMs will run; another one is on the CPU.
     """
     ours = config.model in BUILT_IN_MODELS
-    return cast_weights(build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved), config)
+    made = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved, device)
+    return cast_weights(made, config)
 
 
 def cast_weights(model: nn.Module, config: Config) -> nn.Module:
@@ -90,18 +95,27 @@ def make_meta_model(config: Config, vocabulary: int, saved: Path) -> nn.Module:
     return describe_language_model(config, saved)
 
 
-def convert_model(model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1) -> Conversion:
-    """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch."""
+def convert_model(
+    model: nn.Module, config: Config, device: torch.device | None = None, shares: int = 1
+) -> Conversion | None:
+    """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch, and add the
+    adapters. The layers of a packed model stay as they are: then there is no report."""
     place = next(model.parameters()).device if device is None else device
-    report = convert(
-        model,
-        chosen_recipe(config, place),
-        skip=config.skip,
-        device=device,
-        emulate=config.emulate,
-        only_if_faster=config.only_if_faster,
-        tokens=config.batch // shares * config.context,
+    packed = any(isinstance(module, PackedLinear) for module in model.modules())
+    report = (
+        None
+        if packed
+        else convert(
+            model,
+            chosen_recipe(config, place),
+            skip=config.skip,
+            device=device,
+            emulate=config.emulate,
+            only_if_faster=config.only_if_faster,
+            tokens=config.batch // shares * config.context,
+        )
     )
+    add_adapters(model, config)
     if config.attention.precision == "fp8":
         _check_attention(config, place)
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
@@ -215,17 +229,28 @@ def _built_in(config: Config, vocabulary: int) -> ModelConfig:
     return kind(**sizes | {"vocabulary": vocabulary})
 
 
-# ---- A causal language model of transformers, from a local folder, for fine-tuning.
+# ---- A causal language model of transformers, from a local folder, for fine-tuning: all weights, or adapters alone.
+#
+# With `lora` the weights of the folder are frozen, in BF16 beneath autocast to it, or in the eight bits of a packed
+# folder. Adapters of PEFT (`octavo.integrations.peft`) are trained around its linear layers.
 
 
-def open_language_model(config: Config, saved: Path) -> nn.Module:
-    """The model of the folder `config.model` in FP32, with its weights; of a resumed run with random ones."""
+def open_language_model(config: Config, saved: Path, device: torch.device = CPU) -> nn.Module:
+    """The model of the folder `config.model` with its weights, in FP32; of a resumed run with random ones. Where they
+    are frozen (`lora`), they are always those of the folder, in BF16 or packed. A packed model is on `device`."""
     auto, source = _transformers(config.model).AutoModelForCausalLM, Path(config.model)
-    if saved.exists():
-        check_folder(saved, config.model)
+    if saved.exists() and not config.lora:
+        check_folder(saved, config)
         with quiet_transformers(), reading(saved, DESCRIPTION, ArtifactError):
             return _prepared(auto.from_config(open_config(saved), dtype=torch.float32), config)
-    check_folder(source, config.model)
+    check_folder(source, config)
+    if is_packed(source):
+        if (config.recipe, config.skip, config.bf16_gemms, config.only_if_faster) != ("rowwise", (), (), False):
+            raise ConfigError(
+                f"{source} is packed, and its layers compute by its schemes: leave recipe, skip, bf16_gemms and "
+                "only_if_faster out"
+            )
+        return _prepared(open_transformers(source, device), config)
     reader = ShardReader(source)
     check_unpacked(reader)
     if reader.strays:
@@ -233,8 +258,9 @@ def open_language_model(config: Config, saved: Path) -> nn.Module:
             f"{source} has {reader.strays[0]} in a second file, which its index takes from another file, and "
             f"transformers would take the last ({len(reader.strays)} such tensors): save the model again"
         )
+    dtype = torch.bfloat16 if config.lora and config.precision == "bf16" else torch.float32
     with quiet_transformers(), reading(source, DESCRIPTION, ArtifactError):
-        given = {"config": open_config(source), "dtype": torch.float32, "output_loading_info": True}
+        given = {"config": open_config(source), "dtype": dtype, "output_loading_info": True}
         model, found = open_local(auto, source, **given)
         _check_opened(model, sorted(found["missing_keys"]), source)
     return _prepared(model, config)
@@ -244,7 +270,7 @@ def describe_language_model(config: Config, saved: Path) -> nn.Module:
     """The model of `open_language_model` with its parameters on the meta device, and its buffers on the CPU."""
     transformers = _transformers(config.model)
     source = saved if saved.exists() else Path(config.model)
-    check_folder(source, config.model)
+    check_folder(source, config)
     described = open_config(source)
     with quiet_transformers(), reading(source / "config.json", DESCRIPTION, ArtifactError), torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(described, dtype=torch.float32)
@@ -273,18 +299,26 @@ def _prepared(model: Any, config: Config) -> nn.Module:
     return trained
 
 
-def check_folder(folder: Path, name: str) -> None:
-    """A ConfigError unless transformers has the causal language model of the folder, and it is not quantized."""
+def is_packed(folder: Path) -> bool:
+    """True if a model folder states a quantization."""
+    stated = read_json(folder / "config.json").keys()
+    return bool(stated & {"quantization_config", "compression_config"}) or (folder / SIDE_FILE).is_file()
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """A ConfigError unless transformers has the causal language model of the folder, and its weights can train: those
+    of a packed folder cannot, and are for adapters alone."""
+    name = config.model
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model must be {', '.join(BUILT_IN_MODELS)} or a local folder with a config.json, got {name!r}"
             + hub_hint(name)
         )
     described = read_json(folder / "config.json")
-    if described.get("quantization_config"):
+    if is_packed(folder) and not config.lora:
         raise ConfigError(
-            f"{name} is quantized already: train the BF16 model that it was made from, or widen it first with octavo "
-            f"unpack {name} OUT"
+            f"{name} is quantized already: train adapters around its weights with --lora 16, or the BF16 model that it "
+            f"was made from, or widen it first with octavo unpack {name} OUT"
         )
     check_counts(described, folder)
     transformers = _transformers(name)
@@ -319,6 +353,20 @@ def _check_opened(model: Any, missing: list[str], source: Path) -> None:
             f"{source} lacks weights of the {type(model).__name__} that its config.json describes: {missing[0]} "
             f"({len(missing)} in all). transformers would draw them at random: complete the folder"
         )
+
+
+def add_adapters(model: nn.Module, config: Config) -> nn.Module:
+    """Put the adapters of the settings around the layers of `model`, converted or packed, and freeze all else."""
+    if config.lora:
+        import_extra("peft", "peft", "lora trains adapters of PEFT")
+        from octavo.integrations.peft import inject
+
+        dtype = torch.bfloat16 if config.optimizer.weights == "bf16" else torch.float32
+        try:
+            inject(model, config.lora, config.alpha or 2 * config.lora, config.targets, dtype, config.model)
+        except ValueError as error:
+            raise ConfigError(f"{config.model}: {error}") from error
+    return model
 
 
 # ---- The blocks of a model, and what is done to each of them: activation checkpointing and compilation.
@@ -423,52 +471,6 @@ def _selective() -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-# ---- The mesh of a run's processes (`octavo.train.processes.Degrees`).
-
-
-def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
-    """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    if config.batch % degrees.data:
-        raise ConfigError(
-            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
-            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
-            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
-        )
-    if degrees.processes > 1 and config.precision == "fp16":
-        raise ConfigError(
-            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
-            "process. Use bf16"
-        )
-    tp = degrees.tp
-    if tp == 1:
-        return
-    if config.sample:
-        raise ConfigError(
-            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
-            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
-        )
-    if config.model == "mixture":
-        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
-    sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
-    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
-        if getattr(config, name) % tp:
-            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
-    if config.parallel.async_tp and device.type != "cuda":
-        raise ConfigError(
-            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
-        )
-
-
-def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
-    """The mesh of all processes. A collective operation fails after `timeout` seconds. Every process must call this."""
-    mesh = init_device_mesh(device.type, tuple(vars(degrees).values()), mesh_dim_names=tuple(vars(degrees)))
-    if degrees.tp > 1:
-        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
-    for group in (None, *mesh.get_all_groups()):
-        _set_pg_timeout(timedelta(seconds=timeout), group)
-    return mesh
-
-
 # ---- A model whose layers, weights and optimizer state are divided among the processes of a run.
 
 
@@ -477,7 +479,7 @@ class TrainedModel(NamedTuple):
 
     model: nn.Module
     loss: Loss
-    report: Conversion
+    report: Conversion | None
     gathered: GatherReport | None = None
 
 
@@ -494,7 +496,7 @@ def make_trained_model(
         resumed = saved.exists()  # asked here, since rank 0 writes the folder of a new run when it is ready
         weights: dict[str, Any] = {}
         if mesh is None:
-            model = make_model(config, vocabulary, saved).to(device)
+            model = make_model(config, vocabulary, saved, device).to(device)
         elif config.model in BUILT_IN_MODELS:
             with torch.device("meta"), OneProcessDraws():  # type: ignore[no-untyped-call]
                 model = make_model(config, vocabulary, saved)
@@ -507,7 +509,8 @@ def make_trained_model(
     if mesh is None:
         prepare_blocks(model, config)
         return TrainedModel(model, loss, report)
-    gathered = parallelize(model, config, mesh, fp8=bool(report.converted) and report.recipe.quantized)
+    fp8 = report is not None and bool(report.converted) and report.recipe.quantized
+    gathered = parallelize(model, config, mesh, fp8=fp8)
     _materialize(model, device, torch.device("cpu") if config.optimizer.offload else device)
     if not resumed:  # the checkpoint of a resumed run has the weights
         _fill(model, weights)

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.checkpoint.folder import LockedError, WriteError
+from octavo.checkpoint.folder import BUILT_IN_MODELS, LockedError, WriteError
 from octavo.data import DataError
 from octavo.train.config import Config, ConfigError, Parallel, flatten, settings_of
 from octavo.util import choose_device
@@ -318,6 +319,54 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
             f"{found.processes}), or change parallel"
         )
     return found
+
+
+def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
+    """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
+    if config.batch % degrees.data:
+        raise ConfigError(
+            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
+            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
+            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
+        )
+    if degrees.processes > 1 and config.lora:
+        raise ConfigError(
+            f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
+            "without torchrun, or leave lora out"
+        )
+    if degrees.processes > 1 and config.precision == "fp16":
+        raise ConfigError(
+            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
+            "process. Use bf16"
+        )
+    tp = degrees.tp
+    if tp == 1:
+        return
+    if config.sample:
+        raise ConfigError(
+            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
+            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
+        )
+    if config.model == "mixture":
+        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
+    sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
+    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
+        if getattr(config, name) % tp:
+            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
+    if config.parallel.async_tp and device.type != "cuda":
+        raise ConfigError(
+            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
+        )
+
+
+def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
+    """The mesh of all processes. A collective operation fails after `timeout` seconds. Every process must call this."""
+    mesh = init_device_mesh(device.type, tuple(vars(degrees).values()), mesh_dim_names=tuple(vars(degrees)))
+    if degrees.tp > 1:
+        mesh["dp_shard", "tp"]._flatten("shard")  # so that DTensor reduces a norm over both in one operation
+    for group in (None, *mesh.get_all_groups()):
+        _set_pg_timeout(timedelta(seconds=timeout), group)
+    return mesh
 
 
 def unit_size(parameters: int) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
-from octavo.checkpoint.folder import RunFolder
+from octavo.checkpoint.folder import RunFolder, weights_stem
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
 from octavo.util import check_kinds, parse_object
@@ -63,6 +63,12 @@ def read_run(path: Path) -> RunRecord:
         max(memory) if memory else None,
         max((r["step"] for r in records), default=0),
     )
+
+
+def names_of_runs(paths: Sequence[Path]) -> list[str]:
+    """The name of each folder, or its whole path where another has the same name."""
+    names = [path.resolve().name for path in paths]
+    return [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
 
 
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -226,10 +232,10 @@ def slope_of(group: Group) -> float | None:
 
 
 def tokens_per_parameter(run: RunRecord) -> float | None:
-    """The tokens that a run has read for each weight of its model, its trunk's included; None without a checkpoint."""
+    """The tokens that a run and its trunk have read for each weight that it trains; None without a checkpoint."""
     folders = RunFolder(run.path).checkpoints()
     if not folders:
         return None
-    specs = ShardReader(folders[-1], "model").specs.values()
+    specs = ShardReader(folders[-1], weights_stem(folders[-1])).specs.values()
     read = math.prod(int(run.settings[name]) for name in ("batch", "accumulate", "context")) * run.step
     return read / sum(math.prod(spec.shape) for spec in specs)

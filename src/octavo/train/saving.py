@@ -36,7 +36,18 @@ from octavo.checkpoint.files import (
     model_tensors,
     read_json,
 )
-from octavo.checkpoint.folder import RunFolder, WriteError, remove_folder, write_error, writing
+from octavo.checkpoint.folder import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    PEFT_PREFIX,
+    WEIGHTS,
+    RunFolder,
+    WriteError,
+    remove_folder,
+    weights_stem,
+    write_error,
+    writing,
+)
 from octavo.scales import load_scale_state, scale_state
 from octavo.train.optimizer import optimizer_state
 from octavo.train.processes import rank, same_outcome, world_size
@@ -78,9 +89,7 @@ def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
         raise ArtifactError(
             f"the data is not what {folder} was trained on (its fingerprint differs): pass the same --data"
         )
-    opened = Opened(described, *(_open(folder, stem) for stem in ("model", "optimizer", "state")))
-    _check_weights(folder, opened.model, model)
-    return opened
+    return Opened(described, _open_weights(folder, model), *(_open(folder, stem) for stem in ("optimizer", "state")))
 
 
 def load_checkpoint(folder: Path, state: TrainState) -> None:
@@ -116,7 +125,7 @@ def _load_state(folder: Path, state: TrainState, *, same_recipe: bool) -> tuple[
             if any(scales[name].shape != tensor.shape for name, tensor in histories.items()):
                 scales = histories
     with same_outcome():
-        _read_into(model_tensors(state.model), opened.model)
+        _read_into(saved_weights(state.model), opened.model)
         load_scale_state(state.model, scales)
         _read_into(moments, opened.optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
@@ -127,7 +136,7 @@ def _load_state(folder: Path, state: TrainState, *, same_recipe: bool) -> tuple[
 def disturb_weights(model: nn.Module, share: float, seed: int) -> None:
     """Multiply each weight by 1 + `share` * a normal number, the same ones on any number of ranks."""
     generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         part, offsets = _held(p)
         places = tuple(slice(first, first + count) for first, count in zip(offsets, part.shape, strict=True))
         part.mul_(1 + share * torch.randn(p.shape, generator=generator)[places].to(part.device))
@@ -135,17 +144,16 @@ def disturb_weights(model: nn.Module, share: float, seed: int) -> None:
 
 def load_model(folder: Path, model: nn.Module) -> None:
     """Restore the weights and the scale histories of a converted model from a checkpoint, without an optimizer."""
-    weights, saved = _open(folder, "model"), _open(folder, "state").get_all("cpu")
-    _check_weights(folder, weights, model)
+    weights, saved = _open_weights(folder, model), _open(folder, "state").get_all("cpu")
     scales = _check_scales(folder, saved, model)
-    _read_into(model_tensors(model), weights)
+    _read_into(saved_weights(model), weights)
     load_scale_state(model, scales)
 
 
 def has_finite_weights(folder: Path) -> bool:
     """True if every weight of a checkpoint is finite; False if one is not, or the checkpoint cannot be read."""
     try:
-        reader = _open(folder, "model")
+        reader = _open(folder, weights_stem(folder))
     except ArtifactError:
         return False
     return all(bool(is_finite(reader.get(name))) for name, spec in reader.specs.items() if spec.dtype.is_floating_point)
@@ -195,8 +203,15 @@ def _open(folder: Path, stem: str) -> ShardReader:
         return ShardReader(folder, stem)
 
 
-def _check_weights(folder: Path, weights: ShardReader, model: nn.Module) -> None:
-    _check_fit(weights, model_tensors(model), f"{folder / 'model.safetensors'} is of another model")
+def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
+    """The weights of a checkpoint; an ArtifactError if they are not those that `model` has saved, or would save."""
+    stem = weights_stem(folder)
+    if stem != _stem(model):
+        held = "adapters alone" if stem == ADAPTERS else "all weights of a model"
+        raise ArtifactError(f"the checkpoint {folder} holds {held}: keep the setting lora of its run")
+    weights = _open(folder, stem)
+    _check_fit(weights, saved_weights(model), f"{folder / stem}.safetensors is of another model")
+    return weights
 
 
 def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -271,6 +286,29 @@ def _cuda() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+# ---- The weights of a checkpoint: all, or the adapters around frozen ones, in the files that PEFT opens.
+
+
+def saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model that a checkpoint holds, by their names there."""
+    tensors = model_tensors(model)
+    adapters = {name: t for name, t in tensors.items() if ".lora_" in name}
+    return {f"{PEFT_PREFIX}{name.replace('.default.', '.')}": t for name, t in adapters.items()} or tensors
+
+
+def adapter_config(model: Any) -> dict[str, str]:
+    """The content of adapter_config.json by its name; nothing for a model without adapters."""
+    if _stem(model) != ADAPTERS:
+        return {}
+    described = model.peft_config["default"].to_dict() | {"inference_mode": True}
+    return {ADAPTER_CONFIG: json.dumps(described, indent=2, sort_keys=True, default=sorted) + "\n"}
+
+
+def _stem(model: nn.Module) -> str:
+    """The name of the file of the weights, without its suffix."""
+    return ADAPTERS if any(".lora_" in name for name, _ in model.named_parameters()) else WEIGHTS
+
+
 # ---- Writing the checkpoints of a run while it trains on.
 
 
@@ -303,7 +341,7 @@ class CheckpointWriter:
         """Begin to write the checkpoint of `state.step`, after the one before it is done."""
         self.wait()
         files = {
-            "model": model_tensors(state.model),
+            _stem(state.model): saved_weights(state.model),
             "optimizer": optimizer_state(state.model, state.optimizer),
             "state": random_state(state.device) | scale_state(state.model),
         }
@@ -311,8 +349,9 @@ class CheckpointWriter:
         self._copy.update(tensors)
         described: dict[str, Any] = {name: getattr(state, name) for name in ("step", "skipped_steps", "fingerprint")}
         described["scaler"] = state.scaler.state_dict()
+        texts = {"train.json": json.dumps(described, indent=2) + "\n"} | adapter_config(state.model)
         target = self.run.checkpoint(state.step)
-        self._pending = _Background(lambda: self._write(target, tensors, described))
+        self._pending = _Background(lambda: self._write(target, tensors, texts))
 
     @property
     def failed(self) -> bool:
@@ -340,11 +379,12 @@ class CheckpointWriter:
             if self._pending is None or not self._pending.is_alive():
                 self._copy.close()
 
-    def _write(self, target: Path, tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
-        ours, description = {"octavo_version": __version__}, json.dumps(described, indent=2) + "\n"
-        metadata = {"model": {"format": "pt", **ours}, "optimizer": ours, "state": ours}
+    def _write(self, target: Path, tensors: dict[str, Tensor], texts: dict[str, str]) -> None:
+        ours = {"octavo_version": __version__}
+        weights = {"format": "pt", **ours}
+        metadata = {WEIGHTS: weights, ADAPTERS: weights, "optimizer": ours, "state": ours}
         try:
-            with SafetensorsWriter(target, {"train.json": description}, metadata) as writer:
+            with SafetensorsWriter(target, texts, metadata) as writer:
                 if self._group is None:
                     _save_alone(tensors, self._copy, writer)
                 else:

@@ -28,7 +28,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,6 +38,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.folder import RunFolder, writing
+from octavo.checkpoint.scheme import is_weight
+from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
@@ -253,15 +254,12 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
     """
     seen: dict[str, set[str]] = {}
 
-    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            seen.setdefault(name, set()).add(str(output.dtype).removeprefix("torch."))
+    def see(call: Call, tensor: str, value: Tensor) -> None:
+        if tensor == "y" and call.name:
+            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", call.name)
+            seen.setdefault(pattern, set()).add(str(value.dtype).removeprefix("torch."))
 
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if name and next(module.parameters(False), None) is not None:
-                hook = partial(note, re.sub(r"\.\d+(?=\.|$)", ".*", name))
-                hooks.enter_context(module.register_forward_hook(hook))
+    with seen_calls(with_parameters(model), see):
         loss = forward()
     found = {name: " ".join(sorted(dtypes)) for name, dtypes in seen.items()}
     return found | {"loss": str(loss.dtype).removeprefix("torch.")}
@@ -269,9 +267,10 @@ def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str
 
 @torch.no_grad()
 def weight_ranges(model: nn.Module) -> dict[str, tuple[float, float]]:
-    """(smallest, largest) element of every whole parameter, in one transfer. Every rank must call this."""
-    names = [name for name, _ in model.named_parameters()]
-    parameters: list[Any] = list(model.parameters())
+    """(smallest, largest) element of every whole parameter that is trained, in one transfer. Every rank must call
+    this."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
     extremes = torch.stack([_extremes(p) for p in parameters])  # [P, 2], (smallest, -largest): both reduced by MIN
     meshes = dict.fromkeys(p.device_mesh for p in parameters if hasattr(p, "device_mesh"))
     for mesh in meshes:
@@ -351,18 +350,19 @@ def _draw_binades(metrics: Metrics, step: int, name: str, amax: float, binades: 
 #     FLOPs of a token = 6 N + 6 L H (Q + V) T        MFU = FLOPs of a token * tokens a second a GPU / peak
 #
 # N is the number of parameters that multiply activations, L the number of layers, H that of heads, whose queries have Q
-# and values V features, and T the sequence's length. Causal attention counts in full (PaLM: Chowdhery et al.,
-# arXiv:2204.02311, appendix B). What activation checkpointing computes again does not count. The peak is the dense one
-# of BF16 for every recipe, so that runs in BF16 and FP8 compare.
+# and values V features, and T the sequence's length. The factor of frozen parameters is 4. Causal attention counts in
+# full (PaLM: Chowdhery et al., arXiv:2204.02311, appendix B). What activation checkpointing computes again does not
+# count. The peak is the dense one of BF16 for every recipe, so that runs in BF16 and FP8 compare.
 
 
 def flops_per_token(model: nn.Module, context: int) -> float | None:
     """The FLOPs of a token, forward and backward; None for stacked experts, of which a token uses an unknown number."""
-    if any(p.ndim > 2 for p in model.parameters()):
-        return None
     layers = [m for m in model.modules() if not isinstance(m, nn.Embedding)]
-    multiplied = {id(p): p.numel() for m in layers for p in m.parameters(recurse=False) if p.ndim == 2}
-    return 6.0 * (sum(multiplied.values()) + _attention_features(model) * context)
+    weights = [t for m in layers for t in (*m.parameters(False), *m.buffers(False)) if is_weight(t)]
+    if any(w.ndim > 2 for w in weights):
+        return None
+    multiplied = {id(w): (6.0 if w.requires_grad else 4.0) * w.numel() for w in weights if w.ndim == 2}
+    return sum(multiplied.values()) + 6.0 * _attention_features(model) * context
 
 
 def _attention_features(model: Any) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, Promotion, Rollback, RunFolder, remove_folder
+from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models import BUILT_IN_MODELS
 from octavo.nn import FusedMLP
 from octavo.nn.conversion import converted_experts, find_experts
@@ -378,7 +379,7 @@ def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], obj
     for owner, parameter in owners:
         search.look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
     pending = [(history, history.pending.clone()) for _, history in histories(model)]
-    with eager(), own_random(device), search.hooks(model):
+    with eager(), own_random(device), seen_calls(with_parameters(model), search.see):
         model.zero_grad()
         try:
             run()
@@ -408,32 +409,9 @@ class _Search:
         if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
             self.found = Place(self._order, layer, tensor, find_expert(value) if find_expert else None)
 
-    @contextmanager
-    def hooks(self, model: nn.Module) -> Iterator[None]:
-        """Hook every module with parameters of its own within the block."""
-        with ExitStack() as hooks:
-            for name, module in model.named_modules():
-                if next(module.parameters(recurse=False), None) is not None:
-                    hooks.enter_context(module.register_forward_pre_hook(partial(self._before, name)))
-                    hooks.enter_context(module.register_forward_hook(partial(self._after, name)))
-            yield
-
-    def _before(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        for x in args:
-            self.look(name, "x", x)
-        # A view for each layer, so that its dx is not the sum over all layers that read x.
-        return tuple(self._watched(name, "dx", x.view_as(x)) if _differentiable(x) else x for x in args)
-
-    def _after(self, name: str, module: nn.Module, args: Any, y: Any) -> None:
-        of_experts = isinstance(module, Experts) and len(args) > 1
-        self.look(name, "y", y, partial(_expert_of_bad_tokens, args[1]) if of_experts else None)
-        self._watched(name, "dy", y)
-
-    def _watched(self, name: str, tensor: str, value: Any) -> Any:
-        """`value`, whose gradient is looked at when it is computed."""
-        if _differentiable(value):
-            value.register_hook(lambda gradient: self.look(name, tensor, gradient))
-        return value
+    def see(self, call: Call, tensor: str, value: Tensor) -> None:
+        of_experts = tensor == "y" and isinstance(call.module, Experts) and len(call.args) > 1
+        self.look(call.name, tensor, value, partial(_expert_of_bad_tokens, call.args[1]) if of_experts else None)
 
 
 def _first_bad_matrix(stack: Any) -> int:
@@ -447,7 +425,3 @@ def _expert_of_bad_tokens(index: Tensor, y: Tensor) -> int:
     total = index.flatten().bincount()
     found = index[bad].flatten().bincount(minlength=len(total))
     return int((found + 0.5 * found / total.clamp(min=1)).argmax())
-
-
-def _differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

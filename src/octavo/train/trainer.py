@@ -33,6 +33,9 @@ from torch import Tensor, nn
 from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
+from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
+from octavo.checkpoint.packed_folder import PackedTensors
+from octavo.checkpoint.scheme import is_weight
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
@@ -41,15 +44,16 @@ from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, b
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.scales import seed_scales, update_scales
-from octavo.train.config import Config, ConfigError, check_effects, write_settings
+from octavo.train.config import Config, ConfigError, check_effects, settings_of, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
+    add_adapters,
     allow_compilations,
     check_folder,
     check_memory,
-    check_parallel,
     check_vocabulary,
     eager,
+    is_packed,
     make_meta_model,
     make_trained_model,
     open_data,
@@ -58,6 +62,7 @@ from octavo.train.model import (
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
 from octavo.train.processes import (
     Agreement,
+    check_parallel,
     check_same,
     collect_between_steps,
     collect_young,
@@ -349,7 +354,7 @@ def start_run(config: Config, console: Console) -> Trainer:
                 stack.enter_context(locked_folder(run.path))
                 _check_empty(run)
             config, degrees = settle(config), find_degrees(config.parallel, world_size())
-            check_effects(config, degrees.processes, degrees.tp, degrees.data)
+            check_effects(config, degrees.processes, degrees.tp, degrees.data, settings_of(Config))
         trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
             load_into_other_recipe(Path(config.branch), trainer.state)
@@ -379,7 +384,10 @@ def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Traine
             if rank() == 0:
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
-            config = _absolute_paths(read_settings(run).change(**parse(overrides)))
+            given = parse(overrides)
+            config = _absolute_paths(read_settings(run).change(**given))
+            degrees = find_degrees(config.parallel, world_size())
+            check_effects(config, degrees.processes, degrees.tp, degrees.data, given)  # what it had may have none now
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
             if (step := run.step_of(newest)) > config.steps:
@@ -414,7 +422,7 @@ def settle(config: Config) -> Config:
     folder = Path(config.model).resolve()
     if RunFolder(folder).has_model:
         raise ConfigError(f"{folder} is a run of octavo train: continue it with --resume, or give another --model")
-    check_folder(folder, config.model)
+    check_folder(folder, config)
     check_links(folder)
     context = {"context": min(config.context, positions_of(folder))} if "context" in config.derived else {}
     return _absolute_paths(config.change(model=str(folder), **context))
@@ -446,9 +454,13 @@ def _describe(trainer: Trainer) -> None:
             (run.model / "config.json").write_text(json.dumps(described.to_hf(), indent=2) + "\n")
             trainer.data.tokenizer.save(run.model)
             return
-        for path in sorted(Path(config.model).iterdir()):  # all but the weights
-            if path.suffix in (".json", ".model", ".txt", ".jinja") and not path.name.endswith(".index.json"):
+        source = Path(config.model)
+        for path in sorted(source.iterdir()):  # all but the weights, and what a packed folder says of them
+            described = path.suffix in (".json", ".model", ".txt", ".jinja")
+            if described and not path.name.endswith((".index.json", SIDE_FILE)):
                 shutil.copy(path, run.model / path.name)
+        if is_packed(source):
+            write_config(run.model, {k: v for k, v in read_config(source).items() if k != "quantization_config"})
 
 
 def prepare_run(
@@ -488,7 +500,8 @@ def prepare_run(
     check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
         with same_outcome():
-            open_checkpoint(checkpoint, make_meta_model(config, vocabulary, run.model), corpus.fingerprint)
+            described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
+            open_checkpoint(checkpoint, described, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
         lock.enter_context(group_of_one())
@@ -497,8 +510,10 @@ def prepare_run(
         check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
         with same_outcome():
-            calibration = load_calibration(config.calibration, Path(config.model))
-        seed_scales(made.model, calibration)
+            folder = Path(config.calibration)
+            packed = (folder / "octavo.json").exists()
+            known = PackedTensors(folder) if packed else load_calibration(folder, Path(config.model))
+        seed_scales(made.model, known)
     print_line(console, header_text(config, made.model, device, corpus, made.report))
     if made.gathered is not None:
         print_line(console, str(made.gathered))
@@ -521,10 +536,15 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
     return on_first(read)
 
 
-def header_text(config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion) -> str:
-    """The text before the first step: lines of model, data, steps and the like, then the conversion."""
-    size = sum(p.numel() for p in model.parameters())
+def header_text(
+    config: Config, model: nn.Module, device: torch.device, corpus: Corpus, report: Conversion | None
+) -> str:
+    """The text before the first step: lines of model, data, steps and the like, then the conversion, if any."""
+    size = sum(t.numel() for t in (*model.parameters(), *model.buffers()) if is_weight(t))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kind = "trained from random weights" if config.model in BUILT_IN_MODELS else "fine-tuned from its weights"
+    if config.lora:
+        kind = f"{trained:,} of them trained, in adapters of rank {config.lora}"
     each = config.batch * config.accumulate * config.context
     epochs = config.steps * each / len(corpus.train)
     decay = f" at step {config.decay_steps}" if config.decay_steps != config.steps else ""
@@ -543,7 +563,8 @@ def header_text(config: Config, model: nn.Module, device: torch.device, corpus: 
         degrees = vars(find_degrees(config.parallel, ranks))
         lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
     lines["folder"] = config.out
-    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), report.summary()])
+    layers = "its layers compute as they are packed" if report is None else report.summary()
+    return "\n".join([*(f"{label:<8}{text}" for label, text in lines.items()), layers])
 
 
 # ---- Continuing a run whose job is started again with the same command, by torchrun after a failure or by a scheduler.

@@ -2,16 +2,16 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from octavo.data import ReadReport
 from octavo.evaluation.metrics import EmbeddingQuality, Estimate, LogitQuality, Quality
 from octavo.rates.measured import speeds_note
-from octavo.util import installed, plural
+from octavo.util import Table, finite, installed, plural
 from octavo.verification.checks import Shape
 from octavo.verification.layer_spec import LayerSpec
 from octavo.verification.readers import ReaderResult
@@ -53,15 +53,6 @@ class LayerReport:
     output_sqnr: float | None = None  # of its output against the BF16 layer's, for the same inputs of all prompts
     clip_rate: float | None = None  # the share of its inputs beyond the range of a stored input scale
     headroom: float | None = None  # that range over the largest input
-
-
-class Section(NamedTuple):
-    """A table: its title, its columns, its rows of text, and a remark to print below it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,30 +120,22 @@ class Report:
             "layers": [asdict(layer) for layer in self.layers],
             "bytes": self.sizes and asdict(self.sizes),
         }
-        finite: dict[str, Any] = _finite(fields)
-        return finite
+        found: dict[str, Any] = finite(fields)
+        return found
 
-    def sections(self) -> Iterator[Section]:
+    def tables(self) -> Iterator[Table]:
         """The tables that have rows, without the columns that are empty in every row. Findings are not in a table."""
-        for title, columns, rows, remark in (_readers(self), _quality(self), _layers(self), _sizes(self)):
-            if rows:
-                used = [i for i in range(len(columns)) if any(row[i] for row in rows)]
-                shown = [tuple(row[i] for i in used) for row in rows]
-                yield Section(title, tuple(columns[i] for i in used), shown, remark)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+        for table in (_readers(self), _quality(self), _layers(self), _sizes(self)):
+            if table.rows:
+                used = [i for i in range(len(table.columns)) if any(row[i] for row in table.rows)]
+                rows = [tuple(row[i] for i in used) for row in table.rows]
+                yield table._replace(columns=tuple(table.columns[i] for i in used), rows=rows)
 
 
 # ---- The tables of a report.
 
 
-def _readers(report: Report) -> Section:
+def _readers(report: Report) -> Table:
     rows = [
         (
             f"{reader.name} {reader.version}".strip(), reader.outcome, _number(reader.distance, "{:.3%}"),
@@ -164,10 +147,10 @@ def _readers(report: Report) -> Section:
         "Distance between a reader's outputs and those of the bytes in float32, relative to their size. The allowed "
         "distance follows from how far rounding alone moves the outputs on the same prompts."
     )
-    return Section("Readers", ("reader", "outcome", "distance", "allowed", ""), rows, remark)
+    return Table("Readers", ("reader", "outcome", "distance", "allowed", ""), rows, (), ("",), remark)
 
 
-def _quality(report: Report) -> Section:
+def _quality(report: Report) -> Table:
     packed, int8 = report.quality, report.int8
     rows: list[tuple[str, ...]] = []
     if isinstance(packed, LogitQuality) and isinstance(int8, LogitQuality):
@@ -189,7 +172,7 @@ def _quality(report: Report) -> Section:
         "is MODEL with the same layers in eight-bit integers, as the scheme int8 packs them. Its steps are finer than "
         "e4m3's unless outliers stretch its scale. " + _advice(report)
     )
-    return Section("Quality", ("", "packed", "95 %", "INT8", "95 %"), rows, remark)
+    return Table("Quality", ("", "packed", "95 %", "INT8", "95 %"), rows, (), ("",), remark)
 
 
 def _advice(report: Report) -> str:
@@ -214,7 +197,7 @@ def _estimate(estimate: Estimate, form: str) -> tuple[str, str]:
     return form.format(estimate.value), f"{form.format(estimate.low)} to {form.format(estimate.high)}"
 
 
-def _layers(report: Report) -> Section:
+def _layers(report: Report) -> Table:
     columns = ("layer", "scheme", "shape", "weight dB", "output dB", "clipped", "headroom")
     rows = [
         (
@@ -228,13 +211,13 @@ def _layers(report: Report) -> Section:
         "same inputs. Clipped and headroom are of stored input scales: the share of inputs beyond the range, and the "
         "range over the largest input."
     )
-    return Section("Layers", columns, rows, remark)
+    return Table("Layers", columns, rows, remark=remark)
 
 
-def _sizes(report: Report) -> Section:
+def _sizes(report: Report) -> Table:
     sizes = report.sizes
     if sizes is None:
-        return Section("Size", (), [])
+        return Table("Size", (), [])
     rows = [
         (name, f"{size / 1e6:.2f}", f"{bf16 / 1e6:.2f}", f"{size / bf16:.3f}")
         for name, size, bf16 in (
@@ -243,7 +226,7 @@ def _sizes(report: Report) -> Section:
         )
         if bf16
     ]
-    return Section("Size", ("", "MB", "in BF16", "ratio"), rows)
+    return Table("Size", ("", "MB", "in BF16", "ratio"), rows, (), ("",))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -45,9 +45,6 @@ class LayerSpec:
     group: int = 0  # for "token", the number of neighbours in a token that share a scale; 0 stands for all
     exponents: bool = False  # scales are powers of two, stored as bytes e + 127
     integers: bool = False  # the numbers are int8, not e4m3
-    flat: bool = (
-        False  # scales have ModelOpt's shapes: a scalar for a tensor, [N] for channels, [N, 1, K, 1] for blocks
-    )
     scale: str = "weight_scale"  # the last part of its name
     input_scale: str = "input_scale"
     pow2_inputs: bool = False  # the scales of inputs are powers of two. They are with `exponents`, too
@@ -71,12 +68,11 @@ class LayerSpec:
         return 127.0 if self.integers else 448.0
 
     def scale_shapes(self, n: int, k: int) -> list[tuple[int, ...]]:
-        """The shapes that the scale of a weight [N, K] may have, the usual one first."""
+        """The shapes that the scale of a weight [N, K] may have, that of compressed-tensors first, then ModelOpt's."""
         if not self.rows and not self.columns:
-            return [(), (1,), (1, 1)] if self.flat else [(1,), (), (1, 1)]
+            return [(1,), (), (1, 1)]
         shape = (-(-n // (self.rows or n)), -(-k // (self.columns or k)))
-        other = (shape[0], 1, shape[1], 1) if self.columns else (n,)
-        return [other, shape] if self.flat else [shape, other]
+        return [shape, (shape[0], 1, shape[1], 1) if self.columns else (n,)]
 
     def misfit(self, n: int, k: int) -> str:
         """Why a weight [N, K] does not divide into these blocks, or "". The last square block may be smaller."""
@@ -100,9 +96,9 @@ class LayerSpec:
 Groups = list[tuple[list[str], LayerSpec]]
 """what layers are named by (names, patterns, the class Linear), and their spec; the first fit counts"""
 _MODELOPT = {
-    "FP8": LayerSpec.per_tensor("static", flat=True),
-    "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec.per_channel("token", flat=True),
-    "FP8_PB_WO": LayerSpec(128, 128, "token", 128, flat=True),  # "weight only", but vLLM rounds the inputs like this
+    "FP8": LayerSpec.per_tensor("static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": LayerSpec.per_channel("token"),
+    "FP8_PB_WO": LayerSpec(128, 128, "token", 128),  # "weight only", but vLLM rounds the inputs like this
 }
 
 
@@ -251,7 +247,7 @@ def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
         raise SpecError("quant_method fp8 must state a weight_block_size, or null: this is AutoFP8, which is not read")
     if not block:
         inputs = "static" if scheme == "static" else "token"
-        return LayerSpec.per_tensor(inputs, flat=True, scale="weight_scale_inv", input_scale="activation_scale")
+        return LayerSpec.per_tensor(inputs, scale="weight_scale_inv", input_scale="activation_scale")
     if not _is_shape(block) or scheme == "static":
         raise SpecError(f"weight_block_size must be two sizes, with dynamic activations; it is {block!r}, {scheme}")
     if (scale_fmt := settings.get("scale_fmt", "float")) not in ("float", "ue8m0"):
@@ -264,8 +260,26 @@ def _fp8(settings: Mapping[str, Any]) -> LayerSpec:
     )  # fmt: skip
 
 
+def _torchao(settings: Mapping[str, Any]) -> LayerSpec:
+    described = settings.get("quant_type")
+    found = described.get("default") if isinstance(described, Mapping) and len(described) == 1 else None
+    kind, data = (found.get("_type"), found.get("_data")) if isinstance(found, Mapping) else (None, None)
+    inputs = {"Float8DynamicActivationFloat8WeightConfig": "token", "Float8WeightOnlyConfig": "none"}.get(str(kind))
+    given = data.get("granularity") if isinstance(data, Mapping) else None
+    sides = given if isinstance(given, list) else [given or {"_type": "PerRow" if inputs == "none" else "PerTensor"}]
+    each = {str(side.get("_type") if isinstance(side, Mapping) else side) for side in sides}
+    if inputs is None or each not in ({"PerRow"}, {"PerTensor"}):
+        raise SpecError(
+            "quant_type must be one Float8DynamicActivationFloat8WeightConfig or Float8WeightOnlyConfig, PerRow or "
+            f"PerTensor; it is {described!r}"
+        )
+    if each == {"PerRow"}:
+        return LayerSpec.per_channel(inputs)
+    return LayerSpec.per_tensor("tensor" if inputs == "token" else inputs)
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Groups | LayerSpec]] = {
-    "compressed-tensors": _groups, "fp8": _fp8, "modelopt": _modelopt
+    "compressed-tensors": _groups, "fp8": _fp8, "modelopt": _modelopt, "torchao": _torchao
 }  # fmt: skip
 """quant_method -> the function that reads its settings: groups of layers, or the one spec of all layers"""
 

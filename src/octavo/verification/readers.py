@@ -33,6 +33,7 @@ from torch import Tensor
 
 from octavo.checkpoint.folder import has_tokenizer
 from octavo.checkpoint.layouts import read_config
+from octavo.evaluation.metrics import log_probabilities
 from octavo.hf.meta_model import arguments_of, model_outputs, quiet_transformers, read_meta_model
 from octavo.inference.opening import fill
 from octavo.inference.packed_linear import PackedLinear
@@ -128,8 +129,9 @@ def try_readers(probe: Probe, device: str) -> Iterator[ReaderResult]:
 
 def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderResult:
     """Open the folder with transformers on the CPU, in float32 where it can."""
-    if probe.settings.get("quant_method") not in _OF_TRANSFORMERS:
-        return ReaderResult("transformers", version, "not run", "it does not read this layout; vLLM does")
+    if (method := probe.settings.get("quant_method")) not in _OF_TRANSFORMERS:
+        by_torchao, by_vllm = "it runs this layout by torchao, on a GPU", "it does not read this layout; vLLM does"
+        return ReaderResult("transformers", version, "not run", by_torchao if method == "torchao" else by_vllm)
     compressed = probe.settings.get("quant_method") == "compressed-tensors"
     if compressed and not installed("compressed-tensors"):
         return ReaderResult("transformers", version, "not run", "it needs compressed-tensors, which is not installed")
@@ -154,7 +156,9 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             if not probe.logits:  # a part of it runs, and the weights are widened by a call of the whole model alone
                 model.eval()(**arguments_of(model, probe.inputs[:1]))
             actual = model_outputs(model.eval(), probe.inputs, probe.logits)
-    unread = {key: [name for name in map(str, value) if not _OF_EXPERT.search(name)] for key, value in info.items()}
+    widens = compressed and probe.settings.get("dequantize")  # as it loads: it rounds no inputs, nor reads their scales
+    known = re.compile(r"\.input_scale$") if widens else _OF_EXPERT
+    unread = {key: [name for name in map(str, value) if not known.search(name)] for key, value in info.items()}
     if wrong := {key: sorted(names) for key, names in unread.items() if names}:
         key, names = next(iter(wrong.items()))
         return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
@@ -163,7 +167,6 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
         note += ", with its KV scales in BF16 too"
     if compressed:
         note += f", compressed-tensors {installed('compressed-tensors')}"
-        widens = probe.settings.get("dequantize")  # as it loads: then it rounds no inputs
         probe = replace(probe, reference=probe.unrounded if widens else probe.emulated)
     return probe.judge("transformers", version, actual, FLOAT32 if float32 else probe.bf16_factors, note)
 
@@ -196,11 +199,10 @@ def open_with_vllm(probe: Probe, version: str, device: str) -> ReaderResult:
         for result, row in zip(results, rows, strict=True)
     ]
     factors, note = BF16_LOOSE if probe.cache else probe.bf16_factors, "in BF16, log-probabilities of the prompts"
-    probe = probe.mapped(partial(next_logprobs, ids=probe.inputs))
+    probe = probe.mapped(partial(next_log_probabilities, ids=probe.inputs))
     return probe.judge("vllm", version, torch.tensor(found), factors, note)
 
 
-def next_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """The log-probability of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
-    log = logits[:, :-1].double().log_softmax(-1)
-    return log.gather(2, ids[:, 1:, None].to(log.device))[..., 0].cpu()
+def next_log_probabilities(logits: Tensor, ids: Tensor) -> Tensor:
+    """Of each token but the first, float64 [B, T - 1], from logits [B, T, V] and ids [B, T]."""
+    return log_probabilities(logits[:, :-1], ids[:, 1:]).cpu()

@@ -6,6 +6,7 @@ described.
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor
 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_OF_TORCHAO = re.compile(r"\._weight_(qdata|scale)$")  # the parts of a Float8Tensor, for weight and weight_scale
 _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 
 
@@ -45,12 +47,13 @@ class CheckpointFiles:
     folded: bool = False  # something was folded into the weights, which then differ from MODEL's
     record: dict[str, Any] = field(default_factory=dict)  # octavo.json, or {}
     by_octavo: set[str] = field(default_factory=set)  # the tensors in files that Octavo wrote, as their headers say
-    _paths: dict[str, Path] = field(default_factory=dict)
+    _places: dict[str, tuple[Path, str]] = field(default_factory=dict)  # the file of a tensor, and its name there
 
     def get(self, name: str) -> Tensor:
         """Read one tensor to the CPU, in its stored dtype."""
-        with safe_open(self._paths[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
+        path, stored = self._places[name]
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(stored)
         return tensor
 
     def recorded(self, key: str) -> dict[str, Any]:
@@ -156,10 +159,11 @@ def _read_header(files: CheckpointFiles, name: str, listed: set[str] | None) -> 
     except (SafetensorError, OSError, ValueError) as error:
         files.add_finding("file", name, f"is truncated or not a safetensors file ({error})")
         return
-    for tensor, (dtype, shape) in headers.items():
-        if tensor in files._paths:
-            files.add_finding("tensor", tensor, f"is in two files, {files._paths[tensor].name} and {name}")
-        files._paths[tensor], files.dtypes[tensor], files.shapes[tensor] = path, dtype, shape
+    for stored, (dtype, shape) in headers.items():
+        tensor = _OF_TORCHAO.sub(lambda match: ".weight_scale" if match[1] == "scale" else ".weight", stored)
+        if tensor in files._places:
+            files.add_finding("tensor", tensor, f"is in two files, {files._places[tensor][0].name} and {name}")
+        files._places[tensor], files.dtypes[tensor], files.shapes[tensor] = (path, stored), dtype, shape
         files.by_octavo |= {tensor} if by_octavo else set()
     listed = set(headers) if listed is None else listed
     for tensor in sorted(listed - headers.keys()):

@@ -152,11 +152,6 @@ class BaselineModel:
     def get(self, name: str) -> Tensor:
         return self._source.get_from_file(name)
 
-    def get_as_packed(self, name: str) -> Tensor:
-        """Read a tensor, in the dtype from which packing casts it: that of its file, and of experts BF16."""
-        experts = self.meta_model.experts.experts
-        return self.get_served(name) if name.removesuffix(".weight") in experts else self.get(name)
-
     def get_served(self, name: str) -> Tensor:
         """Read a tensor, in the dtype in which the model is served: BF16 for all weights of linear layers."""
         return self.get(name).to(self._dtypes[name])

@@ -24,7 +24,8 @@ from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import Statistics
 from octavo.checkpoint.folder import RunFolder, has_tokenizer, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
-from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets, energies, sqnr
+from octavo.comparison import LayerError
+from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
 from octavo.util import Progress, choose_device, no_progress
@@ -160,8 +161,8 @@ class Verification:
         if self.baseline is None or files.folded:
             _check_plausible(files, self.layers)
         else:
-            get = self.baseline.get_as_packed
-            ratios = check_weights(files, self.layers, self.baseline.shapes, get, packed, self.progress)
+            baseline = self.baseline
+            ratios = check_weights(files, self.layers, baseline.shapes, baseline.get, packed, self.progress)
         if files.folded:
             report.remarks.append(
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
@@ -233,9 +234,9 @@ class Verification:
             packed_sums.add(ids, expected, packed(ids))
             reference.compute = layers.in_int8
             int8_sums.add(ids, expected, reference(ids))
-        report, sums = self.report, layers.sums
+        report, errors = self.report, layers.errors
         report.quality, report.int8 = packed_sums.quality(), int8_sums.quality()
-        report.layers = [sums[each.name].added_to(each) if each.name in sums else each for each in report.layers]
+        report.layers = [errors[each.name].added_to(each) if each.name in errors else each for each in report.layers]
         for budget in budgets:
             if not budget.holds(report.quality):
                 measured = budget.show(budget.estimate(report.quality).value)
@@ -388,45 +389,40 @@ _INT8 = LayerSpec.per_channel("token", integers=True)  # a scale for each row of
 
 
 @dataclass
-class LayerSums:
-    """The sums over prompts that the errors of one packed layer are computed from."""
+class PackedError(LayerError):
+    """The error of y of a packed layer, and its inputs beside the range of their stored scale, if there is one."""
 
-    signal: float = 0.0
-    noise: float = 0.0
     elements: int = 0
     clipped: int = 0
     amax: float = 0.0
     range: float | None = None
 
     def added_to(self, layer: LayerReport) -> LayerReport:
-        """The report with the SQNR of the layer's output against the BF16 layer's for the same inputs, in dB. A stored
-        scale of inputs adds the share of elements beyond its range, and that range over the largest input."""
-        output = sqnr(self.signal, self.noise)
+        """The report with the SQNR of y in dB, the share of inputs beyond the range, and range over the largest."""
         if self.range is None:
-            return replace(layer, output_sqnr=output)
+            return replace(layer, output_sqnr=self.sqnr)
         headroom = self.range / self.amax if self.amax else None
-        return replace(layer, output_sqnr=output, clip_rate=self.clipped / max(self.elements, 1), headroom=headroom)
+        return replace(layer, output_sqnr=self.sqnr, clip_rate=self.clipped / max(self.elements, 1), headroom=headroom)
 
 
 @dataclass
 class BaselineLayers:
-    """The linear layers of MODEL, y = x @ w^T. Each packed layer is given the same input, and its error is summed."""
+    """The linear layers of MODEL, y = x @ w^T. Each packed layer is given the same input, and compared."""
 
     baseline: BaselineModel
     packed: PackedLayers
-    sums: dict[str, LayerSums] = field(default_factory=dict)
+    errors: dict[str, PackedError] = field(default_factory=dict)
 
     def __call__(self, name: str, x: Tensor) -> Tensor:
         y = linear(x.float(), self._weight(name).float())  # [T,K] @ [N,K]^T
         if name in self.packed.specs and not self.packed.files.folded:  # folded weights expect other inputs
-            sums = self.sums.setdefault(name, LayerSums())
-            signal, noise = energies(y, self.packed(name, x))
-            sums.signal, sums.noise = sums.signal + signal, sums.noise + noise
-            sums.elements += x.numel()
-            sums.amax = max(sums.amax, float(x.abs().max()))
+            error = self.errors.setdefault(name, PackedError())
+            error.add(y, self.packed(name, x))
             if (scale := self.packed.input_scale(name)) is not None:
-                sums.range = float(scale) * self.packed.specs[name].largest
-                sums.clipped += int((x.abs() > sums.range).sum())
+                error.range = float(scale) * self.packed.specs[name].largest
+                error.clipped += int((x.abs() > error.range).sum())
+                error.elements += x.numel()
+                error.amax = max(error.amax, float(x.abs().max()))
         return y
 
     def in_int8(self, name: str, x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ reads the number of tokens and divides it into parts of equal length, so that on
 
 Bytes are widened in registers to float16, which holds every number of E4M3 and INT8. A power of two for each row brings
 the queries into the range of float16. BF16 is multiplied as BF16. Sums are float32. Values are loaded as words of four
-bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
+bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core. GPUs before Ada
+(8.9), which do not convert E4M3, read bytes, and widen these by the integer instructions of `weight_only`.
 """
 
 import math
@@ -23,16 +24,21 @@ from torch import Tensor
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
 from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
-from octavo.ops.launching import Cache, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.kernels.weight_only import WIDEN_FP16
+from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
 LOG2_E = math.log2(math.e)
 
 
-def cached_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
-    """Same as `cached_attention_reference`, for a contiguous cache."""
+def cached_attention(
+    q: Tensor, cache: Cache, first: Tensor | None, scale: float, *, native: bool | None = None
+) -> Tensor:
+    """Same as `cached_attention_reference`, for a contiguous cache; `native` GPUs convert E4M3."""
     keys, values, k_scale, v_scale, length = cache
+    if keys.dtype == torch.float8_e4m3fn and not (has_kernels(q.device) if native is None else native):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     q = q.contiguous()
     batch, heads, num_new, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -47,13 +53,52 @@ def cached_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float
     launcher(_part_kernel, (splits, pairs))(
         q, keys, values, k_scale, v_scale, length, first, partial, kv_heads, capacity, num_rows, num_new,
         HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=block_m, BLOCK_N=block_n,
-        BLOCK_D=block_d, ONE_SPLIT=one_split, num_warps=warps, num_stages=stages,
+        BLOCK_D=block_d, ONE_SPLIT=one_split, PART=0, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if one_split:
         return result
     launcher(_combine_kernel, (num_rows, pairs))(
         partial, length, first, result, kv_heads, capacity, num_rows, splits,
         HEAD_DIM=dim, BLOCK_SPLITS=power_of_two_above(splits), BLOCK_D=block_d, num_warps=4,
+    )  # fmt: skip
+    return result
+
+
+# ---- The attention whose sums have one order, for any number of queries.
+#
+# The parts have PART keys and begin at `first`, so that padding moves none of them. Every launch has the same tile, in
+# which the sums of a query do not depend on the other queries. A block that a query does not see leaves its sums as
+# they are, and a second kernel joins the parts that it sees, in their order.
+
+
+PART, QUERIES = 256, 64
+JOINED = 16  # queries of a program of the second kernel
+MOST = 1 << 26  # numbers of the parts at a time: 256 MiB
+
+
+def ordered_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
+    """Same as `ordered_attention_reference`, for a contiguous cache."""
+    q, (keys, values, _, _, length) = q.contiguous(), cache
+    (batch, heads, num_new, dim), (kv_heads, capacity) = q.shape, keys.shape[1:3]
+    parts, shared, pairs = cdiv(capacity, PART), heads // kv_heads, batch * kv_heads
+    at_once = max(1, MOST // (pairs * shared * parts * (dim + 2)))
+    if num_new > at_once:
+        ends = [min(start + at_once, num_new) for start in range(0, num_new, at_once)]
+        pieces = zip(torch.split(q, at_once, 2), ends, strict=True)
+        return torch.cat([ordered_attention(x, cache._replace(length=length - (num_new - end)), first, scale)
+                          for x, end in pieces], 2)  # fmt: skip
+    num_rows, block_d = shared * num_new, max(power_of_two_above(dim), 16)
+    block_n, warps, stages = choose_tile(2, QUERIES, block_d, shared_memory(q.device))
+    partial = allocate(q, (pairs * parts * num_rows * (dim + 2),), torch.float32)
+    result = allocate(q, q.shape)
+    launcher(_part_kernel, (parts, pairs, cdiv(num_rows, QUERIES)))(
+        q, keys, values, None, None, length, first, partial, kv_heads, capacity, num_rows, num_new,
+        HEAD_DIM=dim, SCALE=scale * LOG2_E, BLOCK_M=QUERIES, BLOCK_N=block_n,
+        BLOCK_D=block_d, ONE_SPLIT=False, PART=PART, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    launcher(_join_kernel, (cdiv(num_rows, JOINED), pairs))(
+        partial, length, first, result, kv_heads, capacity, num_rows, num_new, parts,
+        HEAD_DIM=dim, PART=PART, BLOCK_M=JOINED, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
 
@@ -73,22 +118,28 @@ _E4M3_WORD = tl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $4; "
     "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
 )
+_BYTES_WORD = tl.constexpr(  # the registers of `WIDEN_FP16` as four numbers
+    WIDEN_FP16.value.replace("$0", "x").replace("$1", "y").replace("$2", "$4").replace("two;", "two, x, y;", 1)[:-1]
+    + "mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
 
 
 @triton.jit
 def _widen(x):
-    """Eight-bit numbers as float16, exactly; other dtypes unchanged."""
+    """Eight-bit numbers, or the bytes of E4M3, as float16, exactly; other dtypes unchanged."""
     if x.dtype == tl.int8:
         x = tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    elif x.dtype == tl.uint8:
+        x = tl.inline_asm_elementwise(WIDEN_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
     elif x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)
     return x
 
 
 @triton.jit
-def _widen_words(x, E4M3: tl.constexpr):
+def _widen_words(x, DTYPE: tl.constexpr):
     """int32 [R, C] with four stored bytes each, as float16 [R, 4 C]."""
-    asm: tl.constexpr = _E4M3_WORD if E4M3 else _INT8_WORD
+    asm: tl.constexpr = _E4M3_WORD if tl.float8e4nv == DTYPE else _BYTES_WORD if tl.uint8 == DTYPE else _INT8_WORD
     a, b, c, d = tl.inline_asm_elementwise(
         asm, "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
     )
@@ -100,19 +151,24 @@ def _part_kernel(
     q_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, first_ptr, out_ptr,
     kv_heads, capacity, num_rows, num_new,
     HEAD_DIM: tl.constexpr, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    ONE_SPLIT: tl.constexpr,
+    ONE_SPLIT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     split, splits, pair = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     head = pair % kv_heads
-    offs_m, offs_d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    offs_m, offs_d = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     length = tl.load(length_ptr).to(tl.int32)
     position = length - num_new + offs_m % num_new
     first = 0
     if first_ptr is not None:
         first = tl.load(first_ptr + pair // kv_heads)
     end = tl.minimum(length, capacity)
-    split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
-    begin = split * split_tokens
+    split_tokens = PART
+    if PART:  # from the first token on; no query of the tile sees a key beyond the last one's
+        begin = tl.maximum(first, 0) + split * PART
+        end = tl.minimum(end, tl.max(tl.where(offs_m < num_rows, position, 0), 0) + 1)
+    else:
+        split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
+        begin = split * split_tokens
     end = tl.minimum(end, begin + split_tokens)
     mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
@@ -129,13 +185,21 @@ def _part_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
     values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
-    full_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
-    for start in range(begin, full_end, BLOCK_N):
-        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
-                                      HEAD_DIM, BLOCK_N, BLOCK_D, False)  # fmt: skip
-    if full_end < end:
-        m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position, m_i, l_i, acc,
-                                      HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
+    if PART:
+        for start in range(begin, end, BLOCK_N):
+            m_new, l_new, acc_new = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position,
+                                                  m_i, l_i, acc, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
+            seen = position >= start
+            m_i, l_i = tl.where(seen, m_new, m_i), tl.where(seen, l_new, l_i)
+            acc = tl.where(seen[:, None], acc_new, acc)
+    else:
+        full_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+        for start in range(begin, full_end, BLOCK_N):
+            m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position, m_i, l_i, acc,
+                                          HEAD_DIM, BLOCK_N, BLOCK_D, False)  # fmt: skip
+        if full_end < end:
+            m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position,
+                                          m_i, l_i, acc, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
     if v_scale_ptr is not None:
         acc = acc * tl.load(v_scale_ptr + head)
     offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
@@ -170,7 +234,7 @@ def _attend_block(
             v = tl.load(words_ptr + offs, (token < end)[:, None] & (offs_word < HEAD_DIM // 4)[None, :], other=0)
         else:
             v = tl.load(words_ptr + offs)
-        v = _widen_words(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
+        v = _widen_words(v, keys_ptr.dtype.element_ty)
     else:
         values_ptr += tl.cast(start, tl.int64) * HEAD_DIM
         if LAST or HEAD_DIM != BLOCK_D:
@@ -204,6 +268,38 @@ def _combine_kernel(
     y = _normalized(tl.sum(acc * alpha[:, None], 0), l_i, length_ptr, capacity, first_ptr, pair // kv_heads)
     offs_out = (pair.to(tl.int64) * num_rows + row) * HEAD_DIM + offs_d
     tl.store(result_ptr + offs_out, y.to(result_ptr.dtype.element_ty), offs_d < HEAD_DIM)
+
+
+@triton.jit
+def _join_kernel(
+    partial_ptr, length_ptr, first_ptr, result_ptr, kv_heads, capacity, num_rows, num_new, parts,
+    HEAD_DIM: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(1)
+    offs_m, offs_d = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    first = 0
+    if first_ptr is not None:
+        first = tl.maximum(tl.load(first_ptr + pair // kv_heads), 0)
+    position = tl.minimum(tl.load(length_ptr).to(tl.int32) - num_new + offs_m % num_new, capacity - 1)
+    seen = tl.where(offs_m < num_rows, (position - first + PART) // PART, 0)  # parts, of each query
+    size = tl.num_programs(1).to(tl.int64) * parts * num_rows
+    m_i = tl.full((BLOCK_M,), -1e30, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for part in range(tl.max(seen, 0)):
+        offs, mask = (pair * parts + part).to(tl.int64) * num_rows + offs_m, part < seen
+        m_part = tl.load(partial_ptr + size * HEAD_DIM + offs, mask, other=-1e30)
+        l_part = tl.load(partial_ptr + size * (HEAD_DIM + 1) + offs, mask, other=0.0)
+        offs = offs[:, None] * HEAD_DIM + offs_d[None, :]
+        x = tl.load(partial_ptr + offs, mask[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+        m_new = tl.maximum(m_i, m_part)
+        alpha, beta = tl.exp2(m_i - m_new), tl.exp2(m_part - m_new)
+        l_i, acc = l_i * alpha + l_part * beta, acc * alpha[:, None] + x * beta[:, None]
+        m_i = m_new
+    y = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+    offs = (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
+    mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(result_ptr + offs, y.to(result_ptr.dtype.element_ty), mask)
 
 
 @triton.jit

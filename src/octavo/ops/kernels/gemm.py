@@ -74,6 +74,28 @@ def scaled_mm(
     return y
 
 
+STEP = 128  # bytes of a row of a and b in a tile of an ordered GEMM, the same for every M
+
+
+def ordered_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor | None, scale_b: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """Same as `ordered_mm_reference`, for contiguous tensors. One sum in the tensor core runs over all of K, its first
+    operand always 64 rows of b, so neither M nor the tile changes the order in which it adds."""
+    (m, k), n = a.shape, b.shape[0]
+    y = allocate(a, (m, n), torch.bfloat16)
+    if y.numel() == 0 or k == 0:
+        return empty_product(y, bias, residual)
+    few = m <= 64
+    block_m, block_n, stages, warps = (max(16, power_of_two_above(m)), 64, 6, 4) if few else (128, 128, 4, 8)
+    launcher(_tile_kernel, (cdiv(n, block_n), 1, cdiv(m, block_m)))(
+        a, b, scale_a, scale_b, bias, residual, y, None, m, n,
+        K=k, K_PER_SPLIT=k, BLOCK_M=block_m, PROMOTE=0, STRIDE_SCALE_A=1, STRIDE_SCALE_B=1,
+        BLOCK_N=block_n, BLOCK_K=largest_block_k(k, STEP // a.element_size()), NUM_STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
 @cache
 def choose(m: int, n: int, k: int, device: torch.device) -> Tiling:
     """The tiling for y [m, n] and K = k on `device`."""
@@ -121,7 +143,7 @@ def _tile_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_m = tl.arange(0, BLOCK_M)
+    offs_m = tl.program_id(2).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
     offs_k = tl.arange(0, BLOCK_K)
     b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
@@ -145,7 +167,8 @@ def _tile_kernel(
         offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
-        acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
+        if scale_a_ptr is not None:
+            acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
         store_sums(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
                    STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
 

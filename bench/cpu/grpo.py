@@ -1,0 +1,41 @@
+"""`examples/grpo.py` on a CPU: what its three arms reach, each over three seeds, and how far their samplers are off.
+
+python -m bench.cpu.grpo
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench import record
+from bench.gpu.harness import parser_of, sized
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
+SEEDS, STEPS, LAST = sized(3, 1), sized(300, 2), 20
+FIGURES = ("reward", "right", "kl")  # the speed of emulated FP8 tells nothing
+
+
+def summary(found: dict[str, list[dict[str, list[float]]]]) -> list[dict[str, Any]]:
+    """A row for each arm: the means of the last steps of each seed."""
+    rows = []
+    for arm, runs in found.items():
+        ends = {name: [mean(run[name][-LAST:]) for run in runs] for name in FIGURES}
+        rows.append({"arm": arm, "seeds": len(runs), "steps": len(runs[0]["reward"]), **ends})
+    return rows
+
+
+def main() -> None:
+    parser_of(__doc__).parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "arms.json"
+        sizes = ["--seeds", str(SEEDS), "--steps", str(STEPS), "--out", str(out)]
+        subprocess.run([sys.executable, str(EXAMPLE), *sizes], check=True)
+        print(record.write("cpu_grpo", {"last": LAST, "arms": summary(json.loads(out.read_text()))}))
+
+
+if __name__ == "__main__":
+    main()

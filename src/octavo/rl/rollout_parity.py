@@ -1,0 +1,236 @@
+"""How far the log-probabilities of an engine are from those of the model in training, and where that comes from.
+
+    p[t,V]   one forward pass of the trained model           q[t,V]   the engine, which decodes token by token
+    KL = mean over t of sum_v p (log p - log q)              in nats a token
+
+Each source is measured alone, by runs that differ in nothing else. The order is that of a forward pass:
+
+    weights       trained  |  trained with the numbers of the served weights
+    attention     trained  |  trained with the attention of the served model
+    head          trained  |  the served head on the trained model's hidden states
+    activations   trained with the served weights  |  one pass of the served model, with trained attention and head
+    sampling      one pass of the served model  |  decoding from its cache
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.comparison import layer_errors, with_parameters
+from octavo.evaluation.metrics import divergences, log_probabilities
+from octavo.inference.packed_experts import PackedGroupedLinear
+from octavo.inference.packed_linear import PackedLinear
+from octavo.inference.session import Prompts, read_prompts
+from octavo.nn.linear import RecipeLayer
+from octavo.nn.module_tools import check_module
+from octavo.ops import quantize, quantize_matrices
+from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
+from octavo.util import Table
+
+
+class DriftError(RuntimeError):
+    """The engine is further from the model in training than was allowed."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The difference of the log-probabilities of a batch; printed, it is a table of its sources.
+
+    Attributes:
+        mean: of |log p - log q| of the tokens.
+        kl: of p from q, in nats a token.
+        worst: row and position of the token whose log-probability differs most, log p, and log q.
+        tokens: how many were compared.
+        sources: name, KL that it makes alone, and what differs.
+        first: the first layer whose output differs in one forward pass; the first block, if its layers do not differ
+            when they run one by one; "" if none does.
+    """
+
+    mean: float
+    kl: float
+    worst: tuple[int, int, float, float]
+    tokens: int
+    sources: tuple[tuple[str, float, str], ...]
+    first: str
+
+    def check(self, *, kl: float) -> None:
+        """Raise a DriftError, with the table, if the KL is above `kl` nats a token, or not a number."""
+        if not self.kl <= kl:
+            raise DriftError(f"the KL of training and sampling is {self.kl:.3g} nats a token, above {kl:.3g}\n{self}")
+
+    def __repr__(self) -> str:
+        rows = [(name, f"{alone:.2e}", detail) for name, alone, detail in self.sources]
+        row, position, p, q = self.worst
+        said = (
+            f"KL {self.kl:.2e} nats a token, |log p - log q| {self.mean:.2e} over {self.tokens} tokens\n"
+            f"worst: row {row}, position {position}, log p {p:.4f}, log q {q:.4f}\n"
+            f"the first layer that differs: {self.first or 'none'}"
+        )
+        return f"{Table('sources', ('source', 'KL alone', 'what differs'), rows, ('KL alone',))}\n{said}"
+
+
+@torch.no_grad()
+def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
+    """Compare the log-probabilities of tokens: those of training, and those that the engine samples by.
+
+    Both models run in the mode and the autocast that they are in, and stay as they are.
+
+    Args:
+        trained: of transformers, converted or not, not sharded.
+        served: of `octavo.load`, of the same class.
+        batch: token ids int64 [B, T]; or a mapping with `input_ids` and `attention_mask`, with padding on the left. A
+            token is compared if all rows have one before it.
+
+    Raises:
+        ValueError: a model is sharded, the weights do not fit, or no token is left to compare.
+
+    Example:
+        >>> octavo.rl.parity(model, served, batch).check(kl=0.01)
+    """
+    for each in (trained, served):
+        check_module(each, "parity")
+    ids, mask = (batch["input_ids"], batch.get("attention_mask")) if hasattr(batch, "keys") else (batch, None)
+    runs = _Runs(trained, served, read_prompts(ids, mask, ids.device), mask)
+    if any(hasattr(p, "full_tensor") for p in trained.parameters()) or runs.start >= ids.shape[1]:
+        raise ValueError("parity takes a model that is not sharded, and two tokens of each row at least")
+    p, q = runs.trained_pass()[0], runs.decoded()
+    log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
+    difference = (log_p - log_q).abs()
+    row, position = divmod(int(difference.argmax()), difference.shape[1])
+    worst = row, position + runs.start, float(log_p[row, position]), float(log_q[row, position])
+    first = ""
+    for choose, said in ((with_parameters, ""), (_blocks, ", as a whole")):
+        errors = layer_errors(*runs.models, lambda m: m(input_ids=ids, attention_mask=mask, use_cache=False), choose)
+        first = first or next((name + said for name, error in errors if error.noise), "")
+    sources = tuple(runs.sources(p, q))
+    return Parity(float(difference.mean()), _kl(p, q), worst, difference.numel(), sources, first)
+
+
+class _Runs:
+    """The forward passes that are compared. Logits [B, n, V] are those that predict the `targets` [B, n]."""
+
+    def __init__(self, trained: nn.Module, served: Any, prompts: Prompts, mask: Tensor | None) -> None:
+        self.trained, self.served, self.prompts, self.mask = trained, served, prompts, mask
+        self.models = transformers_model(trained, "parity"), transformers_model(served, "parity")
+        self.start = max(prompts.padding) + 1
+        self.targets = prompts.ids[:, self.start :]
+
+    def forward(self, model: Any, attention: str) -> tuple[Tensor, Tensor]:
+        """Logits and the input of the head, of one pass with an attention of transformers."""
+        seen, before = list[Tensor](), model.config._attn_implementation
+        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        try:
+            model.set_attn_implementation(attention)
+            logits = model(input_ids=self.prompts.ids, attention_mask=self.mask, use_cache=False).logits
+        finally:
+            hook.remove()
+            model.set_attn_implementation(before)
+        return logits[:, self.start - 1 : -1], seen[0][:, self.start - 1 : -1]
+
+    def trained_pass(self) -> tuple[Tensor, Tensor]:
+        return self.forward(self.models[0], self.models[0].config._attn_implementation)
+
+    def decoded(self) -> Tensor:
+        """The logits of the engine, which is given each token in place of the one that it would draw."""
+        engine, ids, seen = getattr(self.served, "octavo_engine", None), self.prompts.ids, list[Tensor]()
+        if engine is None:
+            return self.forward(self.models[1], self.models[1].config._attn_implementation)[0]
+
+        def choose(text: Tensor, logits: Tensor) -> Tensor:
+            seen.append(logits.clone())
+            return ids[:, text.shape[1]]
+
+        prompts = Prompts(ids[:, : self.start], self.prompts.padding)
+        for _ in engine.run(prompts, self.targets.shape[1], choose, None, watched=False):
+            pass
+        return torch.stack(seen, 1)
+
+    def sources(self, p: Tensor, q: Tensor) -> Iterator[tuple[str, float, str]]:
+        """Name, KL alone and what differs, of each source."""
+        trained, served = self.models
+        ours, theirs = (model.config._attn_implementation for model in self.models)
+        other, detail = _other_weights(self.trained, self.served)
+        with_weights = p
+        if other:
+            adapters: Any = getattr(self.trained, "disable_adapter", nullcontext)
+            with adapters(), _replaced(other):
+                with_weights = self.trained_pass()[0]
+        yield "weights", _kl(p, with_weights), detail
+        logits, hidden = self.trained_pass()
+        by_theirs = self.forward(trained, theirs)[0] if ours != theirs else logits
+        yield "attention", _kl(p, by_theirs), f"{ours} in training, {theirs} in the served model"
+        heads: list[Any] = [model.get_output_embeddings() for model in self.models]
+        kinds = [f"by {head.scheme.name}" if isinstance(head, PackedLinear) else "in high precision" for head in heads]
+        yield "head", _kl(p, _head(heads[1], hidden, served)), f"{kinds[0]} in training, {kinds[1]} in the served model"
+        found = _head(heads[0], self.forward(served, ours)[1], trained)
+        yield "activations", _kl(with_weights, found), "casts of inputs, and the order and dtypes of sums"
+        yield "sampling", _kl(self.forward(served, theirs)[0], q), "a cache and one token a step, for one pass"
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by name. Where the layers of one are watched, each runs by itself, and may not differ."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    return {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}
+
+
+def _head(head: nn.Module, hidden: Tensor, model: Any) -> Tensor:
+    y: Tensor = head(hidden.to(model.dtype))
+    return y
+
+
+def _kl(p: Tensor, q: Tensor) -> float:
+    rows = [[row.double().log_softmax(-1) for row in pair] for pair in zip(p, q, strict=True)]
+    return float(torch.stack([divergences(a, b).mean() for a, b in rows]).mean())
+
+
+# ---- The numbers that both models multiply.
+
+
+def _numbers(place: Place) -> Tensor:
+    """The numbers of a weight as they are multiplied: those that its bytes stand for, or itself."""
+    module: Any = place.module
+    if isinstance(module, PackedLinear) and place.tensor is module.weight:
+        return module.packed_weight().dequantize()
+    if isinstance(module, PackedGroupedLinear):
+        return module.dequantize(torch.float32)
+    recipe, w = recipe_of(place), whole(place, merged=True)
+    cast = None if recipe is None or adapters_of(place.adapters) else recipe.repeatable_w
+    if cast is None:
+        return w.float()
+    return (quantize if w.ndim == 2 else quantize_matrices)(w, cast).dequantize()
+
+
+def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Parameter, Tensor], str]:
+    """The numbers of served weights that are not those of training, by the trained parameters, and what to say."""
+    sources, other, worst, count = places(trained), dict[nn.Parameter, Tensor](), (0.0, ""), 0
+    head = transformers_model(served, "parity").get_output_embeddings()  # a source of its own
+    for name, held in places(served).items():
+        if is_scale(name, held) or (held.module is head and isinstance(head, PackedLinear)):
+            continue
+        plain = name.removesuffix(".weight") if isinstance(held.module, PackedGroupedLinear) else name
+        source = sources.get(plain)
+        if source is None or source.tensor.shape != held.tensor.shape:
+            raise ValueError(f"parity: the trained model has no {plain} of {list(held.tensor.shape)}: load its folder")
+        ours, theirs = _numbers(source), _numbers(held).to(source.tensor.device)
+        wrong = int((ours != theirs).sum())
+        if isinstance(source.tensor, nn.Parameter) and (wrong or adapters_of(source.adapters)):
+            dtype = torch.float32 if isinstance(source.module, RecipeLayer) else source.tensor.dtype
+            other[source.tensor] = theirs.to(dtype)
+        if wrong:
+            size = float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30))
+            count, worst = count + 1, max(worst, (size, f"{plain}, {wrong} of {ours.numel()} numbers"))
+    return other, f"{count} tensors differ, most {worst[1]}" if count else "none: the same numbers"
+
+
+@contextmanager
+def _replaced(tensors: dict[nn.Parameter, Tensor]) -> Iterator[None]:
+    """The parameters hold other numbers, in memory of their own, while the block lasts."""
+    with ExitStack() as stack:
+        for parameter, tensor in tensors.items():
+            stack.callback(setattr, parameter, "data", parameter.data)
+            parameter.data = tensor
+        yield

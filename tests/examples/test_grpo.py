@@ -1,0 +1,39 @@
+"""examples/grpo.py: its sums are right, and its three arms learn and measure."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FILE = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+@pytest.fixture
+def grpo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("grpo", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "grpo", module)  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ENOUGH", 0.2)
+    return module
+
+
+def test_an_answer_is_the_sum(grpo: Any) -> None:
+    prompts, answers = grpo.sums(50, torch.Generator().manual_seed(0))
+    for (a, b, plus, c, d, equals), digits in zip(prompts.tolist(), answers.tolist(), strict=True):
+        assert (plus, equals) == (grpo.PLUS, grpo.EQUALS)
+        assert f"{10 * a + b + 10 * c + d:03}"[::-1] == "".join(map(str, digits))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["bf16", "fp8", "mismatch"])
+def test_an_arm_samples_from_the_weights_that_it_trains(grpo: Any, arm: str, tmp_path: Path) -> None:
+    measured = grpo.run(arm, 0, 3, tmp_path)
+    assert all(0 < reward < 1 for reward in measured.reward)
+    assert len(measured.push_seconds) == (0 if arm == "bf16" else 3)
+    assert max(measured.kl) < {"bf16": 1e-6, "fp8": 3e-3, "mismatch": 1e-2}[arm]

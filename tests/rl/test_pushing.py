@@ -1,0 +1,390 @@
+"""Pushing a model that is trained into a live one, held against a folder that is packed and loaded afresh."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from tiny_models import IDS, Folders, built, same_bits
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from octavo.integrations.peft import support
+from octavo.packing import pack
+from octavo.rl import checksum, push, served_weights
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def tokens(model: Any) -> Tensor:
+    ids = IDS[:, :8]
+    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    return found
+
+
+def pointers(model: nn.Module) -> list[int]:
+    return [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
+
+
+def packed_afresh(model: Any, folder: Path, head: Any = "bf16", **how: Any) -> Any:
+    """The engine of a model, packed and loaded."""
+    model.save_pretrained(folder / "model")
+    pack(folder / "model", folder / "packed", **how)
+    return octavo.load(folder / "packed", head=head)
+
+
+def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torch.float32, **convert: Any) -> Any:
+    """A model of other weights than those of the folders."""
+    model = built(name, seed=1).to(dtype)
+    if recipe is not None:
+        octavo.convert(model, recipe, **convert)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"),
+    [
+        ("llama", "rowwise", {}),
+        ("llama", "rowwise_forward", {"scheme": "channel"}),
+        ("llama", "rowwise", {"scheme": "weight"}),
+        ("llama", None, {}),
+        ("llama", None, {"scheme": "int8"}),
+        ("llama", None, {"scheme": "block"}),
+        ("llama", "blockwise", {"scheme": "block"}),
+        ("llama", "mxfp8", {"scheme": "mx"}),
+        ("llama", "tensorwise", {"scheme": "tensor"}),
+        ("qwen2", "rowwise", {}),  # biases, and a tied head
+        ("qwen3", "rowwise", {}),
+        ("opt", "rowwise", {}),
+        ("mixtral", None, {"experts": True}),
+        ("mixtral", "rowwise", {"experts": True}),
+        ("mixtral", None, {"skip": ("*.o_proj",)}),  # layers that are not packed
+    ],
+)
+def test_the_engine_is_that_of_a_folder_packed_afresh(
+    made: Folders, tmp_path: Path, name: str, recipe: str | None, how: dict[str, Any]
+) -> None:
+    served = octavo.load(made(name, **{"scheme": "channel"} | how))
+    before, at = tokens(served), pointers(served)
+    model = trained(name, recipe)
+    pushed = push(model, served)
+    unshared = {"share": False} if recipe == "tensorwise" else {}  # as a run of it is packed
+    afresh = packed_afresh(model, tmp_path, **how, **unshared)
+    assert pointers(served) == at
+    assert pushed.checksum == checksum(served) == checksum(afresh)
+    assert torch.equal(tokens(served), tokens(afresh))
+    assert not torch.equal(tokens(served), before)
+    weights = sum(t.nbytes for t in {id(t): t for t in served.state_dict(keep_vars=True).values()}.values())
+    assert pushed.bytes == weights
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_head_in_eight_bits_follows(made: Folders, tmp_path: Path, name: str) -> None:
+    served = octavo.load(made(name, scheme="channel"), head="rowwise")
+    model = trained(name)
+    pushed = push(model, served)
+    assert pushed.checksum == checksum(packed_afresh(model, tmp_path, head="rowwise"))
+
+
+def test_masters_in_bf16_and_many_pushes(made: Folders, tmp_path: Path) -> None:
+    served, model = octavo.load(made("llama", scheme="channel")), trained("llama", dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = set()
+    for _ in range(3):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        tokens(served)
+        found.add(push(model, served).checksum)
+    assert len(found) == 3
+    afresh = packed_afresh(model, tmp_path)
+    assert push(model, served).checksum == checksum(afresh)
+    assert torch.equal(tokens(served), tokens(afresh))
+
+
+def test_the_bytes_are_those_that_training_multiplies(made: Folders) -> None:
+    served, model = octavo.load(made("llama", scheme="channel")), trained("llama")
+    push(model, served)
+    x = torch.randn(3, 128)
+    for name in ("self_attn.q_proj", "mlp.gate_proj"):
+        layer, ours = (each.model.layers[1].get_submodule(name) for each in (model, served))
+        assert torch.equal(layer(x), ours(x))
+
+
+# --- Copies of weights
+
+
+@pytest.mark.parametrize("of", ["data", "scale"])
+def test_a_copy_that_would_stay_as_it_was_is_noticed(made: Folders, of: str) -> None:
+    served = octavo.load(made("llama", scheme="channel"))
+    before = checksum(served)
+    fused = next(m for m in served.modules() if hasattr(m, "stacked"))
+    weight = fused.stacked.weight
+    fused.stacked.weight = replace(weight, **{of: getattr(weight, of).clone()})
+    for act in (checksum, partial(push, trained("llama"))):
+        with pytest.raises(
+            ValueError, match=r"a copy of weight.* in .*, with memory of its own: load the folder again"
+        ):
+            act(served)
+    fused.stacked.weight = weight
+    assert checksum(served) == before
+
+
+def test_a_buffer_that_was_replaced_is_stacked_again(made: Folders) -> None:
+    served, other = (octavo.load(made("llama", scheme="channel")) for _ in range(2))
+    layer = served.model.layers[0].self_attn.k_proj
+    layer.weight = layer.weight.clone()
+    assert push(model := trained("llama"), served).checksum == push(model, other).checksum
+    assert torch.equal(tokens(served), tokens(other))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight_scale"])
+def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
+    served = octavo.load(made("llama", scheme="channel"))
+    before = checksum(served)
+    for bit in (1, 128):
+        byte = served.get_buffer(name).view(torch.uint8)[-1:, -1:]
+        byte ^= bit
+        assert checksum(served) != before
+        byte ^= bit
+    assert checksum(served) == before
+
+
+# --- Adapters
+
+
+def adapted(model: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = support(peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS))
+    wrapped: Any = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", None])
+def test_adapters_are_merged(made: Folders, tmp_path: Path, recipe: str | None) -> None:
+    served, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama", recipe))
+    weights = {name: t.clone() for name, t in model.state_dict().items()}
+    pushed = push(model, served)
+    assert all(torch.equal(t, weights[name]) for name, t in model.state_dict().items())
+    afresh = packed_afresh(model.merge_and_unload(), tmp_path)
+    assert pushed.checksum == checksum(afresh)
+    assert torch.equal(tokens(served), tokens(afresh))
+
+
+@pytest.mark.parametrize("names", [["module"], ["_orig_mod"], ["module", "_orig_mod"]])
+def test_wrappers_may_stand_around_adapters(made: Folders, names: list[str]) -> None:
+    """As DDP and torch.compile put PEFT's model under a name of theirs."""
+    model, served = adapted(trained("llama")), octavo.load(made("llama", scheme="channel"))
+    first = push(model, served).checksum
+    for name in names:
+        model, outer = nn.Module(), model
+        model.add_module(name, outer)
+    assert push(model, served).checksum == first
+
+
+def test_adapters_that_are_merged_or_off_are_not_added_again(made: Folders) -> None:
+    served, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
+    with model.disable_adapter():
+        alone = push(model, served).checksum
+    assert alone == push(trained("llama"), served).checksum
+    first = push(model, served).checksum
+    model.merge_adapter()
+    assert push(model, served).checksum == first != alone
+
+
+def test_adapters_stay_adapters(made: Folders) -> None:
+    base, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
+    served = adapted(base, seed=1)
+    at = pointers(served)
+    push(model, served)
+    assert pointers(served) == at
+    theirs = dict(served.named_parameters())
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            assert torch.equal(p, theirs[name])
+
+
+# --- Ranks
+
+
+def on_ranks(rank: int, folder: Path) -> tuple[str, list[list[int]], list[str]]:
+    served, model = octavo.load(folder), trained("llama")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    gathered: list[str] = []
+    full = torch.distributed.tensor.DTensor.full_tensor
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(IDS)  # leaves the weights of the root gathered
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            torch.distributed.tensor.DTensor, "full_tensor", lambda t: gathered.append(str(t.shape)) or full(t)
+        )
+        pushed = push(model, served)
+    return pushed.checksum, tokens(served).tolist(), gathered
+
+
+def test_two_ranks_push_what_one_does(made: Folders) -> None:
+    folder = made("llama", scheme="channel")
+    (first, found, gathered), (second, others, _) = run_ranks(2, on_ranks, folder)
+    model, served = trained("llama"), octavo.load(folder)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    assert first == second == push(model, served).checksum
+    assert found == others == tokens(served).tolist()
+    assert len(gathered) == len(list(model.parameters()))  # each once
+
+
+# --- The tensors of a folder
+
+
+def packed_files(model: Any, folder: Path, **how: Any) -> dict[str, Tensor]:
+    model.save_pretrained(folder / "model")
+    pack(folder / "model", folder / "packed", **how)
+    return load_file(folder / "packed" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "how"),
+    [
+        ("llama", "rowwise", {}),
+        ("llama", None, {"scheme": "tensor"}),
+        ("llama", "blockwise", {"scheme": "block"}),
+        ("qwen2", "rowwise_forward", {}),
+        ("qwen3", None, {"skip": ("*.o_proj",)}),
+        ("mixtral", "rowwise", {"experts": True}),
+        ("opt", "rowwise", {}),
+        ("vit", "rowwise", {}),
+    ],
+)
+def test_served_weights_are_the_tensors_that_pack_writes(
+    tmp_path: Path, name: str, recipe: str | None, how: dict[str, Any]
+) -> None:
+    model = trained(name, recipe)
+    found = dict(served_weights(model, **({} if recipe else how)))
+    want = packed_files(model, tmp_path, **how)
+    assert same_bits(found, want)
+    layers = [name.split(".layers.")[1].split(".")[0] for name in found if ".layers." in name]
+    assert layers == sorted(layers, key=int)  # one layer after the other
+
+
+def test_served_weights_have_adapters_merged(tmp_path: Path) -> None:
+    model = adapted(trained("llama"))
+    found = dict(served_weights(model))
+    assert same_bits(found, packed_files(model.merge_and_unload(), tmp_path))
+
+
+def test_what_served_weights_refuse() -> None:
+    with pytest.raises(TypeError, match=r"takes a model of transformers, got a Linear"):
+        next(served_weights(nn.Linear(2, 2)))
+    model = trained("llama", "rowwise", skip=("*.o_proj",))
+    octavo.convert(nn.Sequential(model.model.layers[0].self_attn.o_proj), "blockwise")
+    with pytest.raises(ValueError, match="a model of one recipe, got blockwise, rowwise"):
+        next(served_weights(model))
+
+
+# --- What is refused
+
+LLAMA = partial(trained, "llama")
+CHANNEL = {"scheme": "channel"}
+
+
+def untied() -> Any:
+    model = trained("qwen2")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    return model
+
+
+def of_dora() -> Any:
+    return peft.get_peft_model(LLAMA(), peft.LoraConfig(target_modules=TARGETS, use_dora=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "model", "message"),
+    [
+        (
+            "llama",
+            CHANNEL,
+            partial(LLAMA, "blockwise"),
+            "blockwise.*channel does not hold: pack the folder by block",
+        ),
+        ("llama", {"scheme": "block"}, LLAMA, "rowwise.*scheme block does not hold: pack the folder by channel"),
+        ("llama", CHANNEL, partial(LLAMA, "delayed"), "delayed.*does not hold: train by rowwise"),
+        ("llama", {"scheme": "static"}, LLAMA, "served by static, with scales of inputs that other"),
+        ("llama", {"scheme": "tensor"}, partial(LLAMA, None), "one scale for layers that are fused: pack"),
+        (
+            "llama",
+            {"scheme": "channel", "skip": ("*.o_proj",)},
+            LLAMA,
+            "o_proj.weight is trained by rowwise and served",
+        ),
+        ("llama", {"scheme": "channel", "weights": "mse"}, LLAMA, "packed with weights=mse"),
+        ("llama", {"scheme": "channel", "pow2": True}, LLAMA, "packed with pow2"),
+        ("mixtral of 128", {"scheme": "group64", "experts": True}, partial(trained, "mixtral of 128", None), "channel"),
+        ("llama", CHANNEL, partial(trained, "qwen3"), "the served model has no .*q_norm.weight: load the folder of"),
+        ("qwen3", CHANNEL, LLAMA, "the trained model has no .*q_norm.weight: load the folder of"),
+        (
+            "llama",
+            CHANNEL,
+            lambda: built("llama", intermediate_size=512),
+            r"is \[512, 128\] in the trained.*\[256, 128\]",
+        ),
+        ("qwen2", CHANNEL, untied, "lm_head.weight are one tensor in the served model, and two in the trained"),
+        ("llama", CHANNEL, of_dora, "q_proj.weight has adapters that are no plain LoRA: merge them"),
+        ("llama", CHANNEL, partial(trained, "gpt2", None), "the trained model has no .*: load the folder of"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_byte_changes(
+    made: Folders, name: str, how: dict[str, Any], model: Callable[[], Any], message: str
+) -> None:
+    served = octavo.load(made(name, **how))
+    before = checksum(served)
+    with pytest.raises(ValueError, match=f"^push: .*{message}"):
+        push(model(), served)
+    assert checksum(served) == before
+
+
+def test_other_refusals(made: Folders, tmp_path: Path) -> None:
+    served = octavo.load(made("llama", scheme="channel"))
+    with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
+        push(made("llama"), served)  # type: ignore[arg-type]
+    served.octavo_record["folded"] = {"smooth": {"alpha": 0.5}, "rotate": None}
+    with pytest.raises(ValueError, match="packed with smooth, which the weights in training do not have"):
+        push(LLAMA(), served)
+    both = adapted(octavo.load(made("llama", scheme="channel")))
+    config = support(peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS))
+    with pytest.raises(ValueError, match=r"q_proj\.weight has adapters of another scaling in the served model"):
+        push(peft.get_peft_model(LLAMA(), config), both)
+
+
+def test_a_generation_is_waited_for(made: Folders) -> None:
+    served, model = octavo.load(made("llama", scheme="channel")), LLAMA()
+    done = threading.Event()
+    with served.octavo_engine.alone():
+        thread = threading.Thread(target=lambda: (push(model, served), done.set()))
+        thread.start()
+        assert not done.is_set()
+        with pytest.raises(RuntimeError, match="this model is generating"):
+            push(model, served)
+    thread.join()
+    assert done.is_set()
+
+
+def test_scales_of_a_cache_are_remarked(made: Folders) -> None:
+    (remark,) = push(LLAMA(), octavo.load(made("llama", scheme="channel", kv_cache="fp8"))).remarks
+    assert "scales of keys and values are those of the calibration" in remark

@@ -1,0 +1,166 @@
+"""How far a live engine is from the model in training: against transformers alone, and with planted faults."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from tiny_models import IDS, Folders, built
+from torch import Tensor
+
+import octavo
+from octavo.integrations.peft import support
+from octavo.rl import DriftError, parity, push
+
+
+def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tuple[Any, Any]:
+    """A model in training in BF16, and a live one that has its weights."""
+    model = built("llama", seed=1).eval()
+    for parameter in model.parameters():  # the rotary frequencies stay in float32, as in a model that is opened
+        parameter.data = parameter.data.bfloat16()
+    if recipe is not None:
+        octavo.convert(model, recipe)
+    served = octavo.load(made("llama", scheme="channel"), **settings)
+    push(model, served)
+    return model, served
+
+
+def alone(found: Any) -> dict[str, float]:
+    return {name: kl for name, kl, _ in found.sources}
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, ids: Tensor) -> Tensor:
+    return model(ids).logits[:, :-1].double().log_softmax(-1)
+
+
+def test_the_numbers_are_those_of_transformers(made: Folders) -> None:
+    """Against a decoding by hand, with transformers' own cache."""
+    model, served = pair(made)
+    found = parity(model, served, IDS)
+    p, q, cache = log_probabilities(model, IDS), [], None
+    with torch.no_grad():
+        for t in range(IDS.shape[1] - 1):
+            out = served(IDS[:, t : t + 1], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            q.append(out.logits[:, -1].double().log_softmax(-1))
+    theirs = torch.stack(q, 1)
+    kl = float((p.exp() * (p - theirs)).sum(-1).mean())
+    # Two attentions that round in another order, before a cast: of one size, and not the same.
+    assert 0.3 * kl < found.kl < 3 * kl
+    row, position, log_p, log_q = found.worst
+    assert log_p == pytest.approx(float(p[row, position - 1, IDS[row, position]]))
+    assert abs(log_p - log_q) > found.mean > 0
+    assert found.tokens == IDS[:, 1:].numel()
+    assert alone(found)["weights"] == alone(found)["attention"] == alone(found)["head"] == 0
+
+
+def test_models_of_the_same_bits_have_no_sources(made: Folders) -> None:
+    served = octavo.load(made("llama", scheme="channel"))
+    other = octavo.load(made("llama", scheme="channel"))
+    found = parity(served, other, IDS)
+    assert found.first == ""
+    assert set(alone(found).values()) - {alone(found)["sampling"]} == {0.0}
+    assert found.kl == alone(found)["sampling"]
+    one_byte(other)
+    assert parity(served, other, IDS).first == "model.layers.1.mlp.down_proj"
+    one_byte(other)
+    served.octavo_engine = None
+    del other.octavo_engine
+    found = parity(served, other, IDS)
+    assert (found.kl, found.mean, found.first) == (0.0, 0.0, "")
+
+
+def one_byte(served: Any) -> None:
+    weight = served.model.layers[1].mlp.down_proj.weight.view(torch.uint8)
+    weight[3, 5] ^= 0x70  # three bits of the exponent
+
+
+def eager(served: Any) -> None:
+    served.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize(
+    ("plant", "settings", "source", "detail"),
+    [
+        (one_byte, {}, "weights", "1 tensors differ, most model.layers.1.mlp.down_proj.weight, 1 of 32768"),
+        (eager, {}, "attention", "sdpa in training, eager in the served model"),
+        (lambda served: None, {"head": "rowwise"}, "head", "in high precision in training, by channel in the"),
+    ],
+)
+def test_a_planted_fault_is_named(
+    made: Folders, plant: Callable[[Any], None], settings: dict[str, Any], source: str, detail: str
+) -> None:
+    model, served = pair(made, **settings)
+    before = alone(parity(model, served, IDS))
+    plant(served)
+    found = parity(model, served, IDS)
+    if not settings:
+        assert before[source] == 0
+    assert alone(found)[source] > 0
+    others = {"weights", "attention", "head"} - {source}
+    assert all(alone(found)[name] == 0 for name in others)
+    assert detail in next(said for name, _, said in found.sources if name == source)
+    assert source in repr(found)
+    with pytest.raises(DriftError, match="above 1e-12"):
+        found.check(kl=1e-12)
+    found.check(kl=1.0)
+
+
+def test_experts_multiply_the_same_numbers(made: Folders) -> None:
+    model, served = built("mixtral", seed=1).bfloat16().eval(), octavo.load(made("mixtral", experts=True))
+    octavo.convert(model, "rowwise")
+    push(model, served)
+    found = parity(model, served, IDS)
+    assert ("weights", 0.0, "none: the same numbers") in found.sources
+
+
+def test_a_token_that_neither_model_gives(made: Folders) -> None:
+    """Some models give the rest of a padded vocabulary the logit -inf."""
+    model, served = pair(made)
+    for each in (model, served):
+        each.lm_head.bias = torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16))
+        each.lm_head.bias.data[255] = -torch.inf
+    assert 0 < parity(model, served, IDS[:, IDS.ne(255).all(0)]).kl < 0.1
+
+
+def test_a_model_in_bf16_against_eight_bits(made: Folders) -> None:
+    """The mismatch of the field: weights, and activations, differ everywhere."""
+    model, served = pair(made, None)
+    found = parity(model, served, IDS)
+    assert alone(found)["weights"] > 1e-4
+    assert alone(found)["activations"] > 1e-4
+    assert found.kl > 1e-3
+    assert "layers.0" in found.first
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), pair(made, None)[0].parameters(), strict=True))
+
+
+def test_adapters_and_padding(made: Folders) -> None:
+    model, served = pair(made)
+    config = support(peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    wrapped: Any = peft.get_peft_model(model, config)
+    push(wrapped, served)
+    mask = torch.ones_like(IDS)
+    mask[1, :5] = 0
+    found = parity(wrapped, served, {"input_ids": IDS, "attention_mask": mask})
+    assert found.tokens == IDS[:, 6:].numel()
+    assert 0 < found.kl < 0.5
+    merged = parity(wrapped.merge_and_unload(), served, {"input_ids": IDS, "attention_mask": mask})
+    assert alone(merged)["weights"] == 0
+
+
+def test_what_parity_refuses(made: Folders) -> None:
+    model, served = pair(made)
+    for given, batch, message in (
+        (model, IDS[:, :1], "two tokens of each row"),
+        (built("qwen3").bfloat16(), IDS, r"the trained model has no .*: load"),
+    ):
+        refused = partial(parity, given, served, batch)
+        if given is not model:
+            refused = partial(parity, served, given, batch)
+        with pytest.raises(ValueError, match=message):
+            refused()
+    with pytest.raises(TypeError, match="parity takes a model of transformers, got a Linear"):
+        parity(torch.nn.Linear(2, 2), served, IDS)

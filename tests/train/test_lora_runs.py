@@ -1,0 +1,147 @@
+"""`octavo train --lora`: adapters of PEFT around the frozen weights of a folder, in BF16 or packed."""
+
+import json
+import re
+import shutil
+
+import peft
+import pytest
+import torch
+from calibration_examples import write_model
+from safetensors.torch import load_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+import octavo
+from octavo.checkpoint.files import ArtifactError
+from octavo.integrations.peft import support
+from octavo.packing import pack
+from octavo.train.config import ConfigError
+from octavo.train.finished import open_run
+
+IDS = torch.arange(32)[None] + 65
+RATE = {"lora": 4, "learning_rate": 5e-3, "min_learning_rate": 5e-3, "warmup": 0}
+FILES = ["adapter_config.json", "adapter_model.safetensors", "checksums.json", "optimizer.safetensors",
+         "state.safetensors", "train.json"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """A folder of each kind of base. The first two are a tiny Llama with 21 linear layers below its head."""
+    root = tmp_path_factory.mktemp("bases")
+    pack(write_model(root / "bf16", "llama"), root / "packed")
+    make_model(root / "experts", "qwen3moe")
+    return root
+
+
+@pytest.fixture(params=["bf16", "packed"])
+def base(request, bases):
+    return bases / request.param
+
+
+def opened_by_peft(base, checkpoint):
+    """The model that PEFT makes of a base and the adapters of a checkpoint."""
+    if base.name == "packed":
+        model = octavo.load(base)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        octavo.convert(model)
+    config = support(peft.LoraConfig.from_pretrained(checkpoint))
+    return peft.PeftModel.from_pretrained(model, checkpoint, config=config).eval()
+
+
+@torch.no_grad()
+def logits(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=IDS).logits
+
+
+def test_adapters_alone_train_and_peft_opens_them(begin, records, base, tmp_path):
+    trainer = begin(model=str(base), steps=6, **RATE)
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 21
+    assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trained.items())
+    frozen = {name: t.clone() for name, t in trainer.model.state_dict().items() if name not in trained}
+    trainer.run()
+    losses = list(records(tmp_path / "run").values())
+    assert losses[-1] < losses[0] - 0.05
+    for name, t in frozen.items():
+        assert torch.equal(trainer.model.state_dict()[name].view(torch.uint8), t.view(torch.uint8)), name
+
+    checkpoint = tmp_path / "run" / "step-00000006"
+    assert sorted(path.name for path in checkpoint.iterdir()) == FILES
+    theirs = opened_by_peft(base, checkpoint)
+    assert torch.equal(logits(theirs), logits(trainer.model.eval()))
+    assert torch.equal(logits(open_run(tmp_path / "run").model), logits(theirs))
+    described = json.loads((checkpoint / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8, str(base))
+    assert described["target_modules"] == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def test_a_run_resumes_bit_for_bit(begin, go_on, records, base, tmp_path):
+    how = RATE | {"accumulate": 2, "targets": ("q_proj", "0.mlp.up_proj"), "sample": 4}
+    begin(model=str(base), out=str(tmp_path / "whole"), **how).run()
+    begin(model=str(base), **how).run()
+    shutil.rmtree(tmp_path / "run" / "step-00000008")
+    trainer = go_on(tmp_path / "run")
+    assert trainer.state.step == 4
+    trainer.run()
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    found, whole = (tmp_path / run / "step-00000008" for run in ("run", "whole"))
+    assert all((found / name).read_bytes() == (whole / name).read_bytes() for name in FILES)
+    saved = {name.rpartition(".lora_")[0] for name in load_file(found / "adapter_model.safetensors")}
+    layers = ["0.self_attn.q_proj", "1.self_attn.q_proj", "2.self_attn.q_proj", "0.mlp.up_proj"]
+    assert saved == {f"base_model.model.model.layers.{layer}" for layer in layers}
+    with pytest.raises(ArtifactError, match="adapter_model.safetensors is of another model: .* must have shape"):
+        go_on(tmp_path / "run", "--lora", "8", "--steps", "9")
+    with pytest.raises(ArtifactError, match="holds adapters alone: keep the setting lora of its run"):
+        go_on(tmp_path / "run", "--lora", "0", "--steps", "9", "--targets=")
+
+
+@pytest.mark.parametrize("changes", [{"recipe": "bf16"}, {"precision": "fp32"}, {"optimizer.weights": "bf16"}])
+def test_it_learns_in_other_precisions(begin, records, eager, bases, tmp_path, changes):
+    begin(model=str(bases / "bf16"), **RATE, **changes).run()
+    losses = list(records(tmp_path / "run").values())
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which torch.compile hides otherwise
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_compute_the_same(begin, records, base, tmp_path, mode):
+    compiled = {"compile.blocks": True, "compile.backend": "aot_eager", "activation_checkpointing.mode": mode}
+    begin(model=str(base), out=str(tmp_path / "eager"), **RATE).run()
+    begin(model=str(base), **RATE, **compiled).run()
+    pairs = zip(records(tmp_path / "run").values(), records(tmp_path / "eager").values(), strict=True)
+    assert all(abs(a - b) < 5e-3 for a, b in pairs)
+
+
+REFUSED = [  # settings, the kind of base, and what the error says
+    ({"model": "llama"}, "bf16", "around the weights of a Hugging Face folder; got model llama: give --model FOLDER"),
+    (
+        {"lora": 0, "alpha": 8.0},
+        "bf16",
+        "alpha 8.0 requires adapters; got lora 0: give their rank, as --lora 16, or leave alpha out",
+    ),
+    ({"lora": 0, "targets": ("q_proj",)}, "bf16", "targets ('q_proj',) requires adapters; got lora 0"),
+    ({"targets": ("q",)}, "bf16", "targets has 'q', and the linear layers are down_proj, gate_proj, k_proj"),
+    ({"optimizer.offload": True}, "bf16", "optimizer.offload is for runs that train all weights"),
+    ({"lora": 0}, "packed", "is quantized already: train adapters around its weights with --lora 16"),
+    ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
+    ({}, "experts", "the experts model.layers.0.mlp.experts (2 such modules) are stacked matrices, which take no"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "said"), REFUSED)
+def test_what_makes_no_sense_is_refused(begin, bases, tmp_path, changes, kind, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        begin(**{"model": str(bases / kind), "lora": 4} | changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_stay_as_they_are_where_the_targets_say_so(begin, bases, tmp_path):
+    trainer = begin(model=str(bases / "experts"), targets=("q_proj", "o_proj"), **RATE)
+    assert sum(p.requires_grad for p in trainer.model.parameters()) == 2 * 2 * 2
+    trainer.run()
