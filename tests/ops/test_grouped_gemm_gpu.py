@@ -243,7 +243,7 @@ def test_the_operations_run_e5m2_by_it(formats):
     with no_waits():
         grouped_mm(gpu_a, gpu_b, gpu_offsets)
     h, scale, x_t, offsets = gradient_operands(sizes, formats)
-    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), formats=formats, out_dtype=torch.float32)
+    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), out_dtype=torch.float32)
     check_gradients(dw, h, scale, x_t, sizes, False)
 
 

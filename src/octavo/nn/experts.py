@@ -464,11 +464,9 @@ def weight_gradient(
     largest, shift = ops.group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
     scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
     h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
-    gemm, formats = call.recipe.dw, (g.format.name, call.recipe.x.format)
-    return ops.grouped_mm_dw(
-        h, scale, x_t, groups.aligned_offsets, formats=formats, out_dtype=dtype,
-        fast_accumulation=gemm.fast_accumulation, emulate=call.recipe.emulate,
-    )  # fmt: skip
+    fast, emulate = call.recipe.dw.fast_accumulation, call.recipe.emulate
+    ends = groups.aligned_offsets
+    return ops.grouped_mm_dw(h, scale, x_t, ends, out_dtype=dtype, fast_accumulation=fast, emulate=emulate)
 
 
 # ---- The same for recipes with scales along the reduction: each GEMM quantizes its own two operands.
@@ -556,8 +554,7 @@ def _dw(dy: Tensor, x_t: Tensor, s_x: Tensor | None, offsets: Tensor, call: Call
     ends, place = ops.aligned_groups(offsets, len(dy))
     a = by_columns(dy, gemm.a, place, recipe)
     return ops.grouped_mm_dw(  # [N,M_e] @ [K,M_e]^T
-        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, formats=(gemm.a.format, gemm.b.format),
-        out_dtype=dtype, emulate=recipe.emulate,
+        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, out_dtype=dtype, emulate=recipe.emulate,
     )  # fmt: skip
 
 

@@ -387,7 +387,8 @@ def runs_experts(recipe: Recipe) -> bool:
 
 
 def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
-    formats, e8m0 = (gemm.a.format, gemm.b.format), gemm.a.scale == gemm.b.scale == "e8m0"
+    formats = _format_in_memory(gemm.a), _format_in_memory(gemm.b)
+    e8m0 = gemm.a.scale_dtype == gemm.b.scale_dtype == torch.float8_e8m0fnu
     return find_grouped_backend(place, formats, gemm.a.granularity, gemm.b.granularity, e8m0=e8m0)
 
 

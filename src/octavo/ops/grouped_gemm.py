@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import widen
+from octavo.numerics.formats import format_of, widen
 from octavo.numerics.qtensor import ROW, SCALE_DTYPES, Granularity, QTensor
 from octavo.ops import library_gemms as cutlass
 from octavo.ops.dispatch import MAX_MEAN_ROWS, STRIP, find_grouped_backend, takes_blocks, takes_cutlass
@@ -43,9 +43,7 @@ def grouped_mm(
             and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
     """
-    backend = _backend(
-        a.data.device, (a.format.name, b.format.name), (a.granularity, b.granularity), a.scale, b.scale, emulate
-    )
+    backend = _backend(a.data, b.data, (a.granularity, b.granularity), a.scale, b.scale, emulate)
     return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
 
 
@@ -57,7 +55,6 @@ def grouped_mm_dw(
     *,
     scale_b: Tensor | None = None,
     granularity: Granularity = ROW,
-    formats: tuple[str, str] = ("e4m3", "e4m3"),
     out_dtype: torch.dtype = torch.bfloat16,
     fast_accumulation: bool = False,
     emulate: bool = False,
@@ -71,9 +68,8 @@ def grouped_mm_dw(
             `granularity`, groups of 32, 64 or 128 columns, [N, groups] of a.
         offsets: int32 [E], where each group of columns ends.
         scale_b: [K, groups] of b, with such a granularity.
-        formats: of a and b.
     """
-    backend = _backend(a.device, formats, (granularity, granularity), scale_a, scale_b, emulate)
+    backend = _backend(a, b, (granularity, granularity), scale_a, scale_b, emulate)
     return _grouped_mm_dw(a, scale_a, b, scale_b, granularity.name, offsets, out_dtype, backend, fast_accumulation)
 
 
@@ -110,15 +106,16 @@ def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
 
 
 def _backend(
-    device: torch.device,
-    formats: tuple[str, str],
+    a: Tensor,
+    b: Tensor,
     granularities: tuple[Granularity, Granularity],
     scale_a: Tensor,
     scale_b: Tensor | None,
     emulate: bool,
 ) -> str:
     e8m0 = scale_b is not None and scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
-    backend = find_grouped_backend(device, formats, *granularities, e8m0=e8m0)
+    formats = format_of(a.dtype).name, format_of(b.dtype).name
+    backend = find_grouped_backend(a.device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
             f"no grouped FP8 GEMM here: {backend.reason}. Leave the experts in BF16, or pass emulate=True to "
