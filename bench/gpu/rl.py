@@ -1,15 +1,11 @@
 """Pushing a model in training into a live one (`octavo.rl.push`): seconds, memory, and what is generated after it.
 
-The shapes are those of Qwen3, with random weights in BF16, converted by `rowwise`; the live model has the scheme
-channel. A push is timed by the wall clock, with its checksum, which waits for the device. `beyond` is the memory that a
-push takes beside both models, in bytes, and in weights of the largest layer in BF16.
+Shapes of Qwen3, random weights in BF16, recipe rowwise, scheme channel. Seconds are the wall clock's and include the
+checksum, which waits for the device. `beyond` is the memory that a push takes beside both models. First a small live
+model, whose decoding steps are captured, must give the tokens of a folder that is packed and loaded afresh, and so
+after 1,000 pushes, which may not add a byte.
 
-First a small model is checked: a live model that has captured its decoding steps gives after a push the tokens and the
-checksum of a folder that is packed and loaded afresh; and so it does after 1,000 pushes, which take no more memory.
-
-    python -m bench.gpu.rl [--shapes 0.6b,8b] [--layers 0] [--pushes 10]
-
-`--layers` cuts each shape to so many blocks, for a GPU that does not hold both models.
+    python -m bench.gpu.rl [--shapes 0.6b,8b] [--layers 0] [--pushes 10]      layers: of each shape; 0 takes its own
 """
 
 import statistics
@@ -82,11 +78,15 @@ def tokens(model: Any) -> Tensor:
 
 
 def allocated() -> int:
-    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    """Bytes; the peak begins here."""
+    if DEVICE != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def check(count: int) -> dict[str, Any]:
-    """Bytes that `count` pushes of the small model add. An error if what is generated is not that of a new folder."""
+    """Bytes that `count` pushes add; an error if what is generated then is not what a new folder gives."""
     config = Qwen3Config(**SMALL)
     with tempfile.TemporaryDirectory() as root, quiet_transformers():
         first, model = trained(config, 1), trained(config, 2)
@@ -113,8 +113,6 @@ def timed(config: Qwen3Config, count: int) -> dict[str, Any]:
     """Seconds of pushes and of their checksums, and memory beside both models."""
     model, served = trained(config), live(config)
     pushed = push(model, served)  # compiles the kernels
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     held, seconds, sums = allocated(), [], []
     for i in range(count):
         seconds.append(push(model, served).seconds)
@@ -125,8 +123,8 @@ def timed(config: Qwen3Config, count: int) -> dict[str, Any]:
     beyond = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
     largest = max(p.nbytes for name, p in model.named_parameters() if ".layers." in name)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
-    return {"layers": config.num_hidden_layers, "bytes": pushed.bytes, **figures, "beyond": beyond,
-            "beyond_in_layers": beyond / largest}  # fmt: skip
+    sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
+    return sizes | figures | {"beyond": beyond, "beyond_in_layers": beyond / largest}
 
 
 if __name__ == "__main__":

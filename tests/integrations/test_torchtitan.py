@@ -10,10 +10,19 @@ import torch
 from fsdp_examples import counted
 from operation_counts import operations
 from ranks import run_ranks
-from torchtitan_examples import CompileConfig, LoRAConverter, ParallelismConfig, make_trainer, model_registry, train
+from torchtitan_examples import (
+    CompileConfig,
+    LoRAConverter,
+    ParallelismConfig,
+    make_trainer,
+    model_registry,
+    qwen3,
+    train,
+)
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
+from octavo.nn.only_if_faster import Speedups
 
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor .* may not have complete support:UserWarning")
 LINEARS, STEPS = 6 * 5, 3
@@ -94,7 +103,7 @@ def serve_store(rank: int) -> torch.distributed.TCPStore | None:
 
 
 def two_ranks(rank: int) -> list[tuple[list[float], int]]:
-    """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8. Then a refusal."""
+    """The losses, and the bytes that the all-gathers of the last step send, in BF16 and in FP8."""
     warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
     results, stores = [], []
     for converters in ([], [fp8()]):
@@ -105,20 +114,73 @@ def two_ranks(rank: int) -> list[tuple[list[float], int]]:
         with counted() as sent:
             losses += train(trainer, 1)
         results.append((losses, sum(sent["gather"])))
-    stores.append(serve_store(rank))
-    torch.distributed.destroy_process_group()
-    divided = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
-    with pytest.raises(NotImplementedError, match="tensor_parallel_degree=1 and .*, got 2 and 'partial_dtensor'"):
-        make_trainer(rank, 2, converters=[fp8()], parallelism=divided)
     return results
 
 
-def test_sharded_weights_are_gathered_in_eight_bits_and_tensor_parallelism_is_refused() -> None:
+def test_sharded_weights_are_gathered_in_eight_bits() -> None:
     (bf16, wide), (losses, sent) = run_ranks(2, two_ranks)[0]
     assert losses == pytest.approx(bf16, abs=0.05)
     assert losses[-1] < losses[0] - 0.5
     converted = 6 * 256 * (768 + 256 + 3 * 768) * 2  # bytes of the weights in BF16: a rank sends half, twice a step
     assert sent - (wide - converted) < 0.51 * converted  # the rows are short: a scale is 0.8 % of a row
+
+
+def divided(rank: int) -> None:
+    """Two ranks that share layers get the losses and gradients of BF16, and send each gradient where it belongs."""
+    warnings.filterwarnings("ignore", "DTensor .* may not have complete support")
+    by_tp = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
+    stores, found = [], []
+    for converters in ([], [fp8()], [fp8(recipe="tensorwise")]):
+        stores.append(serve_store(rank))
+        torch.distributed.destroy_process_group()
+        trainer = make_trainer(rank, 2, converters=converters, parallelism=by_tp)
+        losses: list[float] = []
+        counts = operations(lambda losses=losses, trainer=trainer: losses.extend(train(trainer, 1)))
+        assert counts["octavo::scaled_mm"] == (LINEARS * 4 if converters else 0)
+        gradients = {n: p.grad.full_tensor() for n, p in trainer.model_parts[0].named_parameters()}
+        found.append((losses + train(trainer, STEPS - 1), gradients))
+    (expected, exact), *others = found
+    for losses, gradients in others:
+        assert losses == pytest.approx(expected, abs=0.05)
+        errors = {n: float((g - exact[n]).norm() / exact[n].norm()) for n, g in gradients.items()}
+        assert max(errors.values()) < 0.2, errors
+    stores.append(serve_store(rank))
+    torch.distributed.destroy_process_group()
+    wrong = ParallelismConfig(spmd_backend="spmd_types", tensor_parallel_degree=2)
+    with pytest.raises(NotImplementedError, match="spmd_backend='partial_dtensor', or FSDP2 alone, got 'spmd_types'"):
+        make_trainer(rank, 2, converters=[fp8()], parallelism=wrong)
+
+
+def test_two_ranks_share_layers() -> None:
+    run_ranks(2, divided)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")  # torchtitan's router asks for float32
+@pytest.mark.usefixtures("_leave_the_group")
+def test_experts_run_in_fp8() -> None:
+    mixture = qwen3.model_registry("debugmodel_moe", converters=[fp8()])
+    trainer = make_trainer(converters=[], model_spec=mixture)
+    losses: list[float] = []
+    counts = operations(lambda: losses.extend(train(trainer, STEPS)))
+    assert counts["octavo::grouped_mm"] > 0
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_layers_that_gain_nothing_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[Any] = set()
+
+    def speedups(recipe: Any, backends: Any, device: Any, shapes: set[Any]) -> Speedups:
+        asked.update(shapes)
+        return Speedups({shape: 1.5 if shape[2] > 256 else 1.0 for shape in shapes}, "given by the test")
+
+    monkeypatch.setattr("octavo.integrations.torchtitan.find_speedups", speedups)
+    spec = model_registry("debugmodel", converters=[fp8(only_if_faster=True, tokens=2**20)])
+    names = {name.split(".", 3)[3] for name, *_ in spec.traverse(FP8Linear.Config)}
+    assert names == {"attention.qkv_linear.wqkv", "feed_forward.w1", "feed_forward.w3"}
+    assert asked == {(2**20, 256, 768), (2**20, 256, 256), (2**20, 768, 256)}
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="cpu emulates FP8, which is never faster"):
+        model_registry("debugmodel", converters=[fp8(only_if_faster=True)])
 
 
 def test_bad_settings_are_refused() -> None:

@@ -1,5 +1,9 @@
 """The reference, which a CPU runs, against float64 on the same bytes; the stored bytes against ml_dtypes."""
 
+import re
+
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from attention_oracle import DTYPES, attention64, every_bf16, given, stored, wide
@@ -151,3 +155,46 @@ def test_tiles_shrink_along_the_list():
     for size, tiles in TILES.items():
         needs = [shared_bytes(tile, size, 16, 128) for tile in tiles]
         assert needs == sorted(needs, reverse=True)
+
+
+# ---- The integer instructions that widen bytes of E4M3 for GPUs before Ada, interpreted
+
+
+def four_numbers(ptx: str, word: int) -> np.ndarray:
+    """What `ptx` makes of a register of four bytes: float16 [4]."""
+    at: dict[str, int] = {"$4": word}
+    halves: list[int] = []
+
+    def value(name: str) -> int:
+        return at[name] if name in at else int(name, 0)
+
+    def both(x: int) -> np.ndarray:
+        return np.array([x], np.uint32).view(np.float16)
+
+    for line in ptx.strip("{} ;").split("; "):
+        operation, _, rest = line.strip().partition(" ")
+        names = re.findall(r"\$?\w+", rest)
+        given = [] if operation in (".reg", "mov.b32") else [value(name) for name in names[1:]]
+        if operation == "mov.b32" and rest.startswith("{"):
+            halves += [value(names[2]) & 0xFFFF, value(names[2]) >> 16]
+        elif operation == "mov.b32":
+            at[names[0]] = value(names[1])
+        elif operation == "prmt.b32":
+            source = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
+            at[names[0]] = int.from_bytes(bytes(source[given[2] >> 4 * i & 7] for i in range(4)), "little")
+        elif operation == "mul.rn.f16x2":
+            at[names[0]] = int((both(given[0]) * both(given[1])).view(np.uint32)[0])
+        elif operation != ".reg":
+            a, b, *c = given
+            made = {"and.b32": a & b, "shr.b32": a >> b, "add.u32": a + b, "lop3.b32": a & b | (c or [0])[0]}
+            at[names[0]] = made[operation] & 0xFFFFFFFF
+    return np.array(halves, np.uint16).view(np.float16)
+
+
+def test_integer_instructions_widen_all_256_codes():
+    pytest.importorskip("triton")
+    from octavo.ops.kernels.attention import _BYTES_WORD
+
+    codes = np.arange(256, dtype=np.uint8)
+    found = np.concatenate([four_numbers(_BYTES_WORD.value, int(word)) for word in codes.view(np.uint32)])
+    np.testing.assert_array_equal(found, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float16))

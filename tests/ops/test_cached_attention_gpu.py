@@ -51,6 +51,25 @@ def check(
         assert ((actual.cpu().double() - expected).abs() <= bound[kind] * size).all()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_widened_by_integers_give_the_same_bits(shape):
+    """As GPUs before Ada read E4M3: all 256 codes, NaN too."""
+    from octavo.ops.kernels import attention as kernel
+
+    *sizes, used = shape
+    q, keys, values, k_scale, v_scale = on_gpu(given("fp8", *sizes, dtype=torch.bfloat16))
+    for nan in (False, True):
+        if nan:
+            codes = torch.arange(values.numel(), device="cuda").to(torch.uint8)
+            values = codes.view(values.shape).view(values.dtype)
+        cache = Cache(keys, values, k_scale, v_scale, length_of(used))
+        results = [kernel.cached_attention(q, cache, None, 0.1, native=False)]
+        if torch.cuda.get_device_capability() >= (8, 9):
+            results.append(kernel.cached_attention(q, cache, None, 0.1, native=True))
+        results.append(cached_attention(q, *cache, scale=0.1))
+        assert all(torch.equal(y.nan_to_num(9e9), results[0].nan_to_num(9e9)) for y in results)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", DTYPES)

@@ -134,9 +134,13 @@ def calls_of_training() -> Iterator[Call]:
     for cap, fp8 in product((0.0, 30.0), (False, True)):
         yield "softmax_loss", "cross_entropy", (rows(128_256), labels, one, None, 1.0, cap, fp8)
     yield "softmax_loss", "multiply", (rows(2048), one)
+
+
+def calls_of_caches(capability: int) -> Iterator[Call]:
+    """What writes keys and values: those before Ada store no E4M3."""
     clipped, angles = torch.zeros(2, dtype=torch.int64), on_cpu(1, 5, 128, dtype=HALF)
     k, turn = on_cpu(2, 2, 5, 128, dtype=HALF), Turn(angles, angles, ones(128), None, 1e-6)
-    for dtype in (HALF, E4M3, INT8):
+    for dtype in (HALF, INT8, E4M3)[: 3 if capability >= 89 else 2]:
         stored, scale = on_cpu(2, 2, 64, 128, dtype=dtype), None if dtype == HALF else ones(2)
         cache = Cache(stored, stored, scale, scale, torch.tensor(5))
         yield "attention", "append_kv", (k, k, cache, clipped)
@@ -206,6 +210,7 @@ def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) ->
 
 CALLS = [
     *((capability, *call) for capability in SMALL for call in calls_of_training()),
+    *((capability, *call) for capability in (80, 86, *SMALL) for call in calls_of_caches(capability)),
     *((capability, *call) for capability in (80, 90) for call in calls_in_int8()),
     *((capability, *call) for capability in (80, 86, *FP8) for call in calls_of_products(capability)),
 ]
@@ -220,16 +225,17 @@ def test_they_fit(capability, file, function, args, monkeypatch):
     assert compiled.fit()
 
 
-@pytest.mark.parametrize("capability", SMALL)
+@pytest.mark.parametrize("capability", [80, 86, *SMALL])
 @pytest.mark.parametrize(("dim", "queries"), [(128, 1), (256, 32)])
-@pytest.mark.parametrize("dtype", [E4M3, HALF], ids=str)
+@pytest.mark.parametrize("dtype", [E4M3, INT8, HALF], ids=str)
 def test_attention_over_a_cache_takes_what_its_tile_says(capability, dim, queries, dtype, monkeypatch):
     from octavo.ops import attention_tiles as tiles
 
     kernel, compiled = compiled_for(capability, "attention", monkeypatch)
     q, keys = on_cpu(1, queries, 1, dim, dtype=HALF), on_cpu(1, 1, 4096, dim, dtype=dtype)
     scale = None if dtype == HALF else ones(1)
-    kernel.cached_attention(q, Cache(keys, keys, scale, scale, torch.tensor([1])), None, 1.0)
+    cache = Cache(keys, keys, scale, scale, torch.tensor([1]))
+    kernel.cached_attention(q, cache, None, 1.0, native=capability >= 89)
     size, padded = keys.element_size(), max(queries, 16)
     tile = tiles.choose_tile(size, padded, dim, compiled.limit)
     assert compiled.shared[0] == tiles.shared_bytes(tile, size, padded, dim)

@@ -17,7 +17,9 @@ from octavo.rl import DriftError, parity, push
 
 def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tuple[Any, Any]:
     """A model in training in BF16, and a live one that has its weights."""
-    model = built("llama", seed=1).bfloat16().eval()
+    model = built("llama", seed=1).eval()
+    for parameter in model.parameters():  # the rotary frequencies stay in float32, as in a model that is opened
+        parameter.data = parameter.data.bfloat16()
     if recipe is not None:
         octavo.convert(model, recipe)
     served = octavo.load(made("llama", scheme="channel"), **settings)

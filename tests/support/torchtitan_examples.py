@@ -17,6 +17,7 @@ from torchtitan.components.lora import LoRAConverter  # noqa: E402, F401
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402, F401
 from torchtitan.distributed import fsdp  # noqa: E402
+from torchtitan.models import qwen3  # noqa: E402, F401
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
@@ -76,13 +77,15 @@ class NoTokenizer(BaseTokenizer):
         return 2048
 
 
-def make_trainer(rank: int = 0, world: int = 1, *, converters: list[Any], **changes: Any) -> Any:
+def make_trainer(
+    rank: int = 0, world: int = 1, *, converters: list[Any], model_spec: Any = None, **changes: Any
+) -> Any:
     """torchtitan's Trainer of its small Llama, in one of `world` processes; `changes` are of its config."""
     place = {"LOCAL_RANK": rank, "RANK": rank, "WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost"} | {name: str(value) for name, value in place.items()}
     os.environ.setdefault("MASTER_PORT", "0")  # any that is free
     config = llama3_debugmodel()
-    config.model_spec = model_registry("debugmodel", converters=converters)
+    config.model_spec = model_spec or model_registry("debugmodel", converters=converters)
     for _, _, parent, name in config.model_spec.traverse(FlexAttention.Config):
         setattr(parent, name, ScaledDotProductAttention.Config())
     config.training = TrainingConfig(local_batch_size=2, seq_len=32, steps=3, disable_cuda_graphs=True)

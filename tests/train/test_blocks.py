@@ -15,7 +15,6 @@ import octavo
 from octavo.models import LlamaConfig, MixtureConfig, build
 from octavo.nn import convert, linear_function
 from octavo.nn.attention_layers import GradientScales
-from octavo.nn.delayed import histories
 from octavo.numerics import History
 from octavo.packing import pack
 from octavo.recipe import PRESETS, delayed
@@ -265,19 +264,18 @@ def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
 @pytest.fixture
 def saturated(monkeypatch):
     """saturated(trainer, steps): the mean share of the elements that saturate in `steps` steps, by operand."""
-    quantize_by = linear_function._quantize_by
+    quantize = linear_function._quantize
 
     def measure(trainer, steps):
-        operand = {id(history): name.rpartition(".")[2] for name, history in histories(trainer.model)}
         shares = defaultdict(list)
 
-        def count(history, t, cast):
-            if history.ready:
+        def count(t, operand, cast, call, history=None):
+            if history is not None and history.ready:
                 limit = float(history.scale) * cast.fmt.max * (1 + 2**-23)
-                shares[operand[id(history)]].append(float((t.detach().abs() > limit).float().mean()))
-            return quantize_by(history, t, cast)
+                shares[operand].append(float((t.detach().abs() > limit).float().mean()))
+            return quantize(t, operand, cast, call, history)
 
-        monkeypatch.setattr(linear_function, "_quantize_by", count)
+        monkeypatch.setattr(linear_function, "_quantize", count)
         with trainer.lock:
             for _ in range(steps):
                 trainer.step()

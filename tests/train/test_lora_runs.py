@@ -16,9 +16,8 @@ import octavo
 from octavo.checkpoint.files import ArtifactError
 from octavo.integrations.peft import support
 from octavo.packing import pack
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import ConfigError
 from octavo.train.finished import open_run
-from octavo.train.processes import check_parallel, find_degrees
 
 IDS = torch.arange(32)[None] + 65
 RATE = {"lora": 4, "learning_rate": 5e-3, "min_learning_rate": 5e-3, "warmup": 0}
@@ -146,9 +145,3 @@ def test_experts_stay_as_they_are_where_the_targets_say_so(begin, bases, tmp_pat
     trainer = begin(model=str(bases / "experts"), targets=("q_proj", "o_proj"), **RATE)
     assert sum(p.requires_grad for p in trainer.model.parameters()) == 2 * 2 * 2
     trainer.run()
-
-
-def test_several_processes_are_refused():
-    config = Config(model="./folder", lora=4)
-    with pytest.raises(ConfigError, match="lora is for one process, and this run has 2"):
-        check_parallel(config, find_degrees(config.parallel, 2), torch.device("cpu"))

@@ -185,6 +185,7 @@ def test_minus_one_is_what_is_left():
         (4, {"tp": 4}, {"heads": 8, "kv_heads": 4, "mlp_width": 70}, "mlp_width 70"),
         (3, {}, {}, "batch must be a multiple of the 3 shares .*dp_shard 3.*got 4"),
         (2, {}, {"precision": "fp16"}, "fp16 is for one process"),
+        (2, {}, {"model": "./folder", "lora": 4}, "lora is for one process, and this run has 2"),
     ],
 )
 def test_degrees_and_sizes_that_do_not_divide(processes, parallel, settings, message):

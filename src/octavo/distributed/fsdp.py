@@ -35,7 +35,7 @@ from octavo.distributed.shards import (
     grouped,
     has_changed,
     hold_quantized,
-    quantize_pairs,
+    hold_rotated,
     reduce_largest,
     upright,
 )
@@ -174,7 +174,7 @@ class ShardCache:
     def __init__(self, model: nn.Module, weights: Sequence[ShardedWeight]) -> None:
         """Keep `weights` fresh and make FSDP2 call their hooks: one at least, in the order in which it gathers them."""
         self.weights = weights
-        self.pairs = [weight for weight in weights if weight.is_pair]
+        self.rotated = [weight for weight in weights if weight.is_pair and not weight.is_alone]
         self.alone = [weight for weight in weights if weight.is_alone]
         self.groups: list[ShardGroup] = []
         self.stale = True
@@ -237,7 +237,7 @@ class ShardCache:
     @torch.no_grad()
     def has_changed(self) -> bool:
         """True if a weight of this rank was written since the last run, as far as the amax of its rows shows it."""
-        held = any(has_changed(weight) for weight in (*self.alone, *self.pairs))
+        held = any(has_changed(weight) for weight in (*self.alone, *self.rotated))
         return held or any(group.has_changed() for group in self.groups)
 
     def prepare(self, unit: Sequence[ShardedWeight]) -> None:
@@ -306,7 +306,7 @@ class ShardCache:
         reduce_largest([(value, group.ranks) for group, value in largest if group.needs_largest])
         for group, value in largest:
             group.finish(value)
-        quantize_pairs(self.pairs)
+        hold_rotated(self.rotated)
 
 
 def _wait_for(stream: Any, streams: Any) -> None:

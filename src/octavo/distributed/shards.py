@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
@@ -92,8 +92,8 @@ class ShardedWeight:
 
     @property
     def is_alone(self) -> bool:
-        """True if the bytes depend on no row of another rank: those of square blocks, and of whole matrices."""
-        return not self.is_pair and (self.cast.granularity not in (ROW, TENSOR) or self.local.ndim == 3)
+        """True if the bytes depend on no row of another rank: those of blocks and groups, and of whole matrices."""
+        return self.local.ndim == 3 or all(each not in (ROW, TENSOR) for each in self.granularities)
 
     @property
     def is_pair(self) -> bool:
@@ -109,11 +109,9 @@ class ShardedWeight:
 
     def _hooks(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # A scale of the whole tensor is known to every rank. On one rank FSDP2 passes on the first input only.
-        world, first = self.unit.world, True
-        travels = []
-        for granularity in self.granularities:
-            travels += [first or world > 1, granularity != TENSOR and world > 1]
-            first = False
+        world = self.unit.world
+        travels = [world > 1 and sent for each in self.granularities for sent in (True, each != TENSOR)]
+        travels[0] = True
 
         def held() -> tuple[list[Tensor], list[Tensor]]:
             """What travels, and what stays."""
@@ -406,65 +404,58 @@ def _groups(weight: ShardedWeight, takes: Callable[[Any], bool]) -> ProcessGroup
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if takes(placement))
 
 
-def quantize_rows(weight: ShardedWeight) -> QTensor:
-    local = weight.local
-    return quantize_matrices(local, weight.cast) if local.ndim == 3 else quantize(local, weight.cast)
-
-
-def hold_quantized(weight: ShardedWeight) -> None:
-    weight.data, weight.scale = _held(weight, 0, quantize_rows(weight), weight.data, weight.scale)
-
-
-def _held(weight: ShardedWeight, i: int, q: QTensor, data: Any = None, scale: Any = None) -> tuple[Tensor, Tensor]:
-    """`q` for y (0) or dx (1), padded to the rows of a rank: in the memory of an earlier step, if given."""
-    if data is None or data.device != q.data.device:
-        data = q.data.new_zeros(weight.unit.shard_rows, *q.shape[1:], dtype=torch.uint8)
-        scale = q.scale.new_empty(weight.granularities[i].scale_shape(tuple(data.shape)))
-    data[: len(q.data)] = q.data.view(torch.uint8)
-    scale[: len(q.scale)] = q.scale
-    return data, scale
-
-
-# ---- Weights of which y and dx read different bytes: in groups along K and along N, or rotated for y alone.
-#
-# The all-gather of a forward pass sends those for y. That of the backward pass sends both, since activation
-# checkpointing computes y again there.
+# Where y and dx read different bytes, in groups along K and along N or rotated for y alone, the all-gather of a forward
+# pass sends those for y. That of the backward pass sends both, since activation checkpointing computes y again there.
 
 
 def quantize_operand(weight: ShardedWeight, i: int, scale: Tensor | None = None) -> QTensor:
     """This rank's rows for y (0) or dx (1), by the `scale` of the whole weight where they have one."""
-    cast = weight.casts[i]
+    cast, granularity = weight.casts[i], weight.granularities[i]
     local = rotate(weight.local) if i == 0 and weight.rotated else weight.local
+    if local.ndim == 3:
+        return quantize_matrices(local, cast)
     if scale is not None:
         return quantize_scaled(local, scale, cast)[0]
-    if weight.granularities[i] == cast.granularity:
+    if granularity == cast.granularity:
         return quantize(local, cast)
     q = quantize_transposed(local, cast)
-    return QTensor(q.data.t(), q.scale.t(), cast.fmt, weight.granularities[i])
+    return QTensor(q.data.t(), q.scale.t(), cast.fmt, granularity)
 
 
-def quantize_pairs(weights: Sequence[ShardedWeight]) -> None:
-    """Make the bytes for y and for dx, with one all-reduce for those that scale by tensor. Every rank must call it."""
-    found = [(weight, i) for weight in weights for i in (0, 1)]
-    scales = {key: quantize_operand(*key).scale for key in found if key[0].granularities[key[1]] == TENSOR}
-    # Positive floats have the order of their bits, with NaN above.
-    bits = [(scale.view(torch.int32).view(-1), weight) for (weight, _), scale in scales.items()]
-    reduce_largest([(t, _groups(weight, lambda placement: not placement.is_replicate())) for t, weight in bits])
+def hold_quantized(weight: ShardedWeight, scales: Mapping[Any, Tensor] | None = None) -> None:
+    """Write the bytes for y, and those for dx, padded to the rows of a rank, in the memory of an earlier step.
+
+    `scales` has those that ranks have agreed on, by the weight and 0 for y or 1 for dx.
+    """
+    held: list[Any] = [weight.data, weight.scale, *weight.for_dx, None, None]
+    for i, granularity in enumerate(weight.granularities):
+        q, data = quantize_operand(weight, i, (scales or {}).get((weight, i))), held[2 * i]
+        if data is None or data.device != q.data.device:
+            data = q.data.new_zeros(weight.unit.shard_rows, *q.shape[1:], dtype=torch.uint8)
+            held[2 * i :] = data, q.scale.new_empty(granularity.scale_shape(tuple(data.shape))), None, None
+        data[: len(q.data)] = q.data.view(torch.uint8)
+        held[2 * i + 1][: len(q.scale)] = q.scale
+    weight.data, weight.scale, *for_dx = held[: 2 * len(weight.casts)]
+    weight.for_dx = tuple(for_dx)
+
+
+def hold_rotated(weights: Sequence[ShardedWeight]) -> None:
+    """Write the bytes of weights that scale by tensor, with one all-reduce for all. Every rank must call this."""
+    found = [(weight, i) for weight in weights for i, each in enumerate(weight.granularities) if each == TENSOR]
+    scales = {(weight, i): quantize_operand(weight, i).scale for weight, i in found}
+    groups = [_groups(weight, lambda placement: not placement.is_replicate()) for weight, _ in found]
+    bits = [scale.view(torch.int32).view(-1) for scale in scales.values()]  # in the order of the floats, NaN above
+    reduce_largest(list(zip(bits, groups, strict=True)))
     for weight in weights:
-        y, dx = (quantize_operand(weight, i, scales.get((weight, i))) for i in (0, 1))
-        weight.data, weight.scale = _held(weight, 0, y, weight.data, weight.scale)
-        weight.for_dx = _held(weight, 1, dx, *weight.for_dx)
+        hold_quantized(weight, scales)
 
 
 def has_changed(weight: ShardedWeight) -> bool:
     """True if the bytes that are held are not those of this rank's rows."""
     if weight.data is None:
         return False
-    if weight.is_pair:
-        now = quantize_operand(weight, 0, weight.scale if weight.cast.granularity == TENSOR else None)
-    else:
-        now = quantize_rows(weight)
-    return not torch.equal(weight.data[: len(now.data)], now.data.view(torch.uint8))
+    now = quantize_operand(weight, 0, weight.scale if weight.cast.granularity == TENSOR else None).data
+    return not torch.equal(weight.data[: len(now)], now.view(torch.uint8))
 
 
 def reduce_largest(values: Sequence[tuple[Tensor, ProcessGroups]]) -> None:

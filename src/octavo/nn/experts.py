@@ -292,24 +292,28 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: `offsets` is not int32 [E].
         """
-        _check_offsets(offsets, self.weight.shape[0])
-        dtype = compute_dtype(x)
-        if x.numel() == 0:
-            return x.to(dtype) @ wide(self.weight)[0].to(dtype).t()
-        if self.recipe is None or not self.recipe.quantized:
-            return plain_grouped_linear(x.to(dtype), wide(self.weight), offsets)
-        observer = expert_observer(self, "weight")
-        if self.recipe.fusable is None:
-            (separate,) = separate_calls(self, x, [self.weight], [observer])
-            return separate_grouped_linear(x, self.weight, offsets, separate)
-        call = fused_call(self, x, self.weight, observer=observer)
-        y: Tensor = _GroupedLinear.apply(x, self.weight, offsets, call, *gathered(self.weight))  # type: ignore[no-untyped-call]
-        return y
+        return grouped_linear(self, x, self.weight, offsets, expert_observer(self, "weight"))
 
     def extra_repr(self) -> str:
         e, n, k = self.weight.shape
         recipe = "" if self.recipe is None else f", recipe={self.recipe.name}"
         return f"groups={e}, in_features={k}, out_features={n}{recipe}"
+
+
+def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: Observer | None = None) -> Tensor:
+    """y [M, N] of x [M, K] and w [E, N, K], as `GroupedLinear.forward`, by the recipe of `layer`."""
+    _check_offsets(offsets, w.shape[0])
+    dtype = compute_dtype(x)
+    if x.numel() == 0:
+        return x.to(dtype) @ wide(w)[0].to(dtype).t()
+    if layer.recipe is None or not layer.recipe.quantized:
+        return plain_grouped_linear(x.to(dtype), wide(w), offsets)
+    if layer.recipe.fusable is None:
+        (separate,) = separate_calls(layer, x, [w], [observer])
+        return separate_grouped_linear(x, w, offsets, separate)
+    call = fused_call(layer, x, w, observer=observer)
+    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
+    return y
 
 
 @eager_check

@@ -235,7 +235,7 @@ def _attends(q: Tensor, cache: Cache, *rest: Any) -> bool:
     dim = q.shape[3]
     small = rows <= MAX_ROWS and dim <= MAX_DIM and dim % 8 == 0 and keys.shape[2] < 2**31
     halves = keys.dtype in LARGEST or (keys.dtype == q.dtype and q.dtype != torch.float32)
-    return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device)
+    return small and halves and q.dtype != torch.float32 and q.numel() > 0 and has_kernels(q.device, (8, 0))
 
 
 _cached_attention = operation(check=_check, like=lambda q, *rest: q.new_empty(q.shape), runs=_attends, strided=True)(
@@ -262,10 +262,16 @@ def _check_append(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     check_tensor("clipped", clipped, (2,), torch.int64)
 
 
+def stores(cache: Cache) -> bool:
+    """True if the kernels that write this cache run: on GPUs from Ada on, which convert to E4M3, or from Ampere on."""
+    keys = cache.keys
+    return has_kernels(keys.device, (8, 9) if keys.dtype == torch.float8_e4m3fn else (8, 0))
+
+
 _append_kv = operation(
     check=_check_append,
     like=lambda *args: None,
-    runs=lambda k, *rest: k.numel() > 0 and has_kernels(k.device),
+    runs=lambda k, v, cache, *rest: k.numel() > 0 and stores(cache),
     mutates=("keys", "values", "clipped"),
     strided=True,
 )(append_kv_reference)

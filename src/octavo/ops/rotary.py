@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache
-from octavo.ops.launching import Cache, Turn, has_kernels
+from octavo.ops.attention import MAX_DIM, append_kv_reference, check_cache, stores
+from octavo.ops.launching import Cache, Turn
 from octavo.ops.registration import FLOATS, check_tensor, operation
 
 
@@ -113,7 +113,7 @@ def _like(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any)
 
 
 def _rotates(q: Tensor, k: Tensor, v: Tensor, turn: Turn, cache: Cache, *rest: Any) -> bool:
-    return q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and has_kernels(q.device)
+    return q.numel() > 0 and cache.keys.shape[3] <= MAX_DIM and stores(cache)
 
 
 _rotate_append = operation(

@@ -151,10 +151,7 @@ class Setup:
 
     @property
     def gathered_bytes(self) -> tuple[float, float]:
-        """Bytes of an element that FSDP2 gathers: of the blocks' matrices, and of all other weights.
-
-        Where y and dx read different bytes, these are those of the backward pass.
-        """
+        """Bytes of an element that FSDP2 gathers for the backward pass: of the blocks' matrices, and of all others."""
         wide, narrow = float(self.residual), 2.0 if self.recipe.reads_w_twice else 1.0
         return (narrow if self.recipe.quantized and self.config.parallel.fp8_all_gather else wide), wide
 

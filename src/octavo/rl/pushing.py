@@ -243,7 +243,7 @@ class _Gathering(ShardReader):
 def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the folder that `octavo pack` would write of a model in training, in the same order.
 
-    They have the layout of compressed-tensors: vLLM's `load_weights` and SGLang's `update_weights_from_tensor` take
+    They have the layout of compressed-tensors. vLLM's `reload_weights` and SGLang's `update_weights_from_tensor` take
     them, in an engine that opened a packed folder of this model. The tensors of one layer follow each other. Adapters
     are merged, and of a model that FSDP2 shards every rank takes all of them.
 
@@ -255,7 +255,7 @@ def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Te
         ValueError: several recipes, or what `octavo.packing.pack` raises.
 
     Example:
-        >>> llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(served_weights(model))
+        >>> llm.collective_rpc("reload_weights", kwargs={"weights_iterator": octavo.rl.served_weights(model)})
     """
     model = transformers_model(trained, "served_weights")
     sources, where = places(reshard(trained)), Path(model.config.name_or_path)
@@ -357,7 +357,7 @@ def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
         yield stacked, layers
 
 
-_WORDS = 2**23  # of 8 bytes, that are added up at a time
+_WORDS = 2**21  # of 8 bytes, that are added up at a time
 
 
 @torch.no_grad()
@@ -371,18 +371,19 @@ def checksum(served: nn.Module) -> str:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
     list(stacks(served))
-    digest, sums = hashlib.blake2b(digest_size=8), list[Tensor]()
     named = {id(place.tensor): (name, place.tensor) for name, place in reversed(places(served).items())}
-    waiting: list[Tensor] = []
+    digest, sums, waiting = hashlib.blake2b(digest_size=8), list[Tensor](), list[Tensor]()
+    factors = torch.arange(_WORDS, device=next(served.parameters()).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
+    factors = (factors ^ (factors >> 31)).bitwise_or_(1)
     for name, tensor in reversed(named.values()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
         for part in torch.split(_words(tensor), _WORDS):
             if len(part) + sum(map(len, waiting)) > _WORDS:
-                sums.append(_sum(waiting))
+                sums.append(_sum(waiting, factors))
                 waiting = []
             waiting.append(part)
-    sums.append(_sum(waiting))
-    digest.update(str([int(each) for each in sums]).encode())
+    sums.append(_sum(waiting, factors))
+    digest.update(str(torch.stack(sums).tolist()).encode())  # one wait for the device
     return digest.hexdigest()
 
 
@@ -392,8 +393,6 @@ def _words(tensor: Tensor) -> Tensor:
     return (F.pad(data, (0, 8 - len(data) % 8)) if len(data) % 8 or data.data_ptr() % 8 else data).view(torch.int64)
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    """The sum of words, each times an odd number of its place."""
-    words = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-    factors = torch.arange(len(words), device=words.device).mul_(-7046029254386353131)  # of the golden ratio, as usual
-    return (words * (factors ^ (factors >> 31)).bitwise_or_(1)).sum()
+def _sum(parts: list[Tensor], factors: Tensor) -> Tensor:
+    words = torch.cat(parts)
+    return (words * factors[: len(words)]).sum()

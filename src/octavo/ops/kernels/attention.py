@@ -10,7 +10,8 @@ reads the number of tokens and divides it into parts of equal length, so that on
 
 Bytes are widened in registers to float16, which holds every number of E4M3 and INT8. A power of two for each row brings
 the queries into the range of float16. BF16 is multiplied as BF16. Sums are float32. Values are loaded as words of four
-bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core.
+bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core. GPUs before Ada
+(8.9), which do not convert E4M3, read bytes, and widen these by the integer instructions of `weight_only`.
 """
 
 import math
@@ -23,16 +24,21 @@ from torch import Tensor
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
 from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
-from octavo.ops.launching import Cache, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
+from octavo.ops.kernels.weight_only import WIDEN_FP16
+from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
 PROGRAMS_PER_SM = 2  # on a Hopper, the shared memory of two programs fits
 LOG2_E = math.log2(math.e)
 
 
-def cached_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
-    """Same as `cached_attention_reference`, for a contiguous cache."""
+def cached_attention(
+    q: Tensor, cache: Cache, first: Tensor | None, scale: float, *, native: bool | None = None
+) -> Tensor:
+    """Same as `cached_attention_reference`, for a contiguous cache; `native` GPUs convert E4M3."""
     keys, values, k_scale, v_scale, length = cache
+    if keys.dtype == torch.float8_e4m3fn and not (has_kernels(q.device) if native is None else native):
+        keys, values = keys.view(torch.uint8), values.view(torch.uint8)
     q = q.contiguous()
     batch, heads, num_new, dim = q.shape
     kv_heads, capacity = keys.shape[1:3]
@@ -112,22 +118,28 @@ _E4M3_WORD = tl.constexpr(
     "{ .reg .b16 l, h; .reg .b32 x, y; mov.b32 {l, h}, $4; "
     "cvt.rn.f16x2.e4m3x2 x, l; cvt.rn.f16x2.e4m3x2 y, h; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
 )
+_BYTES_WORD = tl.constexpr(  # the registers of `WIDEN_FP16` as four numbers
+    WIDEN_FP16.value.replace("$0", "x").replace("$1", "y").replace("$2", "$4").replace("two;", "two, x, y;", 1)[:-1]
+    + "mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }"
+)
 
 
 @triton.jit
 def _widen(x):
-    """Eight-bit numbers as float16, exactly; other dtypes unchanged."""
+    """Eight-bit numbers, or the bytes of E4M3, as float16, exactly; other dtypes unchanged."""
     if x.dtype == tl.int8:
         x = tl.inline_asm_elementwise(_INT8, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
+    elif x.dtype == tl.uint8:
+        x = tl.inline_asm_elementwise(WIDEN_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
     elif x.dtype == tl.float8e4nv:
         x = x.to(tl.float16)
     return x
 
 
 @triton.jit
-def _widen_words(x, E4M3: tl.constexpr):
+def _widen_words(x, DTYPE: tl.constexpr):
     """int32 [R, C] with four stored bytes each, as float16 [R, 4 C]."""
-    asm: tl.constexpr = _E4M3_WORD if E4M3 else _INT8_WORD
+    asm: tl.constexpr = _E4M3_WORD if tl.float8e4nv == DTYPE else _BYTES_WORD if tl.uint8 == DTYPE else _INT8_WORD
     a, b, c, d = tl.inline_asm_elementwise(
         asm, "=h,=h,=h,=h,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1
     )
@@ -222,7 +234,7 @@ def _attend_block(
             v = tl.load(words_ptr + offs, (token < end)[:, None] & (offs_word < HEAD_DIM // 4)[None, :], other=0)
         else:
             v = tl.load(words_ptr + offs)
-        v = _widen_words(v, keys_ptr.dtype.element_ty == tl.float8e4nv)
+        v = _widen_words(v, keys_ptr.dtype.element_ty)
     else:
         values_ptr += tl.cast(start, tl.int64) * HEAD_DIM
         if LAST or HEAD_DIM != BLOCK_D:

@@ -10,7 +10,7 @@ tensor core computes w_q @ x^T. Its first operand comes from registers, where w_
 the multiprocessors, K is split, and a second launch adds the partial sums in a fixed order.
 
 GPUs before Ada (8.9) have no instruction that converts E4M3. There the kernels read bytes and widen four at a time by
-integer instructions (`_WIDEN_BF16`, `_WIDEN_FP16`).
+integer instructions (`_WIDEN_BF16`, `WIDEN_FP16`).
 """
 
 from functools import cache
@@ -151,7 +151,7 @@ _WIDEN_BF16 = tl.constexpr(
     "and.b32 t, t, 0x08000800; mad.lo.u32 m, t, 15, m; lop3.b32 m, b, 0x80008000, m, 0xEA; "
     "fma.rn.bf16x2 $1, m, two, zero; }"
 )
-_WIDEN_FP16 = tl.constexpr(
+WIDEN_FP16 = tl.constexpr(
     "{ .reg .b32 b, m, t, two; mov.b32 two, 0x5C005C00; "
     "prmt.b32 b, 0, $2, 0x5040; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 1; add.u32 t, m, 0x00800080; "
     "and.b32 t, t, 0x40004000; add.u32 m, m, t; lop3.b32 m, b, 0x80008000, m, 0xEA; mul.rn.f16x2 $0, m, two; "
@@ -165,7 +165,7 @@ def _widen(w, DTYPE: tl.constexpr):
     """Numbers of E4M3, or their bytes, in `DTYPE`, exactly."""
     if w.dtype == tl.uint8:
         if tl.float16 == DTYPE:
-            wide = tl.inline_asm_elementwise(_WIDEN_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
+            wide = tl.inline_asm_elementwise(WIDEN_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
         else:
             wide = tl.inline_asm_elementwise(_WIDEN_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
         wide = wide.to(DTYPE)
