@@ -10,9 +10,9 @@ from bench.gpu.plan import AIMS, MODELS, planned_again
 from bench.report.filler import Fields, Result, Row, machine
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
-from octavo.plan.cases import Case, TrainingPlan, find_architecture, model_presets
+from octavo.plan.cases import Case, TrainingPlan, find_architecture
 from octavo.plan.serving import Server, find_scheme, plan_serving
-from octavo.plan.setup import KNOWN_STATES, Setup, make_setup, own_states
+from octavo.plan.setup import Setup, make_setup
 from octavo.plan.step_time import STACKED_GATE, Pass
 from octavo.rates.measured import find_gpu, grouped_seconds, known_gpus
 from octavo.recipe import get_recipe
@@ -42,12 +42,6 @@ SERVED = [  # results, key, GPU, mode, scheme, batch, context, and the dtypes of
     ("gpu_weight_only", "decode", "h200", "W8A8, compile", "channel", 1, 1024, "bf16", "bf16"),
     ("gpu_weight_only", "decode", "h200", "weight-only, compile", "weight", 1, 1024, "bf16", "bf16"),
 ]
-
-
-def states() -> Rows:
-    """The bytes of a parameter, by what is trained how."""
-    for name, each in {**KNOWN_STATES, **own_states()}.items():
-        yield {"name": name, **vars(each), "on_gpu": each.on_gpu, "total": each.total}
 
 
 def compared(planned: float, measured: float) -> Fields:
@@ -208,10 +202,3 @@ def plan_results(results: dict[str, Result]) -> Iterator[tuple[str, Result]]:
 
 def gpus() -> Rows:
     yield from ({"key": key, **vars(gpu)} for key, gpu in known_gpus().items())
-
-
-def presets() -> Rows:
-    for name, fields in model_presets().items():
-        model = find_architecture(name, Config())
-        sizes = {"parameters": model.parameters, "depth": model.depth, "width": model.width}
-        yield {"name": name, **sizes, "source": fields["source"]}
