@@ -296,6 +296,8 @@ def test_what_served_weights_refuse() -> None:
     octavo.convert(nn.Sequential(model.model.layers[0].self_attn.o_proj), "blockwise")
     with pytest.raises(ValueError, match="a model of one recipe, got blockwise, rowwise"):
         next(served_weights(model))
+    with pytest.raises(ValueError, match=r"q_proj.weight has adapters that are no plain LoRA: merge them"):
+        next(served_weights(of_dora()))
 
 
 # --- What is refused
