@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.ops.grouped_gemm import COLUMNS
+from octavo.ops.dispatch import COLUMNS
 
 # ---- The arithmetic of an operation: its kind, its FLOPs, the dtype that it computes in, and the dtype of its sums.
 

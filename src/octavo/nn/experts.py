@@ -22,8 +22,7 @@ from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observ
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa, scattered_signs
-from octavo.ops.dispatch import runs_experts
-from octavo.ops.grouped_gemm import COLUMNS
+from octavo.ops.dispatch import COLUMNS, runs_experts
 from octavo.ops.quantization import joined, matrices, placed
 from octavo.ops.registration import check_tensor, eager_check
 from octavo.recipe import Gemm, Recipe

@@ -221,6 +221,7 @@ def returned_dtype(library: str, granularity: Granularity, dtype: torch.dtype) -
 
 HAS_MSLK = "USE_MSLK" in torch.__config__.show()  # the library of grouped MX GEMMs that PyTorch may be built with
 
+COLUMNS = 128  # a group has a positive multiple of these in `grouped_mm_dw`: a step of the kernel, which needs no mask
 # Above so many rows of a group, on average, PyTorch's BF16 product of widened operands is faster than our kernels for
 # groups of 32 or 64 and for weights alone, by the rates of these in linear layers.
 MAX_MEAN_ROWS = 1024
@@ -395,7 +396,7 @@ def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
 def product_backend(a: Cast, b: Cast, place: Place) -> Backend:
     """The backend of a product of operands that are cast by `a` and `b`."""
     formats = _format_in_memory(a), _format_in_memory(b)
-    e8m0 = (a.scale_dtype == torch.float8_e8m0fnu, b.scale_dtype == torch.float8_e8m0fnu)
+    e8m0 = a.scale.startswith("e8m0"), b.scale.startswith("e8m0")
     if isinstance(place, GpuArchitecture):
         return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
     return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)

@@ -19,7 +19,6 @@ from octavo.ops.launching import Operands
 from octavo.ops.registration import check_tensor, operation
 
 ALIGNMENT = 16  # the GPU's kernel takes N and K in multiples of this
-COLUMNS = 128  # a group has a positive multiple of these in `grouped_mm_dw`: a step of the kernel, which needs no mask
 
 
 def grouped_mm(
