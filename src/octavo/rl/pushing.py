@@ -43,7 +43,7 @@ from octavo.recipe import Recipe, similar_preset
 # What DDP, PEFT, torch.compile, checkpointing and FSDP add to names.
 _WRAPPED = re.compile(
     r"^((module|_orig_mod|base_model\.model)\.)+|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
-    r"|modules_to_save\.[^.]+\."
+    r"|modules_to_save\.[^.]+\.|original_module\."
 )
 
 
@@ -57,18 +57,28 @@ class Place(NamedTuple):
 
 def places(model: nn.Module) -> dict[str, Place]:
     """Parameters and persistent buffers by their plain names; a tensor with several names has all of them."""
-    found, wrappers = dict[str, Place](), dict[str, Any]()
+    found, wrappers, unused = dict[str, Place](), dict[str, Any](), tuple[str, ...]()
     for prefix, module in model.named_modules(remove_duplicate=False):
         if hasattr(module, "base_layer"):
             wrappers[f"{prefix}.base_layer"] = module
+        if hasattr(module, "original_module"):
+            unused += tuple(f"{prefix}.{name}." for name in _unused(module))
         lasting = {leaf: t for leaf, t in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
         for leaf, tensor in {**module._parameters, **lasting}.items():
             name = f"{prefix}.{leaf}".lstrip(".")
-            if tensor is not None and ".original_module." not in name:
+            if tensor is not None and not name.startswith(unused):
                 found[_WRAPPED.sub("", name)] = Place(
                     module, tensor, wrappers.get(prefix) if leaf == "weight" else None
                 )
     return found
+
+
+def _unused(wrapper: Any) -> list[str]:
+    """What a wrapper of PEFT does not call, of the original module and the trained copy of each adapter."""
+    copies = getattr(wrapper, "modules_to_save", {})
+    active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in copies]
+    used = f"modules_to_save.{active[0]}" if active else "original_module"
+    return [name for name in ("original_module", *(f"modules_to_save.{each}" for each in copies)) if name != used]
 
 
 def reshard(model: nn.Module) -> nn.Module:
