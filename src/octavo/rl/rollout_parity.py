@@ -96,8 +96,13 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
         check_module(each, "parity")
     ids, mask = (batch["input_ids"], batch.get("attention_mask")) if hasattr(batch, "keys") else (batch, None)
     runs = _Runs(trained, served, read_prompts(ids, mask, ids.device), mask)
-    if any(hasattr(p, "full_tensor") for p in trained.parameters()) or runs.start >= ids.shape[1]:
-        raise ValueError("parity takes a model that is not sharded, and two tokens of each row at least")
+    if any(hasattr(p, "full_tensor") for p in trained.parameters()):
+        raise ValueError("parity takes a model that is not sharded: gather it on one device")
+    if runs.start >= ids.shape[1]:
+        raise ValueError(
+            f"parity takes two tokens of each row at least, got {ids.shape[1]}, {runs.start - 1} of them padding: give "
+            "longer texts"
+        )
     p, q = runs.trained_pass()[0], runs.decoded()
     log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
