@@ -96,6 +96,10 @@ def median(call: Callable[[], float]) -> float:
     return statistics.median([call() for _ in range(5)][2:])
 
 
-if __name__ == "__main__":
+def main() -> None:
     parser_of(__doc__).parse_args()
     print(record.write("gpu_rl_same_bits", measure()))
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from octavo.ops.dispatch import (
     takes_cutlass,
 )
 from octavo.ops.launching import AMD, ARCHITECTURES, NVIDIA, architecture_of, find_architecture
-from octavo.recipe import groupwise, mxfp8
+from octavo.recipe import PRESETS, groupwise, mxfp8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 E4M3, GRADIENT = ("e4m3", "e4m3"), ("e5m2", "e4m3")
@@ -367,3 +367,13 @@ def test_tables_are_in_order_and_only_hopper_is_measured():
     for table in (NVIDIA, AMD):
         assert [each.lowest for each in table] == sorted({each.lowest for each in table})
     assert [key for key, each in ARCHITECTURES.items() if each.measured] == ["hopper"]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_experts_have_a_grouped_gemm_where_linear_layers_have_one(name):
+    recipe = PRESETS[name]()
+    for gpu in NVIDIA if backend.runs_experts(recipe) else ():
+        linear, grouped = backend.gemm_backends(recipe, gpu), backend.grouped_backends(recipe, gpu)
+        assert {gemm for gemm in linear if linear[gemm].name == "none"} == {
+            gemm for gemm in grouped if grouped[gemm].name == "none"
+        }

@@ -79,8 +79,8 @@ def test_the_floor_of_a_matrix_does_not_depend_on_the_others(cast):
 @pytest.mark.parametrize("sizes", [[128, 0, 256], [0, 384, 128]], ids=str)
 def test_the_gradient_of_operands_with_scales_along_the_rows_of_groups(sizes, pair):
     a, b, offsets = quantized_columns(sizes, pair)
-    options = {"formats": (a.format.name, b.format.name), "out_dtype": torch.float32}
-    dw = grouped_mm_dw(a.data, a.scale, b.data, offsets, scale_b=b.scale, granularity=b.granularity, **options)
+    options = {"scale_b": b.scale, "granularity": b.granularity, "out_dtype": torch.float32}
+    dw = grouped_mm_dw(a.data, a.scale, b.data, offsets, **options)
     found, expected = (each.reshape(-1, 80) for each in (dw, exact_columns(a, b, sizes)))
     assert worst_row(found, expected) < 1e-6
 

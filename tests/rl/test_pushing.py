@@ -203,6 +203,22 @@ def test_adapters_that_are_merged_or_off_are_not_added_again(made: Folders) -> N
     assert push(model, served).checksum == first != alone
 
 
+def test_of_modules_saved_beside_adapters_the_active_one_is_written(made: Folders) -> None:
+    config = support(peft.LoraConfig(target_modules=TARGETS, modules_to_save=["lm_head"]))
+    served, model = octavo.load(made("llama", scheme="channel")), peft.get_peft_model(trained("llama"), config)
+    model.add_adapter("other", config)
+    head: Any = model.base_model.model.lm_head
+    for number, copy in enumerate((head.original_module, *head.modules_to_save.values())):
+        nn.init.constant_(copy.weight, number)
+    for name, number in (("default", 1), ("other", 2)):
+        model.set_adapter(name)
+        push(model, served)
+        assert served.lm_head.weight.unique().tolist() == [number]
+    with model.disable_adapter():
+        push(model, served)
+    assert served.lm_head.weight.unique().tolist() == [0]
+
+
 def test_adapters_stay_adapters(made: Folders) -> None:
     base, model = octavo.load(made("llama", scheme="channel")), adapted(trained("llama"))
     served = adapted(base, seed=1)
@@ -296,6 +312,8 @@ def test_what_served_weights_refuse() -> None:
     octavo.convert(nn.Sequential(model.model.layers[0].self_attn.o_proj), "blockwise")
     with pytest.raises(ValueError, match="a model of one recipe, got blockwise, rowwise"):
         next(served_weights(model))
+    with pytest.raises(ValueError, match=r"q_proj.weight has adapters that are no plain LoRA: merge them"):
+        next(served_weights(of_dora()))
 
 
 # --- What is refused

@@ -126,6 +126,17 @@ def test_a_token_that_neither_model_gives(made: Folders) -> None:
     assert 0 < parity(model, served, IDS[:, IDS.ne(255).all(0)]).kl < 0.1
 
 
+def test_a_weight_that_is_no_number_is_named(made: Folders) -> None:
+    model, served = pair(made)
+    model.model.layers[0].mlp.down_proj.weight.data[0, 0] = torch.nan
+    found = parity(model, served, IDS)
+    assert "most model.layers.0.mlp.down_proj.weight, 256 of" in found.sources[0][2]  # its row
+    with pytest.raises(DriftError, match="KL of training and sampling is nan"):
+        found.check(kl=1.0)
+    push(model, served)
+    assert parity(model, served, IDS).sources[0][2] == "none: the same numbers"
+
+
 def test_a_model_in_bf16_against_eight_bits(made: Folders) -> None:
     """The mismatch of the field: weights, and activations, differ everywhere."""
     model, served = pair(made, None)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, check_match, failing, is_finite
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, group
@@ -150,11 +150,6 @@ SCHEME_OF = {
 }  # fmt: skip
 # The dtypes of packed weights.
 WEIGHT_DTYPES = tuple(dict.fromkeys(scheme.weight.fmt.dtype for scheme in SCHEMES.values()))
-
-
-def is_weight(tensor: Tensor) -> bool:
-    """True if a tensor of a model is a parameter, or a packed weight."""
-    return isinstance(tensor, nn.Parameter) or tensor.dtype in WEIGHT_DTYPES
 
 
 def get_scheme(name: str) -> Scheme:

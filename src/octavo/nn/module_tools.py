@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parameter import is_lazy
 
+from octavo.checkpoint.scheme import WEIGHT_DTYPES
 from octavo.ops.registration import FLOATS, TENSORS
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """True if a tensor of a model is a parameter, or a packed weight."""
+    return isinstance(tensor, nn.Parameter) or tensor.dtype in WEIGHT_DTYPES
+
 
 # ---- Errors for the uses of PyTorch that the converted layers do not support.
 #

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.qtensor import ROW, Cast, QTensor
-from octavo.ops.grouped_gemm import ALIGNMENT, COLUMNS
+from octavo.ops.dispatch import COLUMNS
+from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation

@@ -16,7 +16,7 @@ The context of CUDA is not counted. It takes about as much as a GPU has beyond t
 from dataclasses import dataclass, fields
 
 from octavo.numerics.qtensor import ROW, TENSOR, Granularity
-from octavo.ops.grouped_gemm import COLUMNS
+from octavo.ops.dispatch import COLUMNS
 from octavo.plan.model_shape import Architecture, Block, Layer
 from octavo.plan.setup import BF16, FP8, Setup
 from octavo.recipe import Recipe

@@ -43,7 +43,7 @@ from octavo.recipe import Recipe, similar_preset
 # What DDP, PEFT, torch.compile, checkpointing and FSDP add to names.
 _WRAPPED = re.compile(
     r"^((module|_orig_mod|base_model\.model)\.)+|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
-    r"|modules_to_save\.[^.]+\."
+    r"|modules_to_save\.[^.]+\.|original_module\."
 )
 
 
@@ -57,18 +57,28 @@ class Place(NamedTuple):
 
 def places(model: nn.Module) -> dict[str, Place]:
     """Parameters and persistent buffers by their plain names; a tensor with several names has all of them."""
-    found, wrappers = dict[str, Place](), dict[str, Any]()
+    found, wrappers, unused = dict[str, Place](), dict[str, Any](), tuple[str, ...]()
     for prefix, module in model.named_modules(remove_duplicate=False):
         if hasattr(module, "base_layer"):
             wrappers[f"{prefix}.base_layer"] = module
+        if hasattr(module, "original_module"):
+            unused += tuple(f"{prefix}.{name}." for name in _unused(module))
         lasting = {leaf: t for leaf, t in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
         for leaf, tensor in {**module._parameters, **lasting}.items():
             name = f"{prefix}.{leaf}".lstrip(".")
-            if tensor is not None and ".original_module." not in name:
+            if tensor is not None and not name.startswith(unused):
                 found[_WRAPPED.sub("", name)] = Place(
                     module, tensor, wrappers.get(prefix) if leaf == "weight" else None
                 )
     return found
+
+
+def _unused(wrapper: Any) -> list[str]:
+    """What a wrapper of PEFT does not call, of the original module and the trained copy of each adapter."""
+    copies = getattr(wrapper, "modules_to_save", {})
+    active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in copies]
+    used = f"modules_to_save.{active[0]}" if active else "original_module"
+    return [name for name in ("original_module", *(f"modules_to_save.{each}" for each in copies)) if name != used]
 
 
 def reshard(model: nn.Module) -> nn.Module:
@@ -252,13 +262,16 @@ def served_weights(trained: nn.Module, **options: Any) -> Iterator[tuple[str, Te
         options: fields of `octavo.packing.PackOptions`. By default converted layers have the scheme of their recipe.
 
     Raises:
-        ValueError: several recipes, or what `octavo.packing.pack` raises.
+        ValueError: several recipes, adapters that are no plain LoRA, or what `octavo.packing.pack` raises.
 
     Example:
         >>> llm.collective_rpc("reload_weights", kwargs={"weights_iterator": octavo.rl.served_weights(model)})
     """
     model = transformers_model(trained, "served_weights")
     sources, where = places(reshard(trained)), Path(model.config.name_or_path)
+    for name, place in sources.items():
+        if reason := _misfit_of_adapters(name, place.adapters):
+            raise ValueError(f"served_weights: {reason}")
     config = json.loads(model.config.to_json_string()) | {"architectures": [class_name(model)]}
     meta_model = transformers_meta_model(config, where)
     recipes = {name.removesuffix(".weight"): recipe_of(place) for name, place in sources.items()}
@@ -294,9 +307,8 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: boo
     if mine != theirs:
         return f"{name} is {mine} in the trained model, and {theirs} in the served one: {_OTHER}"
     wrapper, packed = source.adapters, held.module
-    special = [*getattr(wrapper, "lora_variant", ()), *getattr(wrapper, "lora_embedding_A", ())]
-    if wrapper is not None and (not hasattr(wrapper, "lora_A") or not {*adapters_of(wrapper)}.isdisjoint(special)):
-        return f"{name} has adapters that are no plain LoRA: merge them (merge_and_unload) before the push"
+    if reason := _misfit_of_adapters(name, wrapper):
+        return reason
     if held.adapters is not None and getattr(wrapper, "scaling", None) != held.adapters.scaling:
         return f"{name} has adapters of another scaling in the served model: make both of one LoraConfig"
     recipe = recipe_of(source)
@@ -316,6 +328,14 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: boo
     if isinstance(packed, PackedGroupedLinear) and not scheme.weight.by_row:
         return f"{name} holds experts by {scheme.name}: pack them by channel (--layer '*.experts.*=channel')"
     return ""
+
+
+def _misfit_of_adapters(name: str, wrapper: Any) -> str:
+    """Why the adapters around a weight cannot be added to it, and what to do; or ""."""
+    special = [*getattr(wrapper, "lora_variant", ()), *getattr(wrapper, "lora_embedding_A", ())]
+    if wrapper is None or (hasattr(wrapper, "lora_A") and {*adapters_of(wrapper)}.isdisjoint(special)):
+        return ""
+    return f"{name} has adapters that are no plain LoRA: merge them (merge_and_unload) first"
 
 
 def _read_record(record: dict[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ Each source is measured alone, by runs that differ in nothing else. The order is
     sampling      one pass of the served model  |  decoding from its cache
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -95,8 +96,13 @@ def parity(trained: nn.Module, served: nn.Module, batch: Any) -> Parity:
         check_module(each, "parity")
     ids, mask = (batch["input_ids"], batch.get("attention_mask")) if hasattr(batch, "keys") else (batch, None)
     runs = _Runs(trained, served, read_prompts(ids, mask, ids.device), mask)
-    if any(hasattr(p, "full_tensor") for p in trained.parameters()) or runs.start >= ids.shape[1]:
-        raise ValueError("parity takes a model that is not sharded, and two tokens of each row at least")
+    if any(hasattr(p, "full_tensor") for p in trained.parameters()):
+        raise ValueError("parity takes a model that is not sharded: gather it on one device")
+    if runs.start >= ids.shape[1]:
+        raise ValueError(
+            f"parity takes two tokens of each row at least, got {ids.shape[1]}, {runs.start - 1} of them padding: give "
+            "longer texts"
+        )
     p, q = runs.trained_pass()[0], runs.decoded()
     log_p, log_q = (log_probabilities(logits, runs.targets) for logits in (p, q))
     difference = (log_p - log_q).abs()
@@ -216,12 +222,13 @@ def _other_weights(trained: nn.Module, served: nn.Module) -> tuple[dict[nn.Param
         if source is None or source.tensor.shape != held.tensor.shape:
             raise ValueError(f"parity: the trained model has no {plain} of {list(held.tensor.shape)}: load its folder")
         ours, theirs = _numbers(source), _numbers(held).to(source.tensor.device)
-        wrong = int((ours != theirs).sum())
+        wrong = int(((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum())
         if isinstance(source.tensor, nn.Parameter) and (wrong or adapters_of(source.adapters)):
             dtype = torch.float32 if isinstance(source.module, RecipeLayer) else source.tensor.dtype
             other[source.tensor] = theirs.to(dtype)
         if wrong:
             size = float((ours - theirs).abs().max() / ours.abs().max().clamp(min=1e-30))
+            size = size if math.isfinite(size) else math.inf
             count, worst = count + 1, max(worst, (size, f"{plain}, {wrong} of {ours.numel()} numbers"))
     return other, f"{count} tensors differ, most {worst[1]}" if count else "none: the same numbers"
 

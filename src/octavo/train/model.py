@@ -101,11 +101,9 @@ def convert_model(
     """Convert linear layers and attention as `config` says, where `shares` processes divide a micro-batch, and add the
     adapters. The layers of a packed model stay as they are: then there is no report."""
     place = next(model.parameters()).device if device is None else device
-    packed = any(isinstance(module, PackedLinear) for module in model.modules())
-    report = (
-        None
-        if packed
-        else convert(
+    report = None
+    if not any(isinstance(module, PackedLinear) for module in model.modules()):
+        report = convert(
             model,
             chosen_recipe(config, place),
             skip=config.skip,
@@ -114,7 +112,6 @@ def convert_model(
             only_if_faster=config.only_if_faster,
             tokens=config.batch // shares * config.context,
         )
-    )
     add_adapters(model, config)
     if config.attention.precision == "fp8":
         _check_attention(config, place)

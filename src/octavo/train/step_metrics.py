@@ -38,13 +38,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from octavo.checkpoint.folder import RunFolder, writing
-from octavo.checkpoint.scheme import is_weight
 from octavo.comparison import Call, seen_calls, with_parameters
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import computed_stacks
 from octavo.nn.conversion_report import find_coverage
 from octavo.nn.delayed import histories
 from octavo.nn.linear import RecipeLayer
+from octavo.nn.module_tools import is_weight
 from octavo.nn.parallel_weights import local_part
 from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops

@@ -35,7 +35,6 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import Actions, RunFolder, check_links, locked_folder, writing
 from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.checkpoint.scheme import is_weight
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
 from octavo.inference.sampling import Sampling, stream_texts
@@ -43,6 +42,7 @@ from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
 from octavo.nn.delayed import histories
+from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
 from octavo.train.config import Config, ConfigError, check_effects, settings_of, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
