@@ -113,7 +113,7 @@ def quantizations(x: Tensor, seed: Tensor | None) -> Iterator[Kernel]:
     yield Kernel(f"quantize tensor, known scale{rounding}", quantization._quantize_scaled, known, x.numel(), 3)
     for name, cast in (("1x128", BLOCK_X), ("MX", MX_GROUPS)):
         transposed = quantization._quantize_transposed
-        yield Kernel(f"quantize {name}, transposed{rounding}", transposed, (x, cast.spec, seed), x.numel(), 3)
+        yield Kernel(f"quantize {name}, transposed{rounding}", transposed, (x, cast.spec, seed, None), x.numel(), 3)
 
 
 def norms(x: Tensor) -> Iterator[Kernel]:

@@ -29,7 +29,7 @@ from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
 from octavo.nn import Experts, GroupedLinear
 from octavo.numerics import QTensor
 from octavo.ops import aligned_groups, grouped_mm, grouped_mm_dw, quantize, quantize_matrices, sort_by_expert
-from octavo.recipe import ROW_W, ROW_X, rowwise
+from octavo.recipe import ROW_W, ROW_X, Recipe, blockwise, mxfp8, rowwise
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,20 @@ class TorchaoExperts(Experts):
         return out
 
 
-def ours(layer: Layer) -> None:
-    layer.experts.recipe = rowwise()
+def by(recipe: Recipe) -> Callable[[Layer], None]:
+    """Gives the experts the recipe."""
+
+    def convert(layer: Layer) -> None:
+        layer.experts.recipe = recipe
+
+    return convert
 
 
 MODES: dict[str, tuple[type[Experts], Callable[[Layer], None]]] = {
     "bf16": (Experts, lambda layer: None),
-    "ours": (Experts, ours),
+    "ours": (Experts, by(rowwise())),
+    "ours, blockwise": (Experts, by(blockwise())),
+    "ours, mxfp8": (Experts, by(mxfp8())),
     "torchao": (TorchaoExperts, lambda layer: None),
 }
 

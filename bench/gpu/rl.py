@@ -38,13 +38,13 @@ SMALL = {**HEADS, **SHAPES["0.6b"], "num_hidden_layers": 2, "vocab_size": 4096, 
 
 def main() -> None:
     options = parser_of(__doc__, shapes=sized("0.6b,8b", "0.6b"), layers=sized(0, 1), pushes=sized(10, 2)).parse_args()
-    result: dict[str, Any] = {"check": check(sized(1000, 3))}
+    result: dict[str, Any] = {"check": check(sized(1000, 3)), "shapes": []}
     show("check", result["check"])
     for name in options.shapes.split(","):
         shape = {**HEADS, **SHAPES[name], "tie_word_embeddings": name == "0.6b"}
         shape["num_hidden_layers"] = options.layers or shape["num_hidden_layers"]
-        result[name] = timed(Qwen3Config(**shape), options.pushes)
-        show(name, result[name])
+        result["shapes"].append({"shape": name, **timed(Qwen3Config(**shape), options.pushes)})
+        show(name, result["shapes"][-1])
     print(record.write("gpu_rl", result))
 
 

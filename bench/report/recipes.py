@@ -12,7 +12,7 @@ from octavo.checkpoint.scheme import SCHEMES, Scheme, find_gemm, scheme_on
 from octavo.ops import Backend
 from octavo.ops.dispatch import gemm_backends, grouped_backends, in_formats_of
 from octavo.ops.launching import ARCHITECTURES, GpuArchitecture
-from octavo.recipe import PRESETS, Recipe, rowwise
+from octavo.recipe import PRESETS, Recipe, blockwise, mxfp8, rowwise
 
 Rows = Iterator[Row]
 DEFAULT = "rowwise"
@@ -138,9 +138,8 @@ SHOWN = [ARCHITECTURES[key] for key in ("ampere", "ada", "hopper", "blackwell", 
 def recipes_by_gpu() -> Rows:
     presets = [preset() for preset in PRESETS.values()]
     rows = [(f"`{recipe.name}`", recipe, gemm_backends) for recipe in presets if recipe.quantized]
-    for gradients in ("e4m3", "e5m2"):
-        name = f"stacks of experts, by `rowwise`, {gradients} gradients"
-        rows.append((name, rowwise(gradients), grouped_backends))
+    for recipe in (rowwise(), blockwise(), mxfp8()):
+        rows.append((f"stacks of experts, by `{recipe.name}`", recipe, grouped_backends))
     yield from (
         {"recipe": name, "gpu": gpu.name, "gemm": recipe_on(gpu, recipe, find)}
         for name, recipe, find in rows

@@ -93,8 +93,8 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
         return int(formula(*args, **keywords, out_val=out))
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     if kind == "product":
-        if "octavo.grouped_mm_dw" in str(func):  # a [N, T], scales, b [K, T]; T in groups, with 16 columns more each
-            (n, columns), k = tensors[0].shape, tensors[2].shape[0]
+        if "octavo.grouped_mm_dw" in str(func):  # a [N, T], b [K, T]; T in groups, with 16 columns more each
+            (n, columns), k = tensors[0].shape, tensors[1].shape[0]
             return 2 * n * k * (columns - COLUMNS * int(out.shape[0]))
         if [t.ndim for t in tensors[:2]] == [2, 2] and "grouped" in str(func):  # [K, T] x [T, N], T cut into groups
             return 2 * tensors[0].numel() * tensors[1].shape[-1]

@@ -38,9 +38,20 @@ def trained(rank: int) -> None:
         assert equal(train(whole), train(model)), (experts, compiled)
 
 
-def bytes_of_experts(rank: int) -> None:
+def trained_by_blocks(rank: int) -> None:
+    """Blocks of whole matrices are gathered as bytes; MX, which quantizes a weight twice, is gathered wide."""
+    whole = model_of(3, recipe="blockwise")
+    model = sharded(whole)
+    assert set(fp8_all_gather(model).gathered) == set(stacks_of(whole))
+    assert equal(train(whole), train(model))
+    reasons = fp8_all_gather(sharded(model_of(3, recipe="mxfp8"))).wide
+    assert set(reasons) == set(stacks_of(whole))
+    assert all("reads other bytes of experts for dx" in reason for reason in reasons.values())
+
+
+def bytes_of_experts(rank: int, recipe: str = "rowwise") -> None:
     """The gathered bytes and scales are those of one rank."""
-    whole = model_of(3, count=1)
+    whole = model_of(3, count=1, recipe=recipe)
     model = sharded(whole)
     fp8_all_gather(model)
     same: list[bool] = []
@@ -49,6 +60,10 @@ def bytes_of_experts(rank: int) -> None:
     model(batch()[:0])  # no token: the weights are widened
     assert len(same) == 2 * 12
     assert all(same)
+
+
+def bytes_of_blocks(rank: int) -> None:
+    bytes_of_experts(rank, "blockwise")
 
 
 def traffic(rank: int) -> None:
@@ -65,7 +80,7 @@ def traffic(rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [trained, bytes_of_experts, traffic])
+@pytest.mark.parametrize("check", [trained, trained_by_blocks, bytes_of_experts, bytes_of_blocks, traffic])
 def test_experts_are_gathered_as_bytes(check: Callable[[int], None]) -> None:
     run_ranks(2, check)
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import octavo
 from octavo.nn import Experts
-from octavo.recipe import rowwise
+from octavo.recipe import blockwise, mxfp8, rowwise
 
 pytestmark = [pytest.mark.gpu, ONLY_HOPPER]
 
+RECIPES = [rowwise(), blockwise(), mxfp8()]
 SHAPES = {"few": (8, 512, 1024, 2, 1000), "small": (128, 256, 128, 8, 700)}  # E, K, F, top_k, T
 
 
@@ -41,11 +42,12 @@ def results(module: Experts, x: Tensor, index: Tensor, weight: Tensor, dy: Tenso
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_accuracy_and_the_same_bits_again(shape):
+def test_accuracy_and_the_same_bits_again(shape, recipe):
     module, values = example(shape)
     exact = results(module, *values)
-    module.recipe = rowwise()
+    module.recipe = recipe
     found = results(module, *values)
     assert all(sqnr(a, b) > 22 for a, b in zip(exact, found, strict=True))
     assert not found[3][3].any()
@@ -54,20 +56,25 @@ def test_accuracy_and_the_same_bits_again(shape):
         assert all(torch.equal(a, b) for a, b in zip(found, results(module, *values), strict=True))
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_compiled_code_has_the_same_bits(shape):
+def test_compiled_code_has_the_same_bits(shape, recipe):
     module, values = example(shape)
-    module.recipe = rowwise()
+    module.recipe = recipe
     expected = results(module, *values)
     module.compile(fullgraph=True)
     actual = results(module, *values)
     for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
+        if recipe.fusable is None:
+            assert sqnr(other, one) > 30  # Inductor rounds the products of the activation less often
+        else:
+            assert torch.equal(one, other)
 
 
-def test_no_step_waits_for_the_device():
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+def test_no_step_waits_for_the_device(recipe):
     module, values = example("few")
-    module.recipe = rowwise()
+    module.recipe = recipe
     results(module, *values)
     with no_waits():
         module(*values[:3]).backward(values[3])

@@ -204,7 +204,7 @@ def test_the_grouped_gemm_of_mx_gets_what_it_takes(monkeypatch):
     a, b, offsets = grouped_operands([3, 0, 130], 96, 80, pair="mx")
     cublaslt.mx_grouped_mm(Operands.of(a, b), offsets)
     columns = quantized_columns([128, 128], "mx")
-    cublaslt.mx_grouped_mm_dw(Operands.of(*columns[:2]), columns[2])
+    cublaslt.mx_grouped_mm(Operands.of(*columns[:2]), columns[2])
     assert calls == [
         ((133, 96), (3, 96, 80), (5 * 128, 4), (3, 4 * 128)),
         ((96, 256), (256, 80), (128, 8), (128, 8)),

@@ -11,10 +11,12 @@ from gpu_memory import no_waits, poison
 from grouped_examples import (
     GROUPED_PAIRS,
     exact,
+    exact_columns,
     exact_dw,
     gradient_operands,
     offsets_of,
     operands,
+    quantized_columns,
     row_error_bound,
     rows_of,
 )
@@ -84,6 +86,25 @@ def test_gradients_of_ragged_groups(sizes, fast):
     poison()
     dw = grouped_mm_dw(h, scale.cuda(), x_t, ends, fast_accumulation=fast)
     check_gradients(dw, g.t(), scale, x.t(), sizes, fast)
+
+
+@pytest.mark.parametrize("pair", ["strip-strip", "group64", "group64-e5m2", "mx"])
+@pytest.mark.parametrize("sizes", [[128, 0, 256, 128], [0, 640], [1024, 128, 1920, 1024], [2048, 1024]], ids=str)
+def test_gradients_of_scales_along_the_rows_of_groups(sizes, pair):
+    """Groups smaller than 128 run as a BF16 product where there are many rows: it multiplies operands in BF16."""
+    a, b, offsets = quantized_columns(sizes, pair, 272, 528)
+    in_bf16 = not pair.startswith("strip") and sum(sizes) > MAX_MEAN_ROWS * len(sizes)
+    product, squares = (exact_columns(a, b, sizes, power, wide_in_bf16 if in_bf16 else wide) for power in (1, 2))
+    gpu_a, gpu_b = on_gpu(a), on_gpu(b)
+    for dtype in (torch.bfloat16, torch.float32):
+        options = {"scale_b": gpu_b.scale, "granularity": b.granularity, "out_dtype": dtype}
+        poison()
+        dw = grouped_mm_dw(gpu_a.data, gpu_a.scale, gpu_b.data, offsets.cuda(), **options)
+        assert (dw.shape, dw.dtype) == ((len(sizes), 272, 528), dtype)
+        for e, size in enumerate(sizes):
+            error = row_norm(dw[e].cpu().double().numpy() - product[e])
+            assert (error <= row_error_bound(product[e], np.sqrt(squares[e]), size, fast=False)).all()
+            assert size or not dw[e].any()
 
 
 @pytest.mark.parametrize("pair", GROUPED_PAIRS[1:])

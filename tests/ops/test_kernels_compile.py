@@ -193,9 +193,9 @@ def calls_of_products(capability: int) -> Iterator[Call]:
         scales = (ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))
         yield "grouped_gemm", "block_scaled_grouped_mm", (Operands(a, b, *scales, *pair), offsets, HALF)
     for size, m in product((32, 64, 128), (16, 4096)):
-        a, b, by = on_cpu(m, 2048), packed[:, :2048], group(size)
+        a, b = on_cpu(m, 2048), packed[:, :2048]
         scales = ones(m, 2048 // size), ones(4096, 2048 // size)
-        yield "grouped_gemm", "block_scaled_grouped_mm_dw", (Operands(a, b, *scales, by, by), offsets, HALF)
+        yield "grouped_gemm", "grouped_mm_dw", (a, scales[0], b, offsets, HALF, False, None, scales[1], size)
 
 
 def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Compiled]:

@@ -30,14 +30,16 @@ class Block(nn.Module):
         return x + self.all(self.halves(self.experts(x, index, weight), offsets), offsets[1:])
 
 
-def model_of(experts: int, count: int = 2, width: int = 32, mlp_width: int = 16) -> nn.Sequential:
+def model_of(
+    experts: int, count: int = 2, width: int = 32, mlp_width: int = 16, recipe: str = "rowwise"
+) -> nn.Sequential:
     """Converted blocks. Rows are zero or tiny, so that the relative floor decides their scales."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(experts, width, mlp_width) for _ in range(count)))
     with torch.no_grad():
         model[0].experts.down_proj[0, 3] = 0
         model[0].experts.gate_up_proj[2, -3:] *= 1e-6
-    octavo.convert(model, "rowwise", skip=("*gate",))
+    octavo.convert(model, recipe, skip=("*gate",))
     return model
 
 

@@ -87,9 +87,11 @@ def exact_dw(h: Tensor, scale: Tensor, x_t: Tensor, sizes: list[int]) -> np.ndar
     return np.stack(products) * scale.double().numpy()
 
 
-def exact_columns(a: QTensor, b: QTensor, sizes: list[int]) -> np.ndarray:
-    """dw [E, N, K] of operands with scales along M in float64."""
-    wide_a, wide_b = wide(a), wide(b)
+def exact_columns(
+    a: QTensor, b: QTensor, sizes: list[int], power: int = 1, widen: Callable[[QTensor], np.ndarray] = wide
+) -> np.ndarray:
+    """dw [E, N, K] of operands with scales along M, as `exact`."""
+    wide_a, wide_b = (widen(q) ** power for q in (a, b))
     return np.stack([wide_a[:, columns] @ wide_b[:, columns].T for columns in rows_of(sizes)])
 
 

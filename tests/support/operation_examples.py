@@ -150,9 +150,9 @@ def of_experts() -> Iterator[Example]:
         yield "grouped_weight_only_mm", (x, stack.data, stack.scale, stack.granularity.name, ends)
     # Beyond 448 E4M3 has NaN, which opcheck of torch 2.11 does not find equal to itself.
     h, x_t = (matrix((n, 20), torch.bfloat16).clamp(-448, 448).to(torch.float8_e4m3fn) for n in (48, 32))
-    yield "grouped_mm_dw", (h, b.scale, x_t, None, "row", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, "emulated", True)
     scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
-    yield "grouped_mm_dw", (h, next(scales), x_t, next(scales), "group:32", offsets, torch.float32, "emulated", True)
+    yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)

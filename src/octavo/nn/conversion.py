@@ -79,10 +79,10 @@ def convert(
     fusable recipe (`rowwise`), `NormLinear`, `SwiGLU`, `GELU` and `GEGLU` quantize in the pass that computes the norm
     or the activation. So do the decoder layers of transformers' Llama, Mistral, Qwen2 and Qwen3
     (`octavo.architectures`), the blocks of timm's vision transformers, and the transformer blocks of diffusers' U-Nets.
-    With such a recipe the experts of a mixture run grouped GEMMs in FP8: `octavo.nn.Experts`, `GroupedLinear`, and
-    those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others. `nn.MultiheadAttention` is converted
-    (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and those of
-    disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
+    With such a recipe, or `blockwise`, `mxfp8` or `groupwise`, experts run grouped GEMMs in FP8: `octavo.nn.Experts`,
+    `GroupedLinear`, and those of transformers' Mixtral, Qwen3-MoE, DeepSeek-V3 and others. `nn.MultiheadAttention` is
+    converted (`octavo.nn.attention_layers`), and so are convolutions that are matrix products: those of size 1, and
+    those of disjoint patches (`octavo.nn.linear`), but not one that reads an image. `nn.TransformerEncoderLayer` leaves
     PyTorch's fast path, which would not call its converted layers.
 
     Args:

@@ -23,8 +23,9 @@ from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa, scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
-from octavo.ops.quantization import joined, matrices, placed
+from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor, eager_check
+from octavo.ops.transposition import placed
 from octavo.recipe import Gemm, Recipe
 
 
@@ -84,10 +85,9 @@ class Experts(nn.Module):
         if self.recipe is None or not self.recipe.quantized:
             return plain_experts(x.to(dtype), weight, rows, wide(w_in), wide(w_out))
         inner, outer = (expert_observer(self, leaf) for leaf in self.matrices)
+        call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
         if self.recipe.fusable is None:
-            calls = separate_calls(self, x, [w_in, w_out], [inner, outer])
-            return plain_experts(x.to(dtype), weight, rows, w_in, w_out, calls)
-        call = fused_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
+            return plain_experts(x.to(dtype), weight, rows, w_in, w_out, call)
         arguments = call, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
         out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
@@ -108,12 +108,12 @@ def check_routing(x: Tensor, index: Tensor, weight: Tensor) -> None:
 
 
 def plain_experts(
-    x: Tensor, weight: Tensor, rows: ops.Rows, w_in: Tensor, w_out: Tensor, calls: Sequence[Call | None] = (None, None)
+    x: Tensor, weight: Tensor, rows: ops.Rows, w_in: Tensor, w_out: Tensor, call: Call | None = None
 ) -> Tensor:
-    """The experts in the dtype of x, by PyTorch's grouped GEMMs, or by the recipe of `calls`."""
+    """The experts in the dtype of x, by PyTorch's grouped GEMMs, or by the recipe of `call`."""
     slot, row, offsets = rows
-    gate, up = separate_grouped_linear(gather_rows(x, slot, row), w_in, offsets, calls[0]).chunk(2, 1)
-    y = scatter_rows(separate_grouped_linear(F.silu(gate) * up, w_out, offsets, calls[1]), slot, row)
+    gate, up = separate_grouped_linear(gather_rows(x, slot, row), w_in, offsets, call).chunk(2, 1)
+    y = scatter_rows(separate_grouped_linear(F.silu(gate) * up, w_out, offsets, call, outer=True), slot, row)
     return (y.float() * weight.float().unsqueeze(2)).sum(1).to(x.dtype)
 
 
@@ -307,10 +307,9 @@ def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: 
         return x.to(dtype) @ wide(w)[0].to(dtype).t()
     if layer.recipe is None or not layer.recipe.quantized:
         return plain_grouped_linear(x.to(dtype), wide(w), offsets)
+    call = grouped_call(layer, x, w, observer=observer)
     if layer.recipe.fusable is None:
-        (separate,) = separate_calls(layer, x, [w], [observer])
-        return separate_grouped_linear(x, w, offsets, separate)
-    call = fused_call(layer, x, w, observer=observer)
+        return separate_grouped_linear(x, w, offsets, call)
     y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
     return y
 
@@ -320,26 +319,19 @@ def _check_offsets(offsets: Tensor, groups: int) -> None:
     check_tensor("offsets", offsets, (groups,), torch.int32)
 
 
-def fused_call(
+def grouped_call(
     layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
-) -> FusedCall:
-    """The call of a layer with a fusable recipe, for the input `x`; raises the errors of `check_call`."""
+) -> Any:
+    """The call of a layer with a recipe, fusable or not, for the input `x`; raises the errors of `check_call`."""
     check_call(layer, x, *weights)
-    # Dynamo cannot trace a call of the alias FusedCall.
-    return LinearCall(layer.recipe.fusable, compute_dtype(x), observer=observer, outer_observer=outer_observer)
-
-
-def separate_calls(
-    layer: Any, x: Tensor, weights: Sequence[Tensor], observers: Sequence[Observer | None]
-) -> list[Call]:
-    """A call for each weight of a layer with another recipe; raises the errors of `check_call`."""
-    check_call(layer, x, *weights)
+    recipe = layer.recipe if layer.recipe.fusable is None else layer.recipe.fusable
     if not runs_experts(layer.recipe):
         raise ValueError(
             "grouped layers run recipes with row scales in all GEMMs, rounded to nearest and not rotated, or with "
             f"scales along the reduction, got {layer.recipe}: convert them with 'rowwise', or leave them out by skip="
         )
-    return [LinearCall(layer.recipe, compute_dtype(x), observer=observer) for observer in observers]
+    # Dynamo cannot trace a call of the alias FusedCall.
+    return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 
 def wide(w: Tensor) -> Tensor:
@@ -467,9 +459,10 @@ def weight_gradient(
     largest, shift = ops.group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
     scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
     h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
-    fast, emulate = call.recipe.dw.fast_accumulation, call.recipe.emulate
-    ends = groups.aligned_offsets
-    return ops.grouped_mm_dw(h, scale, x_t, ends, out_dtype=dtype, fast_accumulation=fast, emulate=emulate)
+    return ops.grouped_mm_dw(
+        h, scale, x_t, groups.aligned_offsets, out_dtype=dtype,
+        fast_accumulation=call.recipe.dw.fast_accumulation, emulate=call.recipe.emulate,
+    )  # fmt: skip
 
 
 # ---- The same for recipes with scales along the reduction: each GEMM quantizes its own two operands.
@@ -483,11 +476,12 @@ def weight_gradient(
 # A GEMM without casts runs in the layer's high-precision dtype.
 
 
-def separate_grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None) -> Tensor:
+def separate_grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None, *, outer: bool = False) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
     if call is None:
         return plain_grouped_linear(x, w, offsets)
-    y: Tensor = _SeparateGroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
+    observer = call.outer_observer if outer else call.observer
+    y: Tensor = _SeparateGroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
     return y
 
 
@@ -496,24 +490,25 @@ class _SeparateGroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, w_data: Tensor | None, w_scale: Tensor | None
+        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, observer: Observer | None, *given: Tensor | None
     ) -> Tensor:
-        recipe, a, b, s_w = call.recipe, None, None, w_scale
+        recipe, (w_data, s_w) = call.recipe, given
         if recipe.y is None:
             y = plain_grouped_linear(x.to(call.dtype), w, offsets)
         else:
             read_x, read_w = (ops.rotate(x), ops.rotate(w)) if "y" in recipe.rotate else (x, w)
-            a, b = ops.quantize(read_x, recipe.y.a), quantized(read_w, w_data, w_scale, recipe.y.b)
+            a, b = ops.quantize(read_x, recipe.y.a), quantized(read_w, w_data, s_w, recipe.y.b)
             y = multiply(call, recipe.y, a, b, offsets)  # [M_e,K] @ [N,K]^T
-            observe_group(call.observer, "x", "x", [read_x], a, recipe.y.a, offsets)
-            observe_matrices(call.observer, read_w, b, recipe.y.b, offsets)
+            observe_group(observer, "x", "x", [read_x], a, recipe.y.a, offsets)
+            observe_matrices(observer, read_w, b, recipe.y.b, offsets)
             s_w = b.scale
-        place, saved_x = None, None
-        if ctx.needs_input_grad[1]:
-            _, place = ops.aligned_groups(offsets, len(x))
-            saved_x = x.to(call.dtype) if recipe.dw is None else by_columns(x, recipe.dw.b, place, recipe)
-        x_t, s_x = (saved_x.data, saved_x.scale) if isinstance(saved_x, QTensor) else (saved_x, None)
-        ctx.call, ctx.x_dtype = call, x.dtype
+        x_t, s_x = None, None
+        if recipe.dw is None:
+            x_t = x.to(call.dtype) if ctx.needs_input_grad[1] else None
+        elif ctx.needs_input_grad[1]:
+            saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x))[1], recipe)
+            x_t, s_x = saved_x.data, saved_x.scale
+        ctx.call, ctx.observer, ctx.x_dtype = call, observer, x.dtype
         ctx.save_for_backward(x_t, s_x, w, w_data, s_w, offsets)
         return y
 
@@ -524,13 +519,15 @@ class _SeparateGroupedLinear(torch.autograd.Function):
         x_t, s_x, w, w_data, s_w, offsets = ctx.saved_tensors
         dy, dx, dw = dy.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            dx = _dx(dy, w, w_data, s_w, offsets, call).to(ctx.x_dtype)
+            dx = _dx(dy, w, w_data, s_w, offsets, call, ctx.observer).to(ctx.x_dtype)
         if ctx.needs_input_grad[1]:
             dw = _dw(dy, x_t, s_x, offsets, call, w.dtype)
-        return dx, dw, None, None, None, None
+        return dx, dw, *([None] * 5)
 
 
-def _dx(dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tensor, call: Call) -> Tensor:
+def _dx(
+    dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tensor, call: Call, observer: Observer | None
+) -> Tensor:
     """dx [M, K] of dy [M, N], in the dtype of the call."""
     recipe, gemm = call.recipe, call.recipe.dx
     if gemm is None:
@@ -539,7 +536,7 @@ def _dx(dy: Tensor, w: Tensor, w_data: Tensor | None, s_w: Tensor, offsets: Tens
     rotated = "dx" in recipe.rotate
     read_dy = ops.rotate(dy) if rotated else dy
     a = ops.quantize(read_dy, gemm.a)
-    observe_group(call.observer, "dy", "dy", [read_dy], a, gemm.a, offsets)
+    observe_group(observer, "dy", "dy", [read_dy], a, gemm.a, offsets)
     if rotated:
         w_t = ops.quantize_matrices(ops.rotate(w.transpose(1, 2), dy), gemm.b)
     elif recipe.quantizes_w_once and recipe.y is not None and "y" not in recipe.rotate:
@@ -557,8 +554,8 @@ def _dw(dy: Tensor, x_t: Tensor, s_x: Tensor | None, offsets: Tensor, call: Call
     ends, place = ops.aligned_groups(offsets, len(dy))
     a = by_columns(dy, gemm.a, place, recipe)
     return ops.grouped_mm_dw(  # [N,M_e] @ [K,M_e]^T
-        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, out_dtype=dtype, emulate=recipe.emulate,
-    )  # fmt: skip
+        a.data, a.scale, x_t, ends, scale_b=s_x, granularity=a.granularity, out_dtype=dtype, emulate=recipe.emulate
+    )
 
 
 def by_columns(t: Tensor, cast: Cast, place: Tensor, recipe: Recipe) -> QTensor:

@@ -24,7 +24,7 @@ from octavo.ops.launching import (
     find_architecture,
     has_kernels,
 )
-from octavo.recipe import PRESETS, Gemm, Recipe, fnuz, get_recipe, rowwise, tensorwise
+from octavo.recipe import PRESETS, Recipe, fnuz, get_recipe, rowwise, tensorwise
 
 # ---- The GEMMs of PyTorch's `scaled_mm` on each GPU, recorded in dispatch.json.
 #
@@ -371,7 +371,10 @@ def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     if not runs_experts(recipe):
         return {}
     gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    return {name: _IN_BF16 if gemm is None else _grouped_backend(gemm, place) for name, gemm in gemms.items()}
+    return {
+        name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=True)
+        for name, gemm in gemms.items()
+    }
 
 
 def runs_experts(recipe: Recipe) -> bool:
@@ -387,16 +390,12 @@ def runs_experts(recipe: Recipe) -> bool:
     return len(gemms) > 0 and in_groups and all(cast.rounding == "nearest" for cast in matrices)
 
 
-def _grouped_backend(gemm: Gemm, place: Place) -> Backend:
-    formats = _format_in_memory(gemm.a), _format_in_memory(gemm.b)
-    e8m0 = gemm.a.scale_dtype == gemm.b.scale_dtype == torch.float8_e8m0fnu
-    return find_grouped_backend(place, formats, gemm.a.granularity, gemm.b.granularity, e8m0=e8m0)
-
-
-def product_backend(a: Cast, b: Cast, place: Place) -> Backend:
+def product_backend(a: Cast, b: Cast, place: Place, *, grouped: bool = False) -> Backend:
     """The backend of a product of operands that are cast by `a` and `b`."""
     formats = _format_in_memory(a), _format_in_memory(b)
     e8m0 = a.scale.startswith("e8m0"), b.scale.startswith("e8m0")
+    if grouped:
+        return find_grouped_backend(place, formats, a.granularity, b.granularity, e8m0=all(e8m0))
     if isinstance(place, GpuArchitecture):
         return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
     return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)

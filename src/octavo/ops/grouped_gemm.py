@@ -42,7 +42,7 @@ def grouped_mm(
             and the sums to BF16. N and K must be multiples of 16 there.
         fast_accumulation, emulate: as in `scaled_mm`.
     """
-    backend = _backend(a.data, b.data, (a.granularity, b.granularity), a.scale, b.scale, emulate)
+    backend = _backend(Operands.of(a, b), emulate)
     return _grouped_mm(*operands_of(a, b), offsets, out_dtype, backend, fast_accumulation)
 
 
@@ -68,8 +68,10 @@ def grouped_mm_dw(
         offsets: int32 [E], where each group of columns ends.
         scale_b: [K, groups] of b, with such a granularity.
     """
-    backend = _backend(a, b, (granularity, granularity), scale_a, scale_b, emulate)
-    return _grouped_mm_dw(a, scale_a, b, scale_b, granularity.name, offsets, out_dtype, backend, fast_accumulation)
+    scale_b = scale_a if scale_b is None else scale_b  # with row scales it is not read
+    backend = _backend(Operands(a, b, scale_a, scale_b, granularity, granularity), emulate)
+    given = a, b, scale_a, scale_b, granularity.name, granularity.name
+    return _grouped_mm_dw(*given, offsets, out_dtype, backend, fast_accumulation)
 
 
 def grouped_mm_reference(operands: Operands, offsets: Tensor) -> Tensor:
@@ -81,19 +83,18 @@ def grouped_mm_reference(operands: Operands, offsets: Tensor) -> Tensor:
     return y
 
 
-def grouped_mm_dw_reference(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, granularity: Granularity, offsets: Tensor
-) -> Tensor:
+def grouped_mm_dw_reference(operands: Operands, offsets: Tensor) -> Tensor:
     """float32 dw [E, N, K] from a [N, M] and b [K, M]."""
+    a, b, scale_a, scale_b, by, _ = operands
     dw = a.new_zeros((len(offsets), a.shape[0], b.shape[0]), dtype=torch.float32)
+    wide_a, wide_b = widen(a), widen(b)
+    if by != ROW:
+        wide_a *= by.expand(scale_a.float(), tuple(a.shape))
+        wide_b *= by.expand(scale_b.float(), tuple(b.shape))
     with torch.autocast(a.device.type, enabled=False):  # it would run these products in BF16
-        wide_a, wide_b = widen(a), widen(b)
-        if scale_b is not None:
-            wide_a *= granularity.expand(scale_a.float(), tuple(a.shape))
-            wide_b *= granularity.expand(scale_b.float(), tuple(b.shape))
         for e, columns in enumerate(rows_of_groups(offsets)):
             dw[e] = wide_a[:, columns] @ wide_b[:, columns].t()  # [N,M_e] @ [K,M_e]^T
-    return dw if scale_b is not None else dw * scale_a
+    return dw * scale_a if by == ROW else dw
 
 
 def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
@@ -104,16 +105,10 @@ def rows_of_groups(offsets: Tensor) -> Iterator[slice]:
         start = end
 
 
-def _backend(
-    a: Tensor,
-    b: Tensor,
-    granularities: tuple[Granularity, Granularity],
-    scale_a: Tensor,
-    scale_b: Tensor | None,
-    emulate: bool,
-) -> str:
-    e8m0 = scale_b is not None and scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+def _backend(operands: Operands, emulate: bool) -> str:
+    a, b, scale_a, scale_b, *granularities = operands
     formats = format_of(a.dtype).name, format_of(b.dtype).name
+    e8m0 = scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
     backend = find_grouped_backend(a.device, formats, *granularities, e8m0=e8m0)
     if backend.name == "none" and not emulate:
         raise RuntimeError(
@@ -136,9 +131,8 @@ def _check(operands: Operands, offsets: Tensor, *rest: Any) -> None:
     _check_aligned(a, *b.shape[1:])
 
 
-def _check_dw(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, by: Granularity, offsets: Tensor, *rest: Any
-) -> None:
+def _check_dw(operands: Operands, offsets: Tensor, *rest: Any) -> None:
+    a, b, scale_a, scale_b, by, _ = operands
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(f"need a [N, M] and b [K, M] with the same M, got {list(a.shape)} and {list(b.shape)}")
     if by == ROW:
@@ -164,10 +158,8 @@ def _like(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: An
     return operands.a.new_empty((operands.a.shape[0], operands.b.shape[1]), dtype=out_dtype)
 
 
-def _like_dw(
-    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor | None, by: Granularity, offsets: Tensor, *rest: Any
-) -> Tensor:
-    return a.new_empty((len(offsets), a.shape[0], b.shape[0]), dtype=rest[0])
+def _like_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
+    return operands.a.new_empty((len(offsets), operands.a.shape[0], operands.b.shape[0]), dtype=out_dtype)
 
 
 @operation(check=_check, like=_like)
@@ -190,28 +182,17 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
 
 
 @operation(check=_check_dw, like=_like_dw)
-def _grouped_mm_dw(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor | None,
-    by: Granularity,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    backend: str,
-    fast: bool,
-) -> Tensor:
+def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
+    a, b, scale_a, scale_b, by, _ = operands
     if backend == "emulated":
-        return grouped_mm_dw_reference(a, scale_a, b, scale_b, by, offsets).to(out_dtype)
-    if scale_b is None and takes_cutlass(a, b, len(offsets), fast):
+        return grouped_mm_dw_reference(operands, offsets).to(out_dtype)
+    if backend == "cutlass":
+        return cutlass.mx_grouped_mm(operands, offsets).to(out_dtype)
+    if by == ROW and takes_cutlass(a, b, len(offsets), fast):
         return cutlass.grouped_mm_dw(a.contiguous(), scale_a, b.contiguous(), offsets, fast=False).to(out_dtype)
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    if scale_b is None:
-        return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast)
-    operands = Operands(a, b, scale_a, scale_b, by, by)
-    if backend == "cutlass":
-        return cutlass.mx_grouped_mm_dw(operands, offsets).to(out_dtype)
-    if by != STRIP and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
-        return kernel.dequantized_mm_dw(operands, offsets, out_dtype)
-    return kernel.block_scaled_grouped_mm_dw(operands, offsets, out_dtype)
+    if by not in (ROW, STRIP) and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
+        return kernel.dequantized_mm(operands, offsets, out_dtype)
+    along = (None, 0) if by == ROW else (scale_b, by.cols or 0)
+    return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast, None, *along)

@@ -129,24 +129,18 @@ def _scaled_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, o
 
 
 def mx_grouped_mm(operands: Operands, offsets: Tensor) -> Tensor:
-    """Same as `grouped_mm_reference`, in BF16, for E4M3 in groups of 32 with E8M0 scales."""
+    """Same as `grouped_mm_reference`, or as `grouped_mm_dw_reference` for b [K, M], in BF16, for E4M3 in groups of 32
+    with E8M0 scales."""
     a, b, scale_a, scale_b, _, _ = operands
-    rows = _tiles_of_rows(scale_a, offsets)
-    return _mx_grouped_mm(a.contiguous(), b.contiguous().transpose(1, 2), rows, _swizzle(scale_b), offsets)
-
-
-def mx_grouped_mm_dw(operands: Operands, offsets: Tensor) -> Tensor:
-    """Same as `grouped_mm_dw_reference`, in BF16, for such operands."""
-    a, b, *scales = operands[:4]
-    scale_a, scale_b = (_tiles_of_columns(scale, offsets) for scale in scales)
-    return _mx_grouped_mm(a.contiguous(), b.contiguous().t(), scale_a, scale_b, offsets)
-
-
-def _mx_grouped_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offsets: Tensor) -> Tensor:
+    if b.ndim == 3:
+        scale_a, scale_b = _tiles_of_rows(scale_a, offsets), _swizzle(scale_b)
+    else:
+        scale_a, scale_b = _tiles_of_columns(scale_a, offsets), _tiles_of_columns(scale_b, offsets)
     by, swizzle, functional = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4, cast(Any, F)
     y: Tensor = functional.scaled_grouped_mm(
-        a, b, scale_a, by, scale_b, by, swizzle_a=swizzle, swizzle_b=swizzle, offs=offsets, output_dtype=torch.bfloat16
-    )
+        a.contiguous(), b.contiguous().transpose(-2, -1), scale_a, by, scale_b, by,
+        swizzle_a=swizzle, swizzle_b=swizzle, offs=offsets, output_dtype=torch.bfloat16,
+    )  # fmt: skip
     return y
 
 

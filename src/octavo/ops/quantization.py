@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import E2M1, INT8, Format
@@ -26,6 +25,7 @@ from octavo.numerics.scaling import (
 )
 from octavo.ops.launching import converts, fits, quantizes_rows
 from octavo.ops.registration import FLOATS, check_matrix, check_nearest, check_tensor, operation
+from octavo.ops.transposition import placed
 
 
 def quantize_reference(
@@ -74,11 +74,6 @@ def quantize_transposed_reference(
     x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     return quantize_reference(placed(x, place).t().contiguous(), cast, None, None, seed)
-
-
-def placed(x: Tensor, place: Tensor | None) -> Tensor:
-    """The rows of `x` [M, K] at their places, as `aligned_groups` gives them; zeros where the number is -1."""
-    return x if place is None else F.pad(x, (0, 0, 0, 1))[place]  # -1 is the last row
 
 
 def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
@@ -145,7 +140,8 @@ def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
         return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
     parts = [quantize(part, cast) for part in matrices(w, cast.granularity.rows)]
     data, scale = joined([q.data for q in parts]), joined([q.scale for q in parts])
-    return QTensor(data.view(w.shape), scale.view(len(w), -1, scale.shape[1]), cast.fmt, cast.granularity)
+    scale = scale.view(cast.granularity.scale_shape(tuple(w.shape)))
+    return QTensor(data.view(w.shape), scale, cast.fmt, cast.granularity)
 
 
 def quantize_matrices_transposed(w: Tensor, cast: Cast) -> QTensor:

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import widen
@@ -22,10 +23,14 @@ def transpose_reference(data: Tensor, shift: Tensor | None, place: Tensor | None
         factor = torch.exp2(-shift.clamp(max=100).float()).unsqueeze(1)  # 2^-100 of any number here is zero
         data = (widen(data) * factor).to(data.dtype)  # exact in float32, then rounded once
     if place is not None:
-        rows = data.view(torch.uint8)[place.clamp(min=0)] if len(data) else data.new_zeros(len(place), data.shape[1])
-        data = torch.where(place[:, None] < 0, 0, rows.view(torch.uint8)).view(data.dtype)
+        data = placed(data.view(torch.uint8), place).view(data.dtype)
     words = data.view(torch.uint8) if data.element_size() == 1 else data
     return words.t().clone(memory_format=torch.contiguous_format).view(data.dtype)
+
+
+def placed(x: Tensor, place: Tensor | None) -> Tensor:
+    """The rows of `x` [M, K] at their places, as `aligned_groups` gives them; zeros where the number is -1."""
+    return x if place is None else F.pad(x, (0, 0, 0, 1))[place]  # -1 is the last row
 
 
 KERNEL_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -84,31 +84,39 @@ def grouped_mm(
     launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
         a, b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
         tiles_m, e, n, k, b.stride(0), b.stride(1),
-        FAST=fast, EVEN_K=k % DEPTH == 0, BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m,
-        BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+        GROUP=0, ROWS_B=1, GROUPS=1, FAST=fast, EVEN_K=k % DEPTH == 0, BLOCK_E=power_of_two_above(e), BLOCK_N=block_n,
+        BLOCK_M=block_m, BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return y
 
 
 def grouped_mm_dw(
     a: Tensor,
-    scale: Tensor,
+    scale_a: Tensor,
     b: Tensor,
     offsets: Tensor,
     out_dtype: torch.dtype,
     fast: bool,
     tiling: Tiling | None = None,
+    scale_b: Tensor | None = None,
+    group: int = 0,
 ) -> Tensor:
     """Same as `grouped_mm_dw` of the operation, for offsets in multiples of `DEPTH`. A group may be empty.
 
     tiling: None chooses one. Its left operand is a.
+    scale_b, group: with scales along M, those of b, and the columns that share one.
     """
     (n, m), k, e = a.shape, b.shape[0], len(offsets)
+    if tiling is None and scale_b is not None:
+        left, right, _, *others, _ = choose_blocks(k, n, m, group, a.device, DEPTH // group)
+        tiling = Tiling(left, right, *others)
     block_n, block_k, stages, warps = tiling or choose_dw(k, m, e, fast, a.device)
+    if scale_b is not None:
+        scale_a, scale_b = readable_scale(scale_a, block_k), readable_scale(scale_b, block_k)
     dw = allocate(a, (e, n, k), out_dtype)
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
-        a.contiguous(), b.contiguous(), scale.contiguous(), offsets.contiguous(), dw, n, k, m,
-        FAST=fast, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH, NEIGHBOURS=NEIGHBOURS,
+        a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b, offsets.contiguous(), dw, n, k, m,
+        GROUP=group, FAST=fast, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH, NEIGHBOURS=NEIGHBOURS,
         NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dw
@@ -172,8 +180,9 @@ def _bytes(left: int, right: int) -> int:
 @triton.jit
 def _rows_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
-    FAST: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
     e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
@@ -181,13 +190,30 @@ def _rows_kernel(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_m, mask_n = offs_m < end_m, offs_n < N
-        a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not stored
-        b_rows = b_ptr + e.to(tl.int64) * stride_e + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n
-        acc = _sum_products(b_rows, a_rows, 0, K, FAST, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
-        acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
-        acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
+        b_ptr += e.to(tl.int64) * stride_e
+        if GROUP:
+            scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
+            acc = sum_groups(
+                a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, 0, K,
+                GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
+            )  # fmt: skip
+        else:
+            a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not
+            b_rows = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n  # stored
+            acc = _sum_products(b_rows, a_rows, 0, K, FAST, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
+            acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
+            acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
         store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
                    mask_n[:, None] & mask_m[None, :])  # fmt: skip
+
+
+@triton.jit
+def _scale_stride(scale_ptr, K, GROUP: tl.constexpr):
+    """The elements behind `scale_ptr` of a row of groups: of E8M0, a word holds four."""
+    groups = tl.cdiv(K, GROUP)
+    if scale_ptr.dtype.element_ty == tl.int32:
+        groups = groups // 4
+    return groups
 
 
 @triton.jit
@@ -215,8 +241,8 @@ def _described_kernel(
 
 @triton.jit
 def _reduction_kernel(
-    a_ptr, b_ptr, scale_ptr, offsets_ptr, dw_ptr, N, K, M,
-    FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
+    GROUP: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
@@ -227,11 +253,17 @@ def _reduction_kernel(
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_n, mask_k = offs_n < N, offs_k < K
-    a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
-    b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
-    acc = _sum_products(a_rows, b_rows, start, end, FAST, True, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
     rows = e.to(tl.int64) * N + offs_n
-    acc *= tl.load(scale_ptr + rows, mask_n, other=0.0)[:, None]
+    if GROUP:  # the sums have the rows of the second operand first
+        acc = sum_groups(
+            b_ptr, a_ptr, scale_b_ptr, scale_a_ptr, offs_k, offs_n, pid_n, K, N, M, M, start, end,
+            GROUP, 1, BLOCK_M // GROUP, True, BLOCK_K, BLOCK_N, NUM_STAGES,
+        )  # fmt: skip
+    else:
+        a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
+        b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
+        acc = _sum_products(a_rows, b_rows, start, end, FAST, True, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
+        acc *= tl.load(scale_a_ptr + rows, mask_n, other=0.0)[:, None]
     store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, None, K, 0, mask_n[:, None] & mask_k[None, :])
 
 
@@ -281,68 +313,25 @@ def block_scaled_grouped_mm(
     scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
     y = allocate(a, (m, n), out_dtype)
     tiles_m = most_tiles(m, e, block_m)
-    launcher(_block_scaled_kernel, (cdiv(n, block_n) * tiles_m,))(
+    launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
         a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k, b.stride(0), b.stride(1),
-        GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, EVEN_K=k % (groups * group) == 0,
-        BLOCK_E=power_of_two_above(e), BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages,
-        num_warps=warps,
+        GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, FAST=False, EVEN_K=k % (groups * group) == 0,
+        BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=group, NEIGHBOURS=NEIGHBOURS,
+        NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return y
 
 
 def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Same as `grouped_mm`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
+    """Same as `grouped_mm`, or as `grouped_mm_dw` for b [K, M], by PyTorch's BF16 product of the operands times their
+    scales, rounded to BF16."""
     a, b, scale_a, scale_b, by_a, by_b = operands
-    return widened_mm(dequantize(a, scale_a, by_a, torch.bfloat16), b, scale_b, by_b, offsets).to(out_dtype)
-
-
-def block_scaled_grouped_mm_dw(
-    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, tiling: BlockTiling | None = None
-) -> Tensor:
-    """Same as `grouped_mm_dw` of the operation, for groups along M and offsets in multiples of `DEPTH`.
-
-    tiling: None chooses one. A step of it has `DEPTH` columns; its split_k has no effect.
-    """
-    a, b, scale_a, scale_b, by, _ = operands
-    (n, m), k, e, group = a.shape, b.shape[0], len(offsets), by.cols or 1
-    block_k, block_n, groups, stages, warps, _ = tiling or choose_blocks(n, k, m, group, a.device, DEPTH // group)
-    dw = allocate(a, (e, n, k), out_dtype)
-    launcher(_block_scaled_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
-        a.contiguous(), b.contiguous(), readable_scale(scale_a, block_n), readable_scale(scale_b, block_n),
-        offsets.contiguous(), dw, n, k, m,
-        GROUP=group, GROUPS=groups, DEPTH=DEPTH, BLOCK_N=block_n, BLOCK_K=block_k, NEIGHBOURS=NEIGHBOURS,
-        NUM_STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    return dw
-
-
-@triton.jit
-def _block_scaled_reduction_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, DEPTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
-    e = tl.program_id(1)
-    start = tl.multiple_of(tl.load(offsets_ptr + e - 1, e > 0, other=0), DEPTH)
-    end = tl.multiple_of(tl.load(offsets_ptr + e), DEPTH)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    offs_k = pid_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    acc = sum_groups(
-        a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_n, offs_k, pid_k, N, K, M, M, start, end,
-        GROUP, 1, GROUPS, True, BLOCK_N, BLOCK_K, NUM_STAGES,
-    )  # fmt: skip
-    mask = (offs_k < K)[:, None] & (offs_n < N)[None, :]
-    rows = e.to(tl.int64) * N + offs_n
-    store_sums(acc, rows[None, :], offs_k[:, None], dw_ptr, None, None, None, K, 0, mask)
-
-
-def dequantized_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Same as `grouped_mm_dw`, by PyTorch's BF16 product of the operands times their scales, rounded to BF16."""
-    a, b, scale_a, scale_b, by_a, by_b = operands
-    wide_a, wide_b = dequantize(a, scale_a, by_a, torch.bfloat16), dequantize(b, scale_b, by_b, torch.bfloat16)
+    wide_a = dequantize(a, scale_a, by_a, torch.bfloat16)
+    if b.ndim == 3:
+        return widened_mm(wide_a, b, scale_b, by_b, offsets).to(out_dtype)
     with torch.autocast(a.device.type, enabled=False):
-        return F.grouped_mm(wide_a, wide_b.t(), offs=offsets).to(out_dtype)  # [N,M_e] @ [K,M_e]^T
+        y = F.grouped_mm(wide_a, dequantize(b, scale_b, by_b, torch.bfloat16).t(), offs=offsets)  # [N,M_e] @ [K,M_e]^T
+    return y.to(out_dtype)
 
 
 def likely_rows(m: int, groups: int) -> int:
@@ -353,27 +342,6 @@ def likely_rows(m: int, groups: int) -> int:
 def most_tiles(m: int, groups: int, block_m: int) -> int:
     """The largest number of tiles of M that `m` rows in so many groups can have."""
     return (m + (block_m - 1) * min(groups, m)) // block_m
-
-
-@triton.jit
-def _block_scaled_kernel(
-    a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
-    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    pid_m, pid_n = find_tile(tiles_m, tl.cdiv(N, BLOCK_N), NEIGHBOURS)
-    e, start_m, end_m = find_rows(offsets_ptr, pid_m, E, BLOCK_E, BLOCK_M)
-    if start_m < end_m:
-        offs_m = start_m + tl.arange(0, BLOCK_M)
-        offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        b_ptr += e.to(tl.int64) * stride_e
-        scale_b_ptr += e.to(tl.int64) * tl.cdiv(N, ROWS_B) * _scale_stride(scale_b_ptr, K, GROUP)
-        acc = sum_groups(
-            a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offs_m, offs_n, pid_n, end_m, N, K, stride_n, 0, K,
-            GROUP, ROWS_B, GROUPS, EVEN_K, BLOCK_M, BLOCK_N, NUM_STAGES,
-        )  # fmt: skip
-        mask = (offs_n < N)[:, None] & (offs_m < end_m)[None, :]
-        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0, mask)
 
 
 @triton.jit
@@ -390,15 +358,6 @@ def find_rows(offsets_ptr, pid_m, E, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexp
     end = tl.sum(tl.where(here, ends, 0), 0)
     start = tl.sum(tl.where(here, starts + tile * BLOCK_M, 0), 0)
     return e, start, end
-
-
-@triton.jit
-def _scale_stride(scale_ptr, K, GROUP: tl.constexpr):
-    """The elements behind `scale_ptr` of a row of groups: of E8M0, a word holds four."""
-    groups = tl.cdiv(K, GROUP)
-    if scale_ptr.dtype.element_ty == tl.int32:
-        groups = groups // 4
-    return groups
 
 
 # ---- The grouped weight-only GEMM as a Triton kernel: tiles as above, sums as in `kernels/weight_only.py`.
