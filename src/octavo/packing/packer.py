@@ -233,7 +233,7 @@ def sums_of(update: Tensor, rounded: Tensor) -> Tensor:
 
 
 def kept_update(sums: Sequence[Tensor]) -> KeptUpdate:
-    """Of layers with these `sums_of`."""
+    """The update that is left of layers with these `sums_of`."""
     u, d, both = torch.stack([*sums]).sum(0).tolist()
     return KeptUpdate(len(sums), math.sqrt(d / u) if u else 1.0, both / math.sqrt(u * d) if u * d else 0.0)
 

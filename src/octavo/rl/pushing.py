@@ -74,7 +74,7 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def _unused(wrapper: Any) -> list[str]:
-    """What a wrapper of PEFT does not call, of the original module and the trained copy of each adapter."""
+    """The modules in a wrapper of PEFT that it does not call: the original one, or copies of it for adapters."""
     copies = getattr(wrapper, "modules_to_save", {})
     active = [] if wrapper.disable_adapters else [name for name in wrapper.active_adapters if name in copies]
     used = f"modules_to_save.{active[0]}" if active else "original_module"
@@ -140,7 +140,7 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     that it has there. No buffer moves: CUDA graphs stay valid. A generation in another thread is waited for.
 
     Adapters of PEFT (LoRA) are merged into the weights that are written, and `trained` stays as it is. If `served` has
-    the same adapters, they are written by themselves. Of a model that FSDP2 shards, every rank calls `push`: one layer
+    the same adapters, they are written by themselves. Every rank calls `push` of a model that FSDP2 shards: one layer
     at a time is gathered.
 
     Args:
