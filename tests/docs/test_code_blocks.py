@@ -37,7 +37,10 @@ UNTESTED = {
         "hf": "downloads from the network",
         "vllm": "vLLM has an environment of its own: make test-vllm",
     },
-    "docs/rl.md": {"llm": "vLLM has an environment of its own: make test-vllm"},
+    "docs/rl.md": {
+        "from": "TRL has an environment of its own: make test-integrations",
+        "llm": "vLLM has an environment of its own: make test-vllm",
+    },
     "docs/serving.md": {
         "compiled": "compiles for minutes",
         "model": "needs a Hopper GPU and cuDNN",
