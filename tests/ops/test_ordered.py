@@ -1,7 +1,6 @@
 """Products and attention whose rows depend on no other row: the references and, in the interpreter, the kernels."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,18 +8,10 @@ import pytest
 import torch
 from attention_oracle import attention64, given
 from gemm_examples import operands, wide
-from interpreted_triton import interpreter
 from torch import Tensor
 
 from octavo.ops.attention import ordered_attention
 from octavo.ops.launching import Cache
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Executor]:
-    pytest.importorskip("triton")
-    with interpreter() as pool:
-        yield pool
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])

@@ -3,15 +3,11 @@
 The interpreter sums in float32. What the tensor cores lose is in test_grouped_gemm_gpu.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
-
 import numpy as np
 import pytest
 import torch
 from gemm_examples import worst_row
 from grouped_examples import SIZES, exact, exact_columns, exact_dw, gradient_operands, operands, quantized_columns
-from interpreted_triton import interpreter
 
 from octavo.nn import Experts
 from octavo.ops import Backend
@@ -24,12 +20,6 @@ pytestmark = pytest.mark.triton
 PAIRS = ["row", "row-e5m2"]
 TILES = [(64, 16, 2, 4), (32, 64, 2, 4)]
 SPARE = 3
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Executor]:
-    with interpreter() as pool:
-        yield pool
 
 
 def product(sizes, k, n, pair, tile, fast, turned):

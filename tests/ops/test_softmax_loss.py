@@ -1,12 +1,8 @@
 """The cross-entropy of rows of logits against float64: the reference, and the kernel in the interpreter."""
 
-from collections.abc import Iterator
-from concurrent.futures import Executor
-
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreted_triton import interpreter
 from torch import Tensor
 
 from octavo.numerics.formats import E4M3
@@ -48,13 +44,6 @@ def by_kernel(z: Tensor, labels: Tensor, scale: float, cap: float, fp8: bool) ->
 
     z = z.clone()
     return z, *kernel(z, labels, torch.tensor(FACTOR), None, scale, cap, fp8)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Executor]:
-    pytest.importorskip("triton")
-    with interpreter() as pool:
-        yield pool
 
 
 @pytest.fixture(params=["reference", pytest.param("kernel", marks=pytest.mark.triton)])
