@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
+from other_writers import know_caches
 from packed_examples import load_float32, small_shards, write_run
 from safetensors.torch import load_file, save_file
 from tiny_models import IDS, make_model, open_theirs, outputs, same_bits
@@ -301,8 +302,9 @@ def test_a_sharded_source_is_read_tensor_by_tensor(made, tmp_path, monkeypatch):
         ("qwen2", {"scheme": "channel", "kv_cache": "fp8"}),
     ],
 )
-def test_transformers_saves_and_loads_it_again(made, tmp_path, name, how):
+def test_transformers_saves_and_loads_it_again(made, tmp_path, name, how, monkeypatch):
     """In float32, in which scales stay what they are."""
+    know_caches(monkeypatch)
     out, again = made(name, **how), tmp_path / "again"
     theirs = open_theirs(out, torch.float32)
     theirs.save_pretrained(again)

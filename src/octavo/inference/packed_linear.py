@@ -47,7 +47,7 @@ from octavo.ops import (
 )
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
-from octavo.util import plural
+from octavo.util import cache_argument, plural
 
 
 class PackedModule(ScaleBuffers):
@@ -507,14 +507,17 @@ def _normed(
 
 def serve_attention(model: nn.Module) -> None:
     """Make the attention modules of known classes in `model` a `ServedAttention`; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, ServedAttention) and is_fusable(type(module).__name__, "Attention"):
-            module.__class__ = mix_classes(ServedAttention, type(module))
+    served: Any
+    for served in list(model.modules()):
+        if not isinstance(served, ServedAttention) and is_fusable(type(served).__name__, "Attention"):
+            served.__class__ = mix_classes(ServedAttention, type(served))
+            served.cache_argument = cache_argument()
 
 
 class ServedAttention(nn.Module):
     """An attention of transformers: projections, rotary embedding with the cache, attention, output projection."""
 
+    cache_argument: str
     layer_idx: int
     head_dim: int
     scaling: float
@@ -524,24 +527,20 @@ class ServedAttention(nn.Module):
         hidden_states: Tensor | PrecomputedProjections,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K] and None."""
-        cache: Any = getattr(past_key_values, "model_cache", None)
+        passed: Any = kwargs.get(self.cache_argument)
+        cache: Any = getattr(passed, "model_cache", None)
         norms = self._head_norms()
         if norms is None or not self._serves(cache, hidden_states, position_embeddings, attention_mask):
             return super().forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
+                hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
             )
         assert position_embeddings is not None
         q, k, v = (child(self, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
         q, appended = cache.rotate_append(self.layer_idx, q, k, v, *position_embeddings, **norms)
-        past_key_values.layers[self.layer_idx].is_initialized = True
+        passed.layers[self.layer_idx].is_initialized = True
         first = None if attention_mask is None else attention_mask.flatten()
         y = appended.attend(q, first, self.scaling)  # [B, H, T, D]
         batch, _, tokens, _ = y.shape

@@ -40,7 +40,7 @@ from octavo.models.decoder import Decoder
 from octavo.numerics.formats import E4M3, cast, widen
 from octavo.packing.options import PackOptions
 from octavo.packing.packer import PackReport, pack_source
-from octavo.util import Progress, choose_device, no_progress
+from octavo.util import Progress, cache_argument, choose_device, no_progress
 
 # ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
 # them.
@@ -83,7 +83,7 @@ class PartlyPackedModel:
         hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         for name, forms in self._forms.items():
             self._model.set_submodule(name, forms[name in packed])
-        kept = {"past_key_values": _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
+        kept = {cache_argument(): _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
         result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
         if result.shape[:-1] != ids.shape:
             raise ArtifactError(
@@ -94,7 +94,7 @@ class PartlyPackedModel:
 
 
 def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers, for `past_key_values`, that rounds keys and values to E4M3 as they are stored."""
+    """An empty cache of transformers that rounds keys and values to E4M3 as they are stored."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     layers = [DynamicLayer() for _ in scales]
@@ -104,13 +104,13 @@ def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
 
 
 def _update(
-    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
+    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     def rounded(x: Tensor, scale: Tensor) -> Tensor:
         scale = scale.to(x.device)
         return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
 
-    return store(rounded(k, scales[0]), rounded(v, scales[1]), *args)
+    return store(rounded(k, scales[0]), rounded(v, scales[1]))
 
 
 # ---- The choice of the layers.
