@@ -18,7 +18,6 @@ from octavo.ops.dispatch import (
     SQUARE,
     STRIP,
     Backend,
-    backend_on,
     gemm_backends,
     max_small_m,
     returned_dtype,
@@ -64,7 +63,7 @@ def test_e4m3_operands(granularities):
     for key in ("older", "ampere", "ada", "hopper", "blackwell", "rtx_blackwell", "unknown", "mi350"):
         if key == "mi350" and granularities in ((TENSOR, TENSOR), (ROW, ROW)):
             continue
-        found = backend_on(ARCHITECTURES[key], *granularities, E4M3, e8m0=e8m0)
+        found = find_backend(ARCHITECTURES[key], *granularities, E4M3, e8m0=e8m0)
         assert found.name == LIBRARIES[granularities].get(key, "none"), key
         if key not in ("older", "ampere"):
             assert f"{granularities[0].name} x {granularities[1].name} scales" in found.reason
@@ -73,18 +72,18 @@ def test_e4m3_operands(granularities):
 @pytest.mark.parametrize("gpu", [ADA, HOPPER, BLACKWELL, RTX], ids=lambda gpu: gpu.key)
 def test_e5m2_gradients(gpu):
     for granularity in (TENSOR, ROW):
-        assert backend_on(gpu, granularity, granularity, ("e5m2", "e4m3")).name in ("cublaslt", "cutlass")
-    both = backend_on(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
+        assert find_backend(gpu, granularity, granularity, ("e5m2", "e4m3")).name in ("cublaslt", "cutlass")
+    both = find_backend(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
     assert (both.name, "not e5m2 x e5m2" in both.reason) == ("none", True)
-    assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "triton"
-    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "dequantized"
+    assert find_backend(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "triton"
+    assert find_backend(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "dequantized"
 
 
 @pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
 @pytest.mark.parametrize("e8m0", [(True, True), (True, False), (False, False)])
 def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0):
     for gpu in (BLACKWELL, RTX, MI350):
-        found = backend_on(gpu, granularity, granularity, E4M3, e8m0=e8m0)
+        found = find_backend(gpu, granularity, granularity, E4M3, e8m0=e8m0)
         runs = all(e8m0) if granularity == MX else not any(e8m0)
         assert (found.name not in ("none", "dequantized")) == runs
         if not runs:
@@ -100,13 +99,13 @@ def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(on):
 @pytest.mark.parametrize("key", ["older", "ampere", "amd_older", "amd_other"])
 def test_a_gpu_without_any_fp8_gemm_has_a_short_reason(key):
     gpu = ARCHITECTURES[key]
-    assert backend_on(gpu, ROW, ROW, E4M3) == Backend("none", f"{gpu.name} has no FP8 GEMM")
+    assert find_backend(gpu, ROW, ROW, E4M3) == Backend("none", f"{gpu.name} has no FP8 GEMM")
 
 
 def test_gpus_that_nothing_was_measured_on_are_marked():
     for key, gpu in ARCHITECTURES.items():
         formats = ("e4m3fnuz", "e4m3fnuz") if key == "mi300" else E4M3
-        found = backend_on(gpu, ROW, ROW, formats)
+        found = find_backend(gpu, ROW, ROW, formats)
         if found.name != "none":
             assert (f"not measured on {gpu.name}" in found.reason) == (key != "hopper")
 
@@ -116,23 +115,23 @@ def test_gpus_that_nothing_was_measured_on_are_marked():
 )
 def test_amd(gpu, own, foreign):
     for granularity in (TENSOR, ROW):
-        assert backend_on(gpu, granularity, granularity, (own, own)).name == "hipblaslt"
-        assert backend_on(gpu, granularity, granularity, (own.replace("e4m3", "e5m2"), own)).name == "hipblaslt"
-        refused = backend_on(gpu, granularity, granularity, (foreign, foreign))
+        assert find_backend(gpu, granularity, granularity, (own, own)).name == "hipblaslt"
+        assert find_backend(gpu, granularity, granularity, (own.replace("e4m3", "e5m2"), own)).name == "hipblaslt"
+        refused = find_backend(gpu, granularity, granularity, (foreign, foreign))
         assert (refused.name, f"take {own} x {own}" in refused.reason) == ("none", True)
-    assert backend_on(gpu, STRIP, STRIP, (own, own)).name == "none"
+    assert find_backend(gpu, STRIP, STRIP, (own, own)).name == "none"
 
 
 def test_fnuz_is_amds():
-    assert "not e4m3fnuz x e4m3" in backend_on(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3")).reason
+    assert "not e4m3fnuz x e4m3" in find_backend(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3")).reason
 
 
 def test_before_cuda_12_9_hopper_has_no_block_scales_and_row_scales_in_cutlass(monkeypatch):
     monkeypatch.setattr(backend, "_CUDA", (12, 8))
-    assert backend_on(HOPPER, ROW, ROW, E4M3).name == "cutlass"
-    assert backend_on(HOPPER, STRIP, SQUARE, E4M3).name == "triton"
-    assert "requires cublasLt >= 12.9" in backend_on(HOPPER, SQUARE, STRIP, E4M3).reason
-    assert backend_on(ADA, ROW, ROW, E4M3).name == "cutlass"
+    assert find_backend(HOPPER, ROW, ROW, E4M3).name == "cutlass"
+    assert find_backend(HOPPER, STRIP, SQUARE, E4M3).name == "triton"
+    assert "requires cublasLt >= 12.9" in find_backend(HOPPER, SQUARE, STRIP, E4M3).reason
+    assert find_backend(ADA, ROW, ROW, E4M3).name == "cutlass"
 
 
 def test_y_has_a_dtype_that_the_kernel_writes():

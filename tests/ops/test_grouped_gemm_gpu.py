@@ -23,7 +23,7 @@ from grouped_examples import (
 from hopper import ONLY_HOPPER
 
 from octavo.nn import GroupedLinear
-from octavo.numerics import FORMATS, QTensor
+from octavo.numerics import FORMATS, ROW, QTensor
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
 from octavo.ops import dispatch as backend
 from octavo.ops.dispatch import MAX_MEAN_ROWS
@@ -133,7 +133,7 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
     a, b = on_gpu(a), on_gpu(b)
     poison()
-    y = kernel.block_scaled_grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, how)
+    y = kernel.grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, False, how)
     for e, rows in enumerate(rows_of(sizes)):
         alone = Operands(a.data[rows], b.data[e], a.scale[rows], b.scale[e], a.granularity, b.granularity)
         assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how))
@@ -170,7 +170,8 @@ def test_no_step_waits_for_the_device(pair):
 # ---- Our kernels of row scales
 
 
-TILINGS = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
+TILES = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
+TILINGS = [(left, right, 1, *rest) for left, right, *rest in TILES]
 ALIGNED = [[128, 0, 256, 128, 384], [0, 0, 640], [1024, 128, 1024, 2048]]
 FAST = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 EACH_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=str)
@@ -181,7 +182,7 @@ def product(a, b, offsets, dtype, fast, tiling=()):
 
     how = kernel.Tiling(*tiling) if tiling else None
     poison()
-    return kernel.grouped_mm(a.data, a.scale, b.data, b.scale, offsets.cuda(), dtype, fast, how)
+    return kernel.grouped_mm(Operands.of(a, b), offsets.cuda(), dtype, fast, how)
 
 
 def check_product(sizes, k, n, pair, dtype, fast, tiling=()):
@@ -214,7 +215,8 @@ def gradient(h, scale, x_t, offsets, dtype, fast, tiling=()):
 
     how = kernel.Tiling(*tiling) if tiling else None
     poison()
-    return kernel.grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), dtype, fast, how)
+    given = Operands(h.cuda(), x_t.cuda(), scale.cuda(), scale.cuda(), ROW, ROW)
+    return kernel.grouped_mm_dw(given, offsets.cuda(), dtype, fast, how)
 
 
 @FAST
