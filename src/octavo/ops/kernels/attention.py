@@ -171,7 +171,28 @@ def _part_kernel(
         begin = split * split_tokens
     end = tl.minimum(end, begin + split_tokens)
     mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    offs_q = (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
+    q, factor = _queries(q_ptr + offs_q, mask, k_scale_ptr, head, SCALE, BLOCK_M, keys_ptr.dtype.element_ty)
+    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    m_i, l_i, acc = _attend(q, factor, keys_ptr, values_ptr, begin, first, end, position,
+                            BLOCK_M, HEAD_DIM, BLOCK_N, BLOCK_D, PART)  # fmt: skip
+    if v_scale_ptr is not None:
+        acc = acc * tl.load(v_scale_ptr + head)
+    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
+    if ONE_SPLIT:
+        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+    else:
+        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
+        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
+        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
+    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _queries(q_ptrs, mask, k_scale_ptr, head, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr):
+    """The queries, in float16 for eight-bit keys and in DTYPE for others, and the factor of the products of each."""
+    q = tl.load(q_ptrs, mask, other=0.0)
     factor = tl.full((BLOCK_M,), SCALE, tl.float32)
     if k_scale_ptr is not None:
         wide = q.to(tl.float32)
@@ -179,12 +200,19 @@ def _part_kernel(
         q = (wide * inverse(power)[:, None]).to(tl.float16)
         factor = factor * power * tl.load(k_scale_ptr + head)
     else:
-        q = q.to(keys_ptr.dtype.element_ty)
+        q = q.to(DTYPE)
+    return q, factor
+
+
+@triton.jit
+def _attend(
+    q, factor, keys_ptr, values_ptr, begin, first, end, position,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and result of the keys from `begin` to `end`."""
     m_i = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: -inf less -inf would be NaN
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
-    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
     if PART:
         for start in range(begin, end, BLOCK_N):
             m_new, l_new, acc_new = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position,
@@ -200,16 +228,7 @@ def _part_kernel(
         if full_end < end:
             m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position,
                                           m_i, l_i, acc, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
-    if v_scale_ptr is not None:
-        acc = acc * tl.load(v_scale_ptr + head)
-    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
-    if ONE_SPLIT:
-        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
-    else:
-        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
-        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
-        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
-    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+    return m_i, l_i, acc
 
 
 @triton.jit
