@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import Pair, is_frozen, reads, stack_adapters
-from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
+from octavo.nn.adapters import NO_PAIR, Pair, is_frozen, reads, stack_adapters
+from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, run_fused
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -108,7 +108,8 @@ class NormLinear(FusedModule):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
-        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange, layers.pair(x))
+        exchanges, pairs = (exchange, ALONE), (layers.pair(x), NO_PAIR)
+        y, total = run_fused(x, residual, exchange.read_norm(norm), stack, call, exchanges, pairs)
         parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
         return tuple(exchange.output(part, x) for part in parts), total
 
@@ -265,7 +266,7 @@ class FusedMLP(FusedModule):
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
         pairs = layers.pair(x, 0, -1), layers.pair(x, -1)
-        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges, pairs)
+        return run_fused(x, residual, norm_here, inner_stack, call, exchanges, pairs, self.activation, outer_stack)
 
 
 class SwiGLU(FusedMLP):
