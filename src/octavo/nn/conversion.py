@@ -1,6 +1,6 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -231,7 +231,7 @@ def _rows(layers: Sequence[SelectedLayer]) -> tuple[Row, ...]:
     return tuple(Row(weight, shape, m.reason) for m in layers for weight, shape in weights_of(m.name, m.module).items())
 
 
-def _change(layer: SelectedLayer, recipe: Recipe, chosen: Collection[str]) -> None:
+def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
     """Convert a module if all its weights are `chosen`, and restore it otherwise."""
     name, module, _ = layer
     converts = weights_of(name, module).keys() <= chosen
@@ -258,7 +258,7 @@ def _is_product(module: nn.Module) -> bool:
 def _product_reason(name: str, module: nn.Module, skip: Sequence[str]) -> str:
     image = isinstance(module, CONVOLUTIONS) and reads_image(module)
     reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
-    return next(filter(None, (skipped_by_name(name, *s, skip) for s in weights_of(name, module).values())), reason)
+    return next(filter(None, (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())), reason)
 
 
 def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> tuple[Row, ...]:
