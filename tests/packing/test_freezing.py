@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +10,13 @@ import torch
 from metrics import distance
 from packed_examples import LLAMA, write_run
 from safetensors.torch import load_file
-from tiny_models import IDS, make_model, open_theirs, outputs, same_bytes, write_text
-from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from tiny_models import make_model, open_theirs, outputs, same_bytes, write_text
+from torch import Tensor
 from typer.testing import CliRunner
 from verify_examples import change_config, change_tensors
 
 import octavo
-from octavo.calibration import Calibration, calibrate
+from octavo.calibration import calibrate
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.layouts import read_config
 from octavo.checkpoint.packed_folder import PackedTensors
@@ -28,7 +24,6 @@ from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_prompts
 from octavo.hf.meta_model import read_meta_model
 from octavo.inference.opening import load_packed
-from octavo.inference.transformers_cache import QuantizedKVCache
 from octavo.models import Llama, LlamaConfig
 from octavo.packing import PackOptions, convert_layout, freeze_folder, pack, pack_frozen, unpack
 from octavo_cli.app import app
@@ -158,70 +153,6 @@ def test_the_commands(bf16, data, tmp_path):
 ATTENTION = "model.layers.1.self_attn"
 
 
-@contextmanager
-def rounded_cache(
-    model: Any, scales: dict[str, tuple[Tensor, Tensor]], dtype: torch.dtype | None = None
-) -> Iterator[None]:
-    """Attention of transformers' whose keys and values went through e4m3, written down without any library.
-
-    The arithmetic is that of `dtype`, or of the keys.
-    """
-
-    def rounded(x: Tensor, scale: Tensor) -> Tensor:
-        return ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(scale.dtype) * scale).to(x.dtype)
-
-    names = {id(module): name for name, module in model.named_modules()}
-    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        k, v = (scale.to(dtype or key.dtype) for scale in scales[names[id(module)]])
-        return sdpa(module, query, rounded(key, k), rounded(value, v), *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS["rounded"] = attention
-    AttentionMaskInterface.register("rounded", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation("rounded")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [("llama", "mse"), *((kind, "amax") for kind in ("llama", "mistral", "qwen2", "qwen3", "opt"))],
-)
-def test_transformers_rounds_keys_and_values_by_our_scales(made, kind, rule):
-    folder = made(kind, scheme="channel", kv_cache="fp8", rule=rule)
-    scales, found = PackedTensors(folder).kv_scales, Calibration.load(made(kind, "calibrated"))
-    assert len(scales) == 2
-    for name, (k, v) in scales.items():
-        assert k.shape == v.shape == (1,)
-        assert float(k) == float(found.sites[f"{name}.k"].scale(rule))
-        assert float(v) == float(found.sites[f"{name}.v"].scale(rule))
-    quantized, plain = (open_theirs(path, torch.float32) for path in (folder, made(kind, scheme="channel")))
-    assert float(quantized.get_submodule(next(iter(scales))).k_scale) == float(next(iter(scales.values()))[0])
-    got, unrounded = outputs(quantized), outputs(plain)
-    with rounded_cache(plain, scales):
-        assert distance(got, outputs(plain)) < 1e-6
-    assert 1e-3 < distance(got, unrounded) < 0.25
-    assert torch.equal(outputs(load_packed(folder).model), outputs(load_packed(made(kind, scheme="channel")).model))
-
-
-def test_our_cache_takes_the_scales_of_a_folder(made):
-    """Token by token, so that all but the newest key and value are read from the cache."""
-    folder = made("llama", scheme="channel", kv_cache="fp8")
-    model = octavo.load(folder).float()
-    unrounded = outputs(model)
-    with rounded_cache(model, PackedTensors(folder).kv_scales):
-        required = outputs(model)
-    cache = QuantizedKVCache.for_model(model, 32, "fp8", scales=PackedTensors(folder).kv_scales)
-    with torch.no_grad():
-        steps = [model(ids, past_key_values=cache, use_cache=True).logits for ids in torch.split(IDS, 1, 1)]
-    found = torch.cat(steps, 1).double()
-    assert distance(found, required) < 0.1 * distance(unrounded, required)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", ["channel", "static", "mx"])
 def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
@@ -235,24 +166,13 @@ def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
         "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
     }  # fmt: skip
     assert json.loads((folder / "octavo.json").read_text())["calibration"]["kv_cache"] == "fp8"
-    dtype = torch.bfloat16 if scheme == "mx" else torch.float32  # theirs widens mx to BF16, whatever it is asked for
-    with rounded_cache(reference := open_theirs(plain, dtype), PackedTensors(folder).kv_scales):
-        assert distance(outputs(open_theirs(folder, dtype)), outputs(reference)) < 1e-6
+    engine, scales = octavo.load(folder).octavo_engine, PackedTensors(folder).kv_scales
+    assert engine.dtype == "fp8"
+    assert engine.scales == list(scales.values())
     assert convert_layout(folder, tmp_path / "again").lossless
     assert same_bytes(folder, tmp_path / "again")
     unpack(folder, tmp_path / "plain")
     open_theirs(tmp_path / "plain")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made):
-    """So logits differ from those of the exact scales, as docs/packing.md says; in float32 they do not."""
-    folder, plain = made("llama", scheme="mx", kv_cache="fp8"), open_theirs(made("llama", scheme="mx"), torch.bfloat16)
-    found, scales = outputs(open_theirs(folder, torch.bfloat16)), PackedTensors(folder).kv_scales
-    with rounded_cache(plain, scales):
-        assert distance(found, outputs(plain)) < 1e-6
-    with rounded_cache(plain, scales, torch.float32):
-        assert 0.01 < distance(found, outputs(plain)) < 0.3
 
 
 @pytest.mark.parametrize(
