@@ -258,9 +258,8 @@ class Trainer:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
         with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
-            prompt = self.data.tokenizer.encode("\n")
-            stream = TextStream(self.data.tokenizer, prompt)
-            steps = Engine(self.model, context=self.config.context).generate([prompt], count, Sampling(seed=0))
+            stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
+            steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
             return show_sampled(self.console, pieces, count) + stream.end()
 
