@@ -22,8 +22,8 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import reads, stack_adapters
-from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
+from octavo.nn.adapters import NO_PAIR, reads, stack_adapters
+from octavo.nn.fused import Norm, Stack, rows, run_fused, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
@@ -395,7 +395,7 @@ class PackedNormLinear(_OneInput, NormLinear):
                 return None
             stack, call = stacked.stack(), packed_call(x)
             pair = stack_adapters(adapters, stack.weights, call.dtype)
-            y, total = norm_linear(x, residual, norm, stack, call, pair=pair)
+            y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
         y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
@@ -455,7 +455,7 @@ class PackedMLP(_OneInput, FusedMLP):
             stack_adapters(adapters[:-1], stack.weights, call.dtype),
             stack_adapters(adapters[-1:], last.weights, call.dtype),
         )
-        return mlp(x, residual, known, self.activation, stack, last, call, pairs=pairs)
+        return run_fused(x, residual, known, stack, call, pairs=pairs, activation=self.activation, outer=last)
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
