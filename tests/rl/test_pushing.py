@@ -1,5 +1,6 @@
 """Pushing a model that is trained into a live one, held against a folder that is packed and loaded afresh."""
 
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.integrations.peft import support
 from octavo.packing import pack
-from octavo.rl import checksum, push, served_weights
+from octavo.rl import checksum, push, pushing, served_weights
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -155,6 +157,22 @@ def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
         assert checksum(served) != before
         byte ^= bit
     assert checksum(served) == before
+
+
+@pytest.mark.parametrize("words", [100, 1 << 19])
+def test_the_checksum_by_numpy(made: Folders, monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    monkeypatch.setattr(pushing, "_WORDS", words)
+    served = octavo.load(made("qwen2", scheme="channel"))
+    tensors = {name: t.detach() for name, t in served.state_dict().items() if name != "lm_head.weight"}  # tied
+    stream = b"".join((data := t.view(torch.uint8).numpy().tobytes()) + b"\0" * (-len(data) % 8)
+                      for t in tensors.values())  # fmt: skip
+    factors = np.arange(words, dtype=np.uint64) * np.uint64(0x1E3779B97F4A7C15)
+    factors = (factors ^ (factors.view(np.int64) >> 31).view(np.uint64)) | np.uint64(1)
+    parts = [(part := np.frombuffer(stream[i : i + 8 * words], np.uint64)) * factors[: len(part)]
+             for i in range(0, len(stream), 8 * words)]  # fmt: skip
+    described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
+    sums = [int(part.sum().view(np.int64)) for part in parts]
+    assert checksum(served) == hashlib.blake2b(f"{described}{sums}".encode(), digest_size=8).hexdigest()
 
 
 # --- Adapters

@@ -10,9 +10,8 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 
 import hashlib
 import json
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
-from octavo.nn.module_tools import check_module, class_name, parts_of_layer
+from octavo.nn.module_tools import check_module, class_name, parts_of_layer, plain_name
 from octavo.numerics import TENSOR, QTensor
 from octavo.ops import quantize, quantize_stack
 from octavo.ops.quantization import quantize_matrices
@@ -39,12 +38,6 @@ from octavo.packing.packer import PackJob
 from octavo.recipe import Recipe, similar_preset
 
 # ---- The tensors of a model, by the names that they have in the model that nothing wraps.
-
-# What DDP, PEFT, torch.compile, checkpointing and FSDP add to names.
-_WRAPPED = re.compile(
-    r"^((module|_orig_mod|base_model\.model)\.)+|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
-    r"|modules_to_save\.[^.]+\.|original_module\."
-)
 
 
 class Place(NamedTuple):
@@ -59,17 +52,15 @@ def places(model: nn.Module) -> dict[str, Place]:
     """Parameters and persistent buffers by their plain names; a tensor with several names has all of them."""
     found, wrappers, unused = dict[str, Place](), dict[str, Any](), tuple[str, ...]()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if hasattr(module, "base_layer"):
+        if "base_layer" in module._modules:
             wrappers[f"{prefix}.base_layer"] = module
-        if hasattr(module, "original_module"):
+        if "original_module" in module._modules:
             unused += tuple(f"{prefix}.{name}." for name in _unused(module))
         lasting = {leaf: t for leaf, t in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
         for leaf, tensor in {**module._parameters, **lasting}.items():
             name = f"{prefix}.{leaf}".lstrip(".")
             if tensor is not None and not name.startswith(unused):
-                found[_WRAPPED.sub("", name)] = Place(
-                    module, tensor, wrappers.get(prefix) if leaf == "weight" else None
-                )
+                found[plain_name(name)] = Place(module, tensor, wrappers.get(prefix) if leaf == "weight" else None)
     return found
 
 
@@ -83,7 +74,7 @@ def _unused(wrapper: Any) -> list[str]:
 
 def reshard(model: nn.Module) -> nn.Module:
     """Let the units of FSDP2 hold their parameters again, in place of gathered weights."""
-    units: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    units: list[Any] = [module for module in model.modules() if hasattr(type(module), "reshard")]
     for unit in units:
         unit.reshard()
     return model
@@ -166,7 +157,7 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     engine = getattr(served, "octavo_engine", None)
     with nullcontext() if engine is None else engine.alone():
         job = _Push(reshard(trained), served)
-        written, found = job.write(), checksum(served)  # which waits for the device
+        written, found = job.write(), _checksum(job.held)  # which waits for the device
     return Pushed(time.perf_counter() - began, written, found, job.remarks)
 
 
@@ -377,9 +368,6 @@ def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
         yield stacked, layers
 
 
-_WORDS = 2**21  # of 8 bytes, that are added up at a time
-
-
 @torch.no_grad()
 def checksum(served: nn.Module) -> str:
     """A checksum of the tensors that the engine of `octavo.load` multiplies.
@@ -391,28 +379,52 @@ def checksum(served: nn.Module) -> str:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
     list(stacks(served))
-    named = {id(place.tensor): (name, place.tensor) for name, place in reversed(places(served).items())}
-    digest, sums, waiting = hashlib.blake2b(digest_size=8), list[Tensor](), list[Tensor]()
-    factors = torch.arange(_WORDS, device=next(served.parameters()).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
+    return _checksum(places(served))
+
+
+_WORDS = 2**19  # of 8 bytes, that are added up at a time: with their factors, 8 MiB beside the models
+
+
+def _checksum(held: Mapping[str, Place]) -> str:
+    """The checksum of tensors, whose words follow each other. A tensor with several names counts once, by the first."""
+    named = dict[int, tuple[str, Tensor]]()
+    for name, place in held.items():
+        named.setdefault(id(place.tensor), (name, place.tensor))
+    tensors = dict(named.values())
+    described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
+    factors = torch.arange(_WORDS, device=next(iter(tensors.values())).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
     factors = (factors ^ (factors >> 31)).bitwise_or_(1)
-    for name, tensor in reversed(named.values()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        for part in torch.split(_words(tensor), _WORDS):
-            if len(part) + sum(map(len, waiting)) > _WORDS:
-                sums.append(_sum(waiting, factors))
-                waiting = []
-            waiting.append(part)
-    sums.append(_sum(waiting, factors))
-    digest.update(str(torch.stack(sums).tolist()).encode())  # one wait for the device
-    return digest.hexdigest()
+    words = torch.empty_like(factors)
+    sums = [_sum(parts, factors, words) for parts in _full(map(_words, tensors.values()))]
+    found = torch.stack(sums).tolist()  # one wait for the device
+    return hashlib.blake2b(f"{described}{found}".encode(), digest_size=8).hexdigest()
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The memory of a tensor as int64, with zeros at the end."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    return (F.pad(data, (0, 8 - len(data) % 8)) if len(data) % 8 or data.data_ptr() % 8 else data).view(torch.int64)
+    size = tensor.nbytes
+    return (F.pad(data, (0, -size % 8)) if size % 8 or data.data_ptr() % 8 else data).view(torch.int64)
 
 
-def _sum(parts: list[Tensor], factors: Tensor) -> Tensor:
-    words = torch.cat(parts)
-    return (words * factors[: len(words)]).sum()
+def _full(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts of the tensors, together `_WORDS` words; fewer at the end."""
+    parts, room = list[Tensor](), _WORDS
+    for words in tensors:
+        for part in (words[:room], *torch.split(words[room:], _WORDS)) if words.numel() > room else (words,):
+            parts.append(part)
+            room -= part.numel()
+            if not room:
+                yield parts
+                parts, room = [], _WORDS
+    if parts:
+        yield parts
+
+
+def _sum(parts: list[Tensor], factors: Tensor, words: Tensor) -> Tensor:
+    """The sum of words by their factors, modulo 2^64; `words` is memory for a product of each."""
+    if len(parts) == 1:
+        count = parts[0].numel()
+        return torch.mul(parts[0], factors[:count], out=words[:count]).sum()
+    found = words[: sum(part.numel() for part in parts)]
+    return torch.cat(parts, out=found).mul_(factors[: found.numel()]).sum()
