@@ -63,6 +63,10 @@ def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torc
         ("llama", "blockwise", {"scheme": "block"}),
         ("llama", "mxfp8", {"scheme": "mx"}),
         ("llama", "tensorwise", {"scheme": "tensor"}),
+        ("llama", None, {"scheme": "tensor"}),  # q, k and v have one scale, and so have gate and up
+        ("llama", None, {"scheme": "tensor", "share": False}),
+        ("llama", None, {"pow2": True}),
+        ("llama", None, {"scheme": "tensor", "pow2": True}),
         ("qwen2", "rowwise", {}),  # biases, and a tied head
         ("qwen3", "rowwise", {}),
         ("opt", "rowwise", {}),
@@ -361,16 +365,17 @@ def of_dora() -> Any:
         ),
         ("llama", {"scheme": "block"}, LLAMA, "rowwise.*scheme block does not hold: pack the folder by channel"),
         ("llama", CHANNEL, partial(LLAMA, "delayed"), "delayed.*does not hold: train by rowwise"),
-        ("llama", {"scheme": "static"}, LLAMA, "served by static, with scales of inputs that other"),
-        ("llama", {"scheme": "tensor"}, partial(LLAMA, None), "one scale for layers that are fused: pack"),
+        ("llama", {"scheme": "static"}, LLAMA, "scheme static does not hold: pack the folder by channel"),
+        ("llama", {"scheme": "tensor"}, partial(LLAMA, "delayed"), "does not hold: train by tensorwise"),
+        ("llama", {"scheme": "static"}, partial(LLAMA, "delayed"), "does not hold: train by tensorwise"),
         (
             "llama",
             {"scheme": "channel", "skip": ("*.o_proj",)},
             LLAMA,
             "o_proj.weight is trained by rowwise and served",
         ),
-        ("llama", {"scheme": "channel", "weights": "mse"}, LLAMA, "packed with weights=mse"),
-        ("llama", {"scheme": "channel", "pow2": True}, LLAMA, "packed with pow2"),
+        ("llama", {"scheme": "channel", "weights": "mse"}, LLAMA, "weights=mse, and it searches"),
+        ("llama", {"scheme": "channel", "pow2": True}, LLAMA, "pack the folder without --pow2"),
         ("mixtral of 128", {"scheme": "group64", "experts": True}, partial(trained, "mixtral of 128", None), "channel"),
         ("llama", CHANNEL, partial(trained, "qwen3"), "the served model has no .*q_norm.weight: load the folder of"),
         ("qwen3", CHANNEL, LLAMA, "the trained model has no .*q_norm.weight: load the folder of"),
@@ -400,7 +405,7 @@ def test_other_refusals(made: Folders, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
         push(made("llama"), served)  # type: ignore[arg-type]
     served.octavo_record["folded"] = {"smooth": {"alpha": 0.5}, "rotate": None}
-    with pytest.raises(ValueError, match="packed with smooth, which the weights in training do not have"):
+    with pytest.raises(ValueError, match="packed with smooth, and the folder has the range of its factors"):
         push(LLAMA(), served)
     both = adapted(octavo.load(made("llama", scheme="channel")))
     config = support(peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS))
@@ -424,3 +429,17 @@ def test_a_generation_is_waited_for(made: Folders) -> None:
 def test_scales_of_a_cache_are_remarked(made: Folders) -> None:
     (remark,) = push(LLAMA(), octavo.load(made("llama", scheme="channel", kv_cache="fp8"))).remarks
     assert "scales of keys and values are those of the calibration" in remark
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_static_scales_of_inputs_stay_those_of_the_calibration(
+    made: Folders, tmp_path: Path, recipe: str | None
+) -> None:
+    served, model = octavo.load(made("llama", scheme="static")), trained("llama", recipe)
+    before = {name: t.clone() for name, t in served.state_dict().items() if name.endswith("input_scale")}
+    (remark,) = push(model, served).remarks
+    assert "the scales of inputs are those of the calibration" in remark
+    afresh = packed_afresh(model, tmp_path, scheme="tensor", share=recipe is None).state_dict()
+    assert len(before) == 14
+    assert same_bits(served.state_dict(), {**afresh, **before})
+    assert tokens(served).shape == (4, 20)
