@@ -222,9 +222,9 @@ class _Push:
                 place.tensor.copy_(w)
         return sum({id(place.tensor): place.tensor.nbytes for place in self.held.values()}.values())
 
-    def _cast(self, name: str, module: Any) -> Any:  # of a layer that is not packed: None
-        """The cast of a packed weight; a head is cast where the folder is loaded, without its options."""
-        cast = getattr(getattr(module, "scheme", None), "weight", None)
+    def _cast(self, name: str, module: Any) -> Any:
+        """The cast of a packed weight, or None. A head is cast where the folder is loaded, without its options."""
+        cast: Any = getattr(getattr(module, "scheme", None), "weight", None)
         rounds = self.pow2 and cast is not None and not cast.power_of_two and not name.endswith("lm_head.weight")
         return replace(cast, scale="pow2") if rounds else cast
 
@@ -236,7 +236,8 @@ class _Push:
                   and recipe_of(self.sources[name]) is None}  # fmt: skip
         for names in groups(wholes):
             modules = [wholes[name] for name in names]
-            if len(names) > 1 and torch.cat([module.weight_scale for module in modules]).unique().numel() == 1:
+            scales = torch.cat([module.weight_scale for module in modules])
+            if len(names) > 1 and bool((scales == scales[0]).all()):
                 yield modules
 
     def _get(self, name: str) -> Tensor:
