@@ -41,11 +41,16 @@ def whole_steps(result: Result) -> Rows:
             yield {"cell": cell, "mode": mode, **row}
 
 
-def losses_alone(result: Result) -> Rows:
-    """A row a loss that was timed."""
+def losses_alone(result: Result, names: Iterable[str]) -> Rows:
+    """A row for each of these losses."""
     losses = result["losses"]
-    for name, ms in losses["ms"].items():
-        yield {"name": name, "ms": ms, "peak_gib": losses["peak_gib"][name], "errors": losses["errors"][name]}
+    for name in names:
+        yield {
+            "name": name,
+            "ms": losses["ms"].get(name),
+            "peak_gib": losses["peak_gib"].get(name),
+            "errors": losses["errors"].get(name),
+        }
 
 
 def lora_steps(result: Result) -> Rows:
