@@ -43,26 +43,20 @@ def whole_steps(result: Result) -> Rows:
 
 def losses_alone(result: Result, names: Iterable[str]) -> Rows:
     """A row for each of these losses."""
-    losses = result["losses"]
     for name in names:
-        yield {
-            "name": name,
-            "ms": losses["ms"].get(name),
-            "peak_gib": losses["peak_gib"].get(name),
-            "errors": losses["errors"].get(name),
-        }
+        yield {"name": name} | {part: result["losses"][part].get(name) for part in ("ms", "peak_gib", "errors")}
 
 
 def lora_steps(result: Result) -> Rows:
     """A row a mode: its step, and its body."""
+    step, body = result["step"], result["body"]
     for mode, peak in result["peak_gib"].items():
-        ms, speed = ({part: result[part][key][mode] for part in ("step", "body")} for key in ("ms", "speed"))
+        of_step = {"ms": step["ms"][mode]["median"], "speed": step["speed"][mode]}
         yield {
             "mode": mode,
-            "ms": ms["step"]["median"],
-            "speed": speed["step"],
-            "body": ms["body"]["median"],
-            "body_speed": speed["body"],
+            **of_step,
+            "body": body["ms"][mode]["median"],
+            "body_speed": body["speed"][mode],
             "peak": peak,
         }
 
