@@ -120,14 +120,23 @@ def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path)
     assert go_on(tmp_path / "run").config.steps == 10
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(begin, go_on, tmp_path, monkeypatch):
-    begin(recipe="bf16", steps=4).run()
-    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+def test_a_run_that_was_moved_goes_on_where_it_is_from_any_directory(begin, go_on, tmp_path, text, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text.read_text())
     monkeypatch.chdir(tmp_path)
-    trainer = go_on(tmp_path / "elsewhere", "--steps", "5")
+    begin(recipe="bf16", data=("texts", "texts/*.txt"), out="run", steps=4).run()
+    data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
+    moved = shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    monkeypatch.chdir("/")
+    trainer = go_on(moved, "--steps", "6")
+    assert trainer.state.step == 4
     trainer.run()
-    assert (tmp_path / "elsewhere" / "step-00000005").is_dir()
+    assert (moved / "step-00000006").is_dir()
     assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    assert go_on(moved, "--data", "texts").config.data == (data[0],)
+    assert json.loads((moved / "config.json").read_text())["data"] == data[:1]
 
 
 def test_fp16_may_be_taken_up_from_another_precision_and_left_again(begin, go_on, tmp_path):
@@ -236,8 +245,14 @@ def test_a_run_killed_before_its_first_checkpoint_is_not_to_be_resumed(begin, ag
     assert path.read_text() == "{}"
 
 
-def test_an_empty_folder_will_do(begin, tmp_path):
+def test_an_empty_folder_will_do_a_file_not_and_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
     (tmp_path / "run").mkdir()
+    (tmp_path / "a file").write_text("mine")
+    with pytest.raises(FileExistsError, match="a file is a file: --out must name the folder"):
+        begin(out=str(tmp_path / "a file"))
+    assert (tmp_path / "a file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="a local folder with a config.json, got './nowhere'"):
+        begin(model="./nowhere")
     assert begin(recipe="bf16", steps=3).run().step == 3
     written = Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))
     assert (written.steps, written.out) == (3, str(tmp_path / "run"))
@@ -304,19 +319,6 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
     assert first.run().step == 10
 
 
-def test_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
-    with pytest.raises(ConfigError, match="a local folder with a config.json, got './nowhere'"):
-        begin(model="./nowhere")
-    begin(recipe="bf16", steps=2, warmup=0).run()
-
-
-def test_a_run_is_not_made_in_a_file(begin, tmp_path):
-    (tmp_path / "afile").write_text("mine")
-    with pytest.raises(FileExistsError, match="afile is a file: --out must name the folder"):
-        begin(out=str(tmp_path / "afile"))
-    assert (tmp_path / "afile").read_text() == "mine"
-
-
 # ---- octavo train --branch: a run of its own from a checkpoint of another
 
 
@@ -344,13 +346,17 @@ def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_a_branch_without_a_change_goes_on_as_its_trunk_did(branch, trunk, tmp_path, records):
+def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, trunk, go_on, tmp_path, records):
     branch("--out", str(tmp_path / "branch")).run()
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate"):
         whole, own = records(trunk.path, key), records(tmp_path / "branch", key)
         assert own == {step: value for step, value in whole.items() if step > 4}
     ends = [load_file(RunFolder(path).newest() / "model.safetensors") for path in (trunk.path, tmp_path / "branch")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    trainer = go_on(tmp_path / "branch", "--steps", "9")
+    assert trainer.state.step == 8
+    trainer.run()
+    assert records(tmp_path / "branch", "loss").keys() == {5, 6, 7, 8, 9}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
@@ -379,6 +385,9 @@ def test_a_twin_has_weights_disturbed_once_by_the_given_share(branch, trunk, tmp
         assert 0.0019 < float(ratio.std()) < 0.0021
         assert abs(float(ratio.mean())) < 1e-4
     assert not torch.equal(*ratios)
+    twins[0].run()
+    newest = twins[0].run_folder.newest()
+    assert branch_settings(newest, ["--branch", str(newest)]).disturb == 0  # the branch of a twin is no twin
 
 
 def disturbed_by_two(rank):
@@ -394,22 +403,6 @@ def disturbed_by_two(rank):
 @pytest.mark.slow
 def test_the_twin_is_the_same_on_any_number_of_ranks():
     assert run_ranks(2, disturbed_by_two) == [[], []]
-
-
-def test_the_branch_of_a_twin_is_no_twin(branch, tmp_path):
-    branch("--out", str(tmp_path / "twin"), "--disturb", "0.002").run()
-    newest = RunFolder(tmp_path / "twin").newest()
-    assert branch_settings(newest, ["--branch", str(newest)]).disturb == 0
-
-
-def test_a_branch_resumes_in_its_own_folder(branch, go_on, tmp_path, records):
-    branch("--out", str(tmp_path / "parts"), "--save-every", "6", "--steps", "8").run()
-    run = RunFolder(tmp_path / "parts")
-    assert [run.step_of(path) for path in run.checkpoints()] == [6, 8]
-    trainer = go_on(run.path, "--steps", "9")
-    assert trainer.state.step == 8
-    trainer.run()
-    assert records(run.path, "loss").keys() == {5, 6, 7, 8, 9}
 
 
 def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path, begin):
