@@ -48,14 +48,11 @@ def test_a_run_that_is_being_written(tmp_path):
     assert "The run was not watched" in run.remarks[1]
 
 
-def test_a_run_that_has_logged_nothing(tmp_path):
+def test_a_run_that_has_logged_nothing_and_a_watch_alone(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (run,) = read_runs([tmp_path])
     assert (run.last_step, run.series) == (0, {})
     assert run.remarks[0] == "The run has logged no loss."
-
-
-def test_a_watch_alone(tmp_path):
     make_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (run,) = read_runs([tmp_path])
@@ -80,8 +77,13 @@ def test_a_damaged_watch_leaves_the_loss(tmp_path, name, damage, remark):
     assert remark in run.remarks[0]
 
 
-def test_a_cut_record_of_the_watch_is_left_out(tmp_path):
+def test_damaged_lines_of_events_and_a_cut_record_of_the_watch_are_left_out(tmp_path):
     make_run(tmp_path)
+    with (tmp_path / "watch" / "events.jsonl").open("a") as file:
+        file.write("{\n[]\n")
+    (run,) = read_runs([tmp_path])
+    assert (len(run.watched.layers), len(run.watched.events)) == (13, 1)
+    assert run.remarks == ["watch/events.jsonl has 2 damaged lines, left out here: line 2, 3."]
     path = tmp_path / "watch" / "operands.bin"
     path.write_bytes(path.read_bytes()[:-7])
     assert len(read_runs([tmp_path])[0].watched.operands) == 20 * 39 - 1
@@ -108,15 +110,6 @@ def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
     assert facts["loss"] == "inf or NaN at step 3, 2.0000 at step 1"
     summary = to_dict(run)["series"]["loss"]
     assert (summary["last"], summary["last_number"]) == (None, 2.0)
-
-
-def test_damaged_lines_of_events_leave_the_layers_and_the_other_events(tmp_path):
-    make_run(tmp_path)
-    with (tmp_path / "watch" / "events.jsonl").open("a") as file:
-        file.write("{\n[]\n")
-    (run,) = read_runs([tmp_path])
-    assert (len(run.watched.layers), len(run.watched.events)) == (13, 1)
-    assert run.remarks == ["watch/events.jsonl has 2 damaged lines, left out here: line 2, 3."]
 
 
 def test_events_from_which_the_run_went_back_count_apart(tmp_path):

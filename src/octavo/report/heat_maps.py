@@ -9,7 +9,6 @@ The samples of a long run share columns: a column of a grid shows the worst of i
 """
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from octavo.numerics.formats import FP8_FORMATS, decode
 from octavo.watching.storage import BINADES, OPERANDS, Array, Records, Watched
 
 MISSING, WRONG, LAST = 65535, 65534, 65533
-_CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from files
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,18 @@ def columns_of(watched: Watched, most: int) -> Columns:
 
 def sampled_steps(watched: Watched) -> Array:
     """The steps that have records, ascending."""
-    both = (watched.operands, watched.layer_records)
-    found = [np.unique(part["step"]) for records in both for part in _chunks(records)]
-    return np.unique(np.concatenate([np.empty(0, np.uint32), *found]))
+    return np.unique(np.concatenate([watched.operands["step"], watched.layer_records["step"]]))
 
 
 def check_records(watched: Watched) -> None:
     """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
-    for records, kinds in ((watched.operands, len(OPERANDS)), (watched.layer_records, 0)):
-        for part in _chunks(records):
-            layer, operand = int(part["layer"].max()), int(part["operand"].max()) if kinds else -1
-            if layer >= len(watched.layers) or operand >= kinds:
-                raise ArtifactError(
-                    f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there "
-                    f"are {len(watched.layers)} layers and {kinds} operands, counted from 0"
-                )
+    layer = max(int(records["layer"].max(initial=0)) for records in (watched.operands, watched.layer_records))
+    operand, layers, kinds = int(watched.operands["operand"].max(initial=0)), len(watched.layers), len(OPERANDS)
+    if layer >= layers or operand >= kinds:
+        raise ArtifactError(
+            f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
+            f"{layers} layers and {kinds} operands, counted from 0"
+        )
 
 
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
@@ -113,12 +108,10 @@ def _fill(
 ) -> dict[str, dict[str, Array]]:
     shape = (len(operands), len(watched.layers), columns.count)
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
-    for part in _chunks(records):
-        which = part["operand"].astype(np.int64) if len(operands) > 1 else np.zeros(len(part), np.int64)
-        cell = (which * shape[1] + part["layer"]) * shape[2] + columns.of(part["step"])
-        for metric in metrics:
-            worst = np.fmax if metric.worst == "highest" else np.fmin
-            worst.at(grids[metric.key].reshape(-1), cell, _values(part, metric))
+    which = records["operand"] if len(operands) > 1 else 0
+    for metric in metrics:
+        worst = np.fmax if metric.worst == "highest" else np.fmin
+        worst.at(grids[metric.key], (which, records["layer"], columns.of(records["step"])), _values(records, metric))
     return {
         key: {name: values for name, values in zip(operands, grid, strict=True) if not np.isnan(values).all()}
         for key, grid in grids.items()
@@ -142,20 +135,15 @@ def encode_grid(values: Array, metric: Metric) -> dict[str, Any]:
     return {"low": low, "high": high, "zero": zero, "codes": to_base64(codes, "<u2")}
 
 
-def _values(part: Records, metric: Metric) -> Array:
-    values = part[metric.key].astype(np.float64)
+def _values(records: Records, metric: Metric) -> Array:
+    values = records[metric.key].astype(np.float64)
     if metric.key == "sqnr":  # inf: no error at all
         values[np.isinf(values)] = np.nan
     if metric.key == "shift_lost":  # of dy alone
-        values[part["operand"] != OPERANDS.index("dy")] = np.nan
+        values[records["operand"] != OPERANDS.index("dy")] = np.nan
     if metric.key in ("amax", "gradient_norm"):
         values[np.isnan(values)] = np.inf
     return values
-
-
-def _chunks(records: Records) -> Iterator[Records]:
-    for start in range(0, len(records), _CHUNK):
-        yield records[start : start + _CHUNK]
 
 
 def spread(steps: Array, count: int) -> list[int]:
