@@ -39,7 +39,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
-from octavo.train.saving import load_into_other_recipe
+from octavo.train.saving import load_checkpoint
 from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
 from octavo.util import finite
 
@@ -337,7 +337,7 @@ class ShortRuns:
             self._data = read_data(config, run, Console(quiet=True))
         trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
         if self.checkpoint is not None:
-            load_into_other_recipe(self.checkpoint, trainer.state)
+            load_checkpoint(self.checkpoint, trainer.state, other_recipe=True)
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
             linears = [layer for layer in linears if ".lora_" not in layer.name]  # not adapters, but layers in them

@@ -29,7 +29,7 @@ from octavo.scales import scale_state
 from octavo.train import saving as checkpoint
 from octavo.train.finished import open_run
 from octavo.train.optimizer import optimizer_state
-from octavo.train.saving import CheckpointWriter, load_checkpoint, load_into_other_recipe
+from octavo.train.saving import CheckpointWriter, load_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
 DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]
@@ -84,9 +84,9 @@ def test_a_flipped_bit_is_named_by_whoever_reads_it(saved, stem):
     trainer, folder = saved
     path = folder / f"{stem}.safetensors"
     name = flip_bit(path)
-    for restore in (load_checkpoint, load_into_other_recipe):
+    for other in (False, True):
         with pytest.raises(ArtifactError, match=re.escape(f"{path} is damaged: the bytes of {name} have the CRC-32")):
-            restore(folder, trainer.state)
+            load_checkpoint(folder, trainer.state, other_recipe=other)
 
 
 def refuses(trainer, folder, *essentials):
@@ -188,9 +188,9 @@ def test_one_number_that_is_not_finite(saved, file):
     for value in (math.inf, -math.inf, math.nan):
         tensors[name][-1, -1] = value
         save_file(tensors, folder / f"{file}.safetensors")
-        for restore in (load_checkpoint, load_into_other_recipe):
+        for other in (False, True):
             with pytest.raises(ArtifactError, match=said):
-                restore(folder, trainer.state)
+                load_checkpoint(folder, trainer.state, other_recipe=other)
 
 
 @pytest.mark.parametrize(

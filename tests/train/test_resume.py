@@ -167,61 +167,41 @@ def refuses(folder, go_on, error, *essentials, overrides=()):
     assert contents(folder) == before
 
 
-def test_garbage_settings_and_those_of_another_version_are_named(stopped, go_on):
-    path = stopped / "config.json"
-    other = json.dumps(json.loads(path.read_text()) | {"recipee": "bf16"})
-    for content in ("", "{", "[1]", '"text"'):
-        path.write_text(content)
-        refuses(stopped, go_on, ArtifactError, path)
-    path.write_text(other)
-    refuses(stopped, go_on, ConfigError, "recipee", "did you mean 'recipe'?")
-
-
 def test_folder_that_is_no_run(tmp_path, go_on):
     refuses(tmp_path, go_on, ArtifactError, tmp_path, "no run")
     refuses(tmp_path / "nowhere", go_on, ArtifactError, tmp_path / "nowhere", "there is no folder")
 
 
-def test_broken_checkpoint_changes_nothing_and_the_one_before_it_serves(begin, go_on, tmp_path):
-    begin(recipe="bf16").run()
-    run = RunFolder(tmp_path / "run")
-    (run.checkpoint(8) / "model.safetensors").write_bytes(b"short")
-    refuses(run.path, go_on, ArtifactError, run.checkpoint(8) / "model.safetensors", "Move that folder out of the run")
-    shutil.rmtree(run.checkpoint(8))
-    assert go_on(run.path).state.step == 4
-
-
-def test_settings_that_the_checkpoint_does_not_fit(stopped, go_on):
+def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
+    """Another model, and a broken checkpoint, before memory is taken."""
+    data, run = tmp_path / "data.txt", tmp_path / "run"
+    data.write_text("a text to begin with, " * 50)
+    begin(recipe="bf16", steps=4, data=(str(data),)).run()
+    with files_of_at_most(100):
+        refuses(run, go_on, OSError, "File too large")
     for *essentials, words in (
         ("state.safetensors", "another recipe", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),
     ):
-        refuses(stopped, go_on, ValueError, *essentials, overrides=words.split())
-
-
-def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(stopped, go_on, monkeypatch):
+        refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
     monkeypatch.setattr(training, "make_trained_model", lambda *args: pytest.fail("the model is made"))
-    refuses(stopped, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
-    (stopped / "step-00000004" / "optimizer.safetensors").write_bytes(b"short")
-    refuses(stopped, go_on, ArtifactError, "optimizer.safetensors", "Move that folder out of the run")
-
-
-def test_data_that_changed(begin, go_on, tmp_path):
-    data = tmp_path / "data.txt"
-    data.write_text("a text to begin with, " * 50)
-    begin(recipe="bf16", steps=4, data=(str(data),)).run()
-    data.write_text("a text that was edited, " * 50)
-    refuses(tmp_path / "run", go_on, ArtifactError, "the data is not what", "--data")
+    refuses(run, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
+    settings = json.loads((run / "config.json").read_text())
+    for path, text, error, *essentials in (
+        *((run / "config.json", text, ArtifactError) for text in ("", "{", "[1]", '"text"')),
+        (run / "config.json", json.dumps(settings | {"recipee": "bf16"}), ConfigError, "did you mean 'recipe'?"),
+        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (data, "a text that was edited, " * 50, ArtifactError, "the data is not what", "pass the same --data"),
+    ):
+        whole = path.read_bytes()
+        path.write_text(text)
+        refuses(run, go_on, error, *(essentials or [path]))
+        path.write_bytes(whole)
     data.unlink()
-    refuses(tmp_path / "run", go_on, ValueError, data)
-
-
-def test_full_disk_costs_no_settings(stopped, go_on):
-    with files_of_at_most(100):
-        refuses(stopped, go_on, OSError, "File too large")
-    assert go_on(stopped).state.step == 4
+    refuses(run, go_on, ValueError, data)
 
 
 # --- What cannot be started

@@ -120,7 +120,7 @@ class Watch:
         if interval < 1 or rows < 1:
             raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
         self._layers = layers = Layers(model, dtype)
-        if not layers.modules:
+        if not layers.matrices:
             raise ValueError("the model has no linear layer to watch")
         self.check_interval, self.done, self._rows = CHECK_INTERVAL, resumed_at, rows
         self.layers: Sequence[WatchedLayer] = layers.describe()
