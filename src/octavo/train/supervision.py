@@ -44,7 +44,7 @@ from octavo.train.processes import gather, print_line, rank, whole
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
 from octavo.train.step_metrics import Metrics, precision_of
 from octavo.util import plural
-from octavo.watching import Watch
+from octavo.watching.collection import Watch
 from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate
 from octavo.watching.storage import OPERANDS, Event
 from octavo.watching.watched_layers import first_matrix

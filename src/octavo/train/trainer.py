@@ -106,7 +106,7 @@ from octavo.train.step_metrics import (
 )
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
 from octavo.util import plural
-from octavo.watching import Watch
+from octavo.watching.collection import Watch
 
 
 @dataclass(frozen=True)
