@@ -252,29 +252,21 @@ def held(monkeypatch):
     return event
 
 
-def test_the_state_that_is_written_is_that_of_the_call(tmp_path, held):
+def test_checkpoints_come_one_after_the_other_and_hold_the_state_of_their_call(tmp_path, held, monkeypatch):
     run, state = RunFolder(tmp_path), make_state(steps=2)
-    with CheckpointWriter(run, keep=1) as writer:
-        required = everything(state)
+    required = everything(state)
+    with CheckpointWriter(run, keep=3) as writer:
         writer.save(state)
-        for _ in range(3):
-            take_step(state)
+        take_step(state)
         assert run.checkpoints() == []
-        held.set()
-    load_checkpoint(run.checkpoint(2), state)
-    assert differing(everything(state), required) == []
-
-
-def test_checkpoints_come_one_after_the_other(tmp_path, held, monkeypatch):
-    run, state = RunFolder(tmp_path), make_state(steps=1)
-    with CheckpointWriter(run, keep=2) as writer:
-        writer.save(state)
         monkeypatch.setattr(writer, "wait", lambda: held.set() or CheckpointWriter.wait(writer))
-        for _ in range(3):
-            take_step(state)
+        for _ in range(2):
             writer.save(state)
             assert run.checkpoint(state.step - 1) in run.checkpoints()
-    assert run.checkpoints() == [run.checkpoint(3), run.checkpoint(4)]
+            take_step(state)
+    assert run.checkpoints() == [run.checkpoint(step) for step in (2, 3, 4)]
+    load_checkpoint(run.checkpoint(2), state)
+    assert differing(everything(state), required) == []
 
 
 def test_a_run_learns_of_a_failed_write_before_the_next_save(begin):
