@@ -51,23 +51,17 @@ METRICS = (
 
 
 class Columns:
-    """The columns of the grids: `count` of them, at most as many as the sampled `steps`, which are ascending."""
+    """The columns of the grids: at most `most`, and at most as many as the sampled `steps`, which are ascending."""
 
-    def __init__(self, steps: Array, count: int) -> None:
-        self.steps, self.count = steps, count
-        parts = np.array_split(steps, count) if count else []
+    def __init__(self, steps: Array, most: int) -> None:
+        self.steps, self.count = steps, min(len(steps), most)
+        parts = np.array_split(steps, self.count) if self.count else []
         self.spans = [(int(part[0]), int(part[-1])) for part in parts]  # the first and the last step of each column
 
     def of(self, steps: Array) -> Array:
         """The column of each of `steps`."""
         starts = [first for first, _ in self.spans]
         return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
-
-
-def columns_of(watched: Watched, most: int) -> Columns:
-    """The columns of a watch, at most so many."""
-    steps = sampled_steps(watched)
-    return Columns(steps, min(len(steps), most))
 
 
 def sampled_steps(watched: Watched) -> Array:
@@ -148,9 +142,8 @@ def _values(records: Records, metric: Metric) -> Array:
 
 def spread(steps: Array, count: int) -> list[int]:
     """At most `count` of `steps`, evenly spaced, with the first and the last."""
-    if len(steps) <= count:
-        return [int(step) for step in steps]
-    return [int(steps[i]) for i in np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))]
+    places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
+    return [int(step) for step in steps[np.unique(places)]]
 
 
 # ---- The histograms of a watched run: of each operand and gradient at some of the sampled steps, in binades.
@@ -159,13 +152,16 @@ def spread(steps: Array, count: int) -> list[int]:
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
     layers, 40], and `amax`, float32 [steps, layers]; operands have `scale` and `smallest_scale` too. All are base64."""
-    operands, fields = _at(watched.operands, steps), {name: name for name in ("amax", "scale", "smallest_scale")}
+    operands, gradients = (
+        records[np.isin(records["step"], steps)] for records in (watched.operands, watched.layer_records)
+    )
+    fields = {name: name for name in ("amax", "scale", "smallest_scale")}
     found = {
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)
         for number, operand in enumerate(OPERANDS)
     }
-    gradients, fields = _at(watched.layer_records, steps), {"amax": "gradient_amax"}
-    found["gradient"] = _arrays(gradients, steps, len(watched.layers), "gradient_binades", fields)
+    by_layer = _arrays(gradients, steps, len(watched.layers), "gradient_binades", {"amax": "gradient_amax"})
+    found["gradient"] = by_layer
     return {"steps": steps, "operands": {name: arrays for name, arrays in found.items() if arrays}}
 
 
@@ -173,15 +169,6 @@ def code_points(name: str) -> list[float]:
     """The positive numbers of an FP8 format, ascending."""
     codes = torch.arange(FP8_FORMATS[name].max_code + 1, dtype=torch.uint8)
     return [float(x) for x in decode(codes, FP8_FORMATS[name]).tolist() if x > 0]
-
-
-def _at(records: Records, steps: list[int]) -> Records:
-    """The records of some steps. Records stand in the order of the steps."""
-    if not len(records):
-        return records
-    starts = np.searchsorted(records["step"], steps, side="left")
-    ends = np.searchsorted(records["step"], steps, side="right")
-    return np.concatenate([records[start:end] for start, end in zip(starts, ends, strict=True)])
 
 
 def _arrays(records: Records, steps: list[int], layers: int, binades: str, fields: dict[str, str]) -> dict[str, str]:
