@@ -42,7 +42,7 @@ class Matrix:
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of an attention with separate input projections, that of the queries."""
+        """The parameter; an attention with separate input projections gives that of its queries."""
         if isinstance(self.module, MultiheadAttention):
             return next(iter(input_weights(self.module).values()))
         found: nn.Parameter = getattr(self.module, self.leaf or "weight")
@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def recipe(self) -> Recipe | None:
-        """None for what was not converted, and for experts of which each rank has some: those are not recorded."""
+        """None if the layer was not converted. Experts that ranks share are not recorded, and have none either."""
         if not self.leaf:
             return self.module.recipe if isinstance(self.module, RecipeLayer) else None
         found: Recipe | None = getattr(self.module, "recipe", None)
