@@ -102,10 +102,10 @@ def _fill(
 ) -> dict[str, dict[str, Array]]:
     shape = (len(operands), len(watched.layers), columns.count)
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
-    which = records["operand"] if len(operands) > 1 else 0
+    cells: Any = records["operand"] if len(operands) > 1 else 0, records["layer"], columns.of(records["step"])
     for metric in metrics:
         worst = np.fmax if metric.worst == "highest" else np.fmin
-        worst.at(grids[metric.key], (which, records["layer"], columns.of(records["step"])), _values(records, metric))
+        worst.at(grids[metric.key], cells, _values(records, metric))
     return {
         key: {name: values for name, values in zip(operands, grid, strict=True) if not np.isnan(values).all()}
         for key, grid in grids.items()
