@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,15 +70,6 @@ class EmbeddingQuality:
 
 
 Quality = LogitQuality | EmbeddingQuality
-Found_co = TypeVar("Found_co", LogitQuality, EmbeddingQuality, covariant=True)
-
-
-class Sums(Protocol[Found_co]):
-    """Sums over batches, from which the quality of a candidate is computed."""
-
-    def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None: ...
-
-    def quality(self) -> Found_co: ...
 
 
 class LogitSums:
@@ -143,9 +134,9 @@ def compare_many(
     reference: Outputs,
     candidates: Mapping[str, Outputs],
     batches: Iterable[Tensor],
-    gather: Callable[[], Sums[Found_co]],
-) -> dict[str, Found_co]:
-    """Compare several candidates with a reference, which runs once. `gather` is `LogitSums` or `EmbeddingSums`."""
+    gather: type[LogitSums] | type[EmbeddingSums],
+) -> dict[str, Quality]:
+    """Compare several candidates with a reference, which runs once: the quality of each over all batches."""
     sums = {name: gather() for name in candidates}
     for ids in batches:
         truth = reference(ids)
