@@ -160,15 +160,6 @@ def test_the_loss_falls_as_in_bf16(begin, records, tmp_path, model):
     assert found["fp8"][-1] < found["fp8"][0] - 1
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing_computes_the_same(begin, records, tmp_path, mode):
-    found = []
-    for name, table in (("plain", {}), (mode, {"activation_checkpointing": {"mode": mode}})):
-        begin(**FP8, **table, steps=4, watch={"interval": 0}, out=str(tmp_path / name)).run()
-        found.append(list(records(tmp_path / name).values()))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
