@@ -29,14 +29,6 @@ def test_a_run_of_octavo_train(tmp_path):
     assert facts["events"] == "1"
 
 
-def test_runs_with_one_name_are_told_apart(tmp_path):
-    for folder in ("a", "b"):
-        write_metrics(tmp_path / folder / "run", 5)
-    write_metrics(tmp_path / "other", 5)
-    names = [run.name for run in read_runs([tmp_path / "a/run", tmp_path / "b/run", tmp_path / "other"])]
-    assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run"), "other"]
-
-
 def test_a_run_that_is_being_written(tmp_path):
     write_metrics(tmp_path, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -172,21 +164,11 @@ def test_the_trainer_of_hugging_face(tmp_path):
         read_runs([tmp_path])
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (None, "is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"),
-        ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
-        ("[1]", "metrics.jsonl, line 1 must hold a JSON object, got list"),
-        ('{"loss": 1}', "metrics.jsonl, line 1: step must be a whole number, got None"),
-        ('{"step": 1, "loss": "low"}', "line 1: loss must be a number or null, got 'low'"),
-        ('{"step": 1, "loss": true}', "line 1: loss must be a number or null, got True"),
-    ],
-)
-def test_what_is_no_run_is_refused(tmp_path, line, message):
-    if line is not None:
-        (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ArtifactError, match=message):
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"):
         read_runs([tmp_path])
     with pytest.raises(ArtifactError, match="none is no folder: give the folder of a run, which octavo train wrote"):
         read_runs([tmp_path / "none"])
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": "low"}\n')
+    with pytest.raises(ArtifactError, match="metrics.jsonl, line 1: loss must be a number or null, got 'low'"):
+        read_runs([tmp_path])

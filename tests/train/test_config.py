@@ -22,7 +22,7 @@ from octavo.train.config import (
 from octavo.train.model import check_memory, make_model
 from octavo.train.processes import check_parallel, find_degrees, total_memory
 from octavo.train.run_records import different_settings
-from octavo.train.settings import describe, load_config, parse
+from octavo.train.settings import load_config, parse
 from octavo.train.trainer import start_run
 
 
@@ -69,13 +69,6 @@ def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
 def test_words_of_the_command_line(words, expected):
     config = load_config(None, words.split(" "))
     assert {name: getattr(config, name) for name in expected} == expected
-
-
-def test_describe_covers_every_setting_with_help():
-    rows = describe()
-    assert [row[0] for row in rows] == list(settings_of(Config))
-    assert all(row[3] for row in rows)
-    assert next(row[:3] for row in rows if row[0] == "heads") == ("heads", "an integer", 4)
 
 
 @pytest.mark.parametrize(

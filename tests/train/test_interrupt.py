@@ -4,7 +4,6 @@ import os
 import signal
 
 import pytest
-import torch
 
 from octavo.train.processes import delay_interrupts
 from octavo.train.saving import CheckpointWriter
@@ -68,20 +67,3 @@ def test_the_step_it_stops_at_is_saved(begin, go_on, monkeypatch, records, where
     assert list(records(trainer.run_folder.path)) == list(range(1, saved + 1))
     monkeypatch.undo()
     assert go_on(trainer.run_folder.path).state.step == saved
-
-
-def test_a_second_signal_leaves_the_checkpoints_as_they_are(begin, monkeypatch):
-    trainer = begin(recipe="bf16")
-    signalled(trainer, monkeypatch, "step", 6)
-    original = CheckpointWriter.save
-
-    def interrupted(writer, state):
-        if state.step == 6:
-            monkeypatch.setattr(torch, "get_rng_state", lambda: os.kill(os.getpid(), signal.SIGINT))
-        return original(writer, state)
-
-    monkeypatch.setattr(CheckpointWriter, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.run()
-    assert trainer.run_folder.checkpoints() == [trainer.run_folder.checkpoint(4)]
-    assert list(trainer.run_folder.path.glob(".*")) == []
