@@ -131,7 +131,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
 REFUSED = [  # what is done to the folder, settings, the error, and what it must contain
     (lambda source: None, {"context": 33}, ConfigError, ["context", "32 positions", "33"]),
     (cut_vocabulary, {}, ConfigError, ["100 rows", f"token {ord('v')}"]),
-    (lambda source: (source / "config.json").unlink(), {}, ConfigError, ["a config.json", "/source"]),
     (diverge, {}, ArtifactError, [f"{UP} holds inf or NaN", "/source"]),
     (cut_file, {}, ArtifactError, ["truncated", "/source"]),
     (remove_tokenizer, {}, FileNotFoundError, ["no tokenizer in", "/source", "tokenizer.json"]),

@@ -167,11 +167,6 @@ def refuses(folder, go_on, error, *essentials, overrides=()):
     assert contents(folder) == before
 
 
-def test_folder_that_is_no_run(tmp_path, go_on):
-    refuses(tmp_path, go_on, ArtifactError, tmp_path, "no run")
-    refuses(tmp_path / "nowhere", go_on, ArtifactError, tmp_path / "nowhere", "there is no folder")
-
-
 def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
     """Another model, and a broken checkpoint, before memory is taken."""
     data, run = tmp_path / "data.txt", tmp_path / "run"
