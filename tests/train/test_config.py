@@ -162,7 +162,6 @@ def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
 @pytest.mark.parametrize(
     ("text", "essentials"),
     [
-        ('attention = "fp8"', ["is a table", "'attention.precision'"]),
         ("layer = 3", ["'layer'", "'layers'", "run.toml"]),
         ('layers = "3"', ["layers", "run.toml", "an integer", "'3'"]),
         ("clip = true", ["clip", "number", "True"]),
@@ -175,10 +174,8 @@ def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
         ("[parallel]\ndp_shards = 2", ["'parallel.dp_shards'", "'parallel.dp_shard'"]),
         ("[paralel]\ntp = 2", ["'paralel.tp'", "'parallel.tp'"]),
         ("[parallel]\ntp = 0", ["parallel.tp must be at least 1, or -1", "got 0"]),
-        ('[parallel]\ntp = "2"', ["parallel.tp", "run.toml", "an integer"]),
         ("parallel = 2", ["'parallel' in", "is a table, not a setting", "'parallel.tp'"]),
         ('[activation_checkpointing]\nmode = "some"', ["none, full, selective", "'some'"]),
-        (f"steps = {9 * 10**25}", ["steps must be below 2^63", f"{9 * 10**25}"]),
         ("layers = 3\nwidth = = 4", ["run.toml", "TOML", "line 2"]),
     ],
 )

@@ -91,9 +91,7 @@ class LogitSums:
             self._rows.append(_sums(prompt.to(p.device), p, q.to(p.device)))
 
     def quality(self) -> LogitQuality:
-        """The quality over all batches. Raises a ValueError if there were none."""
-        if not self._rows:
-            raise ValueError("no batch of prompts was given, so there is no quality to report")
+        """The quality over all batches, of which there must be one."""
         kl, agree, nll, before, tokens, targets = zip(*self._rows, strict=True)
         change = [a - b for a, b in zip(nll, before, strict=True)]
         return LogitQuality(
@@ -121,9 +119,7 @@ class EmbeddingSums:
         self._tokens += ids.numel()
 
     def quality(self) -> EmbeddingQuality:
-        """The quality over all batches. Raises a ValueError if there were none."""
-        if not self._cosines:
-            raise ValueError("no batch of prompts was given, so there is no quality to report")
+        """The quality over all batches, of which there must be one."""
         count = len(self._cosines)
         mean = ratio(self._cosines, [1.0] * count).mapped(lambda cosine: min(cosine, 1.0))
         return EmbeddingQuality(mean, min(self._cosines), count, self._tokens)
