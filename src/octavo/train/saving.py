@@ -111,7 +111,9 @@ def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = Fal
                 scales = histories
         else:
             scales = _check_scales(folder, saved, state.model)
-            check_random_state(saved, str(folder / "state.safetensors"))
+            found = {name: state for name, state in saved.items() if name == "random.cpu"}
+            where = f"{folder / 'state.safetensors'} has no random state of this machine"
+            check_match(found, {"random.cpu": torch.get_rng_state()}, where)
     with same_outcome():
         _read_into(saved_weights(state.model), opened.model)
         load_scale_state(state.model, scales)
@@ -432,12 +434,6 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state[_name("cuda")] = torch.cuda.get_rng_state(device)
     return state
-
-
-def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
-    """Raise an ArtifactError, which begins with `where`, unless `saved` has the state of a CPU."""
-    found = {name: state for name, state in saved.items() if name == "random.cpu"}
-    check_match(found, {"random.cpu": torch.get_rng_state()}, f"{where} has no random state of this machine")
 
 
 def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:
