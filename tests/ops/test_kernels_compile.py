@@ -104,6 +104,8 @@ def calls_of_training() -> Iterator[Call]:
     """Over wide rows."""
     place = torch.zeros(2 * M, dtype=torch.int32)
     yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), None, place)
+    for long_place in (None, torch.zeros(1024, dtype=torch.int32)):
+        yield "quantization", "quantize_transposed", (on_cpu(1024, 256, dtype=HALF), Cast(), None, long_place)
     for seed in (None, torch.tensor(0)):
         for cast in CASTS:
             yield "quantization", "quantize", (rows(), cast, None, None, seed)

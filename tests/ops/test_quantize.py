@@ -53,6 +53,32 @@ def test_quantize_transposed_is_quantize_of_the_transpose(cast, shape):
     check(quantize_transposed(x, cast), *oracle(np.ascontiguousarray(x.numpy().T), cast), cast)
 
 
+def transposed_by_kernel(x: np.ndarray, place: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Run where kernels are interpreted."""
+    from octavo.ops.kernels.quantization import quantize_transposed as kernel
+
+    rows = None if place is None else torch.from_numpy(place)
+    data, scale = kernel(torch.from_numpy(x), Cast(scale="pow2"), None, rows)
+    return data.float().numpy(), scale.numpy()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("placed", [0, 1100])
+def test_the_kernel_of_long_columns(kernels, placed):
+    """Numbers of E4M3 times powers of two, since the interpreter rounds other numbers in its own way."""
+    drawn = np.random.default_rng(0)
+    exact = drawn.standard_normal((600, 130)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    exact[7] = 448.0  # of each column but those below
+    x = exact * 2.0 ** drawn.integers(-9, 9, 130).astype(np.float32)
+    x[:, 3] = 0.0
+    place = drawn.integers(-1, 600, placed).astype(np.int32) if placed else None
+    data, scale = kernels.submit(transposed_by_kernel, x, place).result()
+    placed_x = x if place is None else np.where(place[:, None] < 0, np.float32(0), x[place])
+    wanted, wanted_scale = oracle(np.ascontiguousarray(placed_x.T), Cast(scale="pow2"))
+    np.testing.assert_array_equal(scale, wanted_scale)
+    np.testing.assert_array_equal(data, wanted.view(ml_dtypes.float8_e4m3fn).astype(np.float32))
+
+
 # ---- factors of columns and rows
 
 

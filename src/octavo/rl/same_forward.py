@@ -34,7 +34,14 @@ from octavo.nn.fused_modules import is_known
 from octavo.nn.linear import Linear
 from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes, watched
 from octavo.numerics import QTensor
-from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_stack, rotate_append
+from octavo.ops import (
+    activation_quantize,
+    norm_quantize,
+    norm_quantize_inference,
+    quantize,
+    quantize_stack,
+    rotate_append,
+)
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.softmax_loss import cross_entropy
@@ -216,14 +223,11 @@ def _attend(
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    """The root-mean-square norm in BF16; each sum adds the two halves of a row, again and again."""
-    squares = x.float().square()
-    while (size := squares.shape[-1]) > 1:
-        low, high = F.pad(squares, (0, size % 2)).chunk(2, -1)
-        squares = low + high
-    rstd = 1 / (squares / x.shape[-1] + norm.variance_epsilon).sqrt()
-    y: Tensor = norm.weight.bfloat16() * (x.float() * rstd).bfloat16()
-    return y
+    """The root-mean-square norm in BF16, by the sums of the norms that quantize."""
+    weight, flat = norm.weight.bfloat16(), rows(x)
+    rstd = norm_quantize(flat, None, weight, None, norm.variance_epsilon, ROW_X, center=False).rstd
+    y: Tensor = weight * (flat.float() * rstd).bfloat16()
+    return y.view(x.shape)
 
 
 def _logits(head: Any, x: Tensor) -> Tensor:

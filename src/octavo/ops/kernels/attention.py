@@ -78,16 +78,22 @@ MOST = 1 << 26  # numbers of the parts at a time: 256 MiB
 
 def ordered_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """Same as `ordered_attention_reference`, for a contiguous cache."""
+    (batch, heads, num_new, dim), room = q.shape, cache.keys.shape[2]
+    at_once = max(1, MOST // (batch * heads * cdiv(room, PART) * (dim + 2)))
+    if num_new <= at_once:
+        return _attend_in_order(q, cache, first, scale, room)
+    later = [max(0, num_new - end) for end in range(at_once, num_new + at_once, at_once)]  # tokens after each piece
+    made = [_attend_in_order(x, cache._replace(length=cache.length - after), first, scale, room - after)
+            for x, after in zip(torch.split(q, at_once, 2), later, strict=True)]  # fmt: skip
+    return torch.cat(made, 2)
+
+
+def _attend_in_order(q: Tensor, cache: Cache, first: Tensor | None, scale: float, room: int) -> Tensor:
+    """The same for the last queries of `length` tokens, `room` of them at most."""
     q, (keys, values, _, _, length) = q.contiguous(), cache
-    (batch, heads, num_new, dim), (kv_heads, capacity) = q.shape, keys.shape[1:3]
-    parts, shared, pairs = cdiv(capacity, PART), heads // kv_heads, batch * kv_heads
-    at_once = max(1, MOST // (pairs * shared * parts * (dim + 2)))
-    if num_new > at_once:
-        ends = [min(start + at_once, num_new) for start in range(0, num_new, at_once)]
-        pieces = zip(torch.split(q, at_once, 2), ends, strict=True)
-        return torch.cat([ordered_attention(x, cache._replace(length=length - (num_new - end)), first, scale)
-                          for x, end in pieces], 2)  # fmt: skip
-    num_rows, block_d = shared * num_new, max(power_of_two_above(dim), 16)
+    (_, heads, num_new, dim), (batch, kv_heads, capacity) = q.shape, keys.shape[:3]
+    parts, pairs, num_rows = cdiv(room, PART), batch * kv_heads, heads // kv_heads * num_new
+    block_d = max(power_of_two_above(dim), 16)
     block_n, warps, stages = choose_tile(2, QUERIES, block_d, shared_memory(q.device))
     partial = allocate(q, (pairs * parts * num_rows * (dim + 2),), torch.float32)
     result = allocate(q, q.shape)
@@ -97,7 +103,7 @@ def ordered_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: floa
         BLOCK_D=block_d, ONE_SPLIT=False, PART=PART, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launcher(_join_kernel, (cdiv(num_rows, JOINED), pairs))(
-        partial, length, first, result, kv_heads, capacity, num_rows, num_new, parts,
+        partial, length, first, result, kv_heads, room, num_rows, num_new, parts,
         HEAD_DIM=dim, PART=PART, BLOCK_M=JOINED, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
@@ -170,6 +176,8 @@ def _part_kernel(
         split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
         begin = split * split_tokens
     end = tl.minimum(end, begin + split_tokens)
+    if PART and begin >= end:  # the second kernel does not read what no query sees
+        return
     mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
     factor = tl.full((BLOCK_M,), SCALE, tl.float32)
