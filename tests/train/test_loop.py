@@ -175,11 +175,11 @@ FP8_ATTENTION = {"attention": {"precision": "fp8", "shortest": 32}}
 RECIPES = [{"recipe": "rowwise"}, {"recipe": "delayed", "model": "gpt2"}, {"recipe": "stochastic"}, FP8_ATTENTION]
 
 
-@pytest.mark.parametrize("settings", RECIPES, ids=str)
-def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_path, settings):
+@pytest.mark.parametrize("how", RECIPES, ids=str)
+def test_recomputing_activations_does_not_change_the_run(begin, stochastic, tmp_path, how):
     ends = []
     for mode in ("none", "full", "selective"):
-        trainer = begin(**settings, accumulate=2, activation_checkpointing={"mode": mode}, out=str(tmp_path / mode))
+        trainer = begin(**how, accumulate=2, activation_checkpointing={"mode": mode}, out=str(tmp_path / mode))
         losses = torch.stack([trainer.step()[0] for _ in range(2)])
         ends.append(copied(model_tensors(trainer.model) | scale_state(trainer.model) | {"losses": losses}))
     assert_same(ends[1], ends[0])
