@@ -21,6 +21,7 @@ from quantize_oracle import (
 )
 
 from octavo.numerics import TENSOR, Cast, History, group
+from octavo.numerics.scaling import uniform_noise
 from octavo.ops import quantize, quantize_scaled, quantize_transposed
 
 
@@ -151,19 +152,7 @@ def test_a_poisoned_block_is_nan_and_the_others_are_as_if_alone(cast, poison, ro
     assert not q.dequantize()[~inside].isnan().any()
 
 
-# ---- stochastic rounding: the documented hash, and a walk over the format's values, in numpy
-
-
-def noise(seed: int, n: int) -> np.ndarray:
-    """The documented hash, in numpy's own 32-bit integers."""
-
-    def mix(h: np.ndarray) -> np.ndarray:
-        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x7FEB352D)
-        h = (h ^ (h >> np.uint32(15))) * np.uint32(0x846CA68B)
-        return h ^ (h >> np.uint32(16))
-
-    low, high = np.array([seed & 0xFFFFFFFF], np.uint32), np.array([seed >> 32], np.uint32)
-    return (mix(np.arange(n, dtype=np.uint32) ^ mix(low ^ mix(high))) >> np.uint32(8)).astype(np.float64) / 2**24
+# ---- stochastic rounding: a walk over the format's values in numpy (the noise: tests/numerics/test_scaling.py)
 
 
 def round_by(v: np.ndarray, dice: np.ndarray, cast: Cast) -> np.ndarray:
@@ -191,10 +180,10 @@ def test_stochastic_rounding_equals_numpy(cast):
         torch.manual_seed(21)
         q = quantize_transposed(x, cast) if transposed else quantize(x, cast)
         torch.manual_seed(21)
-        seed = int(torch.randint(2**62, ()))
+        seed = torch.randint(2**62, ())
         expected = np.ascontiguousarray(x.numpy().T) if transposed else x.numpy()
         scale = oracle_scale(expected, cast)
-        dice = noise(seed, expected.size).reshape(expected.shape)
+        dice = uniform_noise(expected.shape, seed).double().numpy()
         check(q, round_by(expected * inverse(scale, cast, expected.shape), dice, cast), scale, cast)
 
 

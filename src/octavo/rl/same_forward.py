@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.kv_cache import ModelKVCache, sliding_window
 from octavo.inference.packed_linear import PackedLinear
-from octavo.inference.transformers_cache import ATTENTION, register_attention
+from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
 from octavo.nn.fused import Stack, rows
 from octavo.nn.fused_loss import LossModel
 from octavo.nn.fused_modules import is_known
@@ -269,16 +269,15 @@ class SameLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_embeddings: Any = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         layer: Any = self
+        cache = kwargs.pop(CACHE, None)
         first = None if attention_mask is None else attention_mask.flatten()
-        run = partial(_layer, layer, first, position_embeddings, past_key_values)
+        run = partial(_layer, layer, first, position_embeddings, cache)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
-        cache = past_key_values if torch.is_grad_enabled() else None
-        if cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
-            raise RuntimeError("a gradient needs whole texts: go on with past_key_values under torch.no_grad()")
+        if torch.is_grad_enabled() and cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
+            raise RuntimeError("a gradient needs whole texts: go on with a cache under torch.no_grad()")
         return _computed(layer, run, partial(super().forward, **given | {"use_cache": False}), hidden_states)
 
 

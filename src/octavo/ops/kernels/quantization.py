@@ -294,13 +294,13 @@ def quantize_columns(
     """Quantize the transpose of a contiguous x [M, K] by row: data [K, M], scale [K, 1]."""
     k, m = data.shape
     bits = x.new_zeros(k, dtype=torch.int32)
-    launcher(_column_amax_kernel, (cdiv(k, 256), cdiv(m, STRIP)))(
-        x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=256, num_warps=4
+    launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
+        x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
     )
-    launcher(_column_kernel, (cdiv(k, 64), cdiv(m, 64)))(
+    launcher(_column_kernel, (cdiv(k, 64), cdiv(m, 128)))(
         x, data, scale, bits, seed, place, m, k,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=64, BLOCK_K=64, num_warps=2,
+        BLOCK_M=128, BLOCK_K=64, num_warps=4,
     )  # fmt: skip
 
 
