@@ -19,8 +19,7 @@ from bench import record
 from bench.gpu.harness import allocated, interleaved, parser_of, peak_of, show, sized, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
-from octavo.watching import Watch, watch
-from octavo.watching.collection import CHECK_INTERVAL
+from octavo.watching.collection import CHECK_INTERVAL, Watch, watch
 
 INTERVAL = 100
 NEVER = 1 << 30

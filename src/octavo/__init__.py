@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the same names as in _MODULES; a test compares them
     from octavo.recipe import Gemm, Recipe
     from octavo.tensor import quantize
     from octavo.verification.live_check import check
-    from octavo.watching import watch
+    from octavo.watching.collection import watch
 
 __all__ = [
     "Cast",
@@ -49,7 +49,7 @@ _MODULES = {
     "octavo.recipe": ("Gemm", "Recipe"),
     "octavo.tensor": ("quantize",),
     "octavo.verification.live_check": ("check",),
-    "octavo.watching": ("watch",),
+    "octavo.watching.collection": ("watch",),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

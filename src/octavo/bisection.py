@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Self
@@ -39,7 +39,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.model import chosen_recipe
 from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
-from octavo.train.saving import load_into_other_recipe
+from octavo.train.saving import load_checkpoint
 from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
 from octavo.util import finite
 
@@ -141,18 +141,19 @@ class Finding:
         return "found" if self.layers else "small"
 
 
+@dataclass(eq=False)
 class Search:
     """Runs the search. `measure` gives the gap of a part in FP8; a gap below `least` is not searched."""
 
-    def __init__(
-        self, measure: Callable[[Part], tuple[float, ...]], gemms: Sequence[str], layers: Sequence[str], least: float
-    ) -> None:
-        self._measure, self._gemms, self._layers, self._least = measure, tuple(gemms), tuple(layers), least
-        self._trials: dict[Part, Trial] = {}
+    measure: Callable[[Part], tuple[float, ...]]
+    gemms: tuple[str, ...]
+    layers: tuple[str, ...]
+    least: float
+    _trials: dict[Part, Trial] = field(default_factory=dict)
 
     def run(self) -> Finding:
-        whole = self._try(Part(self._gemms))
-        if not whole.resolved or whole.mean < self._least:
+        whole = self._try(Part(self.gemms))
+        if not whole.resolved or whole.mean < self.least:
             return Finding(whole, (), (), tuple(self._trials.values()))
         gemms = self._find_gemms(whole)
         found = tuple(self._find_all_layers(gemms))
@@ -160,19 +161,19 @@ class Search:
         return Finding(whole, gemms, found, tuple(self._trials.values()))
 
     def _find_gemms(self, whole: Trial) -> tuple[str, ...]:
-        for count in range(1, len(self._gemms)):
-            sets = list(combinations(self._gemms, count))
+        for count in range(1, len(self.gemms)):
+            sets = list(combinations(self.gemms, count))
             causes = [gemms for gemms in sets if self._causes(self._try(Part(gemms)), whole)]
             if causes and count == 1:
                 return tuple(gemm for (gemm,) in causes)
             if causes:
                 return max(causes, key=lambda gemms: self._try(Part(gemms)).share_of(whole))
-        return self._gemms
+        return self.gemms
 
     def _find_all_layers(self, gemms: tuple[str, ...]) -> Iterator[Trial]:
         """The groups of layers that cause the gap, until the layers that are left cause none."""
         whole = self._try(Part(gemms))
-        group, left = replace(whole, part=Part(gemms, self._layers)), self._layers
+        group, left = replace(whole, part=Part(gemms, self.layers)), self.layers
         while True:
             found = list(self._find_layers(group, whole))
             yield from found
@@ -203,17 +204,17 @@ class Search:
 
     def _try_remedies(self, gemms: tuple[str, ...], layers: set[str]) -> None:
         """The whole without the GEMMs that cause the gap, and the whole without the layers."""
-        if others := tuple(gemm for gemm in self._gemms if gemm not in gemms):
+        if others := tuple(gemm for gemm in self.gemms if gemm not in gemms):
             self._try(Part(others))
-        if rest := tuple(name for name in self._layers if name not in layers):
-            self._try(Part(self._gemms, rest))
+        if rest := tuple(name for name in self.layers if name not in layers):
+            self._try(Part(self.gemms, rest))
 
     def _causes(self, trial: Trial, whole: Trial) -> bool:
         return trial.resolved and trial.share_of(whole) >= CAUSES
 
     def _try(self, part: Part) -> Trial:
         if part not in self._trials:
-            gap = self._measure(part)
+            gap = self.measure(part)
             every = [*(trial.gap for trial in self._trials.values()), gap]
             self._trials[part] = Trial(part, gap, min(half_width([gap]), half_width(every)))
         return self._trials[part]
@@ -273,25 +274,21 @@ class ShortRun:
         return statistics.fmean(self.losses[-max(len(self.losses) // 4, 1) :])
 
 
+@dataclass(eq=False)
 class ShortRuns:
     """The short runs of one search, in the folder `out`.
 
     `whole` is what the settings run in FP8. Runs start from `checkpoint`, or from new weights.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        out: Path,
-        steps: int,
-        checkpoint: Path | None,
-        whole: Part,
-        on_run: Callable[[ShortRun, int], None],
-    ) -> None:
-        self.config, self.out, self.steps, self.checkpoint, self.whole = config, out, steps, checkpoint, whole
-        self._on_run = on_run
-        self._runs: dict[tuple[Part, int], ShortRun] = {}
-        self._data: RunData | None = None
+    config: Config
+    out: Path
+    steps: int
+    checkpoint: Path | None
+    whole: Part
+    on_run: Callable[[ShortRun, int], None]
+    _runs: dict[tuple[Part, int], ShortRun] = field(default_factory=dict)
+    _data: RunData | None = None
 
     @contextmanager
     def opened(self) -> Iterator[Self]:
@@ -329,7 +326,7 @@ class ShortRuns:
             self._runs[part, seed] = found = self._make(part, seed)
             if rank() == 0:
                 self._append(found)
-            self._on_run(found, self.count)
+            self.on_run(found, self.count)
         return self._runs[part, seed]
 
     def _make(self, part: Part, seed: int) -> ShortRun:
@@ -340,7 +337,7 @@ class ShortRuns:
             self._data = read_data(config, run, Console(quiet=True))
         trainer = prepare_run(config, run, ExitStack(), Console(quiet=True), data=self._data)
         if self.checkpoint is not None:
-            load_into_other_recipe(self.checkpoint, trainer.state)
+            load_checkpoint(self.checkpoint, trainer.state, other_recipe=True)
         with trainer.lock:
             linears = [layer for layer in select_linears(trainer.model, self.config.skip) if not layer.reason]
             linears = [layer for layer in linears if ".lora_" not in layer.name]  # not adapters, but layers in them

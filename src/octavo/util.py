@@ -6,20 +6,38 @@ import importlib
 import inspect
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     import torch
 
-# ---- Words of messages.
+# ---- Words of messages, and where they are printed.
+
+
+# Control characters but tabs and ends of lines, and surrogates, which stand for bytes that are no text.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with U+FFFD for what a terminal would obey: names in files, and the text of a model, are a stranger's."""
+    return _OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def discard_output(stream: IO[str]) -> None:
+    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
+    with suppress(OSError, ValueError):  # a stream without a file descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def plural(count: int, noun: str) -> str:

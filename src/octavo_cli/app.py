@@ -11,9 +11,10 @@ from typing import Annotated
 
 import typer
 
+from octavo.util import discard_output, printable
 from octavo.version import __version__
 from octavo_cli.command import Command, Commands, SettingsCommand
-from octavo_cli.display import CLOSED_PIPE, discard_output, printable, say
+from octavo_cli.display import CLOSED_PIPE, say
 from octavo_cli.doctor import doctor_command, formats_command
 from octavo_cli.generate import evaluate_command, generate_command
 from octavo_cli.pack import calibrate_command, pack_command, unpack_command
@@ -115,7 +116,7 @@ def run() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        discard_output()
+        discard_output(sys.stdout)
         code = code or CLOSED_PIPE
     sys.exit(code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from itertools import groupby, islice
@@ -14,7 +15,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from octavo.data import ReadReport
-from octavo_cli.display import CLOSED_PIPE, discard_output, say
+from octavo.util import discard_output
+from octavo_cli.display import CLOSED_PIPE, say
 
 DATA = "--data"
 
@@ -105,7 +107,7 @@ class Commands(TyperGroup):
             say("interrupted", error=True)
             raise typer.Exit(130) from None
         except BrokenPipeError:
-            discard_output()
+            discard_output(sys.stdout)
             raise typer.Exit(CLOSED_PIPE) from None
 
 

@@ -21,14 +21,12 @@ from rich.progress import Progress as Bar
 from rich.table import Table as Grid
 from rich.text import Text
 
-from octavo.util import Progress, Table
+from octavo.util import Progress, Table, discard_output, printable
 
 CLOSED_PIPE = 128 + 13  # the exit code of a program that SIGPIPE ended
 _PROSE = 30  # columns that prose keeps on a narrow terminal
 _WIDE = 1_000_000
 _LONGEST = 200  # characters of a name in a table
-# Control characters but tabs and ends of lines, and surrogates, which stand for bytes that are no text.
-_NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"([+-]?(\d[\d,]*(\.\d+)?(e[+-]?\d+)?|inf|nan)[%x]?)?")  # of a column that is aligned on its right
 _GAP = "  "  # between columns
 
@@ -37,20 +35,8 @@ class _Screen(Console):
     """A console that ends the program quietly when its output can no longer be written."""
 
     def on_broken_pipe(self) -> None:
-        discard_output()
+        discard_output(sys.stdout)
         raise SystemExit(CLOSED_PIPE)
-
-
-def discard_output() -> None:
-    """Discard the text that standard output still buffers, so that Python does not fail to write it at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-
-
-def printable(text: str) -> str:
-    """`text` with U+FFFD for what a terminal would obey: names in files, and the text of a model, are a stranger's."""
-    return _NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def say(text: str = "", style: str = "", *, error: bool = False) -> None:

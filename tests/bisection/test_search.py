@@ -8,7 +8,8 @@ import pytest
 from octavo.bisection import Part, Search, Trial, half_width
 
 GEMMS = ("y", "dx", "dw")
-LAYERS = [f"layers.{block}.{kind}" for block in range(8) for kind in ("q_proj", "k_proj", "up_proj", "down_proj")]
+KINDS = ("q_proj", "k_proj", "up_proj", "down_proj")
+LAYERS = tuple(f"layers.{block}.{kind}" for block in range(8) for kind in KINDS)
 
 
 def search(effect, noise=0.001, least=0.0):
@@ -52,7 +53,7 @@ def test_two_layers_each_of_which_has_the_whole_effect_are_both_found():
 
 FAR = {LAYERS[2], LAYERS[29]}
 DOWN = [name for name in LAYERS if name.endswith("down_proj")]
-GROUPS = [tuple(LAYERS[at : at + 8]) for at in range(0, 32, 8)]
+GROUPS = [LAYERS[at : at + 8] for at in range(0, 32, 8)]
 # What is known -> the gap of GEMMs and layers, the GEMMs and the groups of layers that are found.
 FOUND = {
     "two layers far apart, each GEMM of which has the whole effect": (

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -21,13 +22,8 @@ def terminal(monkeypatch):
 
     def make(width):
         file = io.StringIO()
-
-        class Terminal(Console):
-            def __init__(self, **options):
-                given = {"width": width, "force_terminal": True, "color_system": None, "file": file}
-                super().__init__(**(given | options))
-
-        monkeypatch.setattr(display, "_Screen", Terminal)
+        screen = partial(Console, width=width, force_terminal=True, color_system=None, file=file)
+        monkeypatch.setattr(display, "_Screen", screen)
         return file
 
     return make

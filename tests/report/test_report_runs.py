@@ -29,14 +29,6 @@ def test_a_run_of_octavo_train(tmp_path):
     assert facts["events"] == "1"
 
 
-def test_runs_with_one_name_are_told_apart(tmp_path):
-    for folder in ("a", "b"):
-        write_metrics(tmp_path / folder / "run", 5)
-    write_metrics(tmp_path / "other", 5)
-    names = [run.name for run in read_runs([tmp_path / "a/run", tmp_path / "b/run", tmp_path / "other"])]
-    assert names == [str(tmp_path / "a/run"), str(tmp_path / "b/run"), "other"]
-
-
 def test_a_run_that_is_being_written(tmp_path):
     write_metrics(tmp_path, 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -48,14 +40,11 @@ def test_a_run_that_is_being_written(tmp_path):
     assert "The run was not watched" in run.remarks[1]
 
 
-def test_a_run_that_has_logged_nothing(tmp_path):
+def test_a_run_that_has_logged_nothing_and_a_watch_alone(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     (run,) = read_runs([tmp_path])
     assert (run.last_step, run.series) == (0, {})
     assert run.remarks[0] == "The run has logged no loss."
-
-
-def test_a_watch_alone(tmp_path):
     make_run(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     (run,) = read_runs([tmp_path])
@@ -80,8 +69,13 @@ def test_a_damaged_watch_leaves_the_loss(tmp_path, name, damage, remark):
     assert remark in run.remarks[0]
 
 
-def test_a_cut_record_of_the_watch_is_left_out(tmp_path):
+def test_damaged_lines_of_events_and_a_cut_record_of_the_watch_are_left_out(tmp_path):
     make_run(tmp_path)
+    with (tmp_path / "watch" / "events.jsonl").open("a") as file:
+        file.write("{\n[]\n")
+    (run,) = read_runs([tmp_path])
+    assert (len(run.watched.layers), len(run.watched.events)) == (13, 1)
+    assert run.remarks == ["watch/events.jsonl has 2 damaged lines, left out here: line 2, 3."]
     path = tmp_path / "watch" / "operands.bin"
     path.write_bytes(path.read_bytes()[:-7])
     assert len(read_runs([tmp_path])[0].watched.operands) == 20 * 39 - 1
@@ -108,15 +102,6 @@ def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
     assert facts["loss"] == "inf or NaN at step 3, 2.0000 at step 1"
     summary = to_dict(run)["series"]["loss"]
     assert (summary["last"], summary["last_number"]) == (None, 2.0)
-
-
-def test_damaged_lines_of_events_leave_the_layers_and_the_other_events(tmp_path):
-    make_run(tmp_path)
-    with (tmp_path / "watch" / "events.jsonl").open("a") as file:
-        file.write("{\n[]\n")
-    (run,) = read_runs([tmp_path])
-    assert (len(run.watched.layers), len(run.watched.events)) == (13, 1)
-    assert run.remarks == ["watch/events.jsonl has 2 damaged lines, left out here: line 2, 3."]
 
 
 def test_events_from_which_the_run_went_back_count_apart(tmp_path):
@@ -177,23 +162,3 @@ def test_the_trainer_of_hugging_face(tmp_path):
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(ArtifactError, match="trainer_state.json must have a list log_history of objects"):
         read_runs([tmp_path])
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (None, "is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json"),
-        ("nonsense", "metrics.jsonl, line 1 is not valid JSON"),
-        ("[1]", "metrics.jsonl, line 1 must hold a JSON object, got list"),
-        ('{"loss": 1}', "metrics.jsonl, line 1: step must be a whole number, got None"),
-        ('{"step": 1, "loss": "low"}', "line 1: loss must be a number or null, got 'low'"),
-        ('{"step": 1, "loss": true}', "line 1: loss must be a number or null, got True"),
-    ],
-)
-def test_what_is_no_run_is_refused(tmp_path, line, message):
-    if line is not None:
-        (tmp_path / "metrics.jsonl").write_text(line + "\n")
-    with pytest.raises(ArtifactError, match=message):
-        read_runs([tmp_path])
-    with pytest.raises(ArtifactError, match="none is no folder: give the folder of a run, which octavo train wrote"):
-        read_runs([tmp_path / "none"])

@@ -1,6 +1,5 @@
 """The blocks of a model and what runs in them: checkpointing, FP8 attention, experts, the margin of `delayed`."""
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo.models import LlamaConfig, MixtureConfig, build
-from octavo.nn import convert, linear_function
+from octavo.nn import convert
 from octavo.nn.attention_layers import GradientScales
 from octavo.numerics import History
 from octavo.packing import pack
@@ -22,7 +21,7 @@ from octavo.train.config import Config, ConfigError
 from octavo.train.model import blocks_gathered_together, convert_model, find_blocks, make_model, prepare_blocks
 from octavo.train.processes import unit_size
 from octavo.train.step_metrics import precision_of
-from octavo.watching.storage import RECOMPUTED
+from octavo.watching.storage import OPERANDS, RECOMPUTED, read_watch
 
 LLAMA = LlamaConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=96, context=16)
 MIXTURE = MixtureConfig(64, 1, 32, 2, 1, 48, 16, experts=4, top_k=2)
@@ -161,15 +160,6 @@ def test_the_loss_falls_as_in_bf16(begin, records, tmp_path, model):
     assert found["fp8"][-1] < found["fp8"][0] - 1
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing_computes_the_same(begin, records, tmp_path, mode):
-    found = []
-    for name, table in (("plain", {}), (mode, {"activation_checkpointing": {"mode": mode}})):
-        begin(**FP8, **table, steps=4, watch={"interval": 0}, out=str(tmp_path / name)).run()
-        found.append(list(records(tmp_path / name).values()))
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -236,18 +226,14 @@ def test_the_loss_that_spreads_tokens_has_a_gradient_and_no_value(losses):
     assert one[1] != other[1]
 
 
-def test_the_record_of_a_run_counts_experts_among_fp8(begin):
-    trainer = begin(**(SPARSE | {"steps": 3}))
-    found = precision_of(trainer.state.model, torch.device("cpu"))
-    assert found["fp8_share"] > 0.5
-    assert not [name for name in found["high_precision"] if "experts." in name]
-
-
 @pytest.mark.parametrize("shared", [0, 32])
 @pytest.mark.filterwarnings("ignore:.* is an expert in FP8")
 def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
     trainer = begin(**(SPARSE | {"experts": {"count": 4, "shared_width": shared}}))
     trainer.run()
+    found = precision_of(trainer.model, torch.device("cpu"))
+    assert found["fp8_share"] > 0.5
+    assert not [name for name in found["high_precision"] if "experts." in name]
     report = pack(trainer.run_folder.path, tmp_path / "packed", experts=True)
     assert sum(".experts." in name for name in report.packed) == 2 * 4 * 3
     model = octavo.load(tmp_path / "packed")
@@ -261,37 +247,21 @@ def test_a_run_is_packed_and_opened(begin, tmp_path, shared):
 # ---- The margin of `delayed` in a small run: x and w do not saturate, and dy hardly does (docs/decisions.md)
 
 
-@pytest.fixture
-def saturated(monkeypatch):
-    """saturated(trainer, steps): the mean share of the elements that saturate in `steps` steps, by operand."""
-    quantize = linear_function._quantize
-
-    def measure(trainer, steps):
-        shares = defaultdict(list)
-
-        def count(t, operand, cast, call, history=None):
-            if history is not None and history.ready:
-                limit = float(history.scale) * cast.fmt.max * (1 + 2**-23)
-                shares[operand].append(float((t.detach().abs() > limit).float().mean()))
-            return quantize(t, operand, cast, call, history)
-
-        monkeypatch.setattr(linear_function, "_quantize", count)
-        with trainer.lock:
-            for _ in range(steps):
-                trainer.step()
-        return {name: sum(found) / len(found) for name, found in shares.items()}
-
-    return measure
+def saturated(trainer):
+    """The mean share of the elements that saturate in a run of which each step is watched, by operand."""
+    trainer.run()
+    found = read_watch(trainer.run_folder.path).operands
+    return {name: found["saturated"][found["operand"] == i].mean() for i, name in enumerate(OPERANDS)}
 
 
 @pytest.mark.slow
-def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, saturated, monkeypatch, tmp_path):
-    rates = {"steps": 40, "learning_rate": 3e-3}
-    with_margin = saturated(begin(recipe="delayed", **rates), 40)
+def test_the_default_margin_keeps_inputs_and_weights_from_saturating(begin, monkeypatch, tmp_path):
+    every = {"steps": 40, "learning_rate": 3e-3, "watch": {"interval": 1}}
+    with_margin = saturated(begin(recipe="delayed", **every))
     assert (with_margin["x"], with_margin["w"]) == (0, 0)
     assert with_margin["dy"] < 1e-4
     monkeypatch.setitem(PRESETS, "no_margin", lambda: delayed(history=History(margin=0.0)))
-    without = saturated(begin(recipe="no_margin", out=str(tmp_path / "other"), **rates), 40)
+    without = saturated(begin(recipe="no_margin", out=str(tmp_path / "other"), **every))
     assert without["w"] > 1e-5
     assert without["x"] > 1e-5
     assert without["dy"] > 5 * with_margin["dy"]

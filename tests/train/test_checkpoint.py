@@ -29,7 +29,7 @@ from octavo.scales import scale_state
 from octavo.train import saving as checkpoint
 from octavo.train.finished import open_run
 from octavo.train.optimizer import optimizer_state
-from octavo.train.saving import CheckpointWriter, load_checkpoint, load_into_other_recipe
+from octavo.train.saving import CheckpointWriter, load_checkpoint
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.safetensors", "train.json"]
 DESCRIBED = ["step", "skipped_steps", "fingerprint", "scaler"]
@@ -55,15 +55,6 @@ def saved(begin):
     for _ in range(4):
         trainer.step()
     return trainer, save_checkpoint(trainer.run_folder, trainer.state, keep=3)
-
-
-def test_checkpoint_holds_the_unconverted_model_in_float32(saved):
-    _, folder = saved
-    assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", *FILES]
-    model = load_file(folder / "model.safetensors")
-    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
-    assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
-    assert json.loads((folder / "train.json").read_text())["step"] == 4
 
 
 @pytest.mark.parametrize("most", [20_000, 280_000])
@@ -93,9 +84,9 @@ def test_a_flipped_bit_is_named_by_whoever_reads_it(saved, stem):
     trainer, folder = saved
     path = folder / f"{stem}.safetensors"
     name = flip_bit(path)
-    for restore in (load_checkpoint, load_into_other_recipe):
+    for other in (False, True):
         with pytest.raises(ArtifactError, match=re.escape(f"{path} is damaged: the bytes of {name} have the CRC-32")):
-            restore(folder, trainer.state)
+            load_checkpoint(folder, trainer.state, other_recipe=other)
 
 
 def refuses(trainer, folder, *essentials):
@@ -197,9 +188,9 @@ def test_one_number_that_is_not_finite(saved, file):
     for value in (math.inf, -math.inf, math.nan):
         tensors[name][-1, -1] = value
         save_file(tensors, folder / f"{file}.safetensors")
-        for restore in (load_checkpoint, load_into_other_recipe):
+        for other in (False, True):
             with pytest.raises(ArtifactError, match=said):
-                restore(folder, trainer.state)
+                load_checkpoint(folder, trainer.state, other_recipe=other)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +219,10 @@ def test_checkpoint_of_another_run(saved, begin, tmp_path, other, essentials):
 def test_loading_restores_everything(saved, begin, tmp_path, former):
     """Former versions wrote checkpoints with the library safetensors."""
     trainer, folder = saved
+    assert sorted(path.name for path in folder.iterdir()) == ["checksums.json", *FILES]
+    model = load_file(folder / "model.safetensors")  # the unconverted one
+    assert {tensor.dtype for tensor in model.values()} == {torch.float32}
+    assert not any("histor" in name or "lm_head" in name for name in model)  # the head is the embedding's
     for path in folder.glob("*.safetensors") if former else ():
         tensors = load_file(path)
         path.unlink()
@@ -257,29 +252,21 @@ def held(monkeypatch):
     return event
 
 
-def test_the_state_that_is_written_is_that_of_the_call(tmp_path, held):
+def test_checkpoints_come_one_after_the_other_and_hold_the_state_of_their_call(tmp_path, held, monkeypatch):
     run, state = RunFolder(tmp_path), make_state(steps=2)
-    with CheckpointWriter(run, keep=1) as writer:
-        required = everything(state)
+    required = everything(state)
+    with CheckpointWriter(run, keep=3) as writer:
         writer.save(state)
-        for _ in range(3):
-            take_step(state)
+        take_step(state)
         assert run.checkpoints() == []
-        held.set()
-    load_checkpoint(run.checkpoint(2), state)
-    assert differing(everything(state), required) == []
-
-
-def test_checkpoints_come_one_after_the_other(tmp_path, held, monkeypatch):
-    run, state = RunFolder(tmp_path), make_state(steps=1)
-    with CheckpointWriter(run, keep=2) as writer:
-        writer.save(state)
         monkeypatch.setattr(writer, "wait", lambda: held.set() or CheckpointWriter.wait(writer))
-        for _ in range(3):
-            take_step(state)
+        for _ in range(2):
             writer.save(state)
             assert run.checkpoint(state.step - 1) in run.checkpoints()
-    assert run.checkpoints() == [run.checkpoint(3), run.checkpoint(4)]
+            take_step(state)
+    assert run.checkpoints() == [run.checkpoint(step) for step in (2, 3, 4)]
+    load_checkpoint(run.checkpoint(2), state)
+    assert differing(everything(state), required) == []
 
 
 def test_a_run_learns_of_a_failed_write_before_the_next_save(begin):
@@ -346,21 +333,6 @@ def test_a_checkpoint_that_cannot_be_removed_wholly_is_not_there(tmp_path, monke
     monkeypatch.undo()
     with CheckpointWriter(run, keep=1):
         assert list(run.path.glob(".*")) == []
-
-
-def write_nowhere(rank, folder):
-    """What each rank raises if rank 1 cannot write in the folder of the run."""
-    try:
-        CheckpointWriter(RunFolder(Path(folder) / ("file/run" if rank else "")), keep=1)
-    except WriteError as error:
-        return str(error)
-
-
-def test_a_rank_that_cannot_write_stops_the_run_before_its_first_step(tmp_path):
-    (tmp_path / "file").touch()  # no folder can be made below it
-    found = run_ranks(2, write_nowhere, str(tmp_path))
-    assert len(found) == 2
-    assert all(f"could not write {tmp_path}/file/run" in error for error in found)
 
 
 # --- Checkpoints of several ranks: the files of one process, loaded by any number of ranks, written by all or by none
@@ -451,6 +423,9 @@ def failures_of_two(rank, folder):
     drawn = torch.rand(1)
     load_checkpoint(run.checkpoint(2), state)
     assert torch.equal(torch.rand(1), drawn)
+    with pytest.raises(WriteError) as caught:  # rank 1 cannot write in the folder of the run
+        CheckpointWriter(RunFolder(Path("/dev/null/run")) if rank else run, keep=1)
+    raised.append(str(caught.value))
     return raised, sorted(path.name for path in run.path.iterdir())
 
 
@@ -463,4 +438,5 @@ def test_a_failure_of_one_rank_is_the_same_failure_of_all_and_leaves_the_checkpo
         assert "nothing that existed was changed" in message
     assert "another model: up.weight must have shape [501, 9], the file has [500, 9]" in first[2]
     assert "has no place in the model" in first[3]
+    assert "could not write /dev/null/run" in first[4]
     assert folders == ["step-00000002"]

@@ -22,7 +22,7 @@ from octavo.train.config import (
 from octavo.train.model import check_memory, make_model
 from octavo.train.processes import check_parallel, find_degrees, total_memory
 from octavo.train.run_records import different_settings
-from octavo.train.settings import describe, load_config, parse
+from octavo.train.settings import load_config, parse
 from octavo.train.trainer import start_run
 
 
@@ -69,13 +69,6 @@ def test_file_overrides_defaults_and_command_line_overrides_file(tmp_path):
 def test_words_of_the_command_line(words, expected):
     config = load_config(None, words.split(" "))
     assert {name: getattr(config, name) for name in expected} == expected
-
-
-def test_describe_covers_every_setting_with_help():
-    rows = describe()
-    assert [row[0] for row in rows] == list(settings_of(Config))
-    assert all(row[3] for row in rows)
-    assert next(row[:3] for row in rows if row[0] == "heads") == ("heads", "an integer", 4)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +162,6 @@ def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
 @pytest.mark.parametrize(
     ("text", "essentials"),
     [
-        ('attention = "fp8"', ["is a table", "'attention.precision'"]),
         ("layer = 3", ["'layer'", "'layers'", "run.toml"]),
         ('layers = "3"', ["layers", "run.toml", "an integer", "'3'"]),
         ("clip = true", ["clip", "number", "True"]),
@@ -182,10 +174,8 @@ def test_settings_with_an_effect_and_those_at_their_default_are_not_refused():
         ("[parallel]\ndp_shards = 2", ["'parallel.dp_shards'", "'parallel.dp_shard'"]),
         ("[paralel]\ntp = 2", ["'paralel.tp'", "'parallel.tp'"]),
         ("[parallel]\ntp = 0", ["parallel.tp must be at least 1, or -1", "got 0"]),
-        ('[parallel]\ntp = "2"', ["parallel.tp", "run.toml", "an integer"]),
         ("parallel = 2", ["'parallel' in", "is a table, not a setting", "'parallel.tp'"]),
         ('[activation_checkpointing]\nmode = "some"', ["none, full, selective", "'some'"]),
-        (f"steps = {9 * 10**25}", ["steps must be below 2^63", f"{9 * 10**25}"]),
         ("layers = 3\nwidth = = 4", ["run.toml", "TOML", "line 2"]),
     ],
 )

@@ -8,7 +8,6 @@ from calibration_examples import write_model
 
 from octavo.data import DataError
 from octavo.models.tokenizer import Batches, ByteTokenizer, RandomBatches, build_corpus
-from octavo.train.config import Config
 
 
 def fails(call, *essentials):
@@ -207,23 +206,6 @@ def test_a_batch_has_no_more_sequences_than_the_text(begin, text, sampling, batc
     message = r"batch must be at most the \d+ sequences of 32 tokens in the training text, got"
     with pytest.raises(DataError, match=message):
         begin(batch=found + batch, sampling=sampling)
-
-
-def test_a_run_goes_on_from_another_directory(begin, go_on, tmp_path, text, monkeypatch):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text(text.read_text())
-    monkeypatch.chdir(tmp_path)
-    trainer = begin(data=("texts", "texts/*.txt"), out="run", steps=4)
-    trainer.run()
-    data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
-    monkeypatch.chdir("/")
-    again = go_on(tmp_path / "run", "--steps", "6")
-    assert again.state.step == 4
-    again.run()
-    monkeypatch.chdir(tmp_path)
-    go_on(tmp_path / "run", "--data", "texts")
-    assert Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text())).data == (data[0],)
 
 
 def test_random_offsets_are_of_the_training_text_alone(begin):

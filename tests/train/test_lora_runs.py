@@ -128,7 +128,6 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"lora": 0, "targets": ("q_proj",)}, "bf16", "targets ('q_proj',) requires adapters; got lora 0"),
     ({"targets": ("q",)}, "bf16", "targets has 'q', and the linear layers are down_proj, gate_proj, k_proj"),
     ({"optimizer.offload": True}, "bf16", "optimizer.offload is for runs that train all weights"),
-    ({"lora": 0}, "packed", "is quantized already: train adapters around its weights with --lora 16"),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
     ({}, "experts", "the experts model.layers.0.mlp.experts (2 such modules) are stacked matrices, which take no"),
 ]

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,6 +32,7 @@ from octavo.rates.measured import known_gpus, peak_flops
 from octavo.train.processes import LastingStream, LiveConsole, print_line, show_step, training_console
 from octavo.train.run_records import read_records
 from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
+from octavo.watching import read_watch
 
 WHOLE = "".join(f'{{"step": {step}, "loss": 0.5}}\n{{"step": {step}, "evaluation_loss": 0.5}}\n' for step in (1, 2, 3))
 
@@ -39,13 +41,15 @@ def steps(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_run_writes_all_that_was_promised(begin, records, tmp_path):
-    trainer = begin(steps=6, log_every=2, evaluate_every=3, sample=5)
+@pytest.mark.parametrize(("precision", "linear"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
+def test_a_run_writes_all_that_was_promised(begin, records, recipe, precision, linear):
+    every = {"steps": 6, "log_every": 2, "evaluate_every": 3, "sample": 5}
+    trainer = begin(**every, recipe=recipe, precision=precision, skip=("*.down_proj",))
     trainer.run()
     run = trainer.run_folder.path
     keys = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "seconds", "peak_memory", "largest_weight")
     assert [list(records(run, key)) for key in keys] == [[2, 4, 6]] * len(keys)
-    assert [list(records(run, key)) for key in ("precision", "dtypes")] == [[0]] * 2
     assert records(run, "tokens") == {2: 128, 4: 256, 6: 384}
     assert [list(records(run, key)) for key in ("evaluation_loss", "sample")] == [[3, 6]] * 2
     assert all(speed > 0 for speed in records(run, "tokens_per_second").values())
@@ -56,12 +60,13 @@ def test_a_run_writes_all_that_was_promised(begin, records, tmp_path):
     largest = max(t.abs().max().item() for t in model_tensors(trainer.model).values())
     assert records(run, "largest_weight")[6] == largest
 
+    block = "model.layers.*."
+    kept = ["model.embed_tokens", "model.norm", f"{block}input_layernorm", f"{block}post_attention_layernorm"]
+    linears = [f"{block}self_attn.{p}_proj" for p in "qkvo"] + [f"{block}mlp.{p}_proj" for p in ("gate", "up", "down")]
+    expected = dict.fromkeys([*kept, "loss"], "float32") | dict.fromkeys([*linears, "lm_head"], linear)
+    assert records(run, "dtypes") == {0: expected}
 
-@pytest.mark.parametrize(("recipe", "share"), [("rowwise", 0.6), ("bf16", 0.0)])
-def test_the_log_tells_an_fp8_run_from_a_bf16_run(begin, records, recipe, share):
-    trainer = begin(steps=1, warmup=0, recipe=recipe, skip=("*.down_proj",))
-    trainer.run()
-    found = records(trainer.run_folder.path, "precision")[0]
+    [found] = records(run, "precision").values()
     (layers,) = [entry["layers"] for entry in found["recipes"].values()]
     assert list(found["recipes"]) == [recipe]
     assert len(layers) == 12
@@ -69,8 +74,8 @@ def test_the_log_tells_an_fp8_run_from_a_bf16_run(begin, records, recipe, share)
     backends = {found["recipes"][recipe][gemm] for gemm in ("y", "dx", "dw")}
     assert backends == ({"bf16"} if recipe == "bf16" else {"emulated"})
     sizes = {name: p.numel() for name, p in trainer.model.named_parameters()}
-    in_fp8 = sum(size for name, size in sizes.items() if name.removesuffix(".weight") in layers)
-    assert found["fp8_share"] == (pytest.approx(in_fp8 / sum(sizes.values()), abs=1e-6) if share else 0)
+    in_fp8 = sum(size for name, size in sizes.items() if name.removesuffix(".weight") in layers and recipe != "bf16")
+    assert found["fp8_share"] == pytest.approx(in_fp8 / sum(sizes.values()), abs=1e-6)
     assert found["fp8_share"] + sum(found["high_precision"].values()) == pytest.approx(1, abs=1e-5)
     assert "model.layers.*.mlp.down_proj.weight" in found["high_precision"]
 
@@ -128,13 +133,18 @@ def test_a_terminal_has_a_live_line_and_a_file_has_lines():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
-def test_tensorboard_reads_the_events(begin, go_on, records):
+def test_a_resumed_run_is_watched_and_tensorboard_reads_the_events(begin, go_on, records):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trainer = begin(tensorboard=True, steps=6, recipe="delayed", watch={"interval": 2})
     trainer.run()
     run = trainer.run_folder.path
     shutil.rmtree(trainer.run_folder.checkpoint(6))  # as if it had been killed before it saved that
     go_on(run).run()
+    watched = read_watch(run)
+    assert np.unique(watched.operands["step"]).tolist() == [1, 2, 4, 5, 6]
+    assert trainer.watch is None
+    gemms = next(layer for layer in watched.layers if layer.recipe).gemms
+    assert {name: gemm.precision for name, gemm in gemms.items()} == dict.fromkeys(("y", "dx", "dw"), "fp8")
     events = event_accumulator.EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     for name in ("loss", "learning_rate", "gradient_norm", "evaluation_loss"):
@@ -284,19 +294,6 @@ def test_nothing_in_the_log_is_obeyed_by_a_terminal(capsys):
 
 
 # ---- Which dtypes are met, and how far the weights reach
-
-
-@pytest.mark.parametrize(("precision", "linear"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
-@pytest.mark.parametrize("recipe", ["bf16", "rowwise"])
-def test_dtypes_of_a_run(begin, records, precision, linear, recipe):
-    trainer = begin(recipe=recipe, precision=precision, steps=1, warmup=0)
-    trainer.run()
-    dtypes = records(trainer.run_folder.path, "dtypes")[0]
-    block = "model.layers.*."
-    kept = ["model.embed_tokens", "model.norm", f"{block}input_layernorm", f"{block}post_attention_layernorm"]
-    attention = [f"{block}self_attn.{p}_proj" for p in "qkvo"]
-    mlp = [f"{block}mlp.{p}_proj" for p in ("gate", "up", "down")]
-    assert dtypes == dict.fromkeys([*kept, "loss"], "float32") | dict.fromkeys([*attention, *mlp, "lm_head"], linear)
 
 
 class Mixed(nn.Module):

@@ -87,30 +87,26 @@ def non_finite_y(trainer):
     experts(trainer).register_forward_hook(overflow)
 
 
+# Of each fault, its place, and the steps after which it is planted: training undoes some faults within steps, as tokens
+# leave the expert, or its matrices change.
 FAULTS = {
-    amax_jump: ("down_proj", "x"),
-    amax_jump_of_gradient: ("gate_up_proj", "dy"),
-    kurtosis_growth: ("down_proj", "x"),
-    swiglu_alignment: ("gate_up_proj", None),
-    underflow: ("down_proj", "w"),
-    underflow_in_dw: ("down_proj", "dy"),
-    dead_scale: ("down_proj", "w"),
-    non_finite_w: ("", "w"),
-    non_finite_y: ("", "y"),
+    amax_jump: ("down_proj", "x", 49),
+    amax_jump_of_gradient: ("gate_up_proj", "dy", 49),
+    kurtosis_growth: ("down_proj", "x", 42),
+    swiglu_alignment: ("gate_up_proj", None, 53),
+    underflow: ("down_proj", "w", 49),
+    underflow_in_dw: ("down_proj", "dy", 42),
+    dead_scale: ("down_proj", "w", 49),
+    non_finite_w: ("", "w", 17),
+    non_finite_y: ("", "y", 18),
 }
-# Training undoes some faults within steps: tokens leave the expert, or its matrices change.
-AFTER = {
-    amax_jump: 49, amax_jump_of_gradient: 49, underflow: 49, dead_scale: 49, swiglu_alignment: 53,
-    non_finite_w: 17, non_finite_y: 18,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_expert_is_named_within_ten_steps(begin, fault):
-    after = AFTER.get(fault, 42)
+    leaf, operand, after = FAULTS[fault]
     found = run_with(begin(**RUN, steps=after + 10), [fault], after)
     assert min((event.step for event in found), default=after + 1) > after, found
-    leaf, operand = FAULTS[fault]
     rule = fault.__name__.removesuffix("_in_dw").removesuffix("_of_gradient").removesuffix("_w").removesuffix("_y")
     name = f"{LAYER}.{leaf}".rstrip(".")
     events = [event for event in found if (event.rule, event.layer, event.operand) == (rule, name, operand)]

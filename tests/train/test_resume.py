@@ -120,14 +120,23 @@ def test_a_finished_run_goes_on_with_more_steps(begin, go_on, records, tmp_path)
     assert go_on(tmp_path / "run").config.steps == 10
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(begin, go_on, tmp_path, monkeypatch):
-    begin(recipe="bf16", steps=4).run()
-    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+def test_a_run_that_was_moved_goes_on_where_it_is_from_any_directory(begin, go_on, tmp_path, text, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(text.read_text())
     monkeypatch.chdir(tmp_path)
-    trainer = go_on(tmp_path / "elsewhere", "--steps", "5")
+    begin(recipe="bf16", data=("texts", "texts/*.txt"), out="run", steps=4).run()
+    data = [f"{tmp_path}/texts", f"{tmp_path}/texts/*.txt"]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == data
+    moved = shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    monkeypatch.chdir("/")
+    trainer = go_on(moved, "--steps", "6")
+    assert trainer.state.step == 4
     trainer.run()
-    assert (tmp_path / "elsewhere" / "step-00000005").is_dir()
+    assert (moved / "step-00000006").is_dir()
     assert not (tmp_path / "run").exists()
+    monkeypatch.chdir(tmp_path)
+    assert go_on(moved, "--data", "texts").config.data == (data[0],)
+    assert json.loads((moved / "config.json").read_text())["data"] == data[:1]
 
 
 def test_fp16_may_be_taken_up_from_another_precision_and_left_again(begin, go_on, tmp_path):
@@ -158,61 +167,36 @@ def refuses(folder, go_on, error, *essentials, overrides=()):
     assert contents(folder) == before
 
 
-def test_garbage_settings_and_those_of_another_version_are_named(stopped, go_on):
-    path = stopped / "config.json"
-    other = json.dumps(json.loads(path.read_text()) | {"recipee": "bf16"})
-    for content in ("", "{", "[1]", '"text"'):
-        path.write_text(content)
-        refuses(stopped, go_on, ArtifactError, path)
-    path.write_text(other)
-    refuses(stopped, go_on, ConfigError, "recipee", "did you mean 'recipe'?")
-
-
-def test_folder_that_is_no_run(tmp_path, go_on):
-    refuses(tmp_path, go_on, ArtifactError, tmp_path, "no run")
-    refuses(tmp_path / "nowhere", go_on, ArtifactError, tmp_path / "nowhere", "there is no folder")
-
-
-def test_broken_checkpoint_changes_nothing_and_the_one_before_it_serves(begin, go_on, tmp_path):
-    begin(recipe="bf16").run()
-    run = RunFolder(tmp_path / "run")
-    (run.checkpoint(8) / "model.safetensors").write_bytes(b"short")
-    refuses(run.path, go_on, ArtifactError, run.checkpoint(8) / "model.safetensors", "Move that folder out of the run")
-    shutil.rmtree(run.checkpoint(8))
-    assert go_on(run.path).state.step == 4
-
-
-def test_settings_that_the_checkpoint_does_not_fit(stopped, go_on):
+def test_a_run_that_cannot_go_on_is_refused_and_stays_as_it_is(begin, go_on, tmp_path, monkeypatch):
+    """Another model, and a broken checkpoint, before memory is taken."""
+    data, run = tmp_path / "data.txt", tmp_path / "run"
+    data.write_text("a text to begin with, " * 50)
+    begin(recipe="bf16", steps=4, data=(str(data),)).run()
+    with files_of_at_most(100):
+        refuses(run, go_on, OSError, "File too large")
     for *essentials, words in (
         ("state.safetensors", "another recipe", "--recipe delayed"),
         ("elsewhere", "stays in its folder", "--out elsewhere"),
         ("unknown recipe", "rowwise", "--recipe row"),
     ):
-        refuses(stopped, go_on, ValueError, *essentials, overrides=words.split())
-
-
-def test_a_checkpoint_of_another_model_is_refused_before_memory_is_taken(stopped, go_on, monkeypatch):
+        refuses(run, go_on, ValueError, *essentials, overrides=words.split())
     monkeypatch.setattr(nn.Module, "to", lambda *args: pytest.fail("the model is on its device"))
     monkeypatch.setattr(training, "make_trained_model", lambda *args: pytest.fail("the model is made"))
-    refuses(stopped, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
-    (stopped / "step-00000004" / "optimizer.safetensors").write_bytes(b"short")
-    refuses(stopped, go_on, ArtifactError, "optimizer.safetensors", "Move that folder out of the run")
-
-
-def test_data_that_changed(begin, go_on, tmp_path):
-    data = tmp_path / "data.txt"
-    data.write_text("a text to begin with, " * 50)
-    begin(recipe="bf16", steps=4, data=(str(data),)).run()
-    data.write_text("a text that was edited, " * 50)
-    refuses(tmp_path / "run", go_on, ArtifactError, "the data is not what", "--data")
+    refuses(run, go_on, ArtifactError, "another model", overrides=["--layers", "3"])
+    settings = json.loads((run / "config.json").read_text())
+    for path, text, error, *essentials in (
+        *((run / "config.json", text, ArtifactError) for text in ("", "{", "[1]", '"text"')),
+        (run / "config.json", json.dumps(settings | {"recipee": "bf16"}), ConfigError, "did you mean 'recipe'?"),
+        (run / "step-00000004" / "model.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (run / "step-00000004" / "optimizer.safetensors", "short", ArtifactError, "Move that folder out of the run"),
+        (data, "a text that was edited, " * 50, ArtifactError, "the data is not what", "pass the same --data"),
+    ):
+        whole = path.read_bytes()
+        path.write_text(text)
+        refuses(run, go_on, error, *(essentials or [path]))
+        path.write_bytes(whole)
     data.unlink()
-    refuses(tmp_path / "run", go_on, ValueError, data)
-
-
-def test_full_disk_costs_no_settings(stopped, go_on):
-    with files_of_at_most(100):
-        refuses(stopped, go_on, OSError, "File too large")
-    assert go_on(stopped).state.step == 4
+    refuses(run, go_on, ValueError, data)
 
 
 # --- What cannot be started
@@ -236,8 +220,14 @@ def test_a_run_killed_before_its_first_checkpoint_is_not_to_be_resumed(begin, ag
     assert path.read_text() == "{}"
 
 
-def test_an_empty_folder_will_do(begin, tmp_path):
+def test_an_empty_folder_will_do_a_file_not_and_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
     (tmp_path / "run").mkdir()
+    (tmp_path / "a file").write_text("mine")
+    with pytest.raises(FileExistsError, match="a file is a file: --out must name the folder"):
+        begin(out=str(tmp_path / "a file"))
+    assert (tmp_path / "a file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="a local folder with a config.json, got './nowhere'"):
+        begin(model="./nowhere")
     assert begin(recipe="bf16", steps=3).run().step == 3
     written = Config.from_dict(json.loads((tmp_path / "run" / "config.json").read_text()))
     assert (written.steps, written.out) == (3, str(tmp_path / "run"))
@@ -304,19 +294,6 @@ def test_a_second_start_and_a_resume_of_a_live_run_are_refused(begin, go_on, rec
     assert first.run().step == 10
 
 
-def test_a_start_that_fails_gives_the_folder_back(begin, tmp_path):
-    with pytest.raises(ConfigError, match="a local folder with a config.json, got './nowhere'"):
-        begin(model="./nowhere")
-    begin(recipe="bf16", steps=2, warmup=0).run()
-
-
-def test_a_run_is_not_made_in_a_file(begin, tmp_path):
-    (tmp_path / "afile").write_text("mine")
-    with pytest.raises(FileExistsError, match="afile is a file: --out must name the folder"):
-        begin(out=str(tmp_path / "afile"))
-    assert (tmp_path / "afile").read_text() == "mine"
-
-
 # ---- octavo train --branch: a run of its own from a checkpoint of another
 
 
@@ -344,13 +321,17 @@ def weights(trainer):
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_a_branch_without_a_change_goes_on_as_its_trunk_did(branch, trunk, tmp_path, records):
+def test_a_branch_without_a_change_goes_on_as_its_trunk_did_and_resumes(branch, trunk, go_on, tmp_path, records):
     branch("--out", str(tmp_path / "branch")).run()
     for key in ("loss", "evaluation_loss", "gradient_norm", "learning_rate"):
         whole, own = records(trunk.path, key), records(tmp_path / "branch", key)
         assert own == {step: value for step, value in whole.items() if step > 4}
     ends = [load_file(RunFolder(path).newest() / "model.safetensors") for path in (trunk.path, tmp_path / "branch")]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    trainer = go_on(tmp_path / "branch", "--steps", "9")
+    assert trainer.state.step == 8
+    trainer.run()
+    assert records(tmp_path / "branch", "loss").keys() == {5, 6, 7, 8, 9}
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
@@ -379,6 +360,9 @@ def test_a_twin_has_weights_disturbed_once_by_the_given_share(branch, trunk, tmp
         assert 0.0019 < float(ratio.std()) < 0.0021
         assert abs(float(ratio.mean())) < 1e-4
     assert not torch.equal(*ratios)
+    twins[0].run()
+    newest = twins[0].run_folder.newest()
+    assert branch_settings(newest, ["--branch", str(newest)]).disturb == 0  # the branch of a twin is no twin
 
 
 def disturbed_by_two(rank):
@@ -394,22 +378,6 @@ def disturbed_by_two(rank):
 @pytest.mark.slow
 def test_the_twin_is_the_same_on_any_number_of_ranks():
     assert run_ranks(2, disturbed_by_two) == [[], []]
-
-
-def test_the_branch_of_a_twin_is_no_twin(branch, tmp_path):
-    branch("--out", str(tmp_path / "twin"), "--disturb", "0.002").run()
-    newest = RunFolder(tmp_path / "twin").newest()
-    assert branch_settings(newest, ["--branch", str(newest)]).disturb == 0
-
-
-def test_a_branch_resumes_in_its_own_folder(branch, go_on, tmp_path, records):
-    branch("--out", str(tmp_path / "parts"), "--save-every", "6", "--steps", "8").run()
-    run = RunFolder(tmp_path / "parts")
-    assert [run.step_of(path) for path in run.checkpoints()] == [6, 8]
-    trainer = go_on(run.path, "--steps", "9")
-    assert trainer.state.step == 8
-    trainer.run()
-    assert records(run.path, "loss").keys() == {5, 6, 7, 8, 9}
 
 
 def test_branches_that_cannot_be_are_refused(branch, trunk, tmp_path, begin):

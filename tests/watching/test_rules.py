@@ -101,12 +101,6 @@ def test_a_number_far_above_the_last_samples_is_found(rules, samples, rule, fiel
     assert found == [*[[]] * 17, [(rule, "blocks.2.up")]]
 
 
-def test_the_kurtosis_of_gradients_has_no_limit(rules, samples):
-    [sample] = samples(1)
-    sample[0]["kurtosis"][:, DY] = 1e6
-    assert check(rules, sample) == []
-
-
 def make_zero(records):
     records["amax"], records["binades"], records["flushed"] = 0, 0, 0
 
@@ -153,7 +147,9 @@ def test_a_layer_is_found_by_its_gradient_and_by_the_alignment_of_its_weights(ru
 
 
 def test_an_operand_in_high_precision_is_judged_by_its_finiteness_only(rules, samples):
-    [sample] = samples(1)
+    first, sample = samples(2)
+    first[0]["kurtosis"][:, DY] = 1e6  # that of gradients has no limit
+    assert check(rules, first) == []
     operands = sample[0]
     operands["flags"] = UNQUANTIZED
     operands["amax"], operands["kurtosis"], operands["scale"], operands["nonfinite"][1, X] = 1e9, 1e9, np.nan, 0.5

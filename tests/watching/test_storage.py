@@ -62,6 +62,8 @@ def test_a_record_that_is_half_written_is_not_read_and_a_resumed_run_removes_it(
 
 
 def test_a_resumed_run_drops_later_steps_and_a_new_one_is_refused(tmp_path):
+    written(tmp_path / "unwatched", (101,), resumed_at=100)
+    assert steps_of(tmp_path / "unwatched") == [101]
     written(tmp_path)
     written(tmp_path, (90,), resumed_at=70)
     assert steps_of(tmp_path) == [1, 50, 90]
@@ -78,8 +80,11 @@ def test_a_run_goes_on_with_the_layers_that_it_had(tmp_path):
     assert len(read_watch(tmp_path).layers) == 2
 
 
-def test_events_of_steps_that_the_run_went_back_from_are_marked(tmp_path):
+def test_a_run_that_went_back_drops_the_samples_after_and_marks_the_events(tmp_path):
     writer = written(tmp_path)
+    writer.drop_after(50)
+    assert steps_of(tmp_path) == [1, 50]
+    assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 100]
     writer.undo_events_after(50)
     writer.write_event(event(60))
     assert [(found.step, found.undone) for found in read_watch(tmp_path).events] == [
@@ -101,12 +106,6 @@ def test_a_damaged_line_hides_no_other_event(tmp_path, line):
     assert len(found.layers) == 2
     written(tmp_path, (), resumed_at=70)
     assert path.read_text() == first + line + "\n" + rest[0]
-
-
-def test_a_run_that_went_back_drops_the_samples_after_and_its_events_stay(tmp_path):
-    written(tmp_path).drop_after(50)
-    assert steps_of(tmp_path) == [1, 50]
-    assert [found.step for found in read_watch(tmp_path).events] == [1, 50, 100]
 
 
 def test_records_that_reach_the_limit_are_thinned_and_the_interval_doubles(tmp_path):
@@ -173,8 +172,3 @@ def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(ArtifactError, match=message):
         read_watch(tmp_path)
-
-
-def test_a_resumed_run_without_a_watch_begins_one(tmp_path):
-    written(tmp_path, (101,), resumed_at=100)
-    assert steps_of(tmp_path) == [101]

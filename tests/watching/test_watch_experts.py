@@ -221,14 +221,10 @@ def test_the_numbers_are_those_of_each_expert():
     gate, up = module.experts.gate_up_proj.detach().chunk(2, 1)
     cosine = nn.functional.cosine_similarity(gate, up, dim=2).abs()
     assert layers["alignment"] == pytest.approx(cosine.mean(1).numpy(), abs=0.15)
-
-
-def test_an_expert_with_few_tokens_has_numbers_of_its_matrices_alone():
-    _, (operands, _), _ = watched(Layer(ONE), torch.randn(TOKENS, K, requires_grad=True), torch.randn(TOKENS, K))
     known = {(int(r["layer"]) - INNER, int(r["operand"])) for r in operands if r["layer"] >= INNER}
-    expected = {(s * E + e, o) for s in range(2) for e in range(E) for o in range(3) if o == 1 or e in (0, 2)}
-    assert known == expected
-    assert not len(operands[np.isin(operands["layer"], (1, 2))])  # the stacks as a whole
+    # An expert with few tokens has numbers of its matrices alone, and there are none of the stacks as a whole.
+    assert known == {(s * E + e, o) for s in range(2) for e in range(E) for o in range(3) if o == 1 or e in (0, 2)}
+    assert not len(operands[np.isin(operands["layer"], (1, 2))])
 
 
 def test_a_kurtosis_is_that_of_the_rows():

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol, Self, TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,15 +70,6 @@ class EmbeddingQuality:
 
 
 Quality = LogitQuality | EmbeddingQuality
-Found_co = TypeVar("Found_co", LogitQuality, EmbeddingQuality, covariant=True)
-
-
-class Sums(Protocol[Found_co]):
-    """Sums over batches, from which the quality of a candidate is computed."""
-
-    def add(self, ids: Tensor, reference: Tensor, candidate: Tensor) -> None: ...
-
-    def quality(self) -> Found_co: ...
 
 
 class LogitSums:
@@ -100,9 +91,7 @@ class LogitSums:
             self._rows.append(_sums(prompt.to(p.device), p, q.to(p.device)))
 
     def quality(self) -> LogitQuality:
-        """The quality over all batches. Raises a ValueError if there were none."""
-        if not self._rows:
-            raise ValueError("no batch of prompts was given, so there is no quality to report")
+        """The quality over all batches, of which there must be one."""
         kl, agree, nll, before, tokens, targets = zip(*self._rows, strict=True)
         change = [a - b for a, b in zip(nll, before, strict=True)]
         return LogitQuality(
@@ -130,9 +119,7 @@ class EmbeddingSums:
         self._tokens += ids.numel()
 
     def quality(self) -> EmbeddingQuality:
-        """The quality over all batches. Raises a ValueError if there were none."""
-        if not self._cosines:
-            raise ValueError("no batch of prompts was given, so there is no quality to report")
+        """The quality over all batches, of which there must be one."""
         count = len(self._cosines)
         mean = ratio(self._cosines, [1.0] * count).mapped(lambda cosine: min(cosine, 1.0))
         return EmbeddingQuality(mean, min(self._cosines), count, self._tokens)
@@ -143,9 +130,9 @@ def compare_many(
     reference: Outputs,
     candidates: Mapping[str, Outputs],
     batches: Iterable[Tensor],
-    gather: Callable[[], Sums[Found_co]],
-) -> dict[str, Found_co]:
-    """Compare several candidates with a reference, which runs once. `gather` is `LogitSums` or `EmbeddingSums`."""
+    gather: type[LogitSums] | type[EmbeddingSums],
+) -> dict[str, Quality]:
+    """Compare several candidates with a reference, which runs once: the quality of each over all batches."""
     sums = {name: gather() for name in candidates}
     for ids in batches:
         truth = reference(ids)

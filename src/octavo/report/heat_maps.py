@@ -9,7 +9,6 @@ The samples of a long run share columns: a column of a grid shows the worst of i
 """
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,6 @@ from octavo.numerics.formats import FP8_FORMATS, decode
 from octavo.watching.storage import BINADES, OPERANDS, Array, Records, Watched
 
 MISSING, WRONG, LAST = 65535, 65534, 65533
-_CHUNK = 1 << 16  # records that are read at once: the arrays are mapped from files
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,11 @@ METRICS = (
 
 
 class Columns:
-    """The columns of the grids: `count` of them, at most as many as the sampled `steps`, which are ascending."""
+    """The columns of the grids: at most `most`, and at most as many as the sampled `steps`, which are ascending."""
 
-    def __init__(self, steps: Array, count: int) -> None:
-        self.steps, self.count = steps, count
-        parts = np.array_split(steps, count) if count else []
+    def __init__(self, steps: Array, most: int) -> None:
+        self.steps, self.count = steps, min(len(steps), most)
+        parts = np.array_split(steps, self.count) if self.count else []
         self.spans = [(int(part[0]), int(part[-1])) for part in parts]  # the first and the last step of each column
 
     def of(self, steps: Array) -> Array:
@@ -66,29 +64,20 @@ class Columns:
         return np.searchsorted(np.array(starts, np.uint32), steps, side="right") - 1
 
 
-def columns_of(watched: Watched, most: int) -> Columns:
-    """The columns of a watch, at most so many."""
-    steps = sampled_steps(watched)
-    return Columns(steps, min(len(steps), most))
-
-
 def sampled_steps(watched: Watched) -> Array:
     """The steps that have records, ascending."""
-    both = (watched.operands, watched.layer_records)
-    found = [np.unique(part["step"]) for records in both for part in _chunks(records)]
-    return np.unique(np.concatenate([np.empty(0, np.uint32), *found]))
+    return np.unique(np.concatenate([watched.operands["step"], watched.layer_records["step"]]))
 
 
 def check_records(watched: Watched) -> None:
     """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
-    for records, kinds in ((watched.operands, len(OPERANDS)), (watched.layer_records, 0)):
-        for part in _chunks(records):
-            layer, operand = int(part["layer"].max()), int(part["operand"].max()) if kinds else -1
-            if layer >= len(watched.layers) or operand >= kinds:
-                raise ArtifactError(
-                    f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there "
-                    f"are {len(watched.layers)} layers and {kinds} operands, counted from 0"
-                )
+    layer = max(int(records["layer"].max(initial=0)) for records in (watched.operands, watched.layer_records))
+    operand, layers, kinds = int(watched.operands["operand"].max(initial=0)), len(watched.layers), len(OPERANDS)
+    if layer >= layers or operand >= kinds:
+        raise ArtifactError(
+            f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
+            f"{layers} layers and {kinds} operands, counted from 0"
+        )
 
 
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
@@ -113,12 +102,10 @@ def _fill(
 ) -> dict[str, dict[str, Array]]:
     shape = (len(operands), len(watched.layers), columns.count)
     grids = {metric.key: np.full(shape, np.nan) for metric in metrics}
-    for part in _chunks(records):
-        which = part["operand"].astype(np.int64) if len(operands) > 1 else np.zeros(len(part), np.int64)
-        cell = (which * shape[1] + part["layer"]) * shape[2] + columns.of(part["step"])
-        for metric in metrics:
-            worst = np.fmax if metric.worst == "highest" else np.fmin
-            worst.at(grids[metric.key].reshape(-1), cell, _values(part, metric))
+    cells: Any = records["operand"] if len(operands) > 1 else 0, records["layer"], columns.of(records["step"])
+    for metric in metrics:
+        worst = np.fmax if metric.worst == "highest" else np.fmin
+        worst.at(grids[metric.key], cells, _values(records, metric))
     return {
         key: {name: values for name, values in zip(operands, grid, strict=True) if not np.isnan(values).all()}
         for key, grid in grids.items()
@@ -142,27 +129,21 @@ def encode_grid(values: Array, metric: Metric) -> dict[str, Any]:
     return {"low": low, "high": high, "zero": zero, "codes": to_base64(codes, "<u2")}
 
 
-def _values(part: Records, metric: Metric) -> Array:
-    values = part[metric.key].astype(np.float64)
+def _values(records: Records, metric: Metric) -> Array:
+    values = records[metric.key].astype(np.float64)
     if metric.key == "sqnr":  # inf: no error at all
         values[np.isinf(values)] = np.nan
     if metric.key == "shift_lost":  # of dy alone
-        values[part["operand"] != OPERANDS.index("dy")] = np.nan
+        values[records["operand"] != OPERANDS.index("dy")] = np.nan
     if metric.key in ("amax", "gradient_norm"):
         values[np.isnan(values)] = np.inf
     return values
 
 
-def _chunks(records: Records) -> Iterator[Records]:
-    for start in range(0, len(records), _CHUNK):
-        yield records[start : start + _CHUNK]
-
-
 def spread(steps: Array, count: int) -> list[int]:
     """At most `count` of `steps`, evenly spaced, with the first and the last."""
-    if len(steps) <= count:
-        return [int(step) for step in steps]
-    return [int(steps[i]) for i in np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))]
+    places = np.linspace(0, len(steps) - 1, min(count, len(steps))).round().astype(int)
+    return [int(step) for step in steps[np.unique(places)]]
 
 
 # ---- The histograms of a watched run: of each operand and gradient at some of the sampled steps, in binades.
@@ -171,13 +152,16 @@ def spread(steps: Array, count: int) -> list[int]:
 def histograms_at(watched: Watched, steps: list[int]) -> dict[str, Any]:
     """The histograms at `steps` for the page: of x, w, dy and "gradient" (of the weight) `shares`, uint16 [steps,
     layers, 40], and `amax`, float32 [steps, layers]; operands have `scale` and `smallest_scale` too. All are base64."""
-    operands, fields = _at(watched.operands, steps), {name: name for name in ("amax", "scale", "smallest_scale")}
+    operands, gradients = (
+        records[np.isin(records["step"], steps)] for records in (watched.operands, watched.layer_records)
+    )
+    fields = {name: name for name in ("amax", "scale", "smallest_scale")}
     found = {
         operand: _arrays(operands[operands["operand"] == number], steps, len(watched.layers), "binades", fields)
         for number, operand in enumerate(OPERANDS)
     }
-    gradients, fields = _at(watched.layer_records, steps), {"amax": "gradient_amax"}
-    found["gradient"] = _arrays(gradients, steps, len(watched.layers), "gradient_binades", fields)
+    by_layer = _arrays(gradients, steps, len(watched.layers), "gradient_binades", {"amax": "gradient_amax"})
+    found["gradient"] = by_layer
     return {"steps": steps, "operands": {name: arrays for name, arrays in found.items() if arrays}}
 
 
@@ -185,15 +169,6 @@ def code_points(name: str) -> list[float]:
     """The positive numbers of an FP8 format, ascending."""
     codes = torch.arange(FP8_FORMATS[name].max_code + 1, dtype=torch.uint8)
     return [float(x) for x in decode(codes, FP8_FORMATS[name]).tolist() if x > 0]
-
-
-def _at(records: Records, steps: list[int]) -> Records:
-    """The records of some steps. Records stand in the order of the steps."""
-    if not len(records):
-        return records
-    starts = np.searchsorted(records["step"], steps, side="left")
-    ends = np.searchsorted(records["step"], steps, side="right")
-    return np.concatenate([records[start:end] for start, end in zip(starts, ends, strict=True)])
 
 
 def _arrays(records: Records, steps: list[int], layers: int, binades: str, fields: dict[str, str]) -> dict[str, str]:

@@ -11,9 +11,9 @@ import numpy as np
 from octavo.numerics.formats import FP8_FORMATS
 from octavo.report.heat_maps import (
     METRICS,
+    Columns,
     Metric,
     code_points,
-    columns_of,
     encode_grid,
     histograms_at,
     metric_grids,
@@ -57,7 +57,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
     for text, good in [verdict(run, alone=len(runs) == 1) for run in runs] + gap_verdicts(runs):
         page.add_verdict(text, good=good)
     facts = [run_facts(run) for run in runs]
-    names = [name for name in FACTS if any(each.get(name) for each in facts)]
+    names = dict.fromkeys(name for each in facts for name in each)
     rows = [(name, *(each.get(name, "") for each in facts)) for name in names]
     page.add(table(("", *(run.name for run in runs)), rows))
     page.add(paragraphs(_remarks(runs)), _kinds_of_events(runs), paragraphs([_HINT]))
@@ -132,7 +132,7 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     layers = max(len(watched.layers), 1)
     fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
-    columns = columns_of(watched, min(_COLUMNS, max(fits, 20)))
+    columns = Columns(sampled_steps(watched), min(_COLUMNS, max(fits, 20)))
     grids = {
         key: {name: encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
         for key, found in metric_grids(watched, columns).items()
@@ -223,14 +223,8 @@ def _settings(runs: Sequence[RunData]) -> str:
 # ---- The figures of a run in words, for the page and the terminal.
 
 
-FACTS = (
-    "written", "data", "command", "machine", "versions", "recipe", "steps", "loss", "evaluation loss", "tokens/s",
-    "MFU", "peak memory", "inf or NaN", "layers watched", "GEMMs", "events",
-)  # fmt: skip
-
-
 def run_facts(run: RunData) -> dict[str, str]:
-    """The figures that the run has, by the names of `FACTS`."""
+    """The figures that the run has, by their names."""
     last = {key: series.last for key, series in run.series.items()}
     speed = run.series.get("tokens_per_second")
     wrong = sum(len(series.wrong_steps) for series in run.series.values())
@@ -427,7 +421,7 @@ def sparkline(values: Array) -> str:
 def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
     """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
     operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
-    found, grids = [], metric_grids(watched, columns_of(watched, _WIDTH))
+    found, grids = [], metric_grids(watched, Columns(sampled_steps(watched), _WIDTH))
     for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
@@ -472,7 +466,7 @@ def _series(series: Series) -> dict[str, Any]:
 
 def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
-    columns, layers = columns_of(watched, 1), []
+    columns, layers = Columns(sampled_steps(watched), 1), []
     worst = metric_grids(watched, columns)
     for number, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}

@@ -305,8 +305,6 @@ class RecentSteps:
 
 def learning_rate(step: int, config: Config) -> float:
     """The learning rate of `step`, counted from 0."""
-    if step < 0:
-        raise ValueError(f"step must be 0 or more; got {step}")
     peak, end = config.learning_rate, config.min_learning_rate
     if step < config.warmup:
         return peak * (step + 1) / config.warmup

@@ -5,14 +5,13 @@ import gc
 import math
 import os
 import pickle
-import re
 import resource
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import FrameType
@@ -33,7 +32,7 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import BUILT_IN_MODELS, LockedError, WriteError
 from octavo.data import DataError
 from octavo.train.config import Config, ConfigError, Parallel, flatten, settings_of
-from octavo.util import choose_device
+from octavo.util import choose_device, discard_output, printable
 
 Value = TypeVar("Value")
 
@@ -400,7 +399,6 @@ def total_memory(device: torch.device) -> int:
 
 
 _LONG = 1000  # tokens of a sample that takes long enough to show its progress
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # by a terminal, in the name of a file or the text of a model
 
 
 @contextmanager
@@ -427,8 +425,7 @@ def training_console() -> Console:
 
 def print_line(console: Console, text: str) -> None:
     """Print plain text: no markup, no colour, and nothing that a terminal would obey; wrapped on a terminal alone."""
-    whole = not console.is_terminal
-    console.print(_OBEYED.sub("\N{REPLACEMENT CHARACTER}", text), markup=False, highlight=False, soft_wrap=whole)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
 
 class LiveConsole(Console):
@@ -488,21 +485,13 @@ class LastingStream:
             action()
         except OSError as error:
             self._gone = True
-            _discard(self._stream)
+            discard_output(self._stream)
             said = f"the log cannot be printed any more ({error}): the run continues, metrics.jsonl has its numbers"
             if sys.stderr is not None:
                 try:
                     print(said, file=sys.stderr, flush=True)
                 except OSError:
-                    _discard(sys.stderr)
-
-
-def _discard(stream: IO[str]) -> None:
-    """Send the buffered text of `stream` to the null device: Python flushes it once more when the program ends."""
-    with suppress(OSError, ValueError):  # a stream without a file descriptor
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+                    discard_output(sys.stderr)
 
 
 # ---- Python's garbage collection in a run: every so many steps, and not in the middle of one.

@@ -92,44 +92,38 @@ def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
     return Opened(described, _open_weights(folder, model), *(_open(folder, stem) for stem in ("optimizer", "state")))
 
 
-def load_checkpoint(folder: Path, state: TrainState) -> None:
-    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed."""
-    described, saved = _load_state(folder, state, same_recipe=True)
-    if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
-        state.scaler.load_state_dict(described["scaler"])
-    restore_random_state(saved, state.device, state.step)
+def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = False) -> None:
+    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed.
 
-
-def load_into_other_recipe(folder: Path, state: TrainState) -> None:
-    """Restore weights, moments and step of `state` from a checkpoint of a run with any recipe, on every rank.
-
+    With `other_recipe` the checkpoint may be of a run with any recipe, and its weights, moments and step are restored.
     A scale history is restored where both recipes have it; the first step of another scales dynamically.
     """
-    _load_state(folder, state, same_recipe=False)
-
-
-def _load_state(folder: Path, state: TrainState, *, same_recipe: bool) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
-    """Restore weights, moments, scale histories and step; the contents of train.json and state.safetensors."""
     with same_outcome():
         opened = open_checkpoint(folder, state.model, state.fingerprint)
         moments = optimizer_state(state.model, state.optimizer)
         where = f"{folder / 'optimizer.safetensors'} is of another model or optimizer.state"
-        _check_fit(opened.optimizer, moments, where)
+        check_match(opened.optimizer.specs, moments, where)
         described, saved = opened.described, opened.state.get_all("cpu")
-        if same_recipe:
-            scales = _check_scales(folder, saved, state.model)
-            check_random_state(saved, str(folder / "state.safetensors"))
-        else:
+        if other_recipe:
             histories = scale_state(state.model)
             scales = {name: saved.get(name, tensor) for name, tensor in histories.items()}
             if any(scales[name].shape != tensor.shape for name, tensor in histories.items()):
                 scales = histories
+        else:
+            scales = _check_scales(folder, saved, state.model)
+            found = {name: state for name, state in saved.items() if name == "random.cpu"}
+            where = f"{folder / 'state.safetensors'} has no random state of this machine"
+            check_match(found, {"random.cpu": torch.get_rng_state()}, where)
     with same_outcome():
         _read_into(saved_weights(state.model), opened.model)
         load_scale_state(state.model, scales)
         _read_into(moments, opened.optimizer)
     state.step, state.skipped_steps = described["step"], described["skipped_steps"]
-    return described, saved
+    if other_recipe:
+        return
+    if described["scaler"]:  # empty if it was off: the run may go on in FP16 all the same
+        state.scaler.load_state_dict(described["scaler"])
+    restore_random_state(saved, state.device, state.step)
 
 
 @torch.no_grad()
@@ -210,7 +204,7 @@ def _open_weights(folder: Path, model: nn.Module) -> ShardReader:
         held = "adapters alone" if stem == ADAPTERS else "all weights of a model"
         raise ArtifactError(f"the checkpoint {folder} holds {held}: keep the setting lora of its run")
     weights = _open(folder, stem)
-    _check_fit(weights, saved_weights(model), f"{folder / stem}.safetensors is of another model")
+    check_match(weights.specs, saved_weights(model), f"{folder / stem}.safetensors is of another model")
     return weights
 
 
@@ -219,10 +213,6 @@ def _check_scales(folder: Path, saved: Mapping[str, Tensor], model: nn.Module) -
     scales = {name: tensor for name, tensor in saved.items() if not name.startswith(PREFIX)}
     check_match(scales, scale_state(model), f"{folder / 'state.safetensors'} is of another recipe")
     return scales
-
-
-def _check_fit(reader: ShardReader, required: Mapping[str, Tensor], where: str) -> None:
-    check_match(reader.specs, required, where)
 
 
 def _read_description(folder: Path) -> Mapping[str, Any]:
@@ -444,12 +434,6 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
     if device.type == "cuda":
         state[_name("cuda")] = torch.cuda.get_rng_state(device)
     return state
-
-
-def check_random_state(saved: Mapping[str, Tensor], where: str) -> None:
-    """Raise an ArtifactError, which begins with `where`, unless `saved` has the state of a CPU."""
-    found = {name: state for name, state in saved.items() if name == "random.cpu"}
-    check_match(found, {"random.cpu": torch.get_rng_state()}, f"{where} has no random state of this machine")
 
 
 def restore_random_state(saved: Mapping[str, Tensor], device: torch.device, step: int) -> None:

@@ -55,7 +55,7 @@ from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import import_extra
 from octavo.version import __version__
-from octavo.watching import Sample, Watch, watch
+from octavo.watching.collection import Sample, Watch, watch
 from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 

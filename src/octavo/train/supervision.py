@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Self
 
 import torch
@@ -43,7 +44,7 @@ from octavo.train.processes import gather, print_line, rank, whole
 from octavo.train.saving import CheckpointWriter, TrainState, has_finite_weights, load_checkpoint
 from octavo.train.step_metrics import Metrics, precision_of
 from octavo.util import plural
-from octavo.watching import Watch
+from octavo.watching.collection import Watch
 from octavo.watching.rules import NEW, LossRule, SampleRules, StallRule, judge_rate
 from octavo.watching.storage import OPERANDS, Event
 from octavo.watching.watched_layers import first_matrix
@@ -374,12 +375,25 @@ def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], obj
 
     Every rank must call this. Weights, scale histories and the random state stay; the gradients are None afterwards.
     """
-    search, experts = _Search(), find_experts(model)
+    found: list[Place] = []  # the first of this rank
+    orders, experts = count(), find_experts(model)
+
+    def look(layer: str, tensor: str, value: Any, find_expert: Callable[[Any], int] | None = None) -> None:
+        order, local = next(orders), local_part(value)
+        if found or not isinstance(local, Tensor) or not local.is_floating_point():
+            return
+        if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
+            found.append(Place(order, layer, tensor, find_expert(value) if find_expert else None))
+
+    def see(call: Call, tensor: str, value: Tensor) -> None:
+        of_experts = tensor == "y" and isinstance(call.module, Experts) and len(call.args) > 1
+        look(call.name, tensor, value, partial(_expert_of_bad_tokens, call.args[1]) if of_experts else None)
+
     owners = [(name.rpartition(".")[0], parameter) for name, parameter in model.named_parameters()]
     for owner, parameter in owners:
-        search.look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
+        look(owner, "w", parameter, _first_bad_matrix if owner in experts else None)
     pending = [(history, history.pending.clone()) for _, history in histories(model)]
-    with eager(), own_random(device), seen_calls(with_parameters(model), search.see):
+    with eager(), own_random(device), seen_calls(with_parameters(model), see):
         model.zero_grad()
         try:
             run()
@@ -387,31 +401,9 @@ def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], obj
             for history, amax in pending:
                 history.pending.copy_(amax)
     for owner, parameter in owners:
-        search.look(owner, "dw", parameter.grad, _first_bad_matrix if owner in experts else None)
+        look(owner, "dw", parameter.grad, _first_bad_matrix if owner in experts else None)
     model.zero_grad()
-    places = [place for place in gather(search.found) if place is not None]
-    return min(places, default=None)
-
-
-class _Search:
-    """`found` is the first place so far, of this rank."""
-
-    def __init__(self) -> None:
-        self.found: Place | None = None
-        self._order = 0
-
-    def look(self, layer: str, tensor: str, value: Any, find_expert: Callable[[Any], int] | None = None) -> None:
-        """Look at a tensor, or at this rank's part of a DTensor. `find_expert` gives the expert that is not finite."""
-        self._order += 1
-        local = local_part(value)
-        if self.found is not None or not isinstance(local, Tensor) or not local.is_floating_point():
-            return
-        if not local.detach().isfinite().all():  # detached: checkpointed code must save the same tensors again
-            self.found = Place(self._order, layer, tensor, find_expert(value) if find_expert else None)
-
-    def see(self, call: Call, tensor: str, value: Tensor) -> None:
-        of_experts = tensor == "y" and isinstance(call.module, Experts) and len(call.args) > 1
-        self.look(call.name, tensor, value, partial(_expert_of_bad_tokens, call.args[1]) if of_experts else None)
+    return min((place for places in gather(found) for place in places), default=None)
 
 
 def _first_bad_matrix(stack: Any) -> int:

@@ -87,7 +87,6 @@ from octavo.train.saving import (
     TrainState,
     disturb_weights,
     load_checkpoint,
-    load_into_other_recipe,
     open_checkpoint,
 )
 from octavo.train.settings import parse, read_settings
@@ -107,7 +106,7 @@ from octavo.train.step_metrics import (
 )
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
 from octavo.util import plural
-from octavo.watching import Watch
+from octavo.watching.collection import Watch
 
 
 @dataclass(frozen=True)
@@ -357,7 +356,7 @@ def start_run(config: Config, console: Console) -> Trainer:
             check_effects(config, degrees.processes, degrees.tp, degrees.data, settings_of(Config))
         trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
-            load_into_other_recipe(Path(config.branch), trainer.state)
+            load_checkpoint(Path(config.branch), trainer.state, other_recipe=True)
             if config.disturb:
                 disturb_weights(trainer.model, config.disturb, config.seed)
             print_line(console, f"branches from {config.branch}")

@@ -8,6 +8,10 @@
 The step is the number of optimizer steps that are done when it ends. The first step after the watch began, and each
 multiple of the interval, has a full sample, which the files hold. The first step and each multiple of `CHECK_INTERVAL`
 has a brief one, for the rules (`octavo.watching.rules`). Only modules in training mode are recorded.
+
+A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the cost.
+It leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels. Where a step is
+to have both, the full one is taken, and the rules judge its numbers.
 """
 
 from __future__ import annotations
@@ -39,13 +43,24 @@ from octavo.watching.records import (
     transfer,
 )
 from octavo.watching.storage import EXPERTS, LIMIT, NO_EXPERTS, OPERANDS, Event, Records, WatchedLayer, WatchWriter
-from octavo.watching.watched_layers import (
-    Layers,
-    WeightStatistics,
-)
+from octavo.watching.watched_layers import Layers, WeightStatistics
 
 CHECK_INTERVAL = 10  # steps between brief samples
 _KEPT = 16  # samples that `take` can return
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
+
+    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
+    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
+    """
+
+    step: int
+    operands: Records
+    layer_records: Records
+    experts: Records = field(default_factory=NO_EXPERTS.copy)
 
 
 class Watch:
@@ -104,24 +119,31 @@ class Watch:
         check_module(model, "watch")
         if interval < 1 or rows < 1:
             raise ValueError(f"interval and rows must be at least 1, got {interval} and {rows}")
-        self._layers = Layers(model, dtype)
-        if not self._layers.modules:
+        self._layers = layers = Layers(model, dtype)
+        if not layers.matrices:
             raise ValueError("the model has no linear layer to watch")
-        self.check_interval, self.done = CHECK_INTERVAL, resumed_at
-        self.layers: Sequence[WatchedLayer] = self._layers.describe()
+        self.check_interval, self.done, self._rows = CHECK_INTERVAL, resumed_at, rows
+        self.layers: Sequence[WatchedLayer] = layers.describe()
         self._writer: WatchWriter | None = None
         if folder is not None and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
             self._writer = WatchWriter(Path(folder), self.layers, interval=interval, limit=limit, resumed_at=resumed_at)
             interval = self._writer.interval
-        self._measurement = Measurement(model, self._layers, rows)
-        self.interval = self._measurement.largest_of_ranks(interval)
+        self._device = _device_of(model)
+        layers.attach(self._device)
+        self._weights = WeightStatistics(model, layers, rows, self._device)
+        self._experts = [(place, observer.experts) for place, observer in layers.experts]
+        self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
+        self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
+        self._store = Store(layers.stats)
+        nothing = torch.empty(0, 0, dtype=torch.float64, device=self._device)
+        self.interval = transfer([(nothing, 0)], interval)()[1]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="octavo-watch")
         self.listeners: list[Callable[[Sample], None]] = []
-        self._pending: Future[Finished] | None = None
+        self._pending: Future[tuple[Sample | None, Sample | None, int]] | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
         self._new: deque[Sample] = deque(maxlen=_KEPT)
         self._closed = False
-        self._measurement.begin(full=True, brief=True)
+        self._begin(full=True, brief=True)
 
     def step(self) -> None:
         """End a training step, after the step of the optimizer. A ValueError if the watch is closed."""
@@ -129,14 +151,13 @@ class Watch:
             raise ValueError("the watch is closed: call step inside its with block, or make another watch")
         self.done += 1
         self._receive()
-        if self._measurement.full or self._measurement.brief:
-            interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
-            self._pending = self._thread.submit(self._finish, self._measurement.end(self.done, interval))
-        self._begin()
+        if self._full or self._brief:
+            self._pending = self._thread.submit(self._end(self.done))
+        self._begin_next()
 
     def read_gradients(self) -> None:
         """Read the gradients now: call it before they are clipped. Otherwise they are read when the optimizer does."""
-        self._measurement.weights.read_gradients()
+        self._weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
         """The records of operands and layers of each brief sample since the last call, up to 16.
@@ -177,12 +198,15 @@ class Watch:
         if self._writer is not None:
             self._writer.drop_after(step)
         self.done = step
-        self._begin()
+        self._begin_next()
 
     def close(self) -> None:
         """Write the pending samples, and leave the model as it was before."""
         self._closed = True
-        self._measurement.close()
+        Sampling.request(self, 0)
+        self._store.close()
+        self._weights.close()
+        self._layers.detach()
         try:
             self._receive()
         finally:
@@ -194,17 +218,48 @@ class Watch:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(self) -> None:
-        """Decide whether the next step is sampled."""
+    def _begin_next(self) -> None:
         number = self.done + 1
-        self._measurement.begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
+        self._begin(full=number % self.interval == 0, brief=number % self.check_interval == 0)
 
-    def _finish(self, finish: Callable[[], Finished]) -> Finished:
-        """In the thread: the samples, of which the full one is written, and the largest interval of the ranks."""
-        full, brief, interval = finish()
-        if self._writer is not None and full is not None:
-            self._writer.write(full.operands, full.layer_records, full.experts)
-        return full, brief, interval
+    def _begin(self, *, full: bool, brief: bool) -> None:
+        """Decide which samples the step that comes next has."""
+        self._full, self._brief = full, brief
+        if (full or brief) and self._tables:
+            torch._foreach_copy_(self._tables, self._cleared)
+        self._weights.begin(active=full)
+        self._store.clear()
+        Sampling.request(self, self._rows if full else BRIEF if brief else 0)
+
+    @torch.no_grad()
+    def _end(self, step: int) -> Callable[[], tuple[Sample | None, Sample | None, int]]:
+        """Combine the statistics of all ranks, and begin to copy them to the host.
+
+        The result waits for the copy, and writes the full sample of `step`. It gives this sample, the numbers for the
+        rules, and the largest interval of the ranks.
+        """
+        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
+        stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
+        stats = self._store.add_to(stats if self._full else stats[:, :HEAD])
+        tables = [(stats, len(MAXIMA)), (self._weights.alignments(), 0)]
+        if self._full:
+            tables.append((self._weights.stats(), len(LAYER_MAXIMA)))
+        tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
+        interval = self.interval if self._writer is None else self._writer.interval  # which may have doubled it
+        wait, full, brief = transfer(tables, interval), self._full, self._brief
+
+        def finish() -> tuple[Sample | None, Sample | None, int]:
+            (stats, alignments, *others), largest = wait()
+            of_layers = others.pop(0) if full else None
+            experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
+            alignment = self._alignment(alignments)
+            judged = self._judged(step, stats, experts, alignment) if brief else None
+            whole = self._whole(step, stats, experts, of_layers, alignment) if full else None
+            if self._writer is not None and whole is not None:
+                self._writer.write(whole.operands, whole.layer_records, whole.experts)
+            return whole, judged, largest
+
+        return finish
 
     def _receive(self) -> None:
         """Wait for the thread, and take the sample that it has finished."""
@@ -243,102 +298,10 @@ class Watch:
             if self._writer is not None:
                 self._writer.write_layers(layers)
 
-
-watch = Watch  # in a program, `octavo.watch(model)`
-
-
-# ---- The measurement of a training step: from the tables of statistics to the records of a sample.
-#
-# A full sample has all numbers. A brief one has the numbers that rules judge, of fewer rows, for a fraction of the
-# cost: it leaves out gradients, the change of the weights, histograms, and what quantization loses in decibels. Where a
-# step is to have both, the full one is taken, and the rules judge its numbers.
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
-
-    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
-    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
-    """
-
-    step: int
-    operands: Records
-    layer_records: Records
-    experts: Records = field(default_factory=NO_EXPERTS.copy)
-
-
-Finished = tuple[Sample | None, Sample | None, int]
-"""the full sample of a step, its numbers for the rules, and the steps between full samples"""
-
-
-class Measurement:
-    """Measures the steps of a model, one at a time. A ValueError if the model is watched already.
-
-    `full` and `brief` are the samples that the step has. A full one reads `rows` of each operand.
-    """
-
-    def __init__(self, model: nn.Module, layers: Layers, rows: int) -> None:
-        self._layers, self._rows, self._device = layers, rows, _device_of(model)
-        self.full = self.brief = False
-        layers.attach(self._device)
-        self.weights = WeightStatistics(model, layers, rows, self._device)
-        self._experts = [(place, observer.experts) for place, observer in layers.experts]
-        self._tables = [*layers.stats, *(table for _, tables in self._experts for table in tables.values())]
-        self._cleared = [clear(torch.empty_like(table)) for table in self._tables]
-        self._store = Store(layers.stats)
-
-    def largest_of_ranks(self, number: int) -> int:
-        """The largest of the numbers that the ranks have. Waits for it."""
-        tables = [(torch.empty(0, 0, dtype=torch.float64, device=self._device), 0)]
-        return transfer(tables, number)()[1]
-
-    def begin(self, *, full: bool, brief: bool) -> None:
-        """Decide about the step that comes next."""
-        self.full, self.brief = full, brief
-        if (full or brief) and self._tables:
-            torch._foreach_copy_(self._tables, self._cleared)
-        self.weights.begin(active=full)
-        self._store.clear()
-        Sampling.request(self, self._rows if full else BRIEF if brief else 0)
-
-    @torch.no_grad()
-    def end(self, step: int, interval: int) -> Callable[[], Finished]:
-        """Combine the statistics of all ranks, and begin to copy them to the host.
-
-        The result waits for the copy, and gives the full sample of `step`, its numbers for the rules, and the largest
-        `interval` of the ranks.
-        """
-        nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
-        stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
-        stats = self._store.add_to(stats if self.full else stats[:, :HEAD])
-        tables = [(stats, len(MAXIMA)), (self.weights.alignments(), 0)]
-        if self.full:
-            tables.append((self.weights.stats(), len(LAYER_MAXIMA)))
-        tables += [(torch.stack([*each.values()], 1).flatten(0, 1), len(MAXIMA)) for _, each in self._experts]
-        wait, full, brief = transfer(tables, interval), self.full, self.brief
-
-        def finish() -> Finished:
-            (stats, alignments, *others), largest = wait()
-            of_layers = others.pop(0) if full else None
-            experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
-            alignment = self._alignment(alignments)
-            judged = self._judged(step, stats, experts, alignment) if brief else None
-            return self._full(step, stats, experts, of_layers, alignment) if full else None, judged, largest
-
-        return finish
-
-    def close(self) -> None:
-        """Leave the model as it was before."""
-        Sampling.request(self, 0)
-        self._store.close()
-        self.weights.close()
-        self._layers.detach()
-
     def _alignment(self, sums: Any) -> Any:
         """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
         found = np.full(self._layers.count, np.nan)
-        for numbers, (cosine, rows) in zip(self.weights.aligned, sums, strict=True):
+        for numbers, (cosine, rows) in zip(self._weights.aligned, sums, strict=True):
             found[numbers] = cosine / rows if rows else np.nan
         return found
 
@@ -351,7 +314,7 @@ class Measurement:
             records.append(operand_records(step, layers, operands, each.reshape(-1, HEAD), about_zero=True))
         return Sample(step, np.concatenate(records), alignment_records(step, alignment))
 
-    def _full(self, step: int, stats: Any, experts: Sequence[Any], of_layers: Any, alignment: Any) -> Sample:
+    def _whole(self, step: int, stats: Any, experts: Sequence[Any], of_layers: Any, alignment: Any) -> Sample:
         stats, found = stats.copy(), []
         for (place, _), each in zip(self._experts, experts, strict=True):
             own = stats[place.row : place.row + len(OPERANDS)]
@@ -359,6 +322,9 @@ class Measurement:
             found.append(expert_record(step, place.layers[0], each))
         of_weights = layer_records(step, self._layers.sizes(), of_layers, alignment)
         return Sample(step, operand_records(step, *self._layers.operands(stats)), of_weights, np.array(found, EXPERTS))
+
+
+watch = Watch  # in a program, `octavo.watch(model)`
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -178,7 +178,6 @@ def columns(records: Records) -> dict[str, Array]:
 
 
 LIMIT = 500_000_000
-_COPIED = 1 << 16  # records that thinning holds in memory at once
 _FILES = {"operands.bin": OPERAND, "layers.bin": LAYER, "experts.bin": EXPERTS}
 
 NO_EXPERTS = np.empty(0, EXPERTS)
@@ -311,10 +310,7 @@ class WatchWriter:
             return False
         for path, dtype in self._files.items():
             records, partial = _read_records(path, dtype), path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                for start in range(0, len(records), _COPIED):
-                    part = records[start : start + _COPIED]
-                    file.write(part[np.isin(part["step"], steps[::2])].tobytes())
+            records[np.isin(records["step"], steps[::2])].tofile(partial)
             partial.replace(path)
         self.interval *= 2
         self.write_layers(self._layers)

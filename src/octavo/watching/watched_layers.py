@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,50 @@ from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, Watche
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
 
 
+class Matrix:
+    """The weight of a layer, or a stack [E, N, K] of experts' matrices, which is watched as one layer.
+
+    `name` has no prefixes of wrappers. `leaf` is the name of a stack in its module of experts, "" for a layer.
+    """
+
+    def __init__(self, name: str, module: Any, leaf: str = "") -> None:
+        self.name, self.module, self.leaf = plain_name(name), module, leaf
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter; an attention with separate input projections gives that of its queries."""
+        if isinstance(self.module, MultiheadAttention):
+            return next(iter(input_weights(self.module).values()))
+        found: nn.Parameter = getattr(self.module, self.leaf or "weight")
+        return found
+
+    @property
+    def experts(self) -> int:
+        """The number of a stack's experts, of all ranks; 0 for a layer."""
+        return self.weight.shape[0] if self.leaf else 0
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """None if the layer was not converted. Experts that ranks share are not recorded, and have none either."""
+        if not self.leaf:
+            return self.module.recipe if isinstance(self.module, RecipeLayer) else None
+        found: Recipe | None = getattr(self.module, "recipe", None)
+        return None if getattr(self.module, "parallel", None) is not None else found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N outputs and K inputs."""
+        if is_conv1d(self.module):
+            return shape_of(self.module)
+        first, *rest = self.weight.shape
+        return (first * rest[0], rest[1]) if self.leaf else (first, math.prod(rest))
+
+    def local(self, tensor: Any) -> Tensor:
+        """This rank's part [N, K] of the weight or its gradient; a convolution's has a row for each output."""
+        part = local_part(tensor).detach()
+        return part.flatten(0, 1) if self.leaf else part.flatten(1)
+
+
 @dataclass(frozen=True, eq=False)
 class Place:
     """A module that records operands, and the layers whose weights it reads: several where it runs them as one GEMM."""
@@ -37,14 +82,19 @@ class Place:
     module: Any
     layers: tuple[int, ...]
     row: int  # the first of its rows of statistics: x, w of each layer, dy of each layer
+    leaf: str = ""  # of a stack of experts
+
+    @property
+    def observer(self) -> Any:
+        return (self.module.observers or {}).get(self.leaf) if self.leaf else self.module.observer
 
 
 class Layers:
     """The linear layers of a model, by number, and the observers of the converted ones.
 
-    `modules` are `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of
-    experts' matrices. `names` have no prefixes of wrappers. Each converted layer has one of the `places`, and each
-    fused module one more. `dtype` is that of GEMMs that are not quantized.
+    The `matrices` are those of `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too),
+    and stacks of experts. Each converted layer has one of the `places`, and each fused module one more. `dtype` is that
+    of GEMMs that are not quantized.
 
     The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts` has the
     number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and experts.
@@ -53,64 +103,58 @@ class Layers:
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         self._dtype = names.get(dtype, str(dtype))
-        found: dict[str, Any] = {
-            plain_name(name): module
+        self.matrices = [
+            Matrix(name, module)
             for name, module in model.named_modules()
             if isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
-        }
+        ]
         for name, module in find_experts(model).items():
-            for weight in stacks_of(name, module):
-                found[plain_name(weight)] = ExpertStack(module, weight.rpartition(".")[2])
-        self.names = list(found)
-        self.modules: list[Any] = list(found.values())
-        numbers = {id(module): i for i, module in enumerate(self.modules)}
-        converted = [i for i, module in enumerate(self.modules) if recipe_of(module) is not None]
-        self.places = [Place(self.names[i], self.modules[i], (i,), 3 * at) for at, i in enumerate(converted)]
+            self.matrices += [Matrix(weight, module, weight.rpartition(".")[2]) for weight in stacks_of(name, module)]
+        numbers = {id(matrix.module): i for i, matrix in enumerate(self.matrices)}
+        converted = [(i, matrix) for i, matrix in enumerate(self.matrices) if matrix.recipe is not None]
+        self.places = [Place(m.name, m.module, (i,), 3 * at, m.leaf) for at, (i, m) in enumerate(converted)]
         row = 3 * len(converted)
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
             if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
                 layers = tuple(numbers[id(linear)] for linear in fused.inner)
                 self.places.append(Place(plain_name(name), fused, layers, row))
                 row += 1 + 2 * len(layers)
-        self.firsts, self.count = dict[int, int](), len(self.modules)
+        self.firsts, self.count = dict[int, int](), len(self.matrices)
         for i, stack in self.stacks:
-            self.firsts[i], self.count = self.count, self.count + stack.count
+            self.firsts[i], self.count = self.count, self.count + stack.experts
         again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
-        owners = [m.module if isinstance(m, ExpertStack) else m for m in self.modules]
         # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
-        self._seen: list[set[str]] = [{"recomputed"} if id(owner) in again else set() for owner in owners]
+        self._seen: list[set[str]] = [{"recomputed"} if id(m.module) in again else set() for m in self.matrices]
 
     def attach(self, device: torch.device) -> None:
         """Give each place an observer. A ValueError if the model is watched already."""
-        if any(place.module.observer is not None for place in self.places):
+        if any(place.observer is not None for place in self.places):
             raise ValueError("the model is watched already: close the other octavo.watch first")
         for place in self.places:
-            if isinstance(place.module, ExpertStack):
-                place.module.attach(device)
+            if place.leaf:
+                made = {place.leaf: ExpertObserver(self.matrices[place.layers[0]].experts, device)}
+                place.module.observers = (place.module.observers or {}) | made
             else:
                 place.module.observer = Observer(len(place.layers), device)
 
     def detach(self) -> None:
         for place in self.places:
-            of_stack = isinstance(place.module, ExpertStack)
-            owner, name = (place.module.module, "observers") if of_stack else (place.module, "observer")
-            owner.__dict__.pop(name, None)
+            place.module.__dict__.pop("observers" if place.leaf else "observer", None)
 
     @property
     def experts(self) -> list[tuple[Place, ExpertObserver]]:
         """The stacks of experts that are recorded."""
-        stacks = ((place, place.module.observer) for place in self.places)
-        return [(place, observer) for place, observer in stacks if isinstance(observer, ExpertObserver)]
+        return [(place, place.observer) for place in self.places if place.leaf]
 
     @property
-    def stacks(self) -> list[tuple[int, ExpertStack]]:
+    def stacks(self) -> list[tuple[int, Matrix]]:
         """All stacks of experts' matrices, with the numbers of their layers."""
-        return [(i, module) for i, module in enumerate(self.modules) if isinstance(module, ExpertStack)]
+        return [(i, matrix) for i, matrix in enumerate(self.matrices) if matrix.leaf]
 
     @property
     def stats(self) -> list[Tensor]:
         """The statistics of all places."""
-        observers = (place.module.observer for place in self.places)
+        observers = [place.observer for place in self.places]
         return [stats for observer in observers for stats in (observer.forward, observer.backward)]
 
     def operands(self, stats: Array) -> tuple[Array, Array, Array]:
@@ -131,7 +175,7 @@ class Layers:
 
     def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
-        return np.array([weight_of(module).numel() for module in self.modules], float)
+        return np.array([matrix.weight.numel() for matrix in self.matrices], float)
 
     def note(self, operands: Array) -> None:
         """Note what ran: the operands of a full sample. Compiled code does not say whether it ran twice."""
@@ -143,32 +187,31 @@ class Layers:
         """The layers as they run."""
         fused = {layer: place.name for place in self.places if len(place.layers) > 1 for layer in place.layers}
         found = []
-        for i, module in enumerate(self.modules):
-            recipe, stack = recipe_of(module), module if isinstance(module, ExpertStack) else None
+        for i, matrix in enumerate(self.matrices):
+            recipe = matrix.recipe
             casts = {operand: getattr(recipe, operand, None) for operand in OPERANDS}
             layer = WatchedLayer(
-                self.names[i],
-                class_name(module if stack is None else stack.module),
-                _shape(module),
+                matrix.name,
+                class_name(matrix.module),
+                matrix.shape,
                 "" if recipe is None else recipe.name,
                 {operand: self._dtype if cast is None else cast.format for operand, cast in casts.items()},
                 {operand: "" if cast is None else cast.granularity.name for operand, cast in casts.items()},
-                dict(_gemms(module, self._dtype, self._seen[i], fused.get(i))),
-                0 if stack is None else stack.count,
+                dict(_gemms(matrix, self._dtype, self._seen[i], fused.get(i))),
+                matrix.experts,
             )
             found.append(layer)
         return found
 
 
-def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterator[tuple[str, GemmRun]]:
+def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Iterator[tuple[str, GemmRun]]:
     """The GEMMs of a layer that ran. For a layer that was not converted no operand is recorded: all are listed."""
-    recipe = recipe_of(module)
+    recipe, weight = matrix.recipe, matrix.weight
     if recipe is None:
         yield from dict.fromkeys(("y", "dx", "dw"), GemmRun(dtype, "torch", "the layer was not converted")).items()
         return
-    weight = weight_of(module)
     backends = gemm_backends(recipe, weight.device)  # a layer that was moved to BF16 has the recipe bf16
-    if isinstance(module, ExpertStack):
+    if matrix.leaf:
         backends = backends | grouped_backends(recipe, weight.device)
     for name, operand in _GEMM_OF.items():
         ran = "recomputed" in seen if name == "recomputation" else operand in seen
@@ -182,77 +225,17 @@ def _gemms(module: Any, dtype: str, seen: set[str], fused: str | None) -> Iterat
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
 
 
-def recipe_of(module: Any) -> Recipe | None:
-    """The recipe of a converted layer, or of a stack of experts in FP8; None for another module."""
-    return module.recipe if isinstance(module, RecipeLayer | ExpertStack) else None
-
-
-def weight_of(module: Any) -> nn.Parameter:
-    """The weight of a layer; of an attention with separate input projections, that of the queries."""
-    if isinstance(module, MultiheadAttention):
-        return next(iter(input_weights(module).values()))
-    weight: nn.Parameter = module.weight
-    return weight
-
-
-def _shape(module: Any) -> tuple[int, int]:
-    """N outputs and K inputs."""
-    if is_conv1d(module):
-        return shape_of(module)
-    weight = weight_of(module)
-    if isinstance(module, ExpertStack):
-        return weight.shape[0] * weight.shape[1], weight.shape[2]
-    return weight.shape[0], weight.shape[1:].numel()
-
-
 def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled and bool(getattr(module, "activation_checkpointing", False))
 
 
-# ---- The experts of a watched model: a stack of their matrices as one layer, and which expert is worst.
-#
-# load      rows of the fullest expert / mean rows of an expert: 1 is even
-# worst     the expert whose operand has the lowest SQNR in the sample, 10 log10(sum(x^2) / sum((x - x_q * scale)^2))
-
-
-class ExpertStack:
-    """A stack [E, N, K] of experts' matrices, as one layer: `leaf` is its name in the module of experts."""
-
-    def __init__(self, module: Any, leaf: str) -> None:
-        self.module, self.leaf = module, leaf
-
-    @property
-    def weight(self) -> nn.Parameter:
-        found: nn.Parameter = getattr(self.module, self.leaf)
-        return found
-
-    @property
-    def count(self) -> int:
-        """The number of experts, of all ranks."""
-        return self.weight.shape[0]
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """None where the experts are not in FP8, or each rank has some of them: those are not recorded."""
-        found: Recipe | None = getattr(self.module, "recipe", None)
-        return None if getattr(self.module, "parallel", None) is not None else found
-
-    @property
-    def observer(self) -> ExpertObserver | None:
-        return (getattr(self.module, "observers", None) or {}).get(self.leaf)
-
-    def attach(self, device: torch.device) -> None:
-        observers = self.module.observers or {}
-        self.module.observers = observers | {self.leaf: ExpertObserver(self.count, device)}
-
-
-def first_matrix(weight: Any) -> int:
-    """The number of the first matrix that this rank holds."""
-    if not hasattr(weight, "__create_chunk_list__"):
+def first_matrix(stack: Any) -> int:
+    """The number of the first matrix of a stack that this rank holds."""
+    if not hasattr(stack, "__create_chunk_list__"):
         return 0
-    [chunk] = weight.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
+    [chunk] = stack.__create_chunk_list__()  # of a DTensor: two dimensions of a mesh may both divide the matrices
     return int(chunk.offsets[0])
 
 
@@ -278,13 +261,14 @@ class WeightStatistics:
     """
 
     def __init__(self, model: nn.Module, layers: Layers, rows: int, device: torch.device) -> None:
-        self._modules, self._rows, self._device = layers.modules, rows, device
-        numbers = {id(module): i for i, module in enumerate(layers.modules)}
+        self._matrices, self._rows, self._device = layers.matrices, rows, device
+        of_module = {id(matrix.module): (i, matrix) for i, matrix in enumerate(layers.matrices)}
         pairs = [(getattr(m, "gate_proj", None), getattr(m, "up_proj", None)) for m in model.modules()]  # of Llama
-        self._pairs = [pair for pair in pairs if all(isinstance(layer, nn.Linear) for layer in pair)]
+        pairs = [pair for pair in pairs if all(isinstance(layer, nn.Linear) for layer in pair)]
+        self._pairs = [[of_module[id(layer)][1] for layer in pair] for pair in pairs]
         self._stacks = [(i, stack) for i, stack in layers.stacks if stack.leaf == Experts.matrices[0]]
-        self.aligned: list[list[int]] = [[numbers[id(layer)] for layer in pair] for pair in self._pairs]
-        self.aligned += [[layers.firsts[i] + e] for i, stack in self._stacks for e in range(stack.count)]
+        self.aligned: list[list[int]] = [[of_module[id(layer)][0] for layer in pair] for pair in pairs]
+        self.aligned += [[layers.firsts[i] + e] for i, stack in self._stacks for e in range(stack.experts)]
         self.begin(active=False)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_update),
@@ -294,7 +278,7 @@ class WeightStatistics:
     def begin(self, *, active: bool) -> None:
         """Forget the step before."""
         self.active, self._has_gradients = active, False
-        self._found: list[dict[str, Tensor]] = [{} for _ in self._modules]
+        self._found: list[dict[str, Tensor]] = [{} for _ in self._matrices]
         self._before: dict[int, Tensor] = {}
 
     def close(self) -> None:
@@ -304,8 +288,8 @@ class WeightStatistics:
     @torch.no_grad()
     def stats(self) -> Tensor:
         """Read the weights. The statistics of the step, float64 [layers, fields and EXPONENTS counts]."""
-        for found, module in zip(self._found, self._modules, strict=True):
-            if (w := _local(weight_of(module), module)).numel():
+        for found, matrix in zip(self._found, self._matrices, strict=True):
+            if (w := matrix.local(matrix.weight)).numel():
                 low, high = torch.aminmax(w)
                 elements = low.new_full((), w.numel(), dtype=torch.float32)
                 found |= {"weight_elements": elements, "weight_x2": _sum_of_squares(w)}
@@ -321,9 +305,9 @@ class WeightStatistics:
     def read_gradients(self) -> None:
         """Read the gradients that the weights have now."""
         self._has_gradients = True
-        for found, module in zip(self._found if self.active else (), self._modules, strict=False):
-            weight = weight_of(module)
-            if weight.grad is not None and (g := _local(weight.grad, module)).numel():
+        for found, matrix in zip(self._found if self.active else (), self._matrices, strict=False):
+            grad = matrix.weight.grad
+            if grad is not None and (g := matrix.local(grad)).numel():
                 sample = g[_rows(g, self._rows)].float()
                 finite = sample.nan_to_num(0, 0, 0)
                 low, high = torch.aminmax(g)
@@ -344,16 +328,16 @@ class WeightStatistics:
         if not self._has_gradients:
             self.read_gradients()
         changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for i, module in enumerate(self._modules):
-            weight = weight_of(module)
-            if id(weight) in changed and weight.grad is not None and (local := _local(weight, module)).numel():
+        for i, matrix in enumerate(self._matrices):
+            weight = matrix.weight
+            if id(weight) in changed and weight.grad is not None and (local := matrix.local(weight)).numel():
                 self._before[i] = local[_rows(local, UPDATE_ROWS)]
 
     @torch.no_grad()
     def _after_update(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
         """Read how far the rows moved."""
         for i, rows in self._before.items():
-            w, before = _local(weight_of(self._modules[i]), self._modules[i]), rows.double()
+            w, before = self._matrices[i].local(self._matrices[i].weight), rows.double()
             change = (w[_rows(w, UPDATE_ROWS)].double() - before).square().sum()
             self._found[i] |= {"update_x2": change, "updated_x2": before.square().sum()}
         self._before.clear()
@@ -366,7 +350,7 @@ class WeightStatistics:
         """
         table, end = torch.zeros(len(self.aligned), 2, dtype=torch.float64, device=self._device), 0
         for pair in self._pairs:
-            gate, up = (_local(weight_of(layer), layer)[None] for layer in pair)
+            gate, up = (matrix.local(matrix.weight)[None] for matrix in pair)
             if gate.shape == up.shape and gate.numel():
                 _align(table[end : end + 1], gate, up, self._rows)
             end += 1
@@ -375,7 +359,7 @@ class WeightStatistics:
             if len(w):
                 gate, up = w.chunk(2, 1)
                 _align(table[begin : begin + len(w)], gate, up, ALIGNED_ROWS)
-            end += stack.count
+            end += stack.experts
         return table
 
 
@@ -393,9 +377,3 @@ def _sum_of_squares(w: Tensor) -> Tensor:
 
 def _rows(w: Tensor, rows: int) -> Tensor:
     return sampled_rows(w.shape[0], rows, w.device)
-
-
-def _local(tensor: Any, module: Any) -> Tensor:
-    """The tensor [N, K], or this rank's part of it; a convolution's has a row for each output, a stack's all rows."""
-    part = local_part(tensor).detach()
-    return part.flatten(0, 1) if isinstance(module, ExpertStack) else part.flatten(1)
