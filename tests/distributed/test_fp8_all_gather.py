@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_examples import WIDTH, backward, batch, blocks, converted, counted, equal, sharded, train, whole
+from fsdp_examples import WIDTH, backward, batch, blocks, converted, counted, equal, gathered, sharded, train, whole
 from linear_examples import without_chance
 from ranks import run_ranks
 from tiny_models import built
@@ -283,12 +283,6 @@ def in_compiled_code(rank: int) -> None:
 
 def made(seed: int = 0) -> nn.Module:
     return converted(rows=33, seed=seed)
-
-
-def gathered(model: nn.Module) -> nn.Module:
-    model = sharded(model)
-    fp8_all_gather(model)
-    return model
 
 
 def other_state(model: nn.Module) -> dict[str, Tensor]:

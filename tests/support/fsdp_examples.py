@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
+from octavo.distributed import fp8_all_gather
 from octavo.nn import NormLinear, SwiGLU
 from octavo.recipe import Recipe
 
@@ -62,6 +63,15 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     for child in model.children():
         fully_shard(child, **options)
     fully_shard(model, **options)
+    return model
+
+
+def gathered(model: nn.Module, **options: Any) -> nn.Module:
+    """As `sharded`, and all its weights are gathered in eight bits."""
+    model = sharded(model, **options)
+    report = fp8_all_gather(model)
+    assert report.gathered
+    assert not report.wide
     return model
 
 
