@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_examples import backward, batch, blocks, converted, counted, equal, gathered, sharded, train, whole
+from fsdp_examples import backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from ranks import run_ranks, use_gpus
 from stream_order import has_run, ordered_streams, run
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from traffic import Traffic
 
 import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
@@ -196,19 +197,10 @@ def reduced(rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, acc
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     own, ours = (sharded(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
-    sent: list[int] = []
-    units, exchange = send_bf16_gradients(ours), dist.all_to_all_single
-
-    def counting(output: Tensor, tensor: Tensor, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return exchange(output, tensor, **options)
-
-    dist.all_to_all_single = counting
-    try:
+    units = send_bf16_gradients(ours)
+    with Traffic() as sent:
         found = gradients(ours, rank, accumulated)
-    finally:
-        dist.all_to_all_single = exchange
-    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent]
+    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent.of("alltoall")]
 
 
 def numbers(tensors: list[Tensor]) -> list[np.ndarray]:
@@ -386,10 +378,10 @@ def on_two_gpus(rank: int) -> dict[str, Any]:
     for recipe in RECIPES:
         model = sharded(made_gpu(recipe))
         report = fp8_all_gather(model)
-        with counted() as sent:
+        with Traffic() as sent:
             trained = train(model, step)
         results[recipe] = bool(report.gathered) and equal(train(made_gpu(recipe), step), trained)
-        results[f"{recipe}: all-reduces"] = len(sent["reduce"])
+        results[f"{recipe}: all-reduces"] = len(sent.of("allreduce"))
     torch._dynamo.reset()
     results["compiled"] = equal(
         train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step)
