@@ -1,7 +1,6 @@
 """Blocks of timm and diffusers run norm and projections, and norm and MLP, in one pass each, and save little."""
 
 import copy
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,27 +10,28 @@ from torch import Tensor, nn
 
 import octavo
 
-timm = pytest.importorskip("timm.models.vision_transformer")
-diffusers = pytest.importorskip("diffusers.models.attention")
-
 WIDTH, HEADS = 32, 4
 Make = Callable[..., nn.Module]
 
 
 def vision(**options: Any) -> nn.Module:
+    timm = pytest.importorskip("timm.models.vision_transformer")
     torch.manual_seed(0)
-    return timm.Block(WIDTH, HEADS, qkv_bias=True, **options)
+    block: nn.Module = timm.Block(WIDTH, HEADS, qkv_bias=True, **options)
+    return block
 
 
 def diffusion(**options: Any) -> nn.Module:
+    diffusers = pytest.importorskip("diffusers.models.attention")
     torch.manual_seed(0)
-    return diffusers.BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, cross_attention_dim=24, **options)
+    block: nn.Module = diffusers.BasicTransformerBlock(WIDTH, HEADS, WIDTH // HEADS, cross_attention_dim=24, **options)
+    return block
 
 
 def inputs(model: nn.Module) -> list[Tensor]:
     """x, and the text that a block of diffusers reads."""
     torch.manual_seed(1)
-    return [torch.randn(2, 6, WIDTH), torch.randn(2, 3, 24)][: 1 if isinstance(model, timm.Block) else 2]
+    return [torch.randn(2, 6, WIDTH), torch.randn(2, 3, 24)][: 2 if hasattr(model, "attn2") else 1]
 
 
 def run(model: nn.Module, x: Tensor, *text: Tensor, **more: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_fused_block_compiles(make: Make) -> None:
 
 def test_attention_without_a_norm_is_converted() -> None:
     """BEiT's has the class name of the vision transformer's, and no module `norm`."""
-    model = nn.Sequential(importlib.import_module("timm.models.beit").Block(WIDTH, HEADS, qkv_bias=True))
+    model = nn.Sequential(pytest.importorskip("timm.models.beit").Block(WIDTH, HEADS, qkv_bias=True))
     octavo.convert(model)
     x = inputs(model)[0].requires_grad_()
     leaves = [x, *model.parameters()]
