@@ -96,10 +96,9 @@ def observe_xw(
     """
     if observer is not None:
         observe(observer.forward, 0, kind, source, [], *_arguments(x_q, recipe.x, x_history))
-        gathered = isinstance(weights[0], GatheredWeight)
-        of_w = ("bytes", []) if gathered else ("w", weights)
+        kind, source = ("bytes", []) if isinstance(weights[0], GatheredWeight) else ("w", weights)
         sizes = [w.shape[0] for w in weights]
-        observe(observer.forward, 1, *of_w, sizes, *_arguments(w_q, recipe.w, w_history))
+        observe(observer.forward, 1, kind, source, sizes, *_arguments(w_q, recipe.w, w_history))
 
 
 def observe_dy(
