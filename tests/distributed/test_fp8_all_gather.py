@@ -364,12 +364,10 @@ def changed(rank: int) -> None:
 
 
 QUICK = [all_recipes, traffic, traffic_of_pairs, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
-SLOW = [in_compiled_code, changed]
+SLOW = [pytest.param(check, marks=pytest.mark.slow) for check in (in_compiled_code, changed)]
 
 
-@pytest.mark.parametrize(
-    "check", QUICK + [pytest.param(each, marks=pytest.mark.slow) for each in (in_compiled_code, changed)]
-)
+@pytest.mark.parametrize("check", QUICK + SLOW)
 def test_two_ranks(check: Callable[[int], None]) -> None:
     run_ranks(2, check)
 
