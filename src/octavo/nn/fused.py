@@ -418,8 +418,8 @@ class _Fused(torch.autograd.Function):
 def _activation_backward(
     ctx: Any, dy: Tensor, kept: Sequence[Any], s_n: Tensor, s_in: Tensor, sizes: Sequence[int]
 ) -> tuple[QTensor, Tensor, Pair, Sequence[Tensor | None]]:
-    """The bytes of the gradient of u, the sums of its columns, and the gradients of the outer layer: of its adapters and
-    of its arguments. `kept` is what the forward pass has saved of this layer."""
+    """The bytes of the gradient of u, the sums of its columns, and the gradients of the outer layer's adapters and
+    arguments. `kept` is what the forward pass has saved of this layer."""
     call: FusedCall = ctx.call
     exchange: Exchange = ctx.exchanges[1]
     recipe = call.recipe
