@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_examples import WIDTH, backward, batch, blocks, converted, counted, equal, sharded, train, whole
+from fsdp_examples import WIDTH, backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from linear_examples import without_chance
 from ranks import run_ranks
 from tiny_models import built
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from traffic import Traffic
 
 import octavo
 from octavo import models
@@ -76,16 +77,17 @@ def traffic(rank: int) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(4, 1024, dtype=torch.bfloat16 if kind == "bf16" else torch.float32)
         for _ in range(2):
-            with counted() as now:
+            with Traffic() as now:
                 for _ in range(2):
                     for part in model:
                         part(x).sum().backward()
                 optimizer.step()
         sent[kind] = now
-    assert len(sent["fp8"]["gather"]) == len(sent["bf16"]["gather"]) > 0
-    assert sum(sent["fp8"]["gather"]) <= 0.502 * sum(sent["bf16"]["gather"])
-    assert not sent["bf16"]["reduce"]
-    assert sent["fp8"]["reduce"] == [2 * 4]  # one number a weight, once
+    gathers = {kind: traffic.of("allgather") for kind, traffic in sent.items()}
+    assert len(gathers["fp8"]) == len(gathers["bf16"]) > 0
+    assert sum(gathers["fp8"]) <= 0.502 * sum(gathers["bf16"])
+    assert not sent["bf16"].of("allreduce")
+    assert sent["fp8"].of("allreduce") == [2 * 4]  # one number a weight, once
 
 
 def traffic_of_pairs(rank: int) -> None:
@@ -95,11 +97,11 @@ def traffic_of_pairs(rank: int) -> None:
     octavo.convert(unit, "mxfp8")
     fully_shard(unit, reshard_after_forward=True)
     fp8_all_gather(unit)
-    with counted() as now:
+    with Traffic() as now:
         unit(torch.randn(32, 1024, requires_grad=True)).sum().backward()
     rows, groups = 32 * 1024, 1024  # of this rank, and its scales of a byte
-    assert now["gather"] == [rows + groups, 2 * (rows + groups)]
-    assert now["reduce"] == []
+    assert now.of("allgather") == [rows + groups, 2 * (rows + groups)]
+    assert now.of("allreduce") == []
 
 
 def bytes_held(rank: int) -> None:
@@ -285,12 +287,6 @@ def made(seed: int = 0) -> nn.Module:
     return converted(rows=33, seed=seed)
 
 
-def gathered(model: nn.Module) -> nn.Module:
-    model = sharded(model)
-    fp8_all_gather(model)
-    return model
-
-
 def other_state(model: nn.Module) -> dict[str, Tensor]:
     """The state of another model, sharded as `model` is."""
     mine, theirs = model.state_dict(), made(1).state_dict()
@@ -368,12 +364,10 @@ def changed(rank: int) -> None:
 
 
 QUICK = [all_recipes, traffic, traffic_of_pairs, bytes_held, reports, neighbours, refusals, promoted, in_eager_code]
-SLOW = [in_compiled_code, changed]
+SLOW = [pytest.param(check, marks=pytest.mark.slow) for check in (in_compiled_code, changed)]
 
 
-@pytest.mark.parametrize(
-    "check", QUICK + [pytest.param(each, marks=pytest.mark.slow) for each in (in_compiled_code, changed)]
-)
+@pytest.mark.parametrize("check", QUICK + SLOW)
 def test_two_ranks(check: Callable[[int], None]) -> None:
     run_ranks(2, check)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fsdp_examples import backward, batch, counted, equal, sharded, train
+from fsdp_examples import backward, batch, equal, sharded, train
 from fsdp_expert_examples import gathered_equal, model_of, stacks_of
 from gpu_memory import poison
 from hopper import ONLY_HOPPER
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from traffic import Traffic
 
 import octavo
 from octavo.distributed import expert_parallel, fp8_all_gather
@@ -73,9 +74,9 @@ def traffic(rank: int) -> None:
         model = sharded(model_of(4, count=1).bfloat16())
         if gathers:
             fp8_all_gather(model)
-        with counted() as now:
+        with Traffic() as now:
             model(batch(rows=8).bfloat16()).sum().backward()
-        sent.append(sum(now["gather"]))
+        sent.append(sum(now.of("allgather")))
     assert sent[1] < 0.6 * sent[0]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_examples import backward, batch, blocks, converted, counted, equal, sharded, train, whole
+from fsdp_examples import backward, batch, blocks, converted, equal, gathered, sharded, train, whole
 from ranks import run_ranks, use_gpus
 from stream_order import has_run, ordered_streams, run
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from traffic import Traffic
 
 import octavo
 from octavo.distributed import fp8_all_gather, send_bf16_gradients
@@ -26,14 +27,6 @@ from octavo.models import LlamaConfig, build
 from octavo.nn.parallel_weights import GatheredWeight
 
 Step = Callable[[nn.Module, int], Tensor]
-
-
-def gathered(model: nn.Module, **options: Any) -> nn.Module:
-    model = sharded(model, **options)
-    report = fp8_all_gather(model)
-    assert report.gathered
-    assert not report.wide
-    return model
 
 
 def accumulate(model: Any, seed: int) -> Tensor:
@@ -186,13 +179,6 @@ def made(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 37), nn.GELU(), nn.Linear(37, 5))
 
 
-def shard(model: nn.Module, **options: Any) -> nn.Module:
-    model = copy.deepcopy(model)
-    for module in (*(child for child in model.children() if isinstance(child, nn.Linear)), model):
-        fully_shard(module, **options)
-    return model
-
-
 def backward_of(model: nn.Module, rank: int, step: int) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
     model(x).float().square().mean().backward()
@@ -210,20 +196,11 @@ def reduced(rank: int, shape: tuple[int, ...], policy: MixedPrecisionPolicy, acc
     """The units, the gradients with FSDP2's own reduction and in BF16, and the bytes that each way gave away."""
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    own, ours = (shard(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
-    sent: list[int] = []
-    units, exchange = send_bf16_gradients(ours), dist.all_to_all_single
-
-    def counting(output: Tensor, tensor: Tensor, **options: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return exchange(output, tensor, **options)
-
-    dist.all_to_all_single = counting
-    try:
+    own, ours = (sharded(made(), mesh=mesh, mp_policy=policy) for _ in range(2))
+    units = send_bf16_gradients(ours)
+    with Traffic() as sent:
         found = gradients(ours, rank, accumulated)
-    finally:
-        dist.all_to_all_single = exchange
-    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent]
+    return [units, numbers(gradients(own, rank, accumulated)), numbers(found), sent.of("alltoall")]
 
 
 def numbers(tensors: list[Tensor]) -> list[np.ndarray]:
@@ -271,10 +248,7 @@ def trained(rank: int) -> None:
     """Three AdamW steps of a converted model, gathered in eight bits, end alike in both ways."""
     results = []
     for ours in (False, True):
-        shards = converted()
-        for module in (*shards, shards):
-            fully_shard(module, mp_policy=BF16)
-        assert fp8_all_gather(shards).gathered
+        shards = gathered(converted(), mp_policy=BF16)
         if ours:
             assert send_bf16_gradients(shards) == 2
         results.append(train(shards))
@@ -284,7 +258,7 @@ def trained(rank: int) -> None:
 def unchanged(rank: int) -> None:
     """Units that send nothing in FP32 stay as they are: those of one rank, and those with sums in BF16."""
     policy = BF16 if dist.get_world_size() == 1 else ROUNDED
-    assert send_bf16_gradients(shard(made(), mp_policy=policy)) == 0
+    assert send_bf16_gradients(sharded(made(), mp_policy=policy)) == 0
 
 
 @pytest.mark.slow
@@ -404,10 +378,10 @@ def on_two_gpus(rank: int) -> dict[str, Any]:
     for recipe in RECIPES:
         model = sharded(made_gpu(recipe))
         report = fp8_all_gather(model)
-        with counted() as sent:
+        with Traffic() as sent:
             trained = train(model, step)
         results[recipe] = bool(report.gathered) and equal(train(made_gpu(recipe), step), trained)
-        results[f"{recipe}: all-reduces"] = len(sent["reduce"])
+        results[f"{recipe}: all-reduces"] = len(sent.of("allreduce"))
     torch._dynamo.reset()
     results["compiled"] = equal(
         train(compiled("rowwise", gather=False), step), train(compiled("rowwise", gather=True), step)

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 from metrics import sqnr
 from ranks import run_ranks
 from tensor_parallel_examples import (
-    Traffic,
     batch,
     converted,
     difference,
@@ -27,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from traffic import Traffic
 
 import octavo
 from octavo.distributed import ColumnParallel, NormParallel, RowParallel, fp8_all_gather, tensor_parallel
@@ -66,7 +66,7 @@ def orders(rank):
         differences = {name: difference(*pair) for name, pair in pairs.items()}
         assert max(differences.values()) < CLOSE, differences
         tokens = 3 * 32  # of this rank
-        ratio = sent.bytes_of("all_gather") / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
+        ratio = sum(sent.of("all_gather")) / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
         assert 0.5 < ratio <= 0.53  # of what BF16 would send: bytes, and a scale for each row of 96
         # x; the floors of one weight; the row scales of the other, and of its input; y
         assert sorted(forward) == [
@@ -397,7 +397,7 @@ def settings(rank):
     one.load_state_dict(state)
     for model in (cached, recomputed, one):
         assert all(torch.equal(t, parameters_of(plain)[name]) for name, t in parameters_of(model).items())
-    counts = [sum(name == "all_reduce" for name, _ in seen.sent) for seen in (once, step, every_time)]
+    counts = [len(seen.of("all_reduce")) for seen in (once, step, every_time)]
     assert counts == [counts[0], 1, counts[0] + 4]  # a step has one for all weights; q, k, v; o; gate, up; down
 
 

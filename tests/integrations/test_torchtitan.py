@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_examples import counted
 from operation_counts import operations
 from ranks import run_ranks
 from torchtitan_examples import (
@@ -19,6 +18,7 @@ from torchtitan_examples import (
     qwen3,
     train,
 )
+from traffic import Traffic
 
 import octavo
 from octavo.integrations.torchtitan import FP8Converter, FP8Linear, SelectiveAC
@@ -111,9 +111,9 @@ def two_ranks(rank: int) -> list[tuple[list[float], int]]:
         torch.distributed.destroy_process_group()  # torchtitan makes a group of its own
         trainer = make_trainer(rank, 2, converters=converters)
         losses = train(trainer, STEPS - 1)
-        with counted() as sent:
+        with Traffic() as sent:
             losses += train(trainer, 1)
-        results.append((losses, sum(sent["gather"])))
+        results.append((losses, sum(sent.of("allgather"))))
     return results
 
 

@@ -1,4 +1,4 @@
-"""The fused functions on CUDA in BF16: their numbers, compiled, in CUDA graphs, and the memory that they keep.
+"""The fused functions on CUDA in BF16: their numbers, compiled, in CUDA graphs, their memory, and with adapters.
 
 The sizes are no multiples of the kernels' tiles. What the kernels write is compared byte for byte in tests/ops; here a
 byte may differ from the oracle's where the tensor core's sum moved a number of BF16 over the border of two codes.
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from adapter_oracle import run_adapted, wrap
 from fused_oracle import (
     BUILDERS,
     NEAR_UNQUANTIZED_DB,
@@ -247,3 +248,39 @@ def test_without_a_residual_the_stream_is_kept_but_not_again() -> None:
     block, (x, _) = on_gpu(swiglu), inputs()
     bound = T * (2 * K + 2 * 2 * F + 4 * 4) + 4 * (2 * F + K) + SMALL
     assert held(block, x.requires_grad_()) <= bound
+
+
+# ---- Adapters around frozen layers: their numbers, compiled, and in place
+
+
+BLOCKS = pytest.mark.parametrize(("build", "least"), [(linears, 30), (swiglu, 27)])  # dB
+
+
+def adapted(build) -> tuple[nn.Module, Tensor, Tensor]:
+    """A block on the CPU, x and residual."""
+    torch.manual_seed(0)
+    block = build("rms", K, F, False).to(torch.bfloat16)
+    octavo.convert(block)
+    return wrap(block), tokens(T, K, torch.bfloat16), tokens(T, K, torch.bfloat16)
+
+
+@BLOCKS
+def test_adapters_are_the_formulas_of_their_bytes(build, least: float) -> None:
+    block, x, residual = adapted(build)
+    expected = exact(block, x, residual, torch.bfloat16)
+    actual = run_adapted(block.cuda(), x.cuda(), residual.cuda())
+    check(expected, {name: t.cpu() for name, t in actual.items()}, least)
+
+
+@BLOCKS
+def test_compiled_adapters_are_near_eager_and_add_in_place(build, least: float) -> None:
+    torch.compiler.reset()
+    block, x, residual = adapted(build)
+    block, x, residual = block.cuda(), x.cuda(), residual.cuda()
+    eager = run_adapted(block, x, residual)
+    block.compile(fullgraph=True)
+    check(eager, run_adapted(block, x, residual), least)
+    y = torch.ones(64, 48, device="cuda", dtype=torch.bfloat16)
+    u, b = torch.ones(64, 16, device="cuda", dtype=torch.bfloat16), torch.ones(48, 16, device="cuda").bfloat16()
+    torch.compile(octavo.ops.add_product, fullgraph=True)(y, u, b)
+    assert torch.equal(y, torch.full_like(y, 17))

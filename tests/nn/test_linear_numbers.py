@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fused_oracle import Product
 from gemm_examples import worst_row
 from linear_examples import (
     FOUR_BITS,
@@ -38,17 +39,10 @@ def test_rowwise_is_the_formula_of_its_operands(t: int, k: int, n: int) -> None:
     """y, dx and dw against float64 products of the very bytes and scales that the formulas name."""
     linear = converted("rowwise", k=k, n=n)
     x, dy = torch.randn(t, k), torch.randn(t, n) * torch.randn(t, 1).exp()
-    y, dx, dw = run(linear, x, dy)
-    recipe = rowwise()
-    x_q, w_q = ops.quantize(x, recipe.x), ops.quantize(linear.weight.detach(), recipe.w)
-    mantissa, exponent = torch.frexp(x_q.scale)
-    g_q = ops.quantize(dy * w_q.scale.t() * (2 * mantissa), recipe.dy)
-    assert worst_row(y, (x_q.dequantize(torch.float64) @ w_q.dequantize(torch.float64).t()).numpy()) < 1e-6
-    assert worst_row(dx, (g_q.dequantize(torch.float64) / (2 * mantissa.double()) @ w_q.data.double()).numpy()) < 1e-6
-    c = (torch.exp2(exponent - 1.0) * g_q.scale).double()
-    h = (g_q.data.double() * (c / c.max())).float().clamp(-448, 448).to(torch.float8_e4m3fn).double()  # [T,N]
-    exact = h.t() @ x_q.data.double() * (c.max() / w_q.scale.double())
-    assert worst_row(dw, exact.numpy()) < 1e-6
+    product = Product(x, {"linear": linear})
+    dx, gradients = product.backward(dy, torch.float32)
+    for found, exact in zip(run(linear, x, dy), (product.y, dx, gradients["d linear.weight"]), strict=True):
+        assert worst_row(found, exact.numpy()) < 1e-6
 
 
 @pytest.mark.parametrize("granularity", ["row", "tensor", "block:16x16"])

@@ -2,15 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import octavo
+from octavo.distributed import fp8_all_gather
 from octavo.nn import NormLinear, SwiGLU
 from octavo.recipe import Recipe
 
@@ -65,6 +64,15 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return model
 
 
+def gathered(model: nn.Module, **options: Any) -> nn.Module:
+    """As `sharded`, and all its weights are gathered in eight bits."""
+    model = sharded(model, **options)
+    report = fp8_all_gather(model)
+    assert report.gathered
+    assert not report.wide
+    return model
+
+
 def train(model: nn.Module, step: Callable[[nn.Module, int], Tensor] | None = None, steps: int = 3) -> list[Tensor]:
     """The losses of AdamW steps, and the parameters after them, whole."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -92,28 +100,3 @@ def whole(tensors: Iterator[Tensor]) -> list[Tensor]:
 
 def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@contextmanager
-def counted() -> Iterator[dict[str, list[int]]]:
-    """The bytes that this rank gives to each collective in the block, by its name."""
-    sent: dict[str, list[int]] = {"gather": [], "reduce": []}
-    names = [("gather", "all_gather_single"), ("gather", "all_gather_into_tensor"), ("reduce", "all_reduce")]
-    originals = {name: getattr(dist, name) for _, name in names if hasattr(dist, name)}
-
-    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            t = (args[1] if len(args) > 1 else kwargs["input_tensor"]) if kind == "gather" else args[0]
-            sent[kind].append(t.nbytes)
-            return function(*args, **kwargs)
-
-        return run
-
-    for kind, name in names:
-        if name in originals:
-            setattr(dist, name, counting(kind, originals[name]))
-    try:
-        yield sent
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)

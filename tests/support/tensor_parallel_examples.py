@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
@@ -103,21 +102,3 @@ def converted(kind: str, recipe: str | None, cut: Callable[[Model], Any] | None 
     for step in steps:
         step(model)
     return model
-
-
-class Traffic(TorchDispatchMode):
-    """Records the collectives that run: the name, and the bytes that a rank sends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = func._schema.name.split("::")
-        if namespace == "_c10d_functional" and name != "wait_tensor":
-            tensors = args[0] if isinstance(args[0], list) else [args[0]]
-            self.sent.append((name, sum(t.numel() * t.element_size() for t in tensors)))
-        return func(*args, **(kwargs or {}))
-
-    def bytes_of(self, name: str) -> int:
-        return sum(count for known, count in self.sent if known.startswith(name))

@@ -9,7 +9,7 @@ all-gathers cast the rows again. Bytes and scales equal those that one rank make
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -81,12 +81,13 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             of FSDP2 gathers weights that a module outside of the unit reads.
     """
     check_module(model, "fp8_all_gather")
-    modules = model.named_modules()
-    layers = {m: name for name, m in modules if isinstance(m, RecipeLayer) and m.recipe.quantized}
+    modules = dict(model.named_modules())
+    layers = {name: m for name, m in modules.items() if isinstance(m, RecipeLayer) and m.recipe.quantized}
     # of experts' matrices, each its module and its name there
     parts = ((name, *name.rpartition(".")) for name in computed_stacks(model))
-    stacks = {name: (model.get_submodule(owner), leaf) for name, owner, _, leaf in parts}
-    if not layers and not stacks:
+    named: dict[str, tuple[nn.Module, str]] = {name: (layer, "weight") for name, layer in layers.items()}
+    named |= {name: (modules[owner], leaf) for name, owner, _, leaf in parts}
+    if not named:
         raise ValueError("no layer of the model is converted: call octavo.convert(model) first, then fully_shard")
     check_sharded(model)
     if has_run(model):
@@ -95,16 +96,12 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
             "before the first forward pass"
         )
     sharded = sharded_weights(model)
-    units = {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"}
-    fused = fused_modules(model)
-    unfused = unfusing_units(model, fused, units)
-    reasons = {layer: _wide_reason(layer, units.get(layer)) for layer in layers}
+    fused, names = fused_modules(model), {layer: name for name, layer in layers.items()}
+    unfused = unfusing_units(model, fused, {layer: unit for (layer, leaf), unit in sharded.items() if leaf == "weight"})
+    reasons = {name: _wide_reason(key[0], sharded.get(key)) for name, key in named.items()}
     for module in fused.values():
-        _agree(module.inner, reasons, layers)
-    why = {name: reasons[layer] for layer, name in layers.items()}
-    why |= {name: _wide_reason(stack[0], sharded.get(stack)) for name, stack in stacks.items()}
-    of_names = {name: (layer, "weight") for layer, name in layers.items()} | stacks
-    gathered = {of_names[name] for name, reason in why.items() if not reason}
+        _agree([names[layer] for layer in module.inner], reasons)
+    gathered = {named[name] for name, reason in reasons.items() if not reason}
     weights = {key: ShardedWeight(*key, unit) for key, unit in sharded.items() if key in gathered}
     for module in fused.values():
         stacked = [weights[layer, "weight"] for layer in module.inner if (layer, "weight") in weights]
@@ -114,17 +111,15 @@ def fp8_all_gather(model: nn.Module) -> GatherReport:
                 weight.stack = stack
     if weights:
         ShardCache(model, list(weights.values()))
-    wide = {name: reason for name, reason in why.items() if reason}
-    return GatherReport([name for name in why if name not in wide], wide, unfused)
+    wide = {name: reason for name, reason in reasons.items() if reason}
+    return GatherReport([name for name in named if name not in wide], wide, unfused)
 
 
-def _agree(stacked: Sequence[nn.Module], reasons: dict[RecipeLayer, str], names: Mapping[RecipeLayer, str]) -> None:
+def _agree(names: Sequence[str], reasons: dict[str, str]) -> None:
     """Gather layers that run as one GEMM all alike: one that is gathered wide makes the others wide."""
-    layers = [layer for layer in stacked if isinstance(layer, RecipeLayer)]
-    wide = next((layer for layer in layers if reasons[layer]), None)
-    for layer in layers:
-        if wide is not None and not reasons[layer]:
-            reasons[layer] = f"it runs as one GEMM with {names[wide]}, which is gathered wide"
+    if wide := next((name for name in names if reasons[name]), ""):
+        together = f"it runs as one GEMM with {wide}, which is gathered wide"
+        reasons.update({name: reasons[name] or together for name in names})
 
 
 def _wide_reason(layer: Any, unit: UnitWeight | None) -> str:

@@ -14,7 +14,7 @@ attention, and to the outputs of attention and MLP. It draws from torch's global
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,37 +28,10 @@ from octavo.nn.attention_layers import GradientScales, attend_fp8
 #
 # Token t attends to tokens 0..t, and the keys and values of a token never change once computed. So a decoder that emits
 # one token at a time saves K and V of every layer (Shazeer 2019, arXiv:1911.02150, section 2.4), and computes them for
-# the new tokens only. `octavo.inference.kv_cache.ModelKVCache` is such a cache.
+# the new tokens only.
 
 
-class StoredKeys(Protocol):
-    """The keys and values of one layer that a cache holds, those of the new tokens included."""
-
-    def attend(self, q: Tensor, first: Tensor | None, scale: float) -> Tensor:
-        """Attention of the queries [B, heads, T, head_dim] of the T new tokens; returns the same shape."""
-
-
-class KVCache(Protocol):
-    """The keys and values of all layers, for inference. `first`, int32 [B], is the first token of each sequence that is
-    not padding; None without padding."""
-
-    first: Tensor | None
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens stored, without waiting for the device."""
-
-    def positions(self, tokens: Tensor) -> Tensor:
-        """The positions of the next tokens [B, T] in their texts: int64 [1, T], or [B, T] with padding."""
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> StoredKeys:
-        """Store k and v of T new tokens, [B, kv_heads, T, head_dim] each."""
-
-    def rotate_append(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, StoredKeys]:
-        """Apply rotary embedding to q [B, T, heads * head_dim] and k, and store k and v, [B, T, kv_heads * head_dim]
-        each. Returns the rotated q [B, heads, T, head_dim], and what `append` returns."""
+KVCache = Any  # an `octavo.inference.kv_cache.ModelKVCache`
 
 
 def causal_attention(
@@ -107,19 +80,6 @@ def check_features(hf: Mapping[str, Any], kind: str, supported: Mapping[str, Any
             raise ValueError(f"this {kind} has {field}={only!r} only, got {found!r}; load it with transformers")
 
 
-class DecoderShape(Protocol):
-    """The fields of every decoder's configuration: sizes in elements, `context` in tokens."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def tied(self) -> bool: ...
-
-
 # ---- The base of the decoder-only language models.
 
 
@@ -145,7 +105,7 @@ class Decoder(nn.Module, ABC):
     residual_projections: ClassVar[tuple[str, ...]]  # the last names of the layers that write to the residual stream
     lm_head: nn.Linear
 
-    def __init__(self, config: DecoderShape) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
         self.checkpoint_activations = False

@@ -346,7 +346,8 @@ def _is_experts(module: nn.Module) -> bool:
 
 def _is_known(module: Any) -> bool:
     """True if this is a module of transformers' experts whose class, parameters and activation are known."""
-    if not any(class_name(module) in each.experts for each in ARCHITECTURES.values()):
+    name = class_name(module)
+    if not any(name in each.experts for each in ARCHITECTURES.values()):
         return False
     names = {name for name, _ in module.named_parameters(recurse=False)}
     return names == set(Experts.matrices) and type(module.act_fn).__name__ in SILU

@@ -52,7 +52,7 @@ from octavo.nn.linear_function import (
     weight_transposed,
 )
 from octavo.nn.module_tools import differentiable_once
-from octavo.nn.observer import observe_dy, observe_w, observe_x
+from octavo.nn.observer import observe_dy, observe_xw
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
 
@@ -219,7 +219,7 @@ class FusedInput:
 
     @property
     def source(self) -> tuple[str, list[Tensor]]:
-        """The kind and the tensors of `octavo.nn.observer.observe_x`."""
+        """The kind and the tensors of `octavo.nn.observer.observe_xw`."""
         norm, saved = self.info.norm, [t for t in self.saved if t is not None]
         return ("x", [self.total]) if norm is None else ("center" if norm.center else "norm", saved)
 
@@ -360,15 +360,13 @@ class _Fused(torch.autograd.Function):
         w_out = outer.quantize(recipe.w, outer_exchange) if activation else None
         s_n, y = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [N,K]^T, in an MLP N = 2F
         add(y, read_in := read_input(given.total, given.saved, a_in), b_in)  # [T,R] @ [N,R]^T
-        observe_x(call.observer, *given.source, n_q, recipe.x)
-        observe_w(call.observer, inner.weights, w_in, recipe.w)
+        observe_xw(call.observer, *given.source, n_q, inner.weights, w_in, recipe)
         kept: tuple[Tensor | None, ...] = (None,) * 8
         if w_out is not None:
             u, h_q = y, outer_exchange.quantize_activation(y, activation, recipe.x)
             s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
             add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
-            observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
-            observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
+            observe_xw(call.outer_observer, activation, [u], h_q, outer.weights, w_out, recipe)
             kept = u, s_h, w_out.scale, layers[0], a_out, b_out, read_out, outer.weights[0]
         ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
         ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
@@ -420,8 +418,8 @@ class _Fused(torch.autograd.Function):
 def _activation_backward(
     ctx: Any, dy: Tensor, kept: Sequence[Any], s_n: Tensor, s_in: Tensor, sizes: Sequence[int]
 ) -> tuple[QTensor, Tensor, Pair, Sequence[Tensor | None]]:
-    """The bytes of the gradient of u, the sums of its columns, and the gradients of the outer layer's adapters and of
-    its arguments; `kept` is what the forward pass has saved of this layer."""
+    """The bytes of the gradient of u, the sums of its columns, and the gradients of the outer layer's adapters and
+    arguments. `kept` is what the forward pass has saved of this layer."""
     call: FusedCall = ctx.call
     exchange: Exchange = ctx.exchanges[1]
     recipe = call.recipe

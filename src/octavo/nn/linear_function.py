@@ -30,7 +30,7 @@ from torch import Tensor
 from octavo import ops
 from octavo.nn.delayed import ScaleHistory
 from octavo.nn.module_tools import differentiable_once
-from octavo.nn.observer import Observer, observe_dy, observe_w, observe_x
+from octavo.nn.observer import Observer, observe_dy, observe_xw
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.formats import format_of
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, QTensor
@@ -240,8 +240,7 @@ class _Linear(torch.autograd.Function):
             y = F.linear(x.to(call.dtype), w.to(call.dtype), None if bias is None else bias.to(call.dtype))
         else:
             y = call.mm(recipe.y, a, b, call.dtype, bias)  # [T,K] @ [N,K]^T
-        observe_x(call.observer, "x", [read_x], a, recipe.x, call.x_history)
-        observe_w(call.observer, [read_w], b, recipe.w, call.w_history)
+        observe_xw(call.observer, "x", [read_x], a, [read_w], b, recipe, call.x_history, call.w_history)
         ctx.call, ctx.x_dtype, ctx.bias_dtype = call, x.dtype, None if bias is None else bias.dtype
         saved_x = _saved_x(x, x_q, call) if needs_w else (None, None)
         saved_w = _saved_w(w_q, w_data, call.recipe, needs_x=needs_x) if needs_x or needs_w else (None, None)

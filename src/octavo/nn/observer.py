@@ -1,6 +1,6 @@
 """The place where a layer, or a module that fuses several, records statistics of its operands: see `octavo.watch`.
 
-The autograd functions call `observe_x`, `observe_w` and `observe_dy` with the observer of their call. Without one
+The autograd functions call `observe_xw` and `observe_dy` with the observer of their call. Without one
 nothing is recorded, and compiled code has no trace of it.
 """
 
@@ -18,6 +18,7 @@ from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
 from octavo.observation.operand_statistics import HEAD, WIDTH, clear
 from octavo.observation.operands import observe, observe_experts
+from octavo.recipe import FusableRecipe, Recipe
 
 
 class Observer:
@@ -78,31 +79,26 @@ def observer_of(module: Any) -> Observer | None:
     return observer
 
 
-def observe_x(
+def observe_xw(
     observer: Observer | None,
     kind: str,
     source: Sequence[Tensor],
-    q: QTensor | None,
-    cast: Cast | None,
-    history: ScaleHistory | None = None,
-) -> None:
-    """Record x, which `q` is when quantized; `kind` and `source` are those of `octavo.observation.operands.observe`."""
-    if observer is not None:
-        observe(observer.forward, 0, kind, source, [], *_arguments(q, cast, history))
-
-
-def observe_w(
-    observer: Observer | None,
+    x_q: QTensor | None,
     weights: Sequence[Tensor],
-    q: QTensor | None,
-    cast: Cast | None,
-    history: ScaleHistory | None = None,
+    w_q: QTensor | None,
+    recipe: Recipe | FusableRecipe,
+    x_history: ScaleHistory | None = None,
+    w_history: ScaleHistory | None = None,
 ) -> None:
-    """Record the stacked weights [N_i, K], which `q` are when quantized."""
+    """Record x and the stacked weights [N_i, K], which `x_q` and `w_q` are when quantized.
+
+    `kind` and `source` are those of `octavo.observation.operands.observe`, of x.
+    """
     if observer is not None:
-        gathered = isinstance(weights[0], GatheredWeight)
-        source, kind = ([], "bytes") if gathered else (weights, "w")
-        observe(observer.forward, 1, kind, source, [w.shape[0] for w in weights], *_arguments(q, cast, history))
+        observe(observer.forward, 0, kind, source, [], *_arguments(x_q, recipe.x, x_history))
+        kind, source = ("bytes", []) if isinstance(weights[0], GatheredWeight) else ("w", weights)
+        sizes = [w.shape[0] for w in weights]
+        observe(observer.forward, 1, kind, source, sizes, *_arguments(w_q, recipe.w, w_history))
 
 
 def observe_dy(

@@ -239,7 +239,8 @@ def widen(data: Tensor) -> Tensor:
     bits = data.view(torch.int8).to(torch.int16)  # sign extension
     half = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)  # s0eeeemm m0000000
     wide, code = half.float().mul_(256), data.view(torch.uint8) & 0x7F
-    looks = data.device.type == "cpu" and not torch.compiler.is_compiling()  # on a GPU, reading a value waits
+    # On a GPU, reading a value waits, and a traced tensor has none.
+    looks = data.device.type == "cpu" and type(data) is Tensor and not torch.compiler.is_compiling()
     if not looks or (code.numel() and int(code.amax()) == E4M3.nan_code):
         wide.masked_fill_(code == E4M3.nan_code, torch.nan)
     return wide

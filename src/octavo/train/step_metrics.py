@@ -368,7 +368,7 @@ def flops_per_token(model: nn.Module, context: int) -> float | None:
 def _attention_features(model: Any) -> int:
     """L H (Q + V): the features of the queries and values of all layers."""
     if isinstance(model, Decoder):
-        return 2 * model.config.layers * model.config.width
+        return int(2 * model.config.layers * model.config.width)
     config = model.config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     # DeepSeek's latent attention has heads of other widths, and its head_dim is that of the rotary part alone.
