@@ -82,11 +82,11 @@ def kernels(k: int) -> Iterator[Kernel]:
     for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
         yield from quantizations(x, seed)
     yield Kernel("rotate", rotation._rotate, (x, None), n, 4)
-    q, again = quantize(x, ROW_X), requantization._requantize_transposed
+    q, again = quantize(x, ROW_X), requantization._requantize
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
         yield Kernel(name, transposition._transpose, (q.data, places, None, None), n, 2)
-    yield Kernel("cast again, transposed", again, ([x], q.scale, ROW_X.format, ROW_X.granularity.name, None), n, 3)
+    yield Kernel("cast again, transposed", again, ([x], q.scale, ROW_X.format, "row", True, None), n, 3)
     if k == 4096:
         yield from norms(x)
     if k == 14336:

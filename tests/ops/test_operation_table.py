@@ -184,6 +184,9 @@ RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast(granularity=TENSOR, relative_floor=0.1)), False),
     ("quantize_scaled", lambda: quantize_scaled(ones(4, 8), ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize", lambda: requantize([ones(4, 8)], ones(4, 1), E4M3), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=TENSOR)), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
     ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
     ("rotate", lambda: rotate(ones(3, 8)), True),
@@ -228,8 +231,7 @@ def test_kernels_run_where_they_can(name, call, ran, calls):
 
 def test_every_operation_with_kernels_is_in_the_table():
     listed = {*QUANTIZES, *(name for name, _, _ in RUNS)}
-    others = {"activation_quantize_scaled", "requantize_transposed"}  # as `activation_quantize`; it asks the kernel
-    assert listed | others == WITH_KERNELS.keys()
+    assert listed | {"activation_quantize_scaled"} == WITH_KERNELS.keys()  # as `activation_quantize`
 
 
 def test_kernels_get_contiguous_tensors(calls):
@@ -316,7 +318,7 @@ BAD = [  # a call, and the message of its error
     (lambda: quantize_matrices(zeros(4, 4), E4M3), r"takes \[E, N, K\] of float32"),
     (lambda: quantize_matrices(zeros(2, 4, 4), Cast(rounding="stochastic")), "takes a cast by row"),
     (lambda: row_scales([ones(7, 13)], Cast(granularity=TENSOR)), "row_scales takes a cast by row"),
-    (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"a scale for each row of \[\[7, 13\]\], got \[6, 1\]"),
+    (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"the scales of \[\[7, 13\]\] by row, got scales \[6, 1\]"),
     (lambda: requantize([ones(7, 13)], ones(7, 1), Cast(granularity=TENSOR)), "requantize takes a cast by row"),
     (
         lambda: requantize_transposed([ones(7, 13)], ones(1, 1), E4M3),
@@ -388,7 +390,7 @@ OF_OTHERS = {"seed", "after", "scale", "scale_a", "scale_b"}
 UNCHECKED = {
     "quantize_scaled": "x", "quantize_matrices": "w", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
     "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b bias",
-    "grouped_mm": "a b", "grouped_mm_dw": "a b", "combine_weight_gradient": "dout", "add_product": "y u b",
+    "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",
 }  # fmt: skip
 

@@ -64,11 +64,11 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
     for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
         yield "quantize_stack", ([x, x[: m // 2]], cast.spec)
     yield "row_scales", ([x, x[: m // 2]], ROW)
-    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3")
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", False, None)
     for fmt, by in product(("e4m3", "e5m2"), (TENSOR, block(128, 128), block(16, 16))):
         scale = torch.rand(by.scale_shape((m, k))) + 0.1
-        yield "requantize_transposed", ([x], scale, fmt, by.name, row)
-    yield "requantize_transposed", ([x, x], torch.cat((row, row)), "e4m3", "row", row)
+        yield "requantize", ([x], scale, fmt, by.name, True, row)
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", True, row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
             yield "transpose", (quantize(x, Cast(fmt)).data, shift, place, x)
