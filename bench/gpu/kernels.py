@@ -132,7 +132,7 @@ def activations(f: int) -> Iterator[Kernel]:
     dh = bf16(T, f)
     for kind, width in (("swiglu", 2), ("gelu", 1)):
         u = bf16(T, width * f)
-        forward, moved = (u, kind, ROW_X.spec), 2 * width + 1
+        forward, moved = (u, kind, None, True, ROW_X.spec), 2 * width + 1
         yield Kernel(f"{kind} + quantize", activation._activation_quantize, forward, T * f, moved)
         _, scale = activation._activation_quantize(*forward)
         arguments = dh, u, kind, DY_CAST.spec, *factors(width * f), ROW_X.spec, scale, False, None

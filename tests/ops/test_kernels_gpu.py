@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from octavo.numerics import FORMATS, Cast
 from octavo.ops import (
+    activation_scales,
     fold_scales,
     group_of_rows,
     norm_backward,
@@ -142,9 +143,9 @@ def test_activations_on_the_border_of_two_codes(kind):
     """Rounding in another order than the reference would give another code here."""
     u = on_the_border(kind)
     m, f = u.shape[0], u.shape[1] // KINDS[kind]
-    scale = torch.ops.octavo.activation_scales(u.cuda(), kind, ROW)
+    scale = activation_scales(u.cuda(), kind, Cast())
     factors = torch.ones(1, u.shape[1]), torch.ones(m, 1)
-    check("activation_quantize", (u, kind, ROW))
+    check("activation_quantize", (u, kind, None, True, ROW))
     check("activation_backward", (torch.ones(m, f), u, kind, ROW, *factors, ROW, scale, True, None))
 
 
@@ -153,7 +154,7 @@ def test_activations_on_the_border_of_two_codes(kind):
 def test_the_gradient_of_a_bias_is_that_of_float64(shape, kind):
     m, f = shape
     dh, u = matrix((m, f), torch.bfloat16).cuda(), matrix((m, f * KINDS[kind]), torch.bfloat16).cuda()
-    scale, ones = torch.ops.octavo.activation_scales(u, kind, ROW), torch.ones(1, u.shape[1], device="cuda")
+    scale, ones = activation_scales(u, kind, Cast()), torch.ones(1, u.shape[1], device="cuda")
     given = dh, u, kind, ROW, ones, torch.ones_like(scale), ROW, scale, True, None
     dbias, du = torch.ops.octavo.activation_backward(*given)[3], activation_gradient(dh, u, kind)[0].double()
     assert ((dbias - du.sum(0)).abs() <= 1e-6 * du.abs().sum(0)).all()
@@ -188,8 +189,8 @@ def test_large_matrices_again_and_again(seed):
         check("norm_quantize", (x, x.flip(0), weight, weight if center else None, EPS, ROW, center, True), 1)
     for kind, width in KINDS.items():
         u, dh = x[:2048], x[2048:4096, : 4096 // width]
-        scale = torch.ops.octavo.activation_scales(u, kind, ROW)
-        check("activation_quantize", (u, kind, ROW), 1)
+        scale = activation_scales(u, kind, Cast())
+        check("activation_quantize", (u, kind, None, True, ROW), 1)
         check("activation_backward", (dh, u, kind, ROW, column, row[:2048], ROW, scale, True, None), 1)
 
 

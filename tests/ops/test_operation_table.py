@@ -33,6 +33,7 @@ from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
+    activation_quantize_scaled,
     activation_scales,
     append_kv,
     cached_attention,
@@ -139,11 +140,9 @@ def calls_of(shape: tuple[int, int], cast: Cast) -> Iterator[tuple[str, object]]
     yield "quantize", lambda: quantize(x, cast, column_scale=column, mantissa_of=row)
     yield "quantize_stack", lambda: quantize_stack([x, x], cast)
     yield "quantize_transposed", lambda: quantize_transposed(x, cast)
-    yield "row_scales", lambda: row_scales([x], cast)
     yield "gather_quantize", lambda: gather_quantize(x, cast, row_scale=row)
     yield "norm_quantize", lambda: norm_quantize(x, x, k, k, EPS, cast, center=True)
     yield "activation_quantize", lambda: activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
-    yield "activation_scales", lambda: activation_scales(x, "gelu", cast)
     factors = {"column_scale": column, "row_scale": row, "h_scale": row}
     yield "activation_backward", lambda: activation_backward(x, x, "gelu", cast, h_cast=cast, biased=True, **factors)
 
@@ -189,6 +188,11 @@ RUNS = [  # a call, and whether the kernel runs
     ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
     ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
+    ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),
+    ("activation_quantize", lambda: activation_scales(ones(3, LONGEST_ROW + 1), "gelu", E4M3), False),
+    ("activation_quantize", lambda: activation_quantize_scaled(ones(3, 8), "gelu", ones(3, 1), E4M3), True),
+    ("quantize_stack", lambda: row_scales([ones(4, 8)], E4M3), True),
+    ("quantize_stack", lambda: row_scales([ones(4, 8)], Cast("e4m3fnuz")), False),
     ("rotate", lambda: rotate(ones(3, 8)), True),
     ("rotate", lambda: rotate(ones(3, 7)), False),
     ("rotate", lambda: rotate(ones(3, 2 * LONGEST_ROW)), False),
@@ -231,7 +235,7 @@ def test_kernels_run_where_they_can(name, call, ran, calls):
 
 def test_every_operation_with_kernels_is_in_the_table():
     listed = {*QUANTIZES, *(name for name, _, _ in RUNS)}
-    assert listed | {"activation_quantize_scaled"} == WITH_KERNELS.keys()  # as `activation_quantize`
+    assert listed == WITH_KERNELS.keys()
 
 
 def test_kernels_get_contiguous_tensors(calls):

@@ -76,15 +76,15 @@ def quantize_transposed_reference(
     return quantize_reference(placed(x, place).t().contiguous(), cast, None, None, seed)
 
 
-def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
+def quantize_stack_reference(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
+    """Data and scales of the stacked matrices. Without `stored` no data, and the scales [sum of N_i, 1] before a
+    relative floor and a power of two."""
+    if not stored:
+        scales = [scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors]
+        return None, torch.cat(scales)  # type: ignore[return-value]
     parts = [quantize_reference(x, cast, None, None, None) for x in tensors]
     data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(cast.fmt.dtype)
     return data, torch.cat([scale for _, scale in parts])
-
-
-def row_scales_reference(tensors: list[Tensor], cast: Cast) -> Tensor:
-    """The scales [sum of N_i, 1] of the stacked matrices, before a relative floor and a power of two."""
-    return torch.cat([scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors])
 
 
 def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
     for x in tensors:
         check_matrix("quantize_stack", x)
     check_nearest("quantize_stack", cast)
-    data, scale = _quantize_stack(list(tensors), cast.spec)
+    data, scale = _quantize_stack(list(tensors), cast.spec, True)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -174,7 +174,7 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
         check_matrix("row_scales", x)
     if not cast.by_row:
         raise ValueError(f"row_scales takes a cast by row, got {cast}")
-    return _row_scales(list(tensors), cast.spec)
+    return _quantize_stack(list(tensors), cast.spec, False)[1]
 
 
 def quantize_transposed(x: Tensor, cast: Cast, place: Tensor | None = None) -> QTensor:
@@ -222,35 +222,31 @@ def _quantizes(x: Tensor, cast: Cast, *factors: Tensor | None) -> bool:
     return _has_kernel(x, cast) and (cast.by_row or factors[:2] == (None, None))
 
 
-def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
-    return _has_kernel(tensors[0], cast)
-
-
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
     return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 
 
-def _stacked(tensors: list[Tensor]) -> int:
-    return sum(x.shape[0] for x in tensors)
+def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
+    rows, x = sum(x.shape[0] for x in tensors), tensors[0]
+    if stored:
+        return _like(x, (rows, x.shape[1]), cast)
+    return x.new_empty(0), x.new_empty((rows, 1), dtype=torch.float32)
 
 
 _quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
     _quantize_reference
 )
-_quantize_stack = operation(
-    like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast), runs=_quantizes_stack
-)(quantize_stack_reference)
+_quantize_stack = operation(like=_like_stack, runs=lambda tensors, *rest: _has_kernel(tensors[0], *rest))(
+    quantize_stack_reference
+)
 _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
     runs=_has_kernel,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
-_row_scales = operation(
-    like=lambda tensors, cast: tensors[0].new_empty((_stacked(tensors), 1), dtype=torch.float32), runs=_quantizes_stack
-)(row_scales_reference)
 _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
     runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
@@ -266,7 +262,7 @@ def _quantize_matrices(w: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     if len(w) == 0:  # a rank of FSDP2 without a matrix
         return _like(w, (0, w.shape[2]), cast)
     if not _quantizes_matrices(w, cast):
-        return _quantize_stack(list(w), cast.spec)
+        return _quantize_stack(list(w), cast.spec, True)
     from octavo.ops.kernels import quantization as kernel
 
     return kernel.quantize(w.contiguous().view(-1, w.shape[2]), cast, None, None, matrices=w.shape[0])
