@@ -107,7 +107,7 @@ def quantizations(x: Tensor, seed: Tensor | None) -> Iterator[Kernel]:
         ("128x128", BLOCK_W, None, None, 3),
         ("tensor", tensor, None, None, 5),
     ):
-        arguments = x, cast.spec, columns, rows, seed
+        arguments = x, cast.spec, columns, rows, seed, 1
         yield Kernel(f"quantize {name}{rounding}", quantization._quantize, arguments, x.numel(), moved)
     known = x, scale, tensor.format, seed
     yield Kernel(f"quantize tensor, known scale{rounding}", quantization._quantize_scaled, known, x.numel(), 3)

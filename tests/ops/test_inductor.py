@@ -118,7 +118,7 @@ def test_what_the_import_sets_in_pytorch() -> None:
 # ---- A call runs the function itself in plain eager code, and the registered operation wherever PyTorch must see it
 
 
-CALL = (Cast().spec, None, None, None)
+CALL = (Cast().spec, None, None, None, 1)
 
 
 class Subclass(Tensor):

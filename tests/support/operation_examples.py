@@ -62,7 +62,7 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
             yield "quantize_transposed", (x, cast.spec, seed, place)
         for factors in ((None, None), (column, None), (None, row), (column, row)):
-            yield "quantize", (x, cast.spec, *factors, seed)
+            yield "quantize", (x, cast.spec, *factors, seed, 1)
     for fmt, scale, seed in product(("e4m3", "e5m2"), (1e-3, 0.1), seeds):  # some numbers saturate
         yield "quantize_scaled", (x, torch.full((1, 1), scale), fmt, seed)
     yield "rotate", (x, None)
@@ -148,7 +148,7 @@ def permutations(
 def of_experts() -> Iterator[Example]:
     x, offsets = matrix((20, 32), torch.bfloat16), torch.tensor([3, 3, 20], dtype=torch.int32)
     w = matrix((3 * 48, 32), torch.bfloat16).view(3, 48, 32)
-    yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
+    yield "quantize", (w.flatten(0, 1), Cast(relative_floor=2.0**-8).spec, None, None, None, 3)
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)

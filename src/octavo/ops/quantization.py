@@ -64,8 +64,11 @@ def to_data(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _quantize_reference(
-    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None
+    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None, matrices: int
 ) -> tuple[Tensor, Tensor]:
+    """Of x, or of so many stacked `matrices`, each with a relative floor of its own; these by row, without factors."""
+    if matrices > 1:
+        return quantize_stack_reference(list(x.view(matrices, len(x) // matrices, x.shape[1])), cast, True)
     row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)
     return quantize_reference(x, cast, column_scale, row_scale, seed)
 
@@ -111,7 +114,7 @@ def quantize(
     Raises:
         ValueError: for another shape or dtype.
     """
-    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast))
+    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast), 1)
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -136,7 +139,7 @@ def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
     if cast.by_row:
         check_nearest("quantize_matrices", cast)
-        data, scale = _quantize_matrices(w, cast.spec)
+        data, scale = _quantize(w.flatten(0, 1), cast.spec, None, None, None, len(w))
         return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
     parts = [quantize(part, cast) for part in matrices(w, cast.granularity.rows)]
     data, scale = joined([q.data for q in parts]), joined([q.scale for q in parts])
@@ -200,7 +203,7 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
     return new_seed(x.device) if cast.rounding == "stochastic" else None
 
 
-def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None) -> None:
+def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, *rest: Any) -> None:
     check_matrix("quantize", x)
     check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
     check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
@@ -218,8 +221,8 @@ def _has_kernel(x: Tensor, cast: Cast, *rest: Any) -> bool:
     return converts(x, cast.format) and fits(cast, x.shape[1])
 
 
-def _quantizes(x: Tensor, cast: Cast, *factors: Tensor | None) -> bool:
-    return _has_kernel(x, cast) and (cast.by_row or factors[:2] == (None, None))
+def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
+    return _has_kernel(x, cast) and (cast.by_row or rest[:2] == (None, None))
 
 
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
@@ -251,18 +254,3 @@ _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
     runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
 )(quantize_scaled_reference)
-
-
-def _quantizes_matrices(w: Tensor, cast: Cast) -> bool:
-    return converts(w, cast.format) and fits(cast, w.shape[2])
-
-
-@operation(like=lambda w, cast: _like(w, (w.shape[0] * w.shape[1], w.shape[2]), cast), inlines=_quantizes_matrices)
-def _quantize_matrices(w: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    if len(w) == 0:  # a rank of FSDP2 without a matrix
-        return _like(w, (0, w.shape[2]), cast)
-    if not _quantizes_matrices(w, cast):
-        return _quantize_stack(list(w), cast.spec, True)
-    from octavo.ops.kernels import quantization as kernel
-
-    return kernel.quantize(w.contiguous().view(-1, w.shape[2]), cast, None, None, matrices=w.shape[0])
