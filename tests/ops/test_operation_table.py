@@ -400,7 +400,7 @@ UNCHECKED = {
 
 
 def refusal(operation: Operation, values: tuple[object, ...]) -> str:
-    """What the check of an operation says of these arguments of its schema; "" if it takes them."""
+    """The message of an operation's check for these arguments of its schema; "" if it takes them."""
     try:
         operation.check(*operation._read(values))
     except ValueError as error:
@@ -409,7 +409,7 @@ def refusal(operation: Operation, values: tuple[object, ...]) -> str:
 
 
 def test_each_tensor_of_an_operation_has_one_dtype_and_one_shape():
-    """Of every operation: integers for its numbers, or one more dimension, are refused by a check that names it."""
+    """The check of every operation refuses integers in place of numbers, and one more dimension, and says of what."""
     x, rows = matrix((5, 70), torch.bfloat16), permutations(10, 2, 3, 32, torch.bfloat16)
     found = (*examples(x), *products(x), *of_experts(), *rows, *of_gemm_and_attention(), *of_loss())
     refused: dict[tuple[str, str], list[str]] = {}

@@ -66,7 +66,7 @@ def to_data(x: Tensor, fmt: Format) -> Tensor:
 def _quantize_reference(
     x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None, matrices: int
 ) -> tuple[Tensor, Tensor]:
-    """Of x, or of so many stacked `matrices`, each with a relative floor of its own; these by row, without factors."""
+    """Data and scale of x, or of so many stacked `matrices`: by row, without factors, each with a floor of its own."""
     if matrices > 1:
         return quantize_stack_reference(list(x.view(matrices, len(x) // matrices, x.shape[1])), cast, True)
     row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)

@@ -91,7 +91,7 @@ def _check_norm(x: Tensor, *rest: Any) -> None:
 
 
 def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Of the stacked matrix: [sum of M_i, K]."""
+    """[sum of M_i, K], the shape of the stacked matrix."""
     return sum(x.shape[0] for x in tensors), tensors[0].shape[1]
 
 
