@@ -82,11 +82,11 @@ def kernels(k: int) -> Iterator[Kernel]:
     for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
         yield from quantizations(x, seed)
     yield Kernel("rotate", rotation._rotate, (x, None), n, 4)
-    q, again = quantize(x, ROW_X), requantization._requantize_transposed
+    q, again = quantize(x, ROW_X), requantization._requantize
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
         yield Kernel(name, transposition._transpose, (q.data, places, None, None), n, 2)
-    yield Kernel("cast again, transposed", again, ([x], q.scale, ROW_X.format, ROW_X.granularity.name, None), n, 3)
+    yield Kernel("cast again, transposed", again, ([x], q.scale, ROW_X.format, "row", True, None), n, 3)
     if k == 4096:
         yield from norms(x)
     if k == 14336:
@@ -107,7 +107,7 @@ def quantizations(x: Tensor, seed: Tensor | None) -> Iterator[Kernel]:
         ("128x128", BLOCK_W, None, None, 3),
         ("tensor", tensor, None, None, 5),
     ):
-        arguments = x, cast.spec, columns, rows, seed
+        arguments = x, cast.spec, columns, rows, seed, 1
         yield Kernel(f"quantize {name}{rounding}", quantization._quantize, arguments, x.numel(), moved)
     known = x, scale, tensor.format, seed
     yield Kernel(f"quantize tensor, known scale{rounding}", quantization._quantize_scaled, known, x.numel(), 3)
@@ -132,7 +132,7 @@ def activations(f: int) -> Iterator[Kernel]:
     dh = bf16(T, f)
     for kind, width in (("swiglu", 2), ("gelu", 1)):
         u = bf16(T, width * f)
-        forward, moved = (u, kind, ROW_X.spec), 2 * width + 1
+        forward, moved = (u, kind, None, True, ROW_X.spec), 2 * width + 1
         yield Kernel(f"{kind} + quantize", activation._activation_quantize, forward, T * f, moved)
         _, scale = activation._activation_quantize(*forward)
         arguments = dh, u, kind, DY_CAST.spec, *factors(width * f), ROW_X.spec, scale, False, None

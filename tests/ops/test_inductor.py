@@ -118,7 +118,7 @@ def test_what_the_import_sets_in_pytorch() -> None:
 # ---- A call runs the function itself in plain eager code, and the registered operation wherever PyTorch must see it
 
 
-CALL = (Cast().spec, None, None, None)
+CALL = (Cast().spec, None, None, None, 1)
 
 
 class Subclass(Tensor):
@@ -205,7 +205,9 @@ def test_a_list_of_tensors_as_inductor_holds_it_is_a_list() -> None:
     """While Inductor lowers a graph, the lists of its arguments are of a class of torch.fx."""
     tensors = [torch.randn(3, 16), torch.randn(5, 16)]
     fill, _ = inductor.OPERATIONS["quantize_stack"]
-    for actual, expected in zip(fill(immutable_list(tensors), Cast().spec), fill(tensors, Cast().spec), strict=True):
+    for actual, expected in zip(
+        fill(immutable_list(tensors), Cast().spec, True), fill(tensors, Cast().spec, True), strict=True
+    ):
         assert torch.equal(bits(actual), bits(expected))
 
 

@@ -74,13 +74,14 @@ def test_the_gemm_is_integer_arithmetic() -> None:
     assert torch.equal(y, torch.from_numpy(expected).bfloat16() + residual)
 
 
-def test_the_largest_sums_are_exact() -> None:
-    """127 * 127 * 131072 is above 2^30, where float32 has a step of 128."""
-    ones = torch.ones(2, 131_072, dtype=torch.int8) * 127
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_largest_sums_are_exact(device: str) -> None:
+    """127 * 127 * 131072, on a GPU twice with K split, is above 2^30, where float32 has a step of 128."""
+    ones = torch.ones(2, 131_072, dtype=torch.int8, device=device) * 127
     ones[1, -1] = 126
-    q = QTensor(ones, torch.ones(2, 1), quantize(torch.ones(1, 1), INT8).format, ROW)
+    q = QTensor(ones, torch.ones(2, 1, device=device), INT8.fmt, ROW)
     sums = torch.tensor([[2_114_060_288, 2_114_060_161], [2_114_060_161, 2_114_060_034]])
-    assert torch.equal(int8_mm(q, q, out_dtype=torch.float32), sums.float())
+    assert torch.equal(int8_mm(q, q, out_dtype=torch.float32).cpu(), sums.float())
 
 
 # ---- norms and activations that an INT8 folder fuses with quantization

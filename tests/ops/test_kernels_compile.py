@@ -115,14 +115,14 @@ def calls_of_training() -> Iterator[Call]:
         yield "norm", "norm_backward", (x, x, weight, row, row, x, center)
     h, wide = rows(14336), rows(2 * 14336)
     for kind, u in (("swiglu", wide), ("geglu", wide), ("gelu", h)):
-        yield "activation", "activation_quantize", (u, kind, Cast())
+        yield "activation", "activation_quantize", (u, kind, None, True, Cast())
         factors = Cast(scale="pow2"), ones(14336), row, Cast(), row, True, None
         yield "activation", "activation_backward", (h, u, kind, *factors)
     shift, slot = torch.zeros(M, dtype=torch.int32), torch.zeros(M, 2, dtype=torch.int32)
     yield "transposition", "transpose", (on_cpu(M, 4096), shift, None)
     for s_w in (None, ones(4096, 1)):
         yield "transposition", "fold_scales", (row, row, s_w)
-    yield "requantization", "requantize_transposed", ([rows(4096)], row, Cast().fmt, ROW)
+    yield "requantization", "requantize", ([rows(4096)], row, Cast().fmt, ROW, True)
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)
@@ -153,7 +153,7 @@ def calls_in_int8() -> Iterator[Call]:
     yield "quantization", "quantize", (rows(14336), cast, None, None)
     yield "norm", "norm_quantize", (x, x, ones(4096), None, 1e-5, cast, False, False)
     for kind in ("swiglu", "gelu"):
-        yield "activation", "activation_quantize", (rows(2 * 14336), kind, cast)
+        yield "activation", "activation_quantize", (rows(2 * 14336), kind, None, True, cast)
 
 
 def calls_of_products(capability: int) -> Iterator[Call]:

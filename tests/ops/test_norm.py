@@ -9,6 +9,7 @@ import pytest
 import torch
 from bits import bits
 from fused_op_examples import CASTS, DTYPES, NEAR, SIZES, assert_nan_in_one_row
+from gpu_memory import poison
 from norm_oracle import EPS, EPS32, given, gradient_magnitudes, gradients64, norm64, statistics64
 from quantize_oracle import assert_rounds_to, name_of
 
@@ -87,22 +88,32 @@ def test_a_row_that_is_not_finite_is_nan_and_no_other(value, center):
 # ---- backward
 
 
+ON_A_GPU = [(1, 1), (3, 5), (17, 130), (129, 257), (5, 4097), (8192, 4096), (3, 32768)]
+
+
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_backward(shape, dtype, residual, center):
-    dn = torch.randn(shape).to(dtype)
-    x, beside, weight, _ = given(shape, dtype, residual)
+@pytest.mark.parametrize(
+    ("device", "shape"),
+    [*(("cpu", shape) for shape in SIZES), *(pytest.param("cuda", shape, marks=pytest.mark.gpu) for shape in ON_A_GPU)],
+    ids=str,
+)
+def test_backward(device, shape, dtype, residual, center):
+    dn = torch.randn(shape, device=device).to(dtype)
+    x, beside, weight, _ = (None if t is None else t.to(device) for t in given(shape, dtype, residual))
     _, _, mean, rstd = norm_quantize(x, None, weight, None, EPS, Cast(), center=center)
-    actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
-    assert [t.dtype for t in actual] == [dtype, weight.dtype, weight.dtype]
-    assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
     expected = gradients64(dn, x, weight, beside, center)[: 3 if center else 2]
     magnitudes = gradient_magnitudes(dn, x, weight, center)
-    for one, other, size in zip(actual, expected, magnitudes, strict=False):
-        last = torch.finfo(one.dtype).eps / 2 * other.abs()
-        assert ((one - other).abs() <= 2 * NEAR * size + last).all()
+    for _ in range(3 if device == "cuda" else 1):
+        if device == "cuda":
+            poison()
+        actual = norm_backward(dn, x, weight, mean, rstd, beside, center=center)
+        assert [t.dtype for t in actual] == [dtype, weight.dtype, weight.dtype]
+        assert [t.shape for t in actual] == [shape, shape[1:], (shape[1] if center else 0,)]
+        for one, other, size in zip(actual, expected, magnitudes, strict=False):
+            last = torch.finfo(one.dtype).eps / 2 * other.abs()
+            assert ((one - other).abs() <= 2 * NEAR * size + last).all()
 
 
 @pytest.mark.parametrize("residual", [False, True])

@@ -33,6 +33,7 @@ from octavo.numerics import TENSOR, Cast, Granularity, QTensor, block, group
 from octavo.ops import (
     activation_backward,
     activation_quantize,
+    activation_quantize_scaled,
     activation_scales,
     append_kv,
     cached_attention,
@@ -139,11 +140,9 @@ def calls_of(shape: tuple[int, int], cast: Cast) -> Iterator[tuple[str, object]]
     yield "quantize", lambda: quantize(x, cast, column_scale=column, mantissa_of=row)
     yield "quantize_stack", lambda: quantize_stack([x, x], cast)
     yield "quantize_transposed", lambda: quantize_transposed(x, cast)
-    yield "row_scales", lambda: row_scales([x], cast)
     yield "gather_quantize", lambda: gather_quantize(x, cast, row_scale=row)
     yield "norm_quantize", lambda: norm_quantize(x, x, k, k, EPS, cast, center=True)
     yield "activation_quantize", lambda: activation_quantize(torch.cat((x, x), 1), "swiglu", cast)
-    yield "activation_scales", lambda: activation_scales(x, "gelu", cast)
     factors = {"column_scale": column, "row_scale": row, "h_scale": row}
     yield "activation_backward", lambda: activation_backward(x, x, "gelu", cast, h_cast=cast, biased=True, **factors)
 
@@ -185,8 +184,16 @@ RUNS = [  # a call, and whether the kernel runs
     ("quantize", lambda: quantize(ones(4, 8), Cast(granularity=TENSOR, relative_floor=0.1)), False),
     ("quantize_scaled", lambda: quantize_scaled(ones(4, 8), ones(1, 1), Cast(granularity=TENSOR)), True),
     ("requantize", lambda: requantize([ones(4, 8)], ones(4, 1), E4M3), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=TENSOR)), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(128, 128))), True),
+    ("requantize", lambda: requantize_transposed([ones(4, 8)], ones(1, 1), Cast(granularity=block(16, 16))), False),
     ("requantize_norm", lambda: requantize_norm(ones(4, 8), None, ones(4, 1), ones(8), None, ones(4, 1), E4M3), True),
     ("norm_backward", lambda: norm_backward(*[ones(4, 8)] * 2, ones(8), *[ones(4, 1)] * 2, None, center=True), True),
+    ("activation_quantize", lambda: activation_scales(ones(3, 8), "gelu", E4M3), True),
+    ("activation_quantize", lambda: activation_scales(ones(3, LONGEST_ROW + 1), "gelu", E4M3), False),
+    ("activation_quantize", lambda: activation_quantize_scaled(ones(3, 8), "gelu", ones(3, 1), E4M3), True),
+    ("quantize_stack", lambda: row_scales([ones(4, 8)], E4M3), True),
+    ("quantize_stack", lambda: row_scales([ones(4, 8)], Cast("e4m3fnuz")), False),
     ("rotate", lambda: rotate(ones(3, 8)), True),
     ("rotate", lambda: rotate(ones(3, 7)), False),
     ("rotate", lambda: rotate(ones(3, 2 * LONGEST_ROW)), False),
@@ -229,8 +236,7 @@ def test_kernels_run_where_they_can(name, call, ran, calls):
 
 def test_every_operation_with_kernels_is_in_the_table():
     listed = {*QUANTIZES, *(name for name, _, _ in RUNS)}
-    others = {"activation_quantize_scaled", "requantize_transposed"}  # as `activation_quantize`; it asks the kernel
-    assert listed | others == WITH_KERNELS.keys()
+    assert listed == WITH_KERNELS.keys()
 
 
 def test_kernels_get_contiguous_tensors(calls):
@@ -317,7 +323,7 @@ BAD = [  # a call, and the message of its error
     (lambda: quantize_matrices(zeros(4, 4), E4M3), r"takes \[E, N, K\] of float32"),
     (lambda: quantize_matrices(zeros(2, 4, 4), Cast(rounding="stochastic")), "takes a cast by row"),
     (lambda: row_scales([ones(7, 13)], Cast(granularity=TENSOR)), "row_scales takes a cast by row"),
-    (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"a scale for each row of \[\[7, 13\]\], got \[6, 1\]"),
+    (lambda: requantize([ones(7, 13)], ones(6, 1), E4M3), r"the scales of \[\[7, 13\]\] by row, got scales \[6, 1\]"),
     (lambda: requantize([ones(7, 13)], ones(7, 1), Cast(granularity=TENSOR)), "requantize takes a cast by row"),
     (
         lambda: requantize_transposed([ones(7, 13)], ones(1, 1), E4M3),
@@ -387,15 +393,15 @@ def test_compiled_code_refuses_it_too():
 # Those of a quantized tensor, which it checks itself, and what no caller of ours gives wrongly.
 OF_OTHERS = {"seed", "after", "scale", "scale_a", "scale_b"}
 UNCHECKED = {
-    "quantize_scaled": "x", "quantize_matrices": "w", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
+    "quantize_scaled": "x", "rotate": "x", "requantize_norm": "x mean rstd weight bias",
     "weight_only_mm": "w", "grouped_weight_only_mm": "w", "int8_mm": "a b", "scaled_mm": "a b bias",
-    "grouped_mm": "a b", "grouped_mm_dw": "a b", "combine_weight_gradient": "dout", "add_product": "y u b",
+    "grouped_mm": "a b", "grouped_mm_dw": "a b", "add_product": "y u b",
     "multiply": "x factor", "fp8_attention": "q_scale k_scale v_scale", "fp8_attention_backward": "scales",
 }  # fmt: skip
 
 
 def refusal(operation: Operation, values: tuple[object, ...]) -> str:
-    """What the check of an operation says of these arguments of its schema; "" if it takes them."""
+    """The message of an operation's check for these arguments of its schema; "" if it takes them."""
     try:
         operation.check(*operation._read(values))
     except ValueError as error:
@@ -404,7 +410,7 @@ def refusal(operation: Operation, values: tuple[object, ...]) -> str:
 
 
 def test_each_tensor_of_an_operation_has_one_dtype_and_one_shape():
-    """Of every operation: integers for its numbers, or one more dimension, are refused by a check that names it."""
+    """The check of every operation refuses integers in place of numbers, and one more dimension, and says of what."""
     x, rows = matrix((5, 70), torch.bfloat16), permutations(10, 2, 3, 32, torch.bfloat16)
     found = (*examples(x), *products(x), *of_experts(), *rows, *of_gemm_and_attention(), *of_loss())
     refused: dict[tuple[str, str], list[str]] = {}

@@ -19,7 +19,14 @@ import octavo.nn.fused_loss  # registers linear_cross_entropy
 import octavo.ops
 from octavo.numerics import TENSOR, Cast, block, group
 from octavo.observation.operand_statistics import HEAD, WIDTH
-from octavo.ops import aligned_groups, group_of_rows, quantize, quantize_matrices, sort_by_expert
+from octavo.ops import (
+    activation_scales,
+    aligned_groups,
+    group_of_rows,
+    quantize,
+    quantize_matrices,
+    sort_by_expert,
+)
 from octavo.ops.gemm import operands_of
 from octavo.ops.registration import Operation
 from octavo.ops.softmax_loss import IGNORED
@@ -55,20 +62,20 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
             yield "quantize_transposed", (x, cast.spec, seed, place)
         for factors in ((None, None), (column, None), (None, row), (column, row)):
-            yield "quantize", (x, cast.spec, *factors, seed)
+            yield "quantize", (x, cast.spec, *factors, seed, 1)
     for fmt, scale, seed in product(("e4m3", "e5m2"), (1e-3, 0.1), seeds):  # some numbers saturate
         yield "quantize_scaled", (x, torch.full((1, 1), scale), fmt, seed)
     yield "rotate", (x, None)
     for s_w in (None, column.t().contiguous()):
         yield "fold_scales", (row, row.exp2(), s_w)
     for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
-        yield "quantize_stack", ([x, x[: m // 2]], cast.spec)
-    yield "row_scales", ([x, x[: m // 2]], ROW)
-    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3")
+        for stored in (True, False):
+            yield "quantize_stack", ([x, x[: m // 2]], cast.spec, stored)
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", False, None)
     for fmt, by in product(("e4m3", "e5m2"), (TENSOR, block(128, 128), block(16, 16))):
         scale = torch.rand(by.scale_shape((m, k))) + 0.1
-        yield "requantize_transposed", ([x], scale, fmt, by.name, row)
-    yield "requantize_transposed", ([x, x], torch.cat((row, row)), "e4m3", "row", row)
+        yield "requantize", ([x], scale, fmt, by.name, True, row)
+    yield "requantize", ([x, x], torch.cat((row, row)), "e4m3", "row", True, row)
     for fmt, shift in product(("e4m3", "e5m2"), (None, torch.arange(m, dtype=torch.int32))):
         for place in (None, torch.arange(m, dtype=torch.int32).flip(0).repeat(2) - 1):
             yield "transpose", (quantize(x, Cast(fmt)).data, shift, place, x)
@@ -92,10 +99,9 @@ def activations(x: Tensor) -> Iterator[Example]:
     row = torch.rand(m, 1) + 0.1
     for (kind, width), cast in product(KINDS.items(), (*FUSED, INT8)):
         u, factor = torch.cat((x, x.flip(1)), 1)[:, : width * k], torch.rand(1, width * k)
-        scale = torch.ops.octavo.activation_scales(u, kind, cast.spec)
-        yield "activation_quantize", (u, kind, cast.spec)
-        yield "activation_scales", (u, kind, cast.spec)
-        yield "activation_quantize_scaled", (u, kind, 2 * scale, cast.spec)
+        scale = activation_scales(u, kind, cast)
+        for given, stored in ((None, True), (None, False), (2 * scale, True)):
+            yield "activation_quantize", (u, kind, given, stored, cast.spec)
         if cast is INT8:
             continue
         for lines, biased in product((None, torch.arange(m, dtype=torch.int32) % 2), (False, True)):
@@ -142,7 +148,7 @@ def permutations(
 def of_experts() -> Iterator[Example]:
     x, offsets = matrix((20, 32), torch.bfloat16), torch.tensor([3, 3, 20], dtype=torch.int32)
     w = matrix((3 * 48, 32), torch.bfloat16).view(3, 48, 32)
-    yield "quantize_matrices", (w, Cast(relative_floor=2.0**-8).spec)
+    yield "quantize", (w.flatten(0, 1), Cast(relative_floor=2.0**-8).spec, None, None, None, 3)
     a, b = quantize(x, Cast()), quantize_matrices(w, Cast())
     for pair in ("row", "mx"):
         q, stack, ends = grouped_examples.operands([3, 0, 17], 32, 48, pair=pair)

@@ -26,19 +26,16 @@ DENSITY = (2 * math.pi) ** -0.5  # the density of the normal distribution at 0
 LOG2_E = math.log2(math.e)
 
 
-def activation_quantize_reference(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Data and scale of h [M, F] from u [M, 2F] (swiglu, geglu) or [M, F] (gelu)."""
-    return quantize_reference(_activation(u, kind), cast, None, None, None)
-
-
-def activation_scales_reference(u: Tensor, kind: str, cast: Cast) -> Tensor:
-    """The scales [M, 1] of h."""
-    return activation_quantize_reference(u, kind, cast)[1]
-
-
-def activation_quantize_scaled_reference(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
-    """Data of h by given scales [M, 1]."""
-    return to_data(_activation(u, kind) * (1 / scale), cast.fmt)
+def activation_quantize_reference(
+    u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of h [M, F] from u [M, 2F] (swiglu, geglu) or [M, F] (gelu). The data is None if it is not to be
+    `stored`, and the scale is None if one is given, [M, 1]."""
+    h = _activation(u, kind)
+    if scale is not None:
+        return to_data(h * (1 / scale), cast.fmt), None  # type: ignore[return-value]
+    data, scale = quantize_reference(h, cast, None, None, None)
+    return data if stored else None, scale  # type: ignore[return-value]
 
 
 def _activation(u: Tensor, kind: str) -> Tensor:
@@ -137,7 +134,7 @@ def activation_quantize(u: Tensor, kind: str, cast: Cast) -> QTensor:
     nearest, with scale "fp32" or "pow2", without a relative floor.
     """
     check_row_cast("activation_quantize", cast)
-    data, scale = _activation_quantize(u, kind, cast.spec)
+    data, scale = _activation_quantize(u, kind, None, True, cast.spec)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -147,13 +144,14 @@ def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
     Where a row of h is cut over several ranks, the largest of their scales is that of the whole row.
     """
     check_row_cast("activation_scales", cast)
-    return _activation_scales(u, kind, cast.spec)
+    return _activation_quantize(u, kind, None, False, cast.spec)[1]
 
 
 def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> QTensor:
     """`activation_quantize` by given scales [M, 1] (float32), at least as large as its own."""
     check_row_cast("activation_quantize_scaled", cast)
-    return QTensor(_activation_quantize_scaled(u, kind, scale, cast.spec), scale, cast.fmt, ROW)
+    data, _ = _activation_quantize(u, kind, scale, True, cast.spec)
+    return QTensor(data, scale, cast.fmt, ROW)
 
 
 def activation_backward(
@@ -189,7 +187,7 @@ def activation_backward(
     return ActivationGradient(QTensor(data, scale, cast.fmt, ROW), QTensor(h_data, h_scale, h_cast.fmt, ROW), dbias)
 
 
-def _check(u: Tensor, kind: str, *rest: Any) -> None:
+def _check(u: Tensor, kind: str, scale: Tensor | None = None, *rest: Any) -> None:
     if kind not in WIDTHS:
         raise ValueError(f"unknown activation {kind!r}: choose one of {', '.join(WIDTHS)}")
     if u.ndim != 2 or u.dtype not in FLOATS or u.shape[1] % WIDTHS[kind]:
@@ -197,6 +195,7 @@ def _check(u: Tensor, kind: str, *rest: Any) -> None:
             f"{kind} takes a matrix of float32, bfloat16 or float16 whose columns divide by {WIDTHS[kind]}, "
             f"got {u.dtype} {list(u.shape)}"
         )
+    check_tensor("scale", scale, (u.shape[0], 1), torch.float32)
 
 
 def _check_backward(
@@ -217,25 +216,19 @@ def _quantizes(u: Tensor, kind: str, *rest: Any) -> bool:
     return quantizes_rows(u, u.shape[1] // WIDTHS[kind], rest[-1].format)
 
 
-def _like(u: Tensor, kind: str, *rest: Any) -> Tensor:
-    return u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=rest[-1].fmt.dtype)
-
-
-def _like_scales(u: Tensor, *rest: Any) -> Tensor:
-    return u.new_empty((u.shape[0], 1), dtype=torch.float32)
+def _like(u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast) -> tuple[Tensor, Tensor]:
+    data = u.new_empty((u.shape[0], u.shape[1] // WIDTHS[kind]), dtype=cast.fmt.dtype) if stored else u.new_empty(0)
+    return data, u.new_empty((u.shape[0], 1), dtype=torch.float32) if scale is None else u.new_empty(0)
 
 
 def _like_backward(dh: Tensor, u: Tensor, kind: str, cast: Cast, *rest: Any) -> tuple[Tensor, ...]:
     _, _, h_cast, _, biased, _ = rest
     du, h = u.new_empty(u.shape, dtype=cast.fmt.dtype), dh.new_empty(dh.shape, dtype=h_cast.fmt.dtype)
-    return du, _like_scales(u), h, u.new_empty(u.shape[1] if biased else 0, dtype=torch.float32)
+    scale, dbias = (u.new_empty(shape, dtype=torch.float32) for shape in ((u.shape[0], 1), u.shape[1] if biased else 0))
+    return du, scale, h, dbias
 
 
-_activation_quantize = operation(check=_check, like=lambda *args: (_like(*args), _like_scales(*args)), runs=_quantizes)(
-    activation_quantize_reference
-)
-_activation_scales = operation(check=_check, like=_like_scales, runs=_quantizes)(activation_scales_reference)
-_activation_quantize_scaled = operation(check=_check, like=_like, runs=_quantizes)(activation_quantize_scaled_reference)
+_activation_quantize = operation(check=_check, like=_like, runs=_quantizes)(activation_quantize_reference)
 _activation_backward = operation(
     check=_check_backward,
     like=_like_backward,

@@ -55,16 +55,12 @@ def operands_of(a: QTensor, b: QTensor) -> tuple[Tensor, Tensor, Tensor, Tensor,
     return a.data, b.data, a.scale, b.scale, a.granularity.name, b.granularity.name
 
 
+@operation(like=lambda y, u, b: None, mutates=("y",))
 def add_product(y: Tensor, u: Tensor, b: Tensor) -> None:
     """y [M, N] += u [M, R] @ b [N, R]^T, in place and in one dtype: with a narrow u, y is read and written once.
 
     As an operation it stays in place in compiled code, where PyTorch's `addmm` would copy y.
     """
-    _add_product(y, u, b)
-
-
-@operation(like=lambda y, u, b: None, mutates=("y",))
-def _add_product(y: Tensor, u: Tensor, b: Tensor) -> None:
     y.addmm_(u, b.t())  # [M,R] @ [N,R]^T
 
 

@@ -43,7 +43,10 @@ def combine_reference(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def combine_weight_gradient_reference(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
-    """dweight [T, top_k] in float32: the products of dout[t] and y[row[t, s]], summed."""
+    """The gradient of `combine` by its weight, float32 [T, top_k]: the products of dout[t] and y[row[t, s]], summed.
+
+    dout [T, K] is the gradient of its result.
+    """
     return torch.stack([(dout.float() * _rows(y, row[:, s])).sum(1) for s in range(row.shape[1])], 1)
 
 
@@ -87,11 +90,6 @@ def combine(y: Tensor, row: Tensor, weight: Tensor | None = None) -> Tensor:
     return _combine(y, row, weight)
 
 
-def combine_weight_gradient(dout: Tensor, y: Tensor, row: Tensor) -> Tensor:
-    """The gradient of `combine` by its weight: float32 [T, top_k], from the gradient of its result, dout [T, K]."""
-    return _combine_weight_gradient(dout, y, row)
-
-
 def _check_gather(x: Tensor, cast: Cast, slot: Tensor | None, top_k: int, *factors: Tensor | None) -> None:
     column_scale, group, row_scale = factors
     check_matrix("gather_quantize", x)
@@ -113,6 +111,11 @@ def _check_combine(y: Tensor, row: Tensor, weight: Tensor | None) -> None:
     check_tensor("weight", weight, tuple(row.shape), torch.float32)
 
 
+def _check_combine_gradient(dout: Tensor, y: Tensor, row: Tensor) -> None:
+    _check_combine(y, row, None)
+    check_tensor("dout", dout, (row.shape[0], y.shape[1]), *FLOATS)
+
+
 def _like(x: Tensor, cast: Cast, slot: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
     m = x.shape[0] if slot is None else slot.shape[0]
     return x.new_empty((m, x.shape[1]), dtype=cast.fmt.dtype), x.new_empty((m, 1), dtype=torch.float32)
@@ -128,8 +131,8 @@ _gather_quantize = operation(
 _combine = operation(
     check=_check_combine, like=lambda y, row, weight: y.new_empty((row.shape[0], y.shape[1])), runs=_combines
 )(combine_reference)
-_combine_weight_gradient = operation(
-    check=lambda dout, y, row: _check_combine(y, row, None),
+combine_weight_gradient = operation(
+    check=_check_combine_gradient,
     like=lambda dout, y, row: dout.new_empty(tuple(row.shape), dtype=torch.float32),
     runs=_combines,
 )(combine_weight_gradient_reference)

@@ -63,8 +63,11 @@ def to_data(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _quantize_reference(
-    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None
+    x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None, matrices: int
 ) -> tuple[Tensor, Tensor]:
+    """Data and scale of x, or of so many stacked `matrices`: by row, without factors, each with a floor of its own."""
+    if matrices > 1:
+        return quantize_stack_reference(list(x.view(matrices, len(x) // matrices, x.shape[1])), cast, True)
     row_scale = None if mantissa_of is None else scale_mantissa(mantissa_of)
     return quantize_reference(x, cast, column_scale, row_scale, seed)
 
@@ -75,15 +78,15 @@ def quantize_transposed_reference(
     return quantize_reference(placed(x, place).t().contiguous(), cast, None, None, seed)
 
 
-def quantize_stack_reference(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
+def quantize_stack_reference(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
+    """Data and scales of the stacked matrices. Without `stored` no data, and the scales [sum of N_i, 1] before a
+    relative floor and a power of two."""
+    if not stored:
+        scales = [scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors]
+        return None, torch.cat(scales)  # type: ignore[return-value]
     parts = [quantize_reference(x, cast, None, None, None) for x in tensors]
     data = torch.cat([part.view(torch.uint8) for part, _ in parts]).view(cast.fmt.dtype)
     return data, torch.cat([scale for _, scale in parts])
-
-
-def row_scales_reference(tensors: list[Tensor], cast: Cast) -> Tensor:
-    """The scales [sum of N_i, 1] of the stacked matrices, before a relative floor and a power of two."""
-    return torch.cat([scale_from_amax(cast.granularity.amax(x.float()), cast.fmt) for x in tensors])
 
 
 def quantize_scaled_reference(x: Tensor, scale: Tensor, fmt: Format, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -110,7 +113,7 @@ def quantize(
     Raises:
         ValueError: for another shape or dtype.
     """
-    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast))
+    data, scale = _quantize(x, cast.spec, column_scale, mantissa_of, _seed(x, cast), 1)
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
@@ -122,7 +125,7 @@ def quantize_stack(tensors: Sequence[Tensor], cast: Cast) -> QTensor:
     for x in tensors:
         check_matrix("quantize_stack", x)
     check_nearest("quantize_stack", cast)
-    data, scale = _quantize_stack(list(tensors), cast.spec)
+    data, scale = _quantize_stack(list(tensors), cast.spec, True)
     return QTensor(data, scale, cast.fmt, ROW)
 
 
@@ -135,7 +138,7 @@ def quantize_matrices(w: Tensor, cast: Cast) -> QTensor:
         raise ValueError(f"quantize_matrices takes [E, N, K] of float32, bfloat16 or float16, got {w.dtype} {w.shape}")
     if cast.by_row:
         check_nearest("quantize_matrices", cast)
-        data, scale = _quantize_matrices(w, cast.spec)
+        data, scale = _quantize(w.flatten(0, 1), cast.spec, None, None, None, len(w))
         return QTensor(data.view(w.shape), scale.view(*w.shape[:2], 1), cast.fmt, ROW)
     parts = [quantize(part, cast) for part in matrices(w, cast.granularity.rows)]
     data, scale = joined([q.data for q in parts]), joined([q.scale for q in parts])
@@ -173,7 +176,7 @@ def row_scales(tensors: Sequence[Tensor], cast: Cast) -> Tensor:
         check_matrix("row_scales", x)
     if not cast.by_row:
         raise ValueError(f"row_scales takes a cast by row, got {cast}")
-    return _row_scales(list(tensors), cast.spec)
+    return _quantize_stack(list(tensors), cast.spec, False)[1]
 
 
 def quantize_transposed(x: Tensor, cast: Cast, place: Tensor | None = None) -> QTensor:
@@ -199,7 +202,7 @@ def _seed(x: Tensor, cast: Cast) -> Tensor | None:
     return new_seed(x.device) if cast.rounding == "stochastic" else None
 
 
-def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, seed: Tensor | None) -> None:
+def _check(x: Tensor, cast: Cast, column_scale: Tensor | None, mantissa_of: Tensor | None, *rest: Any) -> None:
     check_matrix("quantize", x)
     check_tensor("column_scale", column_scale, (1, x.shape[1]), torch.float32)
     check_tensor("mantissa_of", mantissa_of, (x.shape[0], 1), torch.float32)
@@ -218,11 +221,11 @@ def _has_kernel(x: Tensor, cast: Cast, columns: int) -> bool:
     return converts(x, cast.format) and fits(cast, columns)
 
 
-def _quantizes(x: Tensor, cast: Cast, *factors: Tensor | None) -> bool:
-    return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or factors[:2] == (None, None))
+def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
+    return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None))
 
 
-def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
+def _quantizes_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> bool:
     return _has_kernel(tensors[0], cast, tensors[0].shape[1])
 
 
@@ -236,41 +239,24 @@ def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor
     return data, x.new_empty(cast.granularity.scale_shape(shape), dtype=cast.scale_dtype)
 
 
-def _stacked(tensors: list[Tensor]) -> int:
-    return sum(x.shape[0] for x in tensors)
+def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor, Tensor]:
+    rows, x = sum(x.shape[0] for x in tensors), tensors[0]
+    if stored:
+        return _like(x, (rows, x.shape[1]), cast)
+    return x.new_empty(0), x.new_empty((rows, 1), dtype=torch.float32)
 
 
 _quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
     _quantize_reference
 )
-_quantize_stack = operation(
-    like=lambda tensors, cast: _like(tensors[0], (_stacked(tensors), tensors[0].shape[1]), cast), runs=_quantizes_stack
-)(quantize_stack_reference)
+_quantize_stack = operation(like=_like_stack, runs=_quantizes_stack)(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
     runs=_quantizes_transposed,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
-_row_scales = operation(
-    like=lambda tensors, cast: tensors[0].new_empty((_stacked(tensors), 1), dtype=torch.float32), runs=_quantizes_stack
-)(row_scales_reference)
 _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
     runs=lambda x, scale, fmt, seed: converts(x, fmt.name),
 )(quantize_scaled_reference)
-
-
-def _quantizes_matrices(w: Tensor, cast: Cast) -> bool:
-    return converts(w, cast.format) and fits(cast, w.shape[2])
-
-
-@operation(like=lambda w, cast: _like(w, (w.shape[0] * w.shape[1], w.shape[2]), cast), inlines=_quantizes_matrices)
-def _quantize_matrices(w: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
-    if len(w) == 0:  # a rank of FSDP2 without a matrix
-        return _like(w, (0, w.shape[2]), cast)
-    if not _quantizes_matrices(w, cast):
-        return _quantize_stack(list(w), cast.spec)
-    from octavo.ops.kernels import quantization as kernel
-
-    return kernel.quantize(w.contiguous().view(-1, w.shape[2]), cast, None, None, matrices=w.shape[0])

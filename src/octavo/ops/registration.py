@@ -59,6 +59,7 @@ class Operation(Generic[Result]):
                  inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
+        self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
         self.runs = runs or inlines
         signature = inspect.signature(function)

@@ -20,18 +20,16 @@ from octavo.ops.launching import converts
 from octavo.ops.quantization import divided
 from octavo.ops.registration import check_nearest, check_row_cast, operation
 
-
-def requantize_reference(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
-    """[sum of M_i, K] from matrices [M_i, K] and the row scales of the stacked matrix."""
-    return cast_to(divided(torch.cat([x.float() for x in tensors]), scale, fmt), fmt)
+TILE = 64  # of the kernel: a square block has a multiple of so many rows and columns
 
 
-def requantize_transposed_reference(
-    tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity
+def requantize_reference(
+    tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool
 ) -> Tensor:
-    """[K, sum of M_i] from matrices [M_i, K] and the scales of the stacked matrix."""
+    """[sum of M_i, K], or its transpose, from matrices [M_i, K] and the scales of the stacked matrix."""
     x = torch.cat([x.float() for x in tensors])
-    return _bytes_transposed(x, granularity.expand(scale, tuple(x.shape)), fmt)
+    data = cast_to(divided(x, granularity.expand(scale, tuple(x.shape)), fmt), fmt)
+    return _transposed(data) if transposed else data
 
 
 def requantize_norm_reference(
@@ -40,12 +38,12 @@ def requantize_norm_reference(
     """[K, M] from x [M, K], the statistics of its norm [M, 1] and the row scales [M, 1] of the norm's output."""
     centered = x.float() if mean is None else x.float() - mean
     normed = centered * rstd * weight.float()
-    return _bytes_transposed(normed if bias is None else normed + bias.float(), scale, fmt)
+    normed = normed if bias is None else normed + bias.float()
+    return _transposed(cast_to(divided(normed, scale, fmt), fmt))
 
 
-def _bytes_transposed(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-    data = cast_to(divided(x, scale, fmt), fmt)
-    return data.view(torch.uint8).t().contiguous().view(fmt.dtype)
+def _transposed(data: Tensor) -> Tensor:
+    return data.view(torch.uint8).t().contiguous().view(data.dtype)
 
 
 def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
@@ -54,7 +52,8 @@ def requantize(tensors: Sequence[Tensor], scale: Tensor, cast: Cast) -> QTensor:
     Numbers beyond the format's max saturate; a row with the scale NaN becomes NaN.
     """
     check_nearest("requantize", cast)
-    return QTensor(_requantize(list(tensors), scale, cast.format), scale, cast.fmt, ROW)
+    data = _requantize(list(tensors), scale, cast.format, ROW.name, False, None)
+    return QTensor(data, scale, cast.fmt, ROW)
 
 
 def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, after: Tensor | None = None) -> Tensor:
@@ -64,7 +63,7 @@ def requantize_transposed(tensors: Sequence[Tensor], scale: Tensor, cast: Cast, 
     row, tensor or square block, rounded to nearest. Numbers beyond the format's max saturate. `after` is that of
     `transpose`.
     """
-    return _requantize_transposed(list(tensors), scale.float(), cast.format, cast.granularity.name, after)
+    return _requantize(list(tensors), scale.float(), cast.format, cast.granularity.name, True, after)
 
 
 def requantize_norm(
@@ -79,14 +78,8 @@ def requantize_norm(
     return _requantize_norm(x, mean, rstd, weight, bias, scale, cast.format)
 
 
-def _check(tensors: Sequence[Tensor], scale: Tensor, *rest: Any) -> None:
-    if scale.shape != (_transposed_shape(tensors)[1], 1):
-        raise ValueError(f"need a scale for each row of {[list(x.shape) for x in tensors]}, got {list(scale.shape)}")
-
-
-def _check_transposed(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> None:
-    k, total = _transposed_shape(tensors)
-    if scale.shape != granularity.scale_shape((total, k)):
+def _check(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> None:
+    if scale.shape != granularity.scale_shape(_shape(tensors)):
         shapes = [list(x.shape) for x in tensors]
         raise ValueError(f"need the scales of {shapes} by {granularity.name}, got scales {list(scale.shape)}")
 
@@ -97,30 +90,23 @@ def _check_norm(x: Tensor, *rest: Any) -> None:
         raise ValueError(f"need a scale for each row of {list(x.shape)}, got {list(scale.shape)}")
 
 
-def _transposed_shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """[K, sum of M_i]."""
-    return tensors[0].shape[1], sum(x.shape[0] for x in tensors)
+def _shape(tensors: Sequence[Tensor]) -> tuple[int, int]:
+    """[sum of M_i, K], the shape of the stacked matrix."""
+    return sum(x.shape[0] for x in tensors), tensors[0].shape[1]
 
 
-def _requantizes_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> bool:
-    if not converts(scale, fmt.name):
-        return False
-    from octavo.ops.kernels import requantization as kernel
-
-    return kernel.takes(granularity)
+def _like(tensors: Sequence[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> Tensor:
+    rows, columns = _shape(tensors)
+    return scale.new_empty((columns, rows) if transposed else (rows, columns), dtype=fmt.dtype)
 
 
-_requantize = operation(
-    check=_check,
-    like=lambda tensors, scale, fmt: scale.new_empty(_transposed_shape(tensors)[::-1], dtype=fmt.dtype),
-    runs=lambda tensors, scale, fmt: converts(scale, fmt.name),
-)(requantize_reference)
-_requantize_transposed = operation(
-    check=_check_transposed,
-    like=lambda tensors, scale, fmt, granularity: scale.new_empty(_transposed_shape(tensors), dtype=fmt.dtype),
-    runs=_requantizes_transposed,
-    after=True,
-)(requantize_transposed_reference)
+def _requantizes(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, *rest: Any) -> bool:
+    """By row, by tensor, or by square blocks of whole tiles."""
+    square = granularity.transposes and (granularity.rows or TILE) % TILE == 0
+    return (granularity == ROW or square) and converts(scale, fmt.name)
+
+
+_requantize = operation(check=_check, like=_like, runs=_requantizes, after=True)(requantize_reference)
 _requantize_norm = operation(
     check=_check_norm,
     like=lambda x, *rest: x.new_empty((x.shape[1], x.shape[0]), dtype=rest[-1].dtype),

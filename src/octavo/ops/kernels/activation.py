@@ -22,41 +22,25 @@ SUM_BLOCK_M, SUM_BLOCK_F = 32, 128  # the tile of the gradients that are added u
 PARTIAL_SUMS = 64  # of each column
 
 
-def activation_quantize(u: Tensor, kind: str, cast: Cast) -> tuple[Tensor, Tensor]:
-    """Same as `activation_quantize_reference`, for a contiguous u."""
-    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
-    scale = allocate(u, (u.shape[0], 1), torch.float32)
-    _forward(u, data, scale, kind, cast, given=False)
-    return data, scale
-
-
-def activation_scales(u: Tensor, kind: str, cast: Cast) -> Tensor:
-    """Same as `activation_scales_reference`, for a contiguous u."""
-    scale = allocate(u, (u.shape[0], 1), torch.float32)
-    _forward(u, None, scale, kind, cast, given=False)
-    return scale
-
-
-def activation_quantize_scaled(u: Tensor, kind: str, scale: Tensor, cast: Cast) -> Tensor:
-    """Same as `activation_quantize_scaled_reference`, for contiguous tensors."""
-    data = allocate(u, (u.shape[0], _columns(u, kind)), cast.fmt.dtype)
-    _forward(u, data, scale, kind, cast, given=True)
-    return data
+def activation_quantize(
+    u: Tensor, kind: str, scale: Tensor | None, stored: bool, cast: Cast
+) -> tuple[Tensor | None, Tensor | None]:
+    """Same as `activation_quantize_reference`, for contiguous tensors."""
+    m, f, given = u.shape[0], _columns(u, kind), scale is not None
+    data = allocate(u, (m, f), cast.fmt.dtype) if stored else None
+    scale = allocate(u, (m, 1), torch.float32) if scale is None else scale
+    block_f = _block_f(f, 2 * MAX_BLOCK_F)
+    warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
+    launcher(_forward_kernel, (m,))(
+        u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
+        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
+    )  # fmt: skip
+    return data, None if given else scale
 
 
 def _columns(u: Tensor, kind: str) -> int:
     """F, the columns of h."""
     return u.shape[1] if kind == "gelu" else u.shape[1] // 2
-
-
-def _forward(u: Tensor, data: Tensor | None, scale: Tensor, kind: str, cast: Cast, *, given: bool) -> None:
-    f = _columns(u, kind)
-    block_f = _block_f(f, 2 * MAX_BLOCK_F)
-    warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
-    launcher(_forward_kernel, (u.shape[0],))(
-        u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
-        BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,
-    )  # fmt: skip
 
 
 def activation_backward(

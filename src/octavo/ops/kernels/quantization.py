@@ -72,23 +72,19 @@ def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tenso
     return data, _as_scale(scale)
 
 
-def quantize_stack(tensors: list[Tensor], cast: Cast) -> tuple[Tensor, Tensor]:
-    """Quantize contiguous matrices with the same number of columns by row, each into its part of one result."""
-    sizes = [x.shape[0] for x in tensors]
-    data = allocate(tensors[0], (sum(sizes), tensors[0].shape[1]), cast.fmt.dtype)
-    scale = _new_scale(data, tuple(data.shape), cast)
+def quantize_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor | None, Tensor]:
+    """Quantize contiguous matrices with the same number of columns by row, each into its part of one result. Without
+    `stored` only their scales, float32, before a relative floor and a power of two."""
+    first, sizes = tensors[0], [x.shape[0] for x in tensors]
+    shape = sum(sizes), first.shape[1]
+    data = allocate(first, shape, cast.fmt.dtype) if stored else None
+    scale = _new_scale(first, shape, cast) if stored else allocate(first, (shape[0], 1), torch.float32)
     for x, end in zip(tensors, accumulate(sizes), strict=True):
-        _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
+        if data is not None:
+            _rows(x, end - x.shape[0], data, scale, cast, None, None, None)
+        else:
+            _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
     return data, _as_scale(scale)
-
-
-def row_scales(tensors: list[Tensor], cast: Cast) -> Tensor:
-    """Same as `row_scales_reference`, for contiguous matrices with the same number of columns."""
-    sizes = [x.shape[0] for x in tensors]
-    scale = allocate(tensors[0], (sum(sizes), 1), torch.float32)
-    for x, end in zip(tensors, accumulate(sizes), strict=True):
-        _launch_rows(x, end - x.shape[0], None, scale, cast, None, None, None, unrounded=True)
-    return scale
 
 
 def _new_scale(x: Tensor, shape: tuple[int, ...], cast: Cast) -> Tensor:

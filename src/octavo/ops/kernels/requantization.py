@@ -18,35 +18,15 @@ Norm = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # mean
 _WHOLE = 1 << 30  # a scale of the whole tensor is one of a square block larger than any tensor
 
 
-def takes(granularity: Granularity) -> bool:
-    """True if the kernel takes scales of this granularity: by row, by tensor, or by square blocks of whole tiles."""
-    return granularity == ROW or (granularity.transposes and _side(granularity) % BLOCK_M == 0)
-
-
-def requantize_transposed(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity) -> Tensor:
-    """Same as `requantize_transposed_reference`, for contiguous matrices and a granularity that the kernel `takes`."""
-    result = allocate(scale, (tensors[0].shape[1], sum(x.shape[0] for x in tensors)), fmt.dtype)
-    _launch_each(tensors, scale, result, 0 if granularity == ROW else _side(granularity))
-    return result
-
-
-def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format) -> Tensor:
-    """Same as `requantize_reference`, for contiguous matrices."""
-    result = allocate(scale, (scale.shape[0], tensors[0].shape[1]), fmt.dtype)
-    _launch_each(tensors, scale, result, 0, transposed=False)
-    return result
-
-
-def _launch_each(tensors: list[Tensor], scale: Tensor, result: Tensor, side: int, *, transposed: bool = True) -> None:
-    first_row = 0
+def requantize(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity: Granularity, transposed: bool) -> Tensor:
+    """Same as `requantize_reference`, for contiguous matrices, by row, by tensor or by square blocks of whole tiles."""
+    rows, columns = sum(x.shape[0] for x in tensors), tensors[0].shape[1]
+    result = allocate(scale, (columns, rows) if transposed else (rows, columns), fmt.dtype)
+    side, first_row = 0 if granularity == ROW else granularity.rows or _WHOLE, 0
     for x in tensors:
         _launch(x, (None, None, None, None), scale, result, first_row, side, transposed=transposed)
         first_row += x.shape[0]
-
-
-def _side(granularity: Granularity) -> int:
-    """The rows, and columns, of a square block."""
-    return granularity.rows or _WHOLE
+    return result
 
 
 def requantize_norm(
@@ -87,6 +67,7 @@ def _requantize_kernel(
     if SIDE == 0:  # one scale for each row
         scale = tl.load(scale_ptr + first_row + offs_m, offs_m < M, other=1.0)
     else:  # a tile lies within one square block
+        tl.static_assert(SIDE % BLOCK_M == 0 and SIDE % BLOCK_K == 0)
         block = (tl.program_id(1) * BLOCK_M // SIDE) * stride_scale + tl.program_id(0) * BLOCK_K // SIDE
         scale = tl.load(scale_ptr + block + tl.zeros_like(offs_m))
     q = to_data(x * inverse(scale)[:, None], result_ptr.dtype.element_ty)
