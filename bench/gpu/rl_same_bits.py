@@ -39,7 +39,7 @@ BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4
 
 WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
-TEXTS = sized((4, 64), (2, 12))
+TEXTS = sized((4, 24), (2, 12))
 
 
 def main() -> None:
