@@ -4,9 +4,13 @@ Rollouts are timed too: texts sampled by the served model, and by transformers' 
 TRL calls by default. Kernels are compiled in several threads first. All takes less than a minute on an H200, and the
 file is written after each part.
 
-    python -m bench.gpu.rl_same_bits
+With --parity only this: `octavo.rl.parity` of a model of eight layers, whose random weights have the deviation 0.06, in
+the default mode and in that of the same bits. It runs on a CPU too, in a minute.
+
+    python -m bench.gpu.rl_same_bits [--parity]
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -22,9 +26,10 @@ from bench import record
 from bench.gpu.harness import DEVICE, kernels_of, parser_of, show, sized
 from bench.gpu.rl import HEADS, SHAPES, live, trained
 from octavo.inference.session import PIECE
+from octavo.inference.transformers_generate import accelerate_generate
 from octavo.ops import index_of_largest
 from octavo.ops.launching import compile_only
-from octavo.rl import push, same_bits
+from octavo.rl import parity, push, same_bits
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
@@ -32,8 +37,15 @@ SIZES: dict[str, Any] = {**HEADS, **sized(SHAPES["0.6b"], SMALL), "tie_word_embe
 BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4), sized((4, 2048), (2, 16))
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
+TEXTS = sized((4, 24), (2, 12))
+
+
 def main() -> None:
-    parser_of(__doc__).parse_args()
+    if parser_of(__doc__, parity=False).parse_args().parity:
+        print(record.write(f"{'gpu' if DEVICE == 'cuda' else 'cpu'}_rl_parity", distances()))
+        return
     began = time.perf_counter()
     model, served = open_models()
     result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
@@ -92,6 +104,32 @@ def measured(model: Any, served: Any) -> dict[str, float]:
         found[name] = statistics.median(call() for _ in range(3))
         show(f"{name}: {found[name]:.4g} ms")
     return found
+
+
+def distances() -> dict[str, Any]:
+    """The KL of the next token, in nats, of forward passes from the engine's decoding: None where the mode refuses."""
+    sizes: dict[str, Any] = sized(WIDE, WIDE | SMALL)
+    config = Qwen3Config(**sizes, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=None)
+    ids = torch.randint(sizes["vocab_size"], TEXTS, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    wide, (own, packed) = trained(config), (live(config) for _ in range(2))
+    for served in (own, packed):
+        push(wide, served)
+    converted = copy.deepcopy(wide)
+    octavo.restore(wide)
+    bf16 = copy.deepcopy(wide)
+    accelerate_generate(bf16, 4096)
+    pairs = {
+        "BF16, its forward pass and its generate": (wide, bf16),
+        "packed, its forward pass and its generate": (own, packed),
+        "converted, and its packed folder": (converted, packed),
+        "BF16, and its packed folder": (wide, packed),
+    }
+    found = [{"models": name, "default": parity(*pair, ids).kl, "same_bits": None} for name, pair in pairs.items()]
+    for row in found[1:3]:
+        with same_bits(*pairs[str(row["models"])]):
+            row["same_bits"] = parity(*pairs[str(row["models"])], ids).kl
+    show(*found)
+    return {"texts": TEXTS, "deviation": config.initializer_range, "layers": config.num_hidden_layers, "rows": found}
 
 
 def generate(model: Any, batch: int, new: int) -> Tensor:

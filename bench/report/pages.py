@@ -44,6 +44,8 @@ def main() -> None:
     (ROOT / "bench" / "aims.md").write_text(aims_page(results))
     plots.draw(results, ROOT / "docs" / "performance")
     performance.write_grids(results, ROOT / "docs" / "performance")
+    rl = ROOT / "docs" / "rl.md"
+    rl.write_text(with_part(rl.read_text(), "parity", performance.parity(results)))
     readme = ROOT / "README.md"
     decided = "\n\n".join(filter(None, (loss.decided(results), loss.peers(results))))
     readme.write_text(with_part(with_gains(readme.read_text(), results), "loss", decided))

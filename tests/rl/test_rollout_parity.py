@@ -10,8 +10,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+from ranks import run_ranks
 from tiny_models import IDS, Folders, built
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.inference.transformers_cache import CACHE
@@ -182,6 +184,18 @@ def test_what_parity_refuses(made: Folders) -> None:
             refused()
     with pytest.raises(TypeError, match="parity takes a model of transformers, got a Linear"):
         parity(torch.nn.Linear(2, 2), served, IDS)
+
+
+def of_sharded(rank: int, folder: Path) -> str:
+    model = fully_shard(built("llama"))
+    with pytest.raises(ValueError, match="parity takes") as error:
+        parity(model, octavo.load(folder), IDS)
+    return str(error.value)
+
+
+def test_a_sharded_model_is_refused_on_every_rank(made: Folders) -> None:
+    found = run_ranks(2, of_sharded, made("llama", scheme="channel"))
+    assert found == ["parity takes a model that is not sharded: gather it on one device"] * 2
 
 
 def test_drift_is_an_event_of_the_watch_and_in_the_report(made: Folders, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ roundings can lift the largest element above max by at most 2^-22 of it. The cas
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
