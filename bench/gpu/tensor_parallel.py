@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 
 import octavo
 from bench.gpu import harness, llama
-from bench.gpu.harness import DEVICE, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, read_options, setting_of, slowest, start, write
+from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, setting_of, slowest, start
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
@@ -137,8 +137,8 @@ class Bench:
     runners: dict[str, Runner] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
-    def run(self, names: list[str]) -> None:
-        """Measure the modes and write the result; then those that overlap, which take turns with BF16 too."""
+    def run(self, names: list[str]) -> Results:
+        """Measure the modes; then those that overlap, which take turns with BF16 too."""
         rate = bandwidth()
         for overlap in (False, True):
             part = [name for name in names if MODES[name].overlap == overlap]
@@ -151,7 +151,7 @@ class Bench:
             for name in there:
                 attempt(self.rows, name, partial(self.row, name, times))
             result = {"setting": setting_of(self.config, self.tokens), "bytes_per_second": rate, "modes": self.rows}
-            write(f"gpu_tensor_parallel_{self.mesh.size()}_gpus", result)
+            yield f"gpu_tensor_parallel_{self.mesh.size()}_gpus", result
 
     def build(self, name: str) -> Row:
         """Add the model of a mode that agrees with BF16; the SQNR of its output, and of the gradient of its input."""
@@ -176,14 +176,10 @@ class Bench:
         return {**harness.summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
 
 
-def main() -> None:
-    options = read_options(__doc__, layers=2, rounds=8)
+@benchmark(layers=2, rounds=8, only="")
+def main(options: Options) -> Results:
     start()
     mesh = init_device_mesh(DEVICE, (distributed.get_world_size(),))
     config = replace(CONFIG, layers=options.layers)
-    Bench(config, CONFIG.context, mesh, options.rounds).run(chosen(MODES, BASE, options.only))
+    yield from Bench(config, CONFIG.context, mesh, options.rounds).run(chosen(MODES, BASE, options.only))
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,7 @@ from torch import Tensor
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.grouped_rows import of_columns, of_rows
-from bench.gpu.harness import beyond_cache, fastest, in_turn, once, parser_of, replayed, sized
+from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, once, replayed, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products
@@ -59,19 +59,6 @@ INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
 CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
-def main() -> None:
-    parser = parser_of(__doc__, shapes=sized(4, 1), rows="", bytes=False)
-    parser.add_argument("kernel", choices=KERNELS)
-    options = parser.parse_args()
-    rows, tune = KERNELS[options.kernel]
-    by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
-    for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
-        for n, k in by_shape:
-            print(f"{m} x {n} x {k}" if n else m, flush=True)
-            tune(m, n, k, **{"native": False} if options.bytes else {})
-            torch.cuda.empty_cache()
-
-
 def bf16(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=BF16)
 
@@ -98,19 +85,16 @@ def gemm(m: int, n: int, k: int) -> None:
 def block(m: int, n: int, k: int) -> None:
     x, wide = bf16(m, k), [bf16(n, k) for _ in range(beyond_cache(n, k) if m < 1024 else 2)]
     for name, (left, right) in PAIRS.items():
-        a, bs, size = (
-            quantize(x, Cast(granularity=left)),
-            [quantize(w, Cast(granularity=right)) for w in wide],
-            left.cols,
-        )
+        a, size = quantize(x, Cast(granularity=left)), left.cols or 1
+        bs = [quantize(w, Cast(granularity=right)) for w in wide]
 
         def us(call: Callable[..., Any], *options: Any, a: QTensor = a, bs: list[QTensor] = bs) -> float:
             return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
 
         native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
         print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
-        chosen = block_scaled_gemm.choose(m, n, k, size or 1, x.device)
-        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size or 1))
+        chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
+        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
         show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
 
 
@@ -224,5 +208,13 @@ KERNELS: dict[str, tuple[str, Callable[..., None]]] = {  # and the rows (tokens,
 }
 BY_SHAPE = KERNELS.keys() - {"grouped", "grouped-rows", "cache"}
 
-if __name__ == "__main__":
-    main()
+
+@benchmark(kernel=KERNELS, shapes=sized(4, 1), rows="", bytes=False)
+def main(options: Options) -> None:
+    rows, tune = KERNELS[options.kernel]
+    by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
+    for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
+        for n, k in by_shape:
+            print(f"{m} x {n} x {k}" if n else m, flush=True)
+            tune(m, n, k, **{"native": False} if options.bytes else {})
+            torch.cuda.empty_cache()
