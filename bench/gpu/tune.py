@@ -32,7 +32,7 @@ from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products
 from octavo.inference.kv_cache import DTYPES
 from octavo.numerics import ROW, Cast, QTensor, group
-from octavo.ops import quantize, sort_by_expert
+from octavo.ops import quantize, quantize_matrices, sort_by_expert
 from octavo.ops.attention_tiles import TILES, Tile, choose_tile
 from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, int8_gemm, weight_only
@@ -115,15 +115,13 @@ def grouped(tokens: int, *_: int) -> None:
     for name, shape in EXPERTS.items():
         for n, k in ((2 * shape.mlp_width, shape.width), (shape.width, shape.mlp_width)):
             e, m = shape.experts, tokens * shape.top_k
-            qs = [quantize(w, Cast(granularity=SQUARE)) for w in bf16(e, n, k)]
-            w = torch.stack([q.data.view(torch.uint8) for q in qs]).view(qs[0].data.dtype)
-            scale = torch.stack([q.scale for q in qs])
+            w_q = quantize_matrices(bf16(e, n, k), Cast(granularity=SQUARE))
             offsets = sort_by_expert(torch.rand(tokens, e, device="cuda").topk(shape.top_k).indices, e).offsets
             a = quantize(bf16(m, k), Cast(granularity=STRIP))
             rows = grouped_gemm.likely_rows(m, e)
             chosen = block_scaled_gemm.choose(rows, n, k, 128, offsets.device)
             tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
-            operands = Operands(a.data, w, a.scale, scale, STRIP, SQUARE)
+            operands = Operands(a.data, w_q.data, a.scale, w_q.scale, STRIP, SQUARE)
             ours = partial(grouped_gemm.block_scaled_grouped_mm, operands, offsets, BF16)
             print(f"{name}, {tokens} tokens, {n} x {k}", flush=True)
             time_grouped(ours, chosen, [block_scaled_gemm.Tiling(*each) for each in tilings], 2 * m * n * k)

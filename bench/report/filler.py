@@ -23,6 +23,7 @@ from math import log
 from pathlib import Path
 from statistics import median
 from string import Formatter
+from types import ModuleType
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -152,3 +153,9 @@ def machine(result: Result) -> str:
 HELPERS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (spread, group, span, joined, machine, median, log)
 }
+
+
+def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:
+    """The names that a template may use: those of the modules, of the functions above and of the results."""
+    functions = {key: value for module in modules for key, value in vars(module).items()}
+    return {**functions, **HELPERS, **results, "results": results}

@@ -122,7 +122,7 @@ def measure_blocks(rank: int, folder: str) -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail_to_split)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
-    write(tensor_parallel.Bench(BLOCKS, 16, mesh, 2, compiled=False).run(names))
+    write(tensor_parallel.measure(names, BLOCKS, 16, mesh, 2, compiled=False))
     runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], BLOCKS, 16, mesh, compiled=False)
     return [t.tolist() for t in runner.step()]
 

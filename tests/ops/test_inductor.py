@@ -73,6 +73,7 @@ def test_an_argument_of_several_operations_is_computed_once() -> None:
     assert "".join(code).count("empty_strided_cpu((16, 1)") == 1
 
 
+@pytest.mark.slow  # a process
 def test_inductor_launches_our_kernels_itself_where_it_was_imported_before_octavo() -> None:
     name = inductor._STATIC_LAUNCH
     code = f"import torch._inductor.config as config, octavo.ops.registration; print(config.{name})"
