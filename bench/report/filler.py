@@ -11,7 +11,8 @@ A table stands in its template with one row of cells, which is repeated for each
     | {mode} | {median:.2f} | {ratio:.3f}x |
 
 The keys of a row are names in its cells. A cell with a value that is None or not there is a dash. A heading in braces
-makes a column of each of its values, and the rows whose other cells are equal are one row.
+makes a column of each of its values, and the rows whose other cells are equal are one row. A line of a list, which
+begins with `- `, is repeated in the same way.
 
 What stands between `<!-- if concludes(results) -->` and `<!-- end -->` is left out where the expression is false.
 """
@@ -29,6 +30,7 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
 IF = re.compile(r"<!-- if (.+?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+ITEM = re.compile(r"<!-- each (.+?) -->\n(- .*)")
 EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
@@ -52,7 +54,8 @@ def load() -> dict[str, Result]:
 def fill(template: str, names: Mapping[str, Any]) -> str:
     """`template` with its tables and then its fields filled."""
     page = IF.sub(lambda found: found[2] if eval(found[1], dict(names)) else "", template)
-    page = EACH.sub(lambda found: _table(found, names).replace("{", "{{").replace("}", "}}"), page)
+    for pattern, made in ((EACH, _table), (ITEM, _items)):
+        page = pattern.sub(lambda found, made=made: made(found, names).replace("{", "{{").replace("}", "}}"), page)
     return re.sub(r"\n{3,}", "\n\n", _filled(page, names))  # a warning that says nothing leaves an empty paragraph
 
 
@@ -86,6 +89,10 @@ def _table(template: re.Match[str], names: Mapping[str, Any]) -> str:
         if all(row.get(column, MISSING) == MISSING for row in rows.values() for column in columns_made):
             raise ValueError(f"the column {head!r} of the table of {each} is empty: correct its expression")
     return markdown(rows.values(), [column for columns_made in found.values() for column in columns_made])
+
+
+def _items(template: re.Match[str], names: Mapping[str, Any]) -> str:
+    return "\n".join(_filled(template[2], {**names, **row}) for row in eval(template[1], dict(names)))
 
 
 def _cell(text: str, names: Mapping[str, Any]) -> str:
