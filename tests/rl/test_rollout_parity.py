@@ -11,6 +11,7 @@ from tiny_models import IDS, Folders, built
 from torch import Tensor
 
 import octavo
+from octavo.inference.transformers_cache import CACHE
 from octavo.integrations.peft import support
 from octavo.rl import DriftError, parity, push
 
@@ -43,8 +44,8 @@ def test_the_numbers_are_those_of_transformers(made: Folders) -> None:
     p, q, cache = log_probabilities(model, IDS), [], None
     with torch.no_grad():
         for t in range(IDS.shape[1] - 1):
-            out = served(IDS[:, t : t + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = served(IDS[:, t : t + 1], **{CACHE: cache}, use_cache=True)
+            cache = out[CACHE]
             q.append(out.logits[:, -1].double().log_softmax(-1))
     theirs = torch.stack(q, 1)
     kl = float((p.exp() * (p - theirs)).sum(-1).mean())
