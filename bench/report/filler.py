@@ -54,8 +54,8 @@ def load() -> dict[str, Result]:
 def fill(template: str, names: Mapping[str, Any]) -> str:
     """`template` with its tables and then its fields filled."""
     page = IF.sub(lambda found: found[2] if eval(found[1], dict(names)) else "", template)
-    for pattern, made in ((EACH, _table), (ITEM, _items)):
-        page = pattern.sub(lambda found, made=made: made(found, names).replace("{", "{{").replace("}", "}}"), page)
+    page = EACH.sub(lambda found: _escaped(_table(found, names)), page)
+    page = ITEM.sub(lambda found: _escaped(_items(found, names)), page)
     return re.sub(r"\n{3,}", "\n\n", _filled(page, names))  # a warning that says nothing leaves an empty paragraph
 
 
@@ -89,6 +89,10 @@ def _table(template: re.Match[str], names: Mapping[str, Any]) -> str:
         if all(row.get(column, MISSING) == MISSING for row in rows.values() for column in columns_made):
             raise ValueError(f"the column {head!r} of the table of {each} is empty: correct its expression")
     return markdown(rows.values(), [column for columns_made in found.values() for column in columns_made])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _items(template: re.Match[str], names: Mapping[str, Any]) -> str:
