@@ -204,6 +204,8 @@ def test_what_is_cast_again_states_its_loss(folders, tmp_path, name, scheme):
 def test_what_cannot_be_converted(folders, tmp_path):
     with pytest.raises(ValueError, match="fp8 holds the scheme block alone, not channel"):
         convert_layout(folders["channel"], tmp_path / "out", layout="fp8")
+    with pytest.raises(ValueError, match="static stores the scale of the input, which is not here"):
+        convert_layout(folders["channel"], tmp_path / "out", scheme="static")
     for how in ({"layout": "gguf"}, {"scheme": "int4"}):
         with pytest.raises(ValueError, match=f"unknown {next(iter(how))}"):
             convert_layout(folders["channel"], tmp_path / "out", **how)

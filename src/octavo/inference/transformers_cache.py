@@ -78,10 +78,6 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
 
-    @property
-    def batch_size(self) -> int:
-        return -1 if self.store is None else self.store.keys.shape[0]
-
     def reset(self) -> None:
         if self.store is not None:
             self.store.reset()
@@ -93,16 +89,8 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:
-            rows = torch.arange(self.batch_size, device=self.store.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.store is not None:
-            self.store.select(indices)
+            self.store.select(beam_idx)
 
 
 class QuantizedKVCache(Cache):  # type: ignore[misc]
