@@ -85,10 +85,14 @@ def imports_of(source: str, modules: set[str]) -> set[str]:
     return {name for node in ast.walk(parse(source)) for name in imported(node, modules)}
 
 
+@cache
+def imports_from(source: str) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom)]
+
+
 def names_from(source: str, module: str) -> set[str]:
     """What `from module import ...` names, in any place."""
-    nodes = [node for node in ast.walk(parse(source)) if isinstance(node, ast.ImportFrom) and node.module == module]
-    return {alias.name for node in nodes for alias in node.names}
+    return {alias.name for node in imports_from(source) if node.module == module for alias in node.names}
 
 
 def hidden_imports(source: str, modules: set[str]) -> set[str]:

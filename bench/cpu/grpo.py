@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench import record
-from bench.gpu.harness import parser_of, sized
+from bench.gpu.harness import Options, Results, benchmark, sized
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 SEEDS, STEPS, LAST = sized(3, 1), sized(300, 2), 20
@@ -28,14 +27,10 @@ def summary(found: dict[str, list[dict[str, list[float]]]]) -> list[dict[str, An
     return rows
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
+@benchmark()
+def main(_: Options) -> Results:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "arms.json"
         sizes = ["--seeds", str(SEEDS), "--steps", str(STEPS), "--out", str(out)]
         subprocess.run([sys.executable, str(EXAMPLE), *sizes], check=True)
-        print(record.write("cpu_grpo", {"last": LAST, "arms": summary(json.loads(out.read_text()))}))
-
-
-if __name__ == "__main__":
-    main()
+        yield "cpu_grpo", {"last": LAST, "arms": summary(json.loads(out.read_text()))}

@@ -4,7 +4,6 @@ For each seed both runs start from the same weights and see the same batches. Th
 relative gap of the last evaluation for each seed, the mean gap, and the spread between the BF16 seeds.
 """
 
-import json
 import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench import record
+from bench.gpu.harness import Options, Results, benchmark, show
 from examples import demo
 from octavo.inference.opening import load_packed
 from octavo.packing import pack
@@ -26,27 +25,6 @@ from octavo.train.trainer import start_run
 
 SEEDS = (0, 1, 2)
 RECIPES = ("bf16", "rowwise")  # the last is packed
-
-
-def main() -> None:
-    runs: list[dict[str, Any]] = []
-    packed: list[dict[str, float]] = []
-    with TemporaryDirectory() as name:
-        for seed in SEEDS:
-            for recipe in RECIPES:
-                run = Path(name, f"{recipe}-{seed}")
-                train(run, "--recipe", recipe, "--seed", str(seed))
-                losses = read_run(run).evaluations
-                final = list(losses.values())[-1]
-                runs.append({"recipe": recipe, "seed": seed, "evaluations": losses, "final": final})
-                print(f"{recipe:8} seed {seed}: {final:.4f}", flush=True)
-            packed.append(judge(run, final))
-    bf16, fp8 = ([run["final"] for run in runs if run["recipe"] == recipe] for recipe in RECIPES)
-    gaps = [ours / base - 1 for base, ours in zip(bf16, fp8, strict=True)]
-    spread = (max(bf16) - min(bf16)) / statistics.mean(bf16)
-    summary = {"gaps": gaps, "mean_gap": statistics.mean(gaps), "bf16_spread": spread, "packed": packed}
-    print(json.dumps(summary, indent=2))
-    print(record.write("loss_gap", {"settings": demo.SETTINGS, "runs": runs, **summary}))
 
 
 def train(out: Path, *overrides: str) -> Config:
@@ -66,5 +44,23 @@ def judge(run: Path, trained: float) -> dict[str, float]:
     return {"loss": loss, "to_trained": loss / trained - 1, "bytes_to_bf16": report.ratio}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    runs: list[dict[str, Any]] = []
+    packed: list[dict[str, float]] = []
+    with TemporaryDirectory() as name:
+        for seed in SEEDS:
+            for recipe in RECIPES:
+                run = Path(name, f"{recipe}-{seed}")
+                train(run, "--recipe", recipe, "--seed", str(seed))
+                losses = read_run(run).evaluations
+                final = list(losses.values())[-1]
+                runs.append({"recipe": recipe, "seed": seed, "evaluations": losses, "final": final})
+                show(f"{recipe:8} seed {seed}: {final:.4f}")
+            packed.append(judge(run, final))
+    bf16, fp8 = ([run["final"] for run in runs if run["recipe"] == recipe] for recipe in RECIPES)
+    gaps = [ours / base - 1 for base, ours in zip(bf16, fp8, strict=True)]
+    spread = (max(bf16) - min(bf16)) / statistics.mean(bf16)
+    summary = {"gaps": gaps, "mean_gap": statistics.mean(gaps), "bf16_spread": spread, "packed": packed}
+    show(summary)
+    yield "loss_gap", {"settings": demo.SETTINGS, "runs": runs, **summary}

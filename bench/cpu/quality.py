@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import octavo
-from bench import record
 from bench.cpu.loss_gap import train
+from bench.gpu.harness import Options, Results, benchmark
 from examples import demo
 from octavo.calibration import Calibration, calibrate
 from octavo.checkpoint.files import read_json
@@ -52,16 +52,6 @@ SAMPLES = 96  # prompts of a verification
 CHUNK, PROMPTS, CONTEXT, BATCH = 16, 64, 256, 8  # of the caches and of attention
 CACHES = [(dtype, how) for dtype in ("fp8", "int8") for how in ("calibrated", "first chunk")]
 Cache = Callable[[Any, int], QuantizedKVCache]
-
-
-def main() -> None:
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        prepare(folder)
-        print(record.write("packing_quality", schemes(folder)))
-        packed, batches = folder / "model channel", held_out(folder)
-        print(record.write("kv_cache_quality", caches(packed, Calibration.load(calibrated(folder, "model")), batches)))
-        print(record.write("attention_quality", attention(packed, batches)))
 
 
 def prepare(folder: Path) -> None:
@@ -200,5 +190,12 @@ def attention(packed: Path, batches: list[Tensor]) -> dict[str, Any]:
     return {"settings": demo.SETTINGS, "context": CONTEXT, "fp8": quality["fp8"].to_dict()}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        yield "packing_quality", schemes(folder)
+        packed, batches = folder / "model channel", held_out(folder)
+        yield "kv_cache_quality", caches(packed, Calibration.load(calibrated(folder, "model")), batches)
+        yield "attention_quality", attention(packed, batches)

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import octavo
-from bench import record
-from bench.gpu.harness import parser_of, sized
+from bench.gpu.harness import Options, Results, benchmark, sized
 from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransformer, flow_loss, sample
 from octavo.recipe import get_recipe
 
@@ -136,8 +135,8 @@ def run(task: str, recipe: str, seed: int, steps: dict[str, int]) -> dict[str, A
     return {"recipe": recipe, "seed": seed, **found}
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
+@benchmark()
+def main(_: Options) -> Results:
     steps = {name: sized(count, 3) for name, count in STEPS.items()}
     jobs = [(task, recipe, seed) for task in STEPS for seed in SEEDS[task] for recipe in RECIPES]
     with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
@@ -147,9 +146,4 @@ def main() -> None:
     with torch.no_grad():
         halves = [known.features(part) for part in (images[::2], images[1::2])]
     settings = {**vars(CONFIG), "batch": BATCH, "steps": steps, "made": MADE, "euler_steps": EULER_STEPS}
-    result = {"settings": settings, "held_out": HELD_OUT, "frechet_of_halves": frechet(*halves), **found}
-    print(record.write("vision", result))
-
-
-if __name__ == "__main__":
-    main()
+    yield "vision", {"settings": settings, "held_out": HELD_OUT, "frechet_of_halves": frechet(*halves), **found}

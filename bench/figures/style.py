@@ -43,17 +43,16 @@ STYLE = {
 Draw = Callable[[], Figure]
 
 
-def save(draw: Draw, path: Path) -> None:
-    """Write the figure that `draw` makes to `path`: SVG in both colours, or the format of another suffix in light."""
-    with matplotlib.rc_context(STYLE):
-        figure = draw()
-        if path.suffix != ".svg":
-            figure.savefig(path, dpi=150)
-            return
-        figure.savefig(path, metadata={"Date": None})
-    lines = [line.rstrip() for line in path.read_text().splitlines()]  # matplotlib leaves spaces at their ends
-    end = lines.index("</svg>")
-    path.write_text("\n".join([*lines[:end], f"<style>{style_sheet()}</style>", *lines[end:]]) + "\n")
+def save(draw: Draw, path: Path, style: dict[str, Any] = STYLE) -> None:
+    """Write the figure that `draw` makes to `path`, by its suffix: an SVG file of the style of this page in both
+    colours, and any other file in the light ones."""
+    with matplotlib.rc_context(style):
+        draw().savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    if path.suffix == ".svg":
+        lines = [line.rstrip() for line in path.read_text().splitlines()]  # matplotlib leaves spaces at their ends
+        sheet = [f"<style>{style_sheet()}</style>"] if style is STYLE else []
+        end = lines.index("</svg>")
+        path.write_text("\n".join([*lines[:end], *sheet, *lines[end:]]) + "\n")
 
 
 def style_sheet() -> str:
@@ -66,9 +65,9 @@ def style_sheet() -> str:
     return f"@media (prefers-color-scheme:dark){{{''.join(rules)}}}"
 
 
-def canvas(height: float, rows: int = 1, columns: int = 1, **layout: Any) -> tuple[Figure, Any]:
-    """A figure of the width of a page, `height` inches high, and its axes."""
-    figure = Figure(figsize=(8, height), layout="constrained")
+def canvas(height: float, rows: int = 1, columns: int = 1, width: float = 8, **layout: Any) -> tuple[Figure, Any]:
+    """A figure of `width` x `height` inches, by default as wide as a page, and its axes."""
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, **layout)
 
 

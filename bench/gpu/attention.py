@@ -17,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import record
 from bench.gpu import llama
-from bench.gpu.harness import DEVICE, Captured, decibels, interleaved, medians, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Captured, Options, Results, benchmark, decibels, interleaved, medians, show, sized
 from bench.gpu.serve import prefill_fp8_attention
 from octavo.inference.kv_cache import fp8_prompt_attention
 from octavo.nn.attention_layers import GradientScales, attend_fp8, quantize_heads
@@ -32,18 +31,6 @@ ROWS = 1024  # queries that the oracle computes at a time
 OURS, CACHED, ALONE = "ours", "ours, FP8 KV cache", "ours, cuDNN alone"
 Step = Callable[[], Any]
 Operand = tuple[Tensor, Tensor]  # [B, H, T, D] in E4M3 and its scale
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": []}
-    for tokens in TOKENS:
-        result["cells"].append(measure(tokens))
-        show(result["cells"][-1])
-        record.write("gpu_attention", result)
-    result["prefill"] = prefill_fp8_attention(llama.CONFIG)
-    show(result["prefill"])
-    print(record.write("gpu_attention", result))
 
 
 def measure(tokens: int) -> dict[str, Any]:
@@ -136,5 +123,13 @@ def attention64(q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> tuple[Tensor, Te
     return y, dq, dk, dv
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    result: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM, "cells": []}
+    for tokens in TOKENS:
+        result["cells"].append(measure(tokens))
+        show(result["cells"][-1])
+        yield "gpu_attention", result
+    result["prefill"] = prefill_fp8_attention(llama.CONFIG)
+    show(result["prefill"])
+    yield "gpu_attention", result

@@ -9,19 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench import record
-from bench.gpu.harness import DEVICE, decibels, interleaved, medians, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, decibels, interleaved, medians, show, sized
 from bench.gpu.llama import CONFIG, GEMMS, MLP_WIDTH, TOKENS
 from octavo.numerics import ROW, TENSOR, Cast, QTensor, block, group
 from octavo.ops import quantize, scaled_mm
 
 CASTS = {"tensor": (TENSOR, TENSOR), "row": (ROW, ROW), "1x128 by 128x128": (group(128), block(128, 128))}
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    result = {"copy": copy_bandwidth(), "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
-    print(record.write("gpu_ceilings", result))
 
 
 def copy_bandwidth() -> float:
@@ -103,5 +96,7 @@ def wide(q: QTensor) -> torch.Tensor:
     return q.data.double() * q.scale.double()
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    parts = {"copy": copy_bandwidth(), "gemm": gemms(), "attention_ms": attention(), "accumulation": accumulation()}
+    yield "gpu_ceilings", parts

@@ -23,23 +23,12 @@ import torch
 import octavo
 from bench import record
 from bench.gpu import vision
-from bench.gpu.harness import DEVICE, in_new_process, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, in_new_process, show, sized
 from octavo.speed import timed
 
 MODES = ("bf16", "ours")
 SCOPES = ("whole", "block")
 NAME = "gpu_compile_time"  # of the results
-
-
-def main() -> None:
-    options = parser_of(__doc__, depth=sized(32, 2)).parse_args()
-    cells = record.rows_before(NAME, "cells")
-    for scope in SCOPES:
-        found = [{"mode": mode, "scope": scope, **new_process(mode, scope, options.depth)} for mode in MODES]
-        show(found)
-        cells = [cell for cell in cells if cell["scope"] != scope] + found
-        blocks = vision.block_source()
-        print(record.write(NAME, {"depth": options.depth, "blocks": blocks, "cells": cells}), flush=True)
 
 
 def new_process(mode: str, scope: str, depth: int) -> dict[str, float]:
@@ -69,5 +58,11 @@ def first_step(mode: str, scope: str, depth: int) -> dict[str, float]:
     return {"seconds": first - min(later), "later_ms": min(later) * 1e3}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(depth=sized(32, 2))
+def main(options: Options) -> Results:
+    cells = record.rows_before(NAME, "cells")
+    for scope in SCOPES:
+        found = [{"mode": mode, "scope": scope, **new_process(mode, scope, options.depth)} for mode in MODES]
+        show(found)
+        cells = [cell for cell in cells if cell["scope"] != scope] + found
+        yield NAME, {"depth": options.depth, "blocks": vision.block_source(), "cells": cells}

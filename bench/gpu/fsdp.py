@@ -34,7 +34,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import octavo
 from bench import record
 from bench.gpu import llama, ranks
-from bench.gpu.harness import DEVICE, allocated, draw_matrices, interleaved, medians, once, peak_of, summary
+from bench.gpu.harness import (
+    DEVICE,
+    Options,
+    Results,
+    allocated,
+    benchmark,
+    draw_matrices,
+    interleaved,
+    medians,
+    once,
+    peak_of,
+    summary,
+)
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.gpu.peers import update_torchao, use_torchao
@@ -161,21 +173,21 @@ class Bench:
     expected: list[Tensor] = field(default_factory=list)
     base: Runner | None = None
 
-    def run(self, names: list[str]) -> None:
-        """Measure the modes, and write the result after each."""
+    def run(self, names: list[str]) -> Results:
+        """Measure the modes; the result after each."""
         file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
         links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
         earlier = [row for row in record.rows_before(file, "modes") if row["mode"] not in names]
 
-        def add(name: str) -> None:
-            ranks.attempt(self.rows, name, partial(self.measure, name))
-            result = {"setting": ranks.setting_of(self.config, self.tokens), "modes": [*self.with_ratios(), *earlier]}
-            ranks.write(file, {**result, **links})
+        setting = ranks.setting_of(self.config, self.tokens)
 
-        for name in names:
-            add(name)
+        def add(name: str) -> tuple[str, dict[str, Any]]:
+            ranks.attempt(self.rows, name, partial(self.measure, name))
+            return file, {"setting": setting, "modes": [*self.with_ratios(), *earlier], **links}
+
+        yield from map(add, names)
         if self.base is None and len(names) > 1:
-            add(BASE)
+            yield add(BASE)
 
     def measure(self, name: str) -> ranks.Row:
         """The row of a mode."""
@@ -234,8 +246,8 @@ def room_for_two(peak: int) -> bool:
 # --- Links of several bandwidths -------------------------------------------------------------------------------
 
 
-def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> None:
-    """Time `modes` over a link of each number of channels, the fastest first, and write the result after each."""
+def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> Results:
+    """Time `modes` over a link of each number of channels, the fastest first; the result after each."""
     network = ranks.Network()
     runners = {name: Runner(name, config, tokens, network) for name in modes}
     for runner in runners.values():
@@ -246,7 +258,7 @@ def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: lis
     links: list[dict[str, Any]] = []
     for count in sorted(channels, reverse=True):
         links.append(link(count, runners, network, rounds))
-        ranks.write(f"gpu_network_{TRANSPORT}", {"setting": setting, "links": links})
+        yield f"gpu_network_{TRANSPORT}", {"setting": setting, "links": links}
 
 
 def link(channels: int, runners: dict[str, Runner], network: ranks.Network, rounds: int) -> dict[str, Any]:
@@ -268,18 +280,14 @@ def group(channels: int) -> distributed.ProcessGroup:
     return distributed.new_group(pg_options=options)  # type: ignore[no-any-return]
 
 
-def main() -> None:
-    options = ranks.read_options(__doc__, layers=llama.CONFIG.layers // 2, rounds=6, channels="")
+@benchmark(layers=llama.CONFIG.layers // 2, rounds=6, channels="", only="")
+def main(options: Options) -> Results:
     ranks.start()
     config, chosen = replace(llama.CONFIG, layers=options.layers), ranks.chosen(MODES, BASE, options.only)
     if options.channels:
         modes = [name for name in (BASE, WIDE, OURS, TORCHAO) if name in chosen]
         channels = [int(each) for each in options.channels.split(",")]
-        over_links(modes, config, llama.TOKENS, channels, options.rounds)
+        yield from over_links(modes, config, llama.TOKENS, channels, options.rounds)
     else:
-        Bench(config, llama.TOKENS, options.rounds).run(chosen)
+        yield from Bench(config, llama.TOKENS, options.rounds).run(chosen)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -38,7 +38,7 @@ from bench import record
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.ceilings import copy_bandwidth
-from bench.gpu.harness import DEVICE, allocated, interleaved, kernels_of, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, kernels_of, show, sized
 from bench.gpu.modes import EAGER, FP8_CACHE, HOOKED, OCTAVO, STATIC
 from bench.gpu.serve import decode as decode_graphs
 from octavo import load
@@ -59,28 +59,6 @@ PROMPTS, PROMPT, TOKENS = sized((128, 2048), (8, 16)), sized(1024, 16), sized(64
 END = 128_001  # Llama's end token: `generate` looks for it in every step
 CHECKED = 2  # prompts whose tokens are compared before anything is timed
 Result = dict[str, Any]
-
-
-def main() -> None:
-    parser = parser_of(__doc__, layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="")
-    parser.add_argument("--folder", type=Path)
-    options = parser.parse_args()
-    bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
-    batches = [int(batch) for batch in options.batches.split(",")]
-    named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
-    named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
-    named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
-    named["rows"] = bench.rows
-    chosen = options.only.split(",") if options.only else list(named)
-    if unknown := [name for name in chosen if name not in named]:
-        raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
-    result = {key: value for key, value in record.before(NAME).items() if options.only and key != "machine"}
-    if result.get("layers") != options.layers:
-        result = {}
-    with quiet_transformers():
-        for name in chosen:
-            result |= {"layers": options.layers, "tokens": TOKENS, name: named[name]()} | bench.checked
-            print(f"{name}: written to {record.write(NAME, result)}", flush=True)
 
 
 # --- The models ------------------------------------------------------------------------------------------------
@@ -351,5 +329,21 @@ def step_of(model: Any, shape: LlamaConfig, batch: int) -> Result:
     return found | {"kernels": kernels_of(step)[:20]}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(layers=llama.CONFIG.layers, batches=sized("1,16,64", "1,2"), rounds=3, only="", folder=Path)
+def main(options: Options) -> Results:
+    bench = Bench(replace(llama.CONFIG, layers=options.layers), options.folder or folder_of(options.layers))
+    batches = [int(batch) for batch in options.batches.split(",")]
+    named: dict[str, Callable[[], Any]] = {"prompt": bench.prompt}
+    named |= {f"decode {batch}": partial(bench.decode, batch, options.rounds) for batch in batches}
+    named |= {f"graphs {batch}": partial(bench.graphs, batch) for batch in batches}
+    named["rows"] = bench.rows
+    chosen = options.only.split(",") if options.only else list(named)
+    if unknown := [name for name in chosen if name not in named]:
+        raise SystemExit(f"--only takes {', '.join(named)}, got {unknown[0]!r}")
+    result = {key: value for key, value in record.before(NAME).items() if options.only and key != "machine"}
+    if result.get("layers") != options.layers:
+        result = {}
+    with quiet_transformers():
+        for name in chosen:
+            result |= {"layers": options.layers, "tokens": TOKENS, name: named[name]()} | bench.checked
+            yield NAME, result

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import record
-from bench.gpu.harness import each_decibels, parser_of, show
+from bench.gpu.harness import Options, Results, benchmark, each_decibels, show
 from bench.gpu.moe import SHAPES, Products, Shape, transposed
 from octavo.numerics import ROW, Cast
 from octavo.ops import library_gemms as cutlass
@@ -36,12 +35,6 @@ class Gemm(NamedTuple):
     wide: Product
     cutlass: Callable[..., Tensor] | None  # None if the kernel does not take the formats
     ours: Callable[..., Tensor]
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    result = {name: measure(shape) for name, shape in SHAPES.items()}
-    print(record.write("gpu_grouped_rows", {"shapes": result}))
 
 
 def measure(shape: Shape) -> dict[str, Any]:
@@ -102,5 +95,6 @@ def ways_of(name: str, gemm: Gemm) -> dict[str, Product]:
     return ways
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    yield "gpu_grouped_rows", {"shapes": {name: measure(shape) for name, shape in SHAPES.items()}}

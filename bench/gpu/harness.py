@@ -12,9 +12,10 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
@@ -22,18 +23,21 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.profiler import ProfilerActivity, profile
 
+from bench import record
 from bench.record import QUICK
 from octavo.evaluation.metrics import energies, sqnr
 from octavo.models.llama import LlamaConfig, rope_tables
 from octavo.speed import release
 
 Step = Callable[[], Any]
+Options = argparse.Namespace
+Results = Iterator[tuple[str, dict[str, Any]]]  # the names of files in bench/results, and what they have
+Main = Callable[[Options], Results | None]
 Made = TypeVar("Made")
 Weight = TypeVar("Weight")
-Runs = TypeVar("Runs", bound="Passes")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,13 +51,53 @@ def sized(full: Made, quick: Made) -> Made:
     return quick if QUICK else full
 
 
-def parser_of(what: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser of `--name value` for each default, of its type; a default of False is a flag. `what` describes it."""
+def parser_of(what: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser of `--name value` for each default, of its type; `what` describes it.
+
+    False is a flag, and a type the option without a default. A tuple lists the values of an option, and a dictionary
+    those of an argument without a name.
+    """
     parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {**defaults, "quick": False}.items():
-        kind: dict[str, Any] = {"action": "store_true"} if default is False else {"type": type(default)}
-        parser.add_argument(f"--{name}", default=default, **kind)
+    for name, default in {**options, "quick": False}.items():
+        match default:
+            case dict():
+                parser.add_argument(name, choices=default)
+            case tuple():
+                parser.add_argument(f"--{name}", choices=default)
+            case type():
+                parser.add_argument(f"--{name}", type=default)
+            case False:
+                parser.add_argument(f"--{name}", action="store_true")
+            case _:
+                parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser
+
+
+def benchmark(**options: Any) -> Callable[[Main], Callable[..., None]]:
+    """Makes a command with these options (`parser_of`) of a function, and writes each result that the function gives.
+
+    It is the last function of a file: the command runs where its file is the program. A long benchmark gives a result
+    again when it has more, so it may be ended at any time.
+    """
+
+    def command(main: Main) -> Callable[..., None]:
+        def run(words: Sequence[str] | None = None) -> None:
+            given = parser_of(sys.modules[main.__module__].__doc__, **options).parse_args(words)
+            torch._dynamo.config.recompile_limit = 64  # modes share the code of their layers
+            write(main(given) or iter(()))
+
+        if main.__module__ == "__main__":
+            run()
+        return run
+
+    return command
+
+
+def write(results: Results) -> None:
+    """Write each result; of several ranks the first one writes."""
+    for name, result in results:
+        if not (distributed.is_initialized() and distributed.get_rank()):
+            print(record.write(name, result), flush=True)
 
 
 def show(*words: Any) -> None:
@@ -197,6 +241,12 @@ def summary(times: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
+def rows_of(times: Mapping[str, list[float]], base: str, key: str = "ratio") -> dict[str, dict[str, Any]]:
+    """Of each mode the median and quartiles in milliseconds, and as `key` the speed as a multiple of that of `base`."""
+    found = {name: summary(each) for name, each in times.items()}
+    return {name: row | {key: found[base]["median"] / row["median"]} for name, row in found.items()}
+
+
 def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     """The median of each variant."""
     return {name: statistics.median(found) for name, found in times.items()}
@@ -269,11 +319,17 @@ def peak_of(step: Step, before: int, warmup: int = 1) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def with_peak(make: Callable[[], Runs]) -> tuple[Runs, int]:
-    """What `make` gives, and the peak bytes of its step, weights included."""
-    before = allocated()
-    runner = make()
-    return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
+def built(makes: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, int]]:
+    """What each call makes, and the peak bytes of its `step`, weights included; without those that raise."""
+
+    def with_peak(make: Callable[[], Any]) -> tuple[Any, int]:
+        before = allocated()
+        runner = make()
+        return runner, peak_of(runner.step, before, warmup=3)  # delayed scaling compiles twice
+
+    found = {name: made(name, partial(with_peak, make)) for name, make in makes.items()}
+    there = {name: each for name, each in found.items() if each is not None}
+    return {name: runner for name, (runner, _) in there.items()}, {name: peak for name, (_, peak) in there.items()}
 
 
 def kernels_of(step: Step, steps: int = 3) -> list[tuple[str, int, float]]:

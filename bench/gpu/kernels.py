@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from bench import record
-from bench.gpu.harness import DEVICE, parser_of, replayed, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, replayed, show, sized
 from octavo.numerics import TENSOR, Cast
 from octavo.ops import activation, norm, quantization, quantize, requantization, rotation, transposition
 from octavo.ops.registration import Operation
@@ -33,20 +32,6 @@ class Kernel(NamedTuple):
 
     def run(self) -> Any:
         return self.operation(*self.arguments)
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    rows = []
-    for k in sized((4096, 14336, 28672), (4096, 14336)):
-        for kernel in kernels(k):
-            check(kernel)
-            moved = int(kernel.elements * kernel.bytes)
-            ms, copy = replayed(kernel.run), copy_ms(moved)
-            times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
-            rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
-            show(rows[-1])
-    print(record.write("gpu_kernels", {"kernels": rows}))
 
 
 @cache
@@ -140,5 +125,15 @@ def activations(f: int) -> Iterator[Kernel]:
         yield Kernel(f"{kind} + quantize, backward", backward, arguments, T * f, moved + width + 2)
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    rows = []
+    for k in sized((4096, 14336, 28672), (4096, 14336)):
+        for kernel in kernels(k):
+            check(kernel)
+            moved = int(kernel.elements * kernel.bytes)
+            ms, copy = replayed(kernel.run), copy_ms(moved)
+            times = {"us": 1e3 * ms, "copy_us": 1e3 * copy, "share": copy / ms}
+            rows.append({"kernel": kernel.name, "shape": [T, k], "bytes": moved, **times})
+            show(rows[-1])
+    yield "gpu_kernels", {"kernels": rows}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import octavo
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, interleaved, made, own_code, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, interleaved, made, own_code, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from octavo.nn import NormLinear
@@ -47,20 +47,6 @@ MODES: dict[str, Callable[[nn.Module], Any]] = {
     "ours": lambda layer: octavo.convert(layer, "rowwise"),
     **({"torchao": lambda layer: use_torchao(layer, "rowwise")} if record.installed("torchao") else {}),
 }
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    rows = measured_before()
-    for m, k, n in order():
-        if (m, k, n) in {(row["m"], row["k"], row["n"]) for row in rows}:
-            continue
-        torch._dynamo.reset()
-        allocated()  # frees the layers of the cell before
-        if (rounds := made(f"{m} {k} {n}", partial(measure, m, k, n))) is not None:
-            rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
-            show(m, k, n, {mode: speedup(rows[-1], mode, "bf16") for mode in rounds})
-            record.write("gpu_layer", {"cells": rows, "of": len(SIZES) ** 3})
 
 
 def measured_before() -> list[dict[str, Any]]:
@@ -114,5 +100,15 @@ def step(convert: Callable[[nn.Module], Any], x: Tensor, dy: Tensor) -> Callable
     return run
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    rows = measured_before()
+    for m, k, n in order():
+        if (m, k, n) in {(row["m"], row["k"], row["n"]) for row in rows}:
+            continue
+        torch._dynamo.reset()
+        allocated()  # frees the layers of the cell before
+        if (rounds := made(f"{m} {k} {n}", partial(measure, m, k, n))) is not None:
+            rows.append({"m": m, "k": k, "n": n, "rounds": rounds})
+            show(m, k, n, {mode: speedup(rows[-1], mode, "bf16") for mode in rounds})
+            yield "gpu_layer", {"cells": rows, "of": len(SIZES) ** 3}

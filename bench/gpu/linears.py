@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import CONFIG, GEMMS, TOKENS
 from bench.gpu.serve import weight_only_step
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, STATIC_INPUTS, Scheme
@@ -47,21 +46,10 @@ LEAST_DB = 40.0  # of a row: the output in BF16 alone has 50 dB
 LEAST_OF = {"w8a8": 25.0}  # against the float64 product of x and the packed weight; 45 of the other ways
 
 
-def main() -> None:
-    options = parser_of(__doc__, only="", layers=CONFIG.layers).parse_args()
-    if options.only in ("", "schemes"):
-        measure_all("gpu_schemes", "rows", schemes, (1, 16, TOKENS))
-    if options.only in ("", "int8"):
-        measure_all("gpu_int8", "rows", int8, (1, 16, 512, TOKENS))
-    if options.only in ("", "weight-only"):
-        decode = {"layers": options.layers, "decode": weight_only_step(options.layers)}
-        measure_all("gpu_weight_only", "gemms", weight_only, (1, 4, 16, 64, 128, 256, 512, 4096), **decode)
-
-
 def measure_all(
     result: str, key: str, measure: Callable[[int, int, int], Iterable[Row]], ms: Sequence[int], **more: Any
-) -> None:
-    """The rows of every layer at every number of rows, written after each."""
+) -> Results:
+    """The rows of every layer at every number of rows."""
     rows: list[Row] = []
     for layer, (n, k) in list(GEMMS.items())[sized(0, -1) :]:
         for m in ms[: sized(len(ms), 2)]:
@@ -70,7 +58,7 @@ def measure_all(
                 rows.append({"layer": layer, "m": m, "n": n, "k": k, **row})
                 show(rows[-1])
             torch.cuda.empty_cache()
-            record.write(result, {**more, key: rows})
+            yield result, {**more, key: rows}
 
 
 @torch.no_grad()
@@ -205,5 +193,12 @@ def ways(x: Tensor) -> dict[str, Callable[[QTensor], Tensor]]:
     }
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(only="", layers=CONFIG.layers)
+def main(options: Options) -> Results:
+    if options.only in ("", "schemes"):
+        yield from measure_all("gpu_schemes", "rows", schemes, (1, 16, TOKENS))
+    if options.only in ("", "int8"):
+        yield from measure_all("gpu_int8", "rows", int8, (1, 16, 512, TOKENS))
+    if options.only in ("", "weight-only"):
+        decode = {"layers": options.layers, "decode": weight_only_step(options.layers)}
+        yield from measure_all("gpu_weight_only", "gemms", weight_only, (1, 4, 16, 64, 128, 256, 512, 4096), **decode)

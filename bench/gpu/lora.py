@@ -23,9 +23,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import octavo
-from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import LLAMA, SMALL
 from bench.gpu.modes import speedup
 from bench.gpu.serve_models import build_bf16, build_fp8, compile_layers
@@ -142,25 +141,16 @@ def measure(runners: dict[str, Any], step: Callable[[Any], object]) -> dict[str,
     return {"ms": ms, "speed": {mode: speedup({"rounds": rounds}, mode, BASE) for mode in runners}}
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    torch._dynamo.config.recompile_limit = 64  # the modes share the code of their layers
+@benchmark()
+def main(_: Options) -> Results:
     result: dict[str, Any] = {"decibels": check()}
     show(result)
     with ExitStack() as scope:
-        runners, peaks = {}, {}
-        for mode in MODES:
-            before = harness.allocated()
-            runners[mode] = Runner(mode, scope)
-            peaks[mode] = harness.peak_of(runners[mode].step, before, warmup=2) / 2**30
-            print(f"{mode}: compiled, {peaks[mode]:.1f} GiB", flush=True)
-        result |= {"rank": RANK, "layers": SHAPE.layers, "batch": BATCH, "tokens": TOKENS, "peak_gib": peaks}
+        runners, peaks = harness.built({mode: partial(Runner, mode, scope) for mode in MODES})
+        result |= {"rank": RANK, "layers": SHAPE.layers, "batch": BATCH, "tokens": TOKENS}
+        result["peak_gib"] = {mode: peak / 2**30 for mode, peak in peaks.items()}
         result["loss"] = {mode: float(runner.step()) for mode, runner in runners.items()}
         result |= {"step": measure(runners, Runner.step), "body": measure(runners, Runner.body)}
         result["kernels"] = {mode: categories(runner.body) for mode, runner in runners.items()}
     show({name: each for name, each in result.items() if name != "kernels"})
-    print(record.write("gpu_lora", result))
-
-
-if __name__ == "__main__":
-    main()
+    yield "gpu_lora", result

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.modes import speedup
 from octavo.checkpoint.scheme import get_scheme
 from octavo.inference.packed_experts import PackedExperts, PackedGroupedLinear
@@ -72,15 +72,10 @@ class Layer(nn.Module):
         return result
 
 
-def find_torchao() -> Any:
-    """torchao's grouped product of experts, a Triton kernel; None where it is not installed."""
-    if not (record.installed("torchao") and record.installed("triton")):
-        return None
+torchao_mm: Any = None  # torchao's grouped product, a Triton kernel. torch.compile cannot trace its import
+if record.installed("torchao") and record.installed("triton"):
     grouped = importlib.import_module("torchao.prototype.moe_training.fp8_grouped_mm")
-    return grouped._to_fp8_rowwise_then_scaled_grouped_mm
-
-
-torchao_mm: Any = None  # set by `main`: torch.compile cannot trace the import
+    torchao_mm = grouped._to_fp8_rowwise_then_scaled_grouped_mm
 
 
 class TorchaoExperts(Experts):
@@ -99,21 +94,12 @@ class TorchaoExperts(Experts):
         return out
 
 
-def by(recipe: Recipe) -> Callable[[Layer], None]:
-    """Gives the experts the recipe."""
-
-    def convert(layer: Layer) -> None:
-        layer.experts.recipe = recipe
-
-    return convert
-
-
-MODES: dict[str, tuple[type[Experts], Callable[[Layer], None]]] = {
-    "bf16": (Experts, lambda layer: None),
-    "ours": (Experts, by(rowwise())),
-    "ours, blockwise": (Experts, by(blockwise())),
-    "ours, mxfp8": (Experts, by(mxfp8())),
-    "torchao": (TorchaoExperts, lambda layer: None),
+MODES: dict[str, tuple[type[Experts], Recipe | None]] = {
+    "bf16": (Experts, None),
+    "ours": (Experts, rowwise()),
+    "ours, blockwise": (Experts, blockwise()),
+    "ours, mxfp8": (Experts, mxfp8()),
+    **({} if torchao_mm is None else {"torchao": (TorchaoExperts, None)}),
 }
 
 
@@ -121,12 +107,12 @@ class Runner(harness.Passes):
     """A mode's layer and its step, which returns y, dx and the gradients of both weights."""
 
     def __init__(self, mode: str, shape: Shape) -> None:
-        experts, convert = MODES[mode]
+        experts, recipe = MODES[mode]
         torch.manual_seed(0)
         with torch.device(DEVICE):
             layer = Layer(shape, experts).to(torch.bfloat16)
             x, dy = (torch.randn(shape.tokens, shape.width, dtype=torch.bfloat16) for _ in range(2))
-        convert(layer)
+        layer.experts.recipe = recipe
         layer.__class__ = harness.own_code(Layer)  # type: ignore[assignment]
         super().__init__(layer, (x,), dy, [getattr(layer.experts, name) for name in Experts.matrices])
         self.call = torch.compile(layer)
@@ -195,18 +181,8 @@ def gemms(shape: Shape) -> dict[str, float]:
     return p.tflops(ways)
 
 
-def build(mode: str, shape: Shape) -> Runner:
-    """A mode after two steps."""
-    runner = Runner(mode, shape)
-    for _ in range(2):
-        runner.step()
-    return runner
-
-
 def measure(shape: Shape) -> dict[str, Any]:
-    known = [mode for mode in MODES if mode != "torchao" or torchao_mm is not None]
-    built = {mode: harness.made(mode, partial(build, mode, shape)) for mode in known}
-    modes = {mode: runner for mode, runner in built.items() if runner is not None}
+    modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in MODES})
     exact = modes["bf16"].step()
     names = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
     db = {
@@ -266,18 +242,11 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
     return cell
 
 
-def main() -> None:
-    global torchao_mm
-    options = parser_of(__doc__, only="").parse_args()
-    torchao_mm = find_torchao()
+@benchmark(only="")
+def main(options: Options) -> Results:
     result = {}
     for name, shape in SHAPES.items() if options.only in ("", "layer") else ():
         result[name] = measure(shape)
-        print(record.write("gpu_moe", result), flush=True)
+        yield "gpu_moe", result
     if options.only in ("", "packed"):
-        shapes = {name: measure_packed(shape) for name, shape in SHAPES.items()}
-        print(record.write("gpu_packed_experts", {"shapes": shapes}))
-
-
-if __name__ == "__main__":
-    main()
+        yield "gpu_packed_experts", {"shapes": {name: measure_packed(shape) for name, shape in SHAPES.items()}}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from bench import record
-from bench.gpu.harness import DEVICE, host_once, once, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
 from bench.gpu.ranks import profiled
 from octavo.plan.cases import TrainingPlan, find_architecture
 from octavo.plan.setup import make_setup
@@ -51,27 +51,6 @@ CONFIGURATIONS: list[Configuration] = [
 AIMS = {"memory": 0.05, "time": 0.10}  # the largest relative errors that the plan should have
 
 Row = dict[str, Any]
-
-
-def main() -> None:
-    parser = parser_of(__doc__, model="8b", missing=False)
-    parser.add_argument("--only", type=int, help="configurations on so many GPUs")
-    parser.add_argument("--worker", type=Path, metavar="FILE", help="train the configuration in this file")
-    options = parser.parse_args()
-    if options.worker:
-        run_in_group(lambda: work(options.worker))
-        return
-    there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
-    rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
-    chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
-    measured = {configuration_of(row) for row in rows}
-    wanted = [each for each in chosen if each not in measured][sized(0, -1) :]
-    for each in wanted:
-        config = configured(options.model, *each)
-        rows.append({"model": options.model, **compared(config, each[0], gpu_here(), measure(config, each[0]))})
-        show(rows[-1])
-        path = record.write(name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)})
-        print(path, flush=True)
 
 
 def configuration_of(row: Row) -> Configuration:
@@ -160,5 +139,18 @@ def planned_again(row: Row) -> Row:
     return {"model": row["model"], **again}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(model="8b", only=int, missing=False, worker=Path)
+def main(options: Options) -> Results:
+    """--only: the configurations on so many GPUs. --worker: train the configuration in this file."""
+    if options.worker:
+        run_in_group(lambda: work(options.worker))
+        return
+    there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
+    rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []
+    chosen = [each for each in CONFIGURATIONS if each[0] <= there and options.only in (None, each[0])]
+    measured = {configuration_of(row) for row in rows}
+    for each in [each for each in chosen if each not in measured][sized(0, -1) :]:
+        config = configured(options.model, *each)
+        rows.append({"model": options.model, **compared(config, each[0], gpu_here(), measure(config, each[0]))})
+        show(rows[-1])
+        yield name, {"steps": STRETCHES * STEPS, "aims": AIMS, "rows": sorted(rows, key=order)}

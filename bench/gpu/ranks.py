@@ -3,7 +3,6 @@
 Without a GPU the processes use gloo. A result is written after each mode, so a run may be ended at any time.
 """
 
-import argparse
 import os
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.profiler import ProfilerActivity, profile
 
 from bench import record
-from bench.gpu.harness import DEVICE, once, parser_of, sized
+from bench.gpu.harness import DEVICE, once, sized
 from octavo.models.llama import LlamaConfig
 
 GATHERED = sized(256 << 20, 1 << 16)  # bytes of the all-gather that measures a link
@@ -26,19 +25,10 @@ TIMEOUT = timedelta(seconds=120)  # of a collective: a rank that failed alone mu
 Row = dict[str, Any]
 
 
-def read_options(what: str | None, **defaults: Any) -> argparse.Namespace:
-    """The options of a benchmark of modes, with these defaults; `what` is its description."""
-    parser = parser_of(what, **defaults)
-    parser.add_argument("--only", metavar="WORDS", help="the modes that contain one of these words, and BF16")
-    torch._dynamo.config.recompile_limit = 64
-    return parser.parse_args()
-
-
-def chosen(modes: Iterable[str], base: str, only: str | None) -> list[str]:
+def chosen(modes: Iterable[str], base: str, only: str) -> list[str]:
     """The modes that contain one of the words `only`, and the base; without those whose package is not installed."""
     there = [name for name in modes if not name.startswith("torchao") or record.installed("torchao")]
-    words = only.split(",") if only else [""]
-    return [name for name in there if name == base or any(word in name for word in words)]
+    return [name for name in there if name == base or any(word in name for word in only.split(","))]
 
 
 def start() -> torch.device:
@@ -68,12 +58,6 @@ def setting_of(config: LlamaConfig, tokens: int) -> dict[str, int]:
     names = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocabulary")
     sizes = {name: getattr(config, name) for name in names}
     return {**sizes, "tokens": tokens, "world": distributed.get_world_size()}
-
-
-def write(name: str, result: dict[str, Any]) -> None:
-    """Write a result, from rank 0."""
-    if distributed.get_rank() == 0:
-        record.write(name, result)
 
 
 def say(*words: Any) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness, llama, runs
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.loss.training import Learner
 from bench.gpu.runs import Study, batch_at, begin, training_batches
 from bench.gpu.variants import BASE, CONTROL, VARIANTS, implementations, recipe_of
@@ -46,38 +46,6 @@ PARTS = ("losses", "errors", "speed")
 CONFIG = replace(llama.CONFIG, layers=2)  # of the speed
 Result = dict[str, Any]
 Pass = dict[str, tuple[Tensor, Tensor]]  # the x [T, K] and the dy [T, N] of each layer
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, cpu=False, recipes=",".join(VARIANTS), seeds=sized(5, 1), out=Path("runs/recipes"))
-    parser.add_argument("--only", choices=PARTS, help="one part of the table")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
-    parser.add_argument("--processes", type=int, help="processes that train on each GPU (5), or on the CPU (1)")
-    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files in FOLDER")
-    options = parser.parse_args(arguments)
-    if options.merge:
-        print(record.write("recipes", merge(options.merge)))
-        return
-    names = options.recipes.split(",")
-    if unknown := [name for name in names if name not in VARIANTS]:
-        raise SystemExit(f"unknown recipe {unknown[0]!r}: choose some of {', '.join(VARIANTS)}")
-    if options.cpu == torch.cuda.is_available():
-        raise SystemExit("a machine without a GPU needs --cpu; one with a GPU takes it with CUDA_VISIBLE_DEVICES= only")
-    torch._dynamo.config.recompile_limit = 64
-    study = runs.study_of("recipes-cpu" if options.cpu else "recipes", options.steps)
-    options.out.mkdir(parents=True, exist_ok=True)
-    parts = [options.only] if options.only else [part for part in PARTS if part != "speed" or not options.cpu]
-    if "losses" in parts:
-        processes = options.processes or (1 if options.cpu else sized(5, 1))
-        names.sort(key=lambda name: "emulated" not in implementations(name, torch.device(DEVICE)).values())  # longest
-        plan = [(name, seed) for name in names for seed in range(options.seeds)]
-        runs.train_all(study, plan, options.out, processes=processes)
-    if "errors" in parts:
-        write(options.out, "errors", errors(names, study, runs.tokens_of(study, options.out)))
-    if "speed" in parts:
-        write(options.out, "speed", speeds(names, CONFIG, llama.TOKENS))
-    if not options.only:
-        print(record.write("recipes", merge(options.out)))
 
 
 def write(out: Path, name: str, result: Result) -> None:
@@ -227,21 +195,18 @@ def speeds(names: Sequence[str], config: LlamaConfig, tokens: int, rounds: int =
     device = torch.device(DEVICE)
     names = list(dict.fromkeys([BASE, *names]))
     same = equal_work(names)
-    runners: dict[str, harness.Passes] = {}
-    rows: dict[str, Result] = {}
-    for name in dict.fromkeys(same.values()):
-        if DEVICE == "cuda" and "emulated" in implementations(name, device).values():
-            continue
-        make = partial(harness.with_peak, partial(passes_of, name, config, tokens))
-        if (found := harness.made(name, make)) is not None:
-            runners[name], rows[name] = found[0], {"peak_bytes": found[1]}
+    distinct = dict.fromkeys(same.values())
+    on_gpu = [name for name in distinct if "emulated" not in implementations(name, device).values()]
+    chosen = on_gpu if DEVICE == "cuda" else distinct
+    runners, peaks = harness.built({name: partial(passes_of, name, config, tokens) for name in chosen})
     exact = runners[BASE].step()
-    for name, runner in runners.items():
-        rows[name] |= {"sqnr": harness.each_decibels(exact, runner.step())} if name != BASE else {}
     steps: dict[str, Callable[[], Any]] = {name: runner.step for name, runner in runners.items()}
+    rows: dict[str, Result] = {}
+    for name, step in steps.items():
+        rows[name] = {"sqnr": harness.each_decibels(exact, step())} if name != BASE else {}
     times = harness.interleaved(steps, rounds=rounds, repeat=4, warmup=1)
-    for name, each in times.items():
-        rows[name] |= harness.summary(each) | {"ratio": harness.medians(times)[BASE] / harness.medians(times)[name]}
+    for name, row in harness.rows_of(times, BASE).items():
+        rows[name] |= row | {"peak_bytes": peaks[name]}
         show(name, rows[name])
     by_name = {name: rows[same[name]] | {"measured_as": same[name]} for name in names if same.get(name) in rows}
     return {"layers": config.layers, "width": config.width, "tokens": tokens, "recipes": by_name}
@@ -262,5 +227,30 @@ def without(values: Any, key: str) -> Any:
     return {k: without(v, key) for k, v in values.items() if k != key} if isinstance(values, dict) else values
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(
+    cpu=False, recipes=",".join(VARIANTS), seeds=sized(5, 1), out=Path("runs/recipes"), only=PARTS, steps=int,
+    processes=int, merge=Path,
+)  # fmt: skip
+def main(options: Options) -> Results:
+    if options.merge:
+        yield "recipes", merge(options.merge)
+        return
+    names = options.recipes.split(",")
+    if unknown := [name for name in names if name not in VARIANTS]:
+        raise SystemExit(f"unknown recipe {unknown[0]!r}: choose some of {', '.join(VARIANTS)}")
+    if options.cpu == torch.cuda.is_available():
+        raise SystemExit("a machine without a GPU needs --cpu; one with a GPU takes it with CUDA_VISIBLE_DEVICES= only")
+    study = runs.study_of("recipes-cpu" if options.cpu else "recipes", options.steps)
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = [options.only] if options.only else [part for part in PARTS if part != "speed" or not options.cpu]
+    if "losses" in parts:
+        processes = options.processes or (1 if options.cpu else sized(5, 1))
+        names.sort(key=lambda name: "emulated" not in implementations(name, torch.device(DEVICE)).values())  # longest
+        plan = [(name, seed) for name in names for seed in range(options.seeds)]
+        runs.train_all(study, plan, options.out, processes=processes)
+    if "errors" in parts:
+        write(options.out, "errors", errors(names, study, runs.tokens_of(study, options.out)))
+    if "speed" in parts:
+        write(options.out, "speed", speeds(names, CONFIG, llama.TOKENS))
+    if not options.only:
+        yield "recipes", merge(options.out)

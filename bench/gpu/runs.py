@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from bench import record
-from bench.gpu.harness import DEVICE, allocated, in_processes, interleaved, parser_of, show, summary
+from bench.gpu.harness import DEVICE, Options, Results, allocated, benchmark, in_processes, interleaved, show, summary
 from bench.gpu.loss.model import CONFIGS, padded
 from bench.gpu.loss.text import LARGEST_FILE, SAMPLE, first
 from bench.gpu.loss.training import Learner, write_run
@@ -82,28 +82,6 @@ STUDIES = {
     "recipes-cpu": Study(CONFIGS["recipes-cpu"], MORE, 3_000_000, 1, "recipes"),
     "attention": Study(CONFIGS["attention"], ("stdlib",), 220_000_000, 1, "gpu_attention_loss"),
 }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__, runs="", processes=1, out=Path("runs/bench"))
-    parser.add_argument("study", choices=STUDIES)
-    parser.add_argument("--time", metavar="MODES", help="modes whose steps to time; the first is the base")
-    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
-    parser.add_argument("--stop", type=int, help="end each run after this step of its schedule")
-    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="combine the files below FOLDER")
-    options = parser.parse_args(arguments)
-    torch._dynamo.config.recompile_limit = 64
-    study = study_of(options.study, options.steps)
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.time:
-        result = time_steps(options.time.split(","), study.config)
-        (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
-    if options.runs:
-        plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
-        train_all(study, plan, options.out, options.stop, options.processes)
-    if options.merge:
-        found = merge(options.merge)
-        print(record.write(study.result + early(found), {"model": options.study, **found}))
 
 
 def study_of(name: str, steps: int | None) -> Study:
@@ -401,5 +379,16 @@ def seconds_to(target: float, evaluations: list[dict[str, float]]) -> float | No
     return None
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(study=STUDIES, runs="", processes=1, out=Path("runs/bench"), time="", steps=int, stop=int, merge=Path)
+def main(options: Options) -> Results:
+    study = study_of(options.study, options.steps)
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.time:
+        result = time_steps(options.time.split(","), study.config)
+        (options.out / "steps.json").write_text(json.dumps(result, indent=2) + "\n")
+    if options.runs:
+        plan = [(mode, int(seed)) for mode, _, seed in (run.rpartition(":") for run in options.runs.split(","))]
+        train_all(study, plan, options.out, options.stop, options.processes)
+    if options.merge:
+        found = merge(options.merge)
+        yield study.result + early(found), {"model": options.study, **found}

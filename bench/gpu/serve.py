@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from bench import record
 from bench.gpu import harness, llama, modes
 from bench.gpu import serve_models as models
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
 from octavo.checkpoint.scheme import WEIGHT
@@ -53,38 +53,26 @@ ATTENTION = "bench_fp8"
 SCALE = 0.03  # of keys and values: they are below 13
 Step = Callable[[], Tensor]
 Result = dict[str, Any]
+Sections = Iterator[tuple[str, Any]]
 
 
-def main() -> None:
-    options = parser_of(__doc__, layers=llama.CONFIG.layers, only="").parse_args()
-    torch.manual_seed(0)
-    torch._dynamo.config.recompile_limit = 64
-    if options.only in ("", "serve"):
-        serve(partial(note, "gpu_serve", {"layers": options.layers}), options.layers)
-    harness.allocated()  # frees the models of serve
-    if options.only in ("", "kv-cache"):
-        cache = partial(note, "gpu_kv_cache", {})
-        cache("attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)])
-        cache("decode", decode_caches(options.layers))
-
-
-def note(name: str, result: Result, section: str, found: Any) -> None:
-    """Add a section to a result, print it and write the result."""
-    result[section] = found
-    show(section, found)
-    record.write(name, result)
-    torch.cuda.empty_cache()
-
-
-def serve(note: Callable[[str, Any], None], layers: int) -> None:
+def serve(layers: int) -> Sections:
     wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
     packed = models.build_fp8(wide, DEVICE)
-    note("check", check(wide, packed))
-    note("memory", memory(wide, packed))
+    yield "check", check(wide, packed)
+    yield "memory", memory(wide, packed)
     for batch in BATCHES:
-        note(f"decode {batch}", decode(wide, packed, batch, CONTEXT))
-    note("prefill", prefill(wide, packed))
-    note("kernels", [gemm(m, n, k) for n, k in SHAPES for m in ROWS])
+        yield f"decode {batch}", decode(wide, packed, batch, CONTEXT)
+    yield "prefill", prefill(wide, packed)
+    yield "kernels", [gemm(m, n, k) for n, k in SHAPES for m in ROWS]
+
+
+def kv_cache(layers: int) -> Sections:
+    yield "attention", [row for batch in CACHE_BATCHES for n in CACHE_CONTEXTS for row in attention(batch, n)]
+    yield "decode", decode_caches(layers)
+
+
+SECTIONS: dict[str, Callable[[int], Sections]] = {"serve": serve, "kv-cache": kv_cache}
 
 
 def tokens(model: Any, batch: int, length: int = 1) -> Tensor:
@@ -301,15 +289,22 @@ def decode_caches(layers: int) -> Result:
         caches = models.octavo_caches(model, stores[dtype])
         steps[name] = harness.Captured(partial(models.forward_again, model, ids, last, caches))
     found = harness.turns(modes.CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
-    base = found["ms"][modes.CACHE_BF16]["median"]
     rows = [
-        {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"], "ratio": base / ms["median"]}
-        for name, ms in found["ms"].items()
+        {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"]}
+        for name, ms in harness.rows_of(found["rounds"], modes.CACHE_BF16).items()
     ]
     sizes = {dtype: sum(store.nbytes for store in each) for dtype, each in stores.items()}
     facts = {"batch": LONG_BATCH, "context": LONG_CONTEXT, "layers": layers}
     return {**facts, "modes": rows, "sqnr": found["sqnr"], "bytes": sizes}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(layers=llama.CONFIG.layers, only="")
+def main(options: Options) -> Results:
+    torch.manual_seed(0)
+    for part, name, facts in (("serve", "gpu_serve", {"layers": options.layers}), ("kv-cache", "gpu_kv_cache", {})):
+        result: Result = dict(facts)
+        for section, found in SECTIONS[part](options.layers) if options.only in ("", part) else ():
+            result[section] = found
+            show(section, found)
+            yield name, result
+            harness.allocated()  # frees what the section held

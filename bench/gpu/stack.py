@@ -20,7 +20,7 @@ from torch import nn
 import octavo
 from bench import record
 from bench.gpu import harness, llama
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.llama import GEMMS, KV_WIDTH, MLP_WIDTH, TOKENS, WIDTH, Engine, Fused, Plain
 from bench.gpu.modes import BASE, FUSED, FUSED_EAGER, FUSED_GRAPH, PLAIN
 from bench.gpu.peers import RECIPES, use_torchao, use_transformer_engine
@@ -67,31 +67,6 @@ class Runner(harness.Passes):
             self.after = octavo.scales.update_scales
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
-    built = {name: harness.made(name, partial(harness.with_peak, partial(Runner, name))) for name in modes}
-    runners = {name: found[0] for name, found in built.items() if found is not None}
-    peaks = {name: found[1] / 1e9 for name, found in built.items() if found is not None}
-    checks = check(runners)
-    steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
-    steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
-    times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
-    base = harness.medians(times)[BASE]
-    rows = [
-        {"mode": name, **harness.summary(t), "ratio": base / harness.medians(times)[name], "peak_gb": peaks.get(name)}
-        for name, t in times.items()
-    ]
-    profiles = {name: categories(runners[name].step) for name in PROFILED}
-    ceilings = record.before("gpu_ceilings")
-    way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
-    floors = {name: floor(ceilings, way, cast=name == "cast") for name in ("cast", "kept") if ceilings}
-    result = {"modes": rows, "kept": keep(runners), "profiles": profiles, "floors": floors, "sqnr": checks}
-    for part in result.values():
-        show(part)
-    print(record.write("gpu_stack", result))
-
-
 def check(runners: dict[str, Runner]) -> dict[str, list[float]]:
     """SQNR of each mode's output and gradient against BF16, compiled; a wrong one ends the benchmark."""
     exact = runners[BASE].step()
@@ -129,12 +104,31 @@ def floor(ceilings: dict[str, Any], way: dict[str, str], *, cast: bool) -> dict[
 
 def keep(runners: dict[str, Runner]) -> dict[str, Any]:
     """Times of BF16 and ours with cached weights, as in the later micro-batches of an accumulation."""
+    steps = {mode: runners[mode].step for mode in (BASE, FUSED)}
     with octavo.scales.cast_once(runners[FUSED].model):
-        ms = harness.medians(
-            harness.interleaved({BASE: runners[BASE].step, FUSED: runners[FUSED].step}, rounds=5, repeat=4)
-        )
+        ms = harness.medians(harness.interleaved(steps, rounds=5, repeat=4))
     return {"ms": ms, "ratio": ms[BASE] / ms[FUSED]}
 
 
-if __name__ == "__main__":
-    main()
+@benchmark()
+def main(_: Options) -> Results:
+    modes = [name for name in MODES if all(record.installed(NEEDS[who]) for who in NEEDS if name.startswith(who))]
+    runners, peaks = harness.built({name: partial(Runner, name) for name in modes})
+    checks = check(runners)
+    steps: dict[str, Callable[[], object]] = {name: runner.step for name, runner in runners.items()}
+    steps[FUSED_GRAPH] = harness.Captured(runners[FUSED].step)
+    times = harness.interleaved(steps, rounds=6, repeat=4, warmup=1)
+    gb = {name: peak / 1e9 for name, peak in peaks.items()}
+    rows = [{"mode": name, **row, "peak_gb": gb.get(name)} for name, row in harness.rows_of(times, BASE).items()]
+    ceilings = record.before("gpu_ceilings")
+    way = {"y": "row, fast", "dx": "row, fast", "dw": "row"}
+    result = {
+        "modes": rows,
+        "kept": keep(runners),
+        "profiles": {name: categories(runners[name].step) for name in PROFILED},
+        "floors": {name: floor(ceilings, way, cast=name == "cast") for name in ("cast", "kept") if ceilings},
+        "sqnr": checks,
+    }
+    for part in result.values():
+        show(part)
+    yield "gpu_stack", result

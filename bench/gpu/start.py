@@ -22,10 +22,9 @@ from pathlib import Path
 
 import torch
 
-from bench import record
 from bench.gpu import llama
 from bench.gpu.generate import folder_of, generation, make_folders, open_bf16
-from bench.gpu.harness import DEVICE, in_new_process, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, in_new_process, show, sized
 from bench.gpu.modes import EAGER, OCTAVO
 from octavo import load
 from octavo.hf.meta_model import quiet_transformers
@@ -34,24 +33,6 @@ from octavo.speed import timed
 NEW_MACHINE = "octavo, new machine"
 WAYS = (OCTAVO, NEW_MACHINE, EAGER)
 FIGURES = ("load", "first_token", "sixteen_tokens")
-
-
-def main() -> None:
-    folder = folder_of(llama.CONFIG.layers)
-    options = parser_of(__doc__, rounds=sized(3, 1), prompt=sized(256, 8), folder=folder).parse_args()
-    if not options.folder.exists():
-        make_folders(llama.CONFIG, options.folder)
-    run = partial(seconds_of, options.folder, options.prompt)
-    with tempfile.TemporaryDirectory() as compiled:
-        for way in (OCTAVO, EAGER):
-            run(compiled, way)
-        rounds = [{way: run(compiled, way) for way in WAYS} for _ in range(options.rounds)]
-    medians = {way: {key: statistics.median(r[way][key] for r in rounds) for key in FIGURES} for way in WAYS}
-    to_token = {way: found["load"] + found["first_token"] for way, found in medians.items()}
-    times = {way: to_token[way] / to_token[EAGER] for way in WAYS}
-    show(medians, times)
-    result = {"prompt": options.prompt, "rounds": rounds, "seconds": medians, "times_bf16": times}
-    print(record.write("gpu_start", result))
 
 
 def seconds_of(folder: Path, prompt: int, compiled: str, way: str) -> dict[str, float]:
@@ -75,5 +56,17 @@ def start(folder: Path, prompt: int, way: str) -> dict[str, float]:
     return dict(zip(FIGURES, (seconds, first, sixteen), strict=True))
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(rounds=sized(3, 1), prompt=sized(256, 8), folder=folder_of(llama.CONFIG.layers))
+def main(options: Options) -> Results:
+    if not options.folder.exists():
+        make_folders(llama.CONFIG, options.folder)
+    run = partial(seconds_of, options.folder, options.prompt)
+    with tempfile.TemporaryDirectory() as compiled:
+        for way in (OCTAVO, EAGER):
+            run(compiled, way)
+        rounds = [{way: run(compiled, way) for way in WAYS} for _ in range(options.rounds)]
+    medians = {way: {key: statistics.median(r[way][key] for r in rounds) for key in FIGURES} for way in WAYS}
+    to_token = {way: found["load"] + found["first_token"] for way, found in medians.items()}
+    times = {way: to_token[way] / to_token[EAGER] for way in WAYS}
+    show(medians, times)
+    yield "gpu_start", {"prompt": options.prompt, "rounds": rounds, "seconds": medians, "times_bf16": times}

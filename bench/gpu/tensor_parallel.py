@@ -12,7 +12,7 @@ with those of BF16. The time of a step is that of the slowest rank.
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,11 @@ from torch.distributed.tensor.parallel import (
 
 import octavo
 from bench.gpu import harness, llama
-from bench.gpu.harness import DEVICE, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, sized
 from bench.gpu.llama import Fused, Plain
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, read_options, setting_of, slowest, start, write
+from bench.gpu.ranks import Row, attempt, bandwidth, chosen, profiled, setting_of, slowest, start
 from octavo.distributed import tensor_parallel
 from octavo.models.llama import Llama, LlamaConfig
 
@@ -125,65 +125,56 @@ class Runner(harness.Passes):
         super().__init__(model, *harness.llama_inputs(config, tokens, DEVICE, (mesh.get_local_rank(), mesh.size())))
 
 
-@dataclass
-class Bench:
-    """The setting of all modes, the models that run, and the rows so far."""
+def measure(
+    names: list[str], config: LlamaConfig, tokens: int, mesh: DeviceMesh, rounds: int, *, compiled: bool = True
+) -> Results:
+    """Measure the modes; then those that overlap, which take turns with BF16 too."""
+    runners: dict[str, Runner] = {}
+    rows: list[Row] = []
+    result = {"setting": setting_of(config, tokens), "bytes_per_second": bandwidth(), "modes": rows}
 
-    config: LlamaConfig
-    tokens: int
-    mesh: DeviceMesh
-    rounds: int
-    compiled: bool = True
-    runners: dict[str, Runner] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    def build(name: str) -> Row:
+        runner = Runner(MODES[name], config, tokens, mesh, compiled=compiled)
+        row = {"sqnr": agreement(runner, runners.get(BASE, runner))}
+        runners[name] = runner
+        return row
 
-    def run(self, names: list[str]) -> None:
-        """Measure the modes and write the result; then those that overlap, which take turns with BF16 too."""
-        rate = bandwidth()
-        for overlap in (False, True):
-            part = [name for name in names if MODES[name].overlap == overlap]
-            built: list[Row] = []
-            for name in part:
-                attempt(built, name, partial(self.build, name))
-            self.rows += [row for row in built if "error" in row]
-            there = [name for name in part if name in self.runners]
-            times = self.times({BASE, *there}) if there else {}
-            for name in there:
-                attempt(self.rows, name, partial(self.row, name, times))
-            result = {"setting": setting_of(self.config, self.tokens), "bytes_per_second": rate, "modes": self.rows}
-            write(f"gpu_tensor_parallel_{self.mesh.size()}_gpus", result)
-
-    def build(self, name: str) -> Row:
-        """Add the model of a mode that agrees with BF16; the SQNR of its output, and of the gradient of its input."""
-        runner = Runner(MODES[name], self.config, self.tokens, self.mesh, compiled=self.compiled)
-        actual = runner.step()
-        expected = self.runners[BASE].step() if self.runners else actual
-        found = [harness.decibels(e, a) for e, a in zip(expected, actual, strict=True)]
-        found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
-        if not all(db > 6 for db in found):
-            raise RuntimeError(f"output and gradient are off: {found} dB")
-        self.runners[name] = runner
-        return {"sqnr": found}
-
-    def times(self, names: set[str]) -> dict[str, list[float]]:
-        """Milliseconds of the modes, which take turns."""
-        steps = {name: runner.step for name, runner in self.runners.items() if name in names}
-        return {name: slowest(each) for name, each in harness.interleaved(steps, rounds=self.rounds, repeat=4).items()}
-
-    def row(self, name: str, times: dict[str, list[float]]) -> Row:
-        """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
-        kernels, ratio = profiled(self.runners[name].step), speedup({"rounds": times}, name, BASE)
-        return {**harness.summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
+    for overlap in (False, True):
+        part = [name for name in names if MODES[name].overlap == overlap]
+        built: list[Row] = []
+        for name in part:
+            attempt(built, name, partial(build, name))
+        rows += [row for row in built if "error" in row]
+        there = [name for name in part if name in runners]
+        steps = {name: runner.step for name, runner in runners.items() if name in {BASE, *there}}
+        found = harness.interleaved(steps, rounds=rounds, repeat=4) if there else {}
+        times = {name: slowest(each) for name, each in found.items()}
+        for name in there:
+            attempt(rows, name, partial(row_of, name, runners[name], times))
+        yield f"gpu_tensor_parallel_{mesh.size()}_gpus", result
 
 
-def main() -> None:
-    options = read_options(__doc__, layers=2, rounds=8)
+def agreement(runner: Runner, base: Runner) -> list[float]:
+    """The SQNR of a mode's output, and of the gradient of its input, against BF16's; a wrong one is a RuntimeError."""
+    actual = runner.step()
+    expected = actual if runner is base else base.step()
+    found = [harness.decibels(e, a) for e, a in zip(expected, actual, strict=True)]
+    found = [-db for db in slowest([-db for db in found])]  # the least over the ranks, which decide alike
+    if not all(db > 6 for db in found):
+        raise RuntimeError(f"output and gradient are off: {found} dB")
+    return found
+
+
+def row_of(name: str, runner: Runner, times: dict[str, list[float]]) -> Row:
+    """The milliseconds of a mode, and its speed as a multiple of that of BF16 in the same round."""
+    kernels, ratio = profiled(runner.step), speedup({"rounds": times}, name, BASE)
+    return {**harness.summary(times[name]), "ratio": ratio, "rounds": times[name], "kernels": kernels}
+
+
+@benchmark(layers=2, rounds=8, only="")
+def main(options: Options) -> Results:
     start()
     mesh = init_device_mesh(DEVICE, (distributed.get_world_size(),))
     config = replace(CONFIG, layers=options.layers)
-    Bench(config, CONFIG.context, mesh, options.rounds).run(chosen(MODES, BASE, options.only))
+    yield from measure(chosen(MODES, BASE, options.only), config, CONFIG.context, mesh, options.rounds)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -26,13 +26,13 @@ from torch import Tensor
 from bench.gpu import llama
 from bench.gpu import serve_models as models
 from bench.gpu.grouped_rows import of_columns, of_rows
-from bench.gpu.harness import beyond_cache, fastest, in_turn, once, parser_of, replayed, sized
+from bench.gpu.harness import Options, benchmark, beyond_cache, fastest, in_turn, once, replayed, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.moe import SHAPES as EXPERTS
 from bench.gpu.moe import Products
 from octavo.inference.kv_cache import DTYPES
 from octavo.numerics import ROW, Cast, QTensor, group
-from octavo.ops import quantize, sort_by_expert
+from octavo.ops import quantize, quantize_matrices, sort_by_expert
 from octavo.ops.attention_tiles import TILES, Tile, choose_tile
 from octavo.ops.dispatch import SQUARE, STRIP
 from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, int8_gemm, weight_only
@@ -49,33 +49,16 @@ GROUPED = {
     64: [(64, 64, 1, 5, 4), (128, 64, 1, 4, 8), (128, 64, 1, 4, 4), (64, 32, 2, 4, 4)],
     1 << 20: [(128, 128, 1, 5, 8), (128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 4, 8)],
 }
-FAST = [
-    (128, 256, 1, 3, 8),
-    (256, 128, 1, 4, 8),
-    (256, 128, 1, 3, 8),
-    (128, 128, 1, 4, 8),
-    (128, 128, 1, 3, 4),
+FAST = [  # as above, of row scales
+    (128, 256, 1, 3, 8), (256, 128, 1, 4, 8), (256, 128, 1, 3, 8), (128, 128, 1, 4, 8), (128, 128, 1, 3, 4),
     (128, 128, 1, 2, 4),
-]
+]  # fmt: skip
 PROMOTED = [(128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 3, 4), (128, 256, 1, 3, 8), (256, 128, 1, 3, 8)]
 INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
     (128, 128, 128, 3, 4), (128, 128, 128, 3, 8), (128, 128, 128, 4, 8), (128, 256, 64, 4, 8), (128, 256, 128, 3, 8),
     (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (64, 256, 128, 3, 4), (64, 128, 128, 4, 4),
 ]  # fmt: skip
 CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
-
-
-def main() -> None:
-    parser = parser_of(__doc__, shapes=sized(4, 1), rows="", bytes=False)
-    parser.add_argument("kernel", choices=KERNELS)
-    options = parser.parse_args()
-    rows, tune = KERNELS[options.kernel]
-    by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
-    for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
-        for n, k in by_shape:
-            print(f"{m} x {n} x {k}" if n else m, flush=True)
-            tune(m, n, k, **{"native": False} if options.bytes else {})
-            torch.cuda.empty_cache()
 
 
 def bf16(*shape: int) -> Tensor:
@@ -104,19 +87,16 @@ def gemm(m: int, n: int, k: int) -> None:
 def block(m: int, n: int, k: int) -> None:
     x, wide = bf16(m, k), [bf16(n, k) for _ in range(beyond_cache(n, k) if m < 1024 else 2)]
     for name, (left, right) in PAIRS.items():
-        a, bs, size = (
-            quantize(x, Cast(granularity=left)),
-            [quantize(w, Cast(granularity=right)) for w in wide],
-            left.cols,
-        )
+        a, size = quantize(x, Cast(granularity=left)), left.cols or 1
+        bs = [quantize(w, Cast(granularity=right)) for w in wide]
 
         def us(call: Callable[..., Any], *options: Any, a: QTensor = a, bs: list[QTensor] = bs) -> float:
             return in_turn(lambda b: call(Operands.of(a, b), None, BF16, *options), bs)
 
         native = f", cuBLASLt {us(scaled_mm_cublaslt, False):.1f} us" if size == 128 else ""
         print(f"  {name}: widened to BF16 {us(block_scaled_gemm.dequantized_mm):.1f} us{native}", flush=True)
-        chosen = block_scaled_gemm.choose(m, n, k, size or 1, x.device)
-        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size or 1))
+        chosen = block_scaled_gemm.choose(m, n, k, size, x.device)
+        tilings = starmap(block_scaled_gemm.Tiling, block_tilings(m, size))
         show(fastest(chosen, tilings, partial(us, block_scaled_gemm.scaled_mm, None), best=4), 2 * m * n * k)
 
 
@@ -137,15 +117,13 @@ def grouped(tokens: int, *_: int) -> None:
     for name, shape in EXPERTS.items():
         for n, k in ((2 * shape.mlp_width, shape.width), (shape.width, shape.mlp_width)):
             e, m = shape.experts, tokens * shape.top_k
-            qs = [quantize(w, Cast(granularity=SQUARE)) for w in bf16(e, n, k)]
-            w = torch.stack([q.data.view(torch.uint8) for q in qs]).view(qs[0].data.dtype)
-            scale = torch.stack([q.scale for q in qs])
+            w_q = quantize_matrices(bf16(e, n, k), Cast(granularity=SQUARE))
             offsets = sort_by_expert(torch.rand(tokens, e, device="cuda").topk(shape.top_k).indices, e).offsets
             a = quantize(bf16(m, k), Cast(granularity=STRIP))
             rows = grouped_gemm.likely_rows(m, e)
             chosen = block_scaled_gemm.choose(rows, n, k, 128, offsets.device)
             tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
-            operands = Operands(a.data, w, a.scale, scale, STRIP, SQUARE)
+            operands = Operands(a.data, w_q.data, a.scale, w_q.scale, STRIP, SQUARE)
             ours = partial(grouped_gemm.grouped_mm, operands, offsets, BF16, False)
             print(f"{name}, {tokens} tokens, {n} x {k}", flush=True)
             time_grouped(ours, chosen, [block_scaled_gemm.Tiling(*each) for each in tilings], 2 * m * n * k)
@@ -230,5 +208,13 @@ KERNELS: dict[str, tuple[str, Callable[..., None]]] = {  # and the rows (tokens,
 }
 BY_SHAPE = KERNELS.keys() - {"grouped", "grouped-rows", "cache"}
 
-if __name__ == "__main__":
-    main()
+
+@benchmark(kernel=KERNELS, shapes=sized(4, 1), rows="", bytes=False)
+def main(options: Options) -> None:
+    rows, tune = KERNELS[options.kernel]
+    by_shape = llama.SHAPES[-options.shapes :] if options.kernel in BY_SHAPE else ((0, 0),)
+    for m in [int(each) for each in (options.rows or rows).split(",")][: sized(None, 1)]:
+        for n, k in by_shape:
+            print(f"{m} x {n} x {k}" if n else m, flush=True)
+            tune(m, n, k, **{"native": False} if options.bytes else {})
+            torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.stack import categories
@@ -147,16 +147,12 @@ def measure(shape: Shape) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
+@benchmark()
+def main(_: Options) -> Results:
     found: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:
             print(f"{name}: diffusers is not installed")
             continue
         found[name] = measure(shape)
-        print(record.write("gpu_vision", {"blocks": block_source(), "shapes": found}))
-
-
-if __name__ == "__main__":
-    main()
+        yield "gpu_vision", {"blocks": block_source(), "shapes": found}

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import record
-from bench.gpu.harness import allocated, interleaved, parser_of, peak_of, show, sized, summary
+from bench.gpu.harness import Options, Results, allocated, benchmark, interleaved, peak_of, show, sized, summary
 from bench.gpu.modes import FUSED
 from bench.gpu.stack import CONFIG, Runner
 from octavo.watching.collection import CHECK_INTERVAL, Watch, watch
@@ -104,8 +103,8 @@ def everything(runner: Runner) -> list[torch.Tensor]:
     return found
 
 
-def main() -> None:
-    parser_of(__doc__).parse_args()
+@benchmark()
+def main(_: Options) -> Results:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic GEMMs need it
     dynamo: Any = torch._dynamo.config
     dynamo.automatic_dynamic_shapes = False  # the large stack must not be compiled for any number of tokens
@@ -113,8 +112,4 @@ def main() -> None:
     result = measure()
     result["equal"] |= small
     show(result)
-    print(record.write("gpu_watch", {"layers": CONFIG.layers, **result}))
-
-
-if __name__ == "__main__":
-    main()
+    yield "gpu_watch", {"layers": CONFIG.layers, **result}

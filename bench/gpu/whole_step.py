@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, made, once, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, once, show, sized
 from bench.gpu.peers import use_liger_loss, use_torchao
 from octavo import ops
 from octavo.nn.fused_loss import CHUNK, _Head, linear_cross_entropy
@@ -72,23 +72,6 @@ MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes aft
 }
 CELLS = {"1b, compile": ("1b", True), "1b, eager": ("1b", False), "8b, compile": ("8b", True)}
 NEEDS = {"Liger": "liger-kernel", "torchao": "torchao"}  # packages of the modes with such a word
-
-
-def main() -> None:
-    given = parser_of(__doc__, only="", rounds=4, cce=False).parse_args()
-    torch._dynamo.config.recompile_limit = 64
-    for package in NEEDS.values():
-        if not record.installed(package):
-            print(f"{package} is not installed: its modes are left out", flush=True)
-    result: dict[str, Any] = {}
-    if not given.only or given.only == "loss":
-        result["losses"] = losses_alone(cce=given.cce)
-    for name, (shape, compiled) in CELLS.items():
-        if not given.only or given.only in name:
-            result[name] = cell(name, shape, compiled, given.rounds)
-            torch._dynamo.reset()
-    if not given.only:
-        print(record.write("gpu_whole_step", result))
 
 
 def available(names: Any) -> list[str]:
@@ -163,12 +146,10 @@ def cell(name: str, shape: str, compiled: bool, rounds: int) -> dict[str, Any]:
     del gradients, exact
     peaks = {mode: harness.peak_of(step, 0) / 2**30 for mode, step in steps.items()}
     times = harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1)
-    base = harness.medians(times)[BASE]
     rows = {
-        mode: {**harness.summary(t), "speed": base / harness.medians(times)[mode], "peak_gib": peaks[mode],
-               "sqnr": sqnr.get(mode)}
-        for mode, t in times.items()
-    }  # fmt: skip
+        mode: row | {"peak_gib": peaks[mode], "sqnr": sqnr.get(mode)}
+        for mode, row in harness.rows_of(times, BASE, "speed").items()
+    }
     for mode, row in rows.items():
         show(f"{name:12} {mode:34}", row)
     return {"modes": rows, "rounds": times}
@@ -299,5 +280,17 @@ def timed(step: Callable[[], Any]) -> float:
     return sorted(once(step, sized(4, 1)) for _ in range(sized(5, 1)))[sized(2, 0)]
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(only="", rounds=4, cce=False)
+def main(options: Options) -> Results:
+    for package in NEEDS.values():
+        if not record.installed(package):
+            print(f"{package} is not installed: its modes are left out", flush=True)
+    result: dict[str, Any] = {}
+    if options.only in ("", "loss"):
+        result["losses"] = losses_alone(cce=options.cce)
+    for name, (shape, compiled) in CELLS.items():
+        if options.only in name:
+            result[name] = cell(name, shape, compiled, options.rounds)
+            torch._dynamo.reset()
+    if not options.only:
+        yield "gpu_whole_step", result

@@ -11,7 +11,8 @@ A table stands in its template with one row of cells, which is repeated for each
     | {mode} | {median:.2f} | {ratio:.3f}x |
 
 The keys of a row are names in its cells. A cell with a value that is None or not there is a dash. A heading in braces
-makes a column of each of its values, and the rows whose other cells are equal are one row.
+makes a column of each of its values, and the rows whose other cells are equal are one row. A line of a list, which
+begins with `- `, is repeated in the same way.
 
 What stands between `<!-- if concludes(results) -->` and `<!-- end -->` is left out where the expression is false.
 """
@@ -23,11 +24,13 @@ from math import log
 from pathlib import Path
 from statistics import median
 from string import Formatter
+from types import ModuleType
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
 IF = re.compile(r"<!-- if (.+?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+ITEM = re.compile(r"<!-- each (.+?) -->\n(- .*)")
 EACH = re.compile(r"<!-- each (.+?) -->\n\|(.*)\|\n\|.*\|\n\|(.*)\|")
 
 Result = dict[str, Any]
@@ -51,7 +54,8 @@ def load() -> dict[str, Result]:
 def fill(template: str, names: Mapping[str, Any]) -> str:
     """`template` with its tables and then its fields filled."""
     page = IF.sub(lambda found: found[2] if eval(found[1], dict(names)) else "", template)
-    page = EACH.sub(lambda found: _table(found, names).replace("{", "{{").replace("}", "}}"), page)
+    page = EACH.sub(lambda found: _escaped(_table(found, names)), page)
+    page = ITEM.sub(lambda found: _escaped(_items(found, names)), page)
     return re.sub(r"\n{3,}", "\n\n", _filled(page, names))  # a warning that says nothing leaves an empty paragraph
 
 
@@ -85,6 +89,14 @@ def _table(template: re.Match[str], names: Mapping[str, Any]) -> str:
         if all(row.get(column, MISSING) == MISSING for row in rows.values() for column in columns_made):
             raise ValueError(f"the column {head!r} of the table of {each} is empty: correct its expression")
     return markdown(rows.values(), [column for columns_made in found.values() for column in columns_made])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def _items(template: re.Match[str], names: Mapping[str, Any]) -> str:
+    return "\n".join(_filled(template[2], {**names, **row}) for row in eval(template[1], dict(names)))
 
 
 def _cell(text: str, names: Mapping[str, Any]) -> str:
@@ -152,3 +164,9 @@ def machine(result: Result) -> str:
 HELPERS: dict[str, Callable[..., Any]] = {
     function.__name__: function for function in (spread, group, span, joined, machine, median, log)
 }
+
+
+def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:
+    """The names that a template may use: those of the modules, of the functions above and of the results."""
+    functions = {key: value for module in modules for key, value in vars(module).items()}
+    return {**functions, **HELPERS, **results, "results": results}

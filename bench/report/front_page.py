@@ -11,7 +11,7 @@ from typing import NamedTuple
 from bench.gpu import modes
 from bench.gpu.modes import BASE
 from bench.report import performance, scaling, training
-from bench.report.filler import HELPERS, Result, Row, fill, number
+from bench.report.filler import Result, Row, fill, names_of, number
 from bench.report.performance import GRAPHS, figure
 
 LLAMA = "Llama-3-8B's shape"
@@ -42,16 +42,7 @@ def front(results: dict[str, Result]) -> list[Gain]:
 
 
 def gains(results: dict[str, Result]) -> list[Gain]:
-    names = {
-        **vars(modes),
-        **vars(performance),
-        **vars(scaling),
-        **vars(training),
-        **globals(),
-        **HELPERS,
-        **results,
-    }
-    names["results"] = results
+    names = names_of(results, modes, performance, scaling, training) | globals()
     found: list[Gain] = []
     for line in Path(__file__).with_name("gains.template.md").read_text().splitlines():
         what, speeds, accuracy, link = line.split(" | ")

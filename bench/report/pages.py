@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.gpu import modes
 from bench.report import loss, performance, plan, plots, recipes, scaling, shipped, training
-from bench.report.filler import HELPERS, Result, fill, fill_row, load, markdown
+from bench.report.filler import Result, fill, fill_row, load, markdown, names_of
 from bench.report.front_page import front, gains
 
 HERE = Path(__file__).parent
@@ -52,12 +52,13 @@ def main() -> None:
 
 
 def page(name: str, results: dict[str, Result]) -> str:
-    return fill(template(name), names_of(results, PAGES[name]))
+    rows = markdown(gain.row("") for gain in gains(results)).replace("(performance.md#", "(#")
+    return fill(template(name), names_of(results, modes, PAGES[name]) | {"gains": rows})
 
 
 def aims_page(results: dict[str, Result]) -> str:
     """The speeds and sizes that the project aims at, in which each aim is met or missed."""
-    return judged(template("aims"), names_of(results, performance, scaling))
+    return judged(template("aims"), names_of(results, modes, performance, scaling))
 
 
 def judged(template: str, names: Mapping[str, Any]) -> str:
@@ -78,13 +79,6 @@ def verdict(value: float, sign: str, bound: str) -> str:
 
 def template(name: str) -> str:
     return (HERE / f"{name}.template.md").read_text()
-
-
-def names_of(results: dict[str, Result], *modules: ModuleType) -> dict[str, Any]:
-    """The names that a template may use."""
-    functions = {key: value for module in (modes, *modules) for key, value in vars(module).items()}
-    rows = markdown(gain.row("") for gain in gains(results)).replace("(performance.md#", "(#")
-    return {**functions, **HELPERS, **results, "results": results, "over": modes.speedup, "gains": rows}
 
 
 def with_gains(readme: str, results: dict[str, Result]) -> str:

@@ -110,16 +110,11 @@ def stack_split(stack: Result) -> Rows:
         yield {**parts, "mode": name, "sum": parts["gemm"] + parts["attention"] + parts["rest"]}
 
 
-def stack_warning(stack: Result) -> str:
-    """A warning where a part of the fused mode is faster than its floor; else nothing."""
+def below_floor(stack: Result) -> list[str]:
+    """The parts of the fused mode that are faster than their floor."""
     floor, profile = stack["floors"]["cast"], stack["profiles"][FUSED]
-    parts = [
-        f"{part} ({profile[part]:.2f} ms, floor {floor[part]:.2f})"
-        for part in ("gemm", "attention", "rest")
-        if profile[part] < floor[part]
-    ]
-    words = "The ceiling was measured too low there, and the true floor of the step lies lower."
-    return f"Faster than its floor in {FUSED}: {', '.join(parts)}. {words}" if parts else ""
+    faster = [part for part in ("gemm", "attention", "rest") if profile[part] < floor[part]]
+    return [f"{part} ({profile[part]:.2f} ms, floor {floor[part]:.2f})" for part in faster]
 
 
 def longest_kernels(stack: Result) -> Rows:
@@ -167,14 +162,9 @@ def layer_ranges(cells: list[Result]) -> Rows:
         yield {"mode": mode, "least": min(found), "median": statistics.median(found), "most": max(found)}
 
 
-def layer_counts(result: Result) -> str:
-    cells = result["cells"]
-    torchao, guarded = layer_speedups(cells, "ours", "torchao"), layer_speedups(cells, "ours, only if faster", "bf16")
-    return (
-        f"{len(cells)} of {result['of']} cells are measured. Ours is slower than torchao in "
-        f"{sum(gain < 1 for gain in torchao)} of {len(torchao)}; only if faster is below {ONLY_IF_FASTER}x BF16 in "
-        f"{sum(gain < ONLY_IF_FASTER for gain in guarded)} of {len(guarded)}."
-    )
+def below(values: list[float], bound: float) -> str:
+    """How many of the values."""
+    return f"{sum(value < bound for value in values)} of {len(values)}"
 
 
 def layer_cells(cells: list[Result]) -> Rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bench.gpu.modes import BASE, FUSED, OURS, SERVE, SERVE_FP8_ATTENTION, WIDE
 from bench.gpu.plan import AIMS, MODELS, planned_again
-from bench.report.filler import Fields, Result, Row, machine
+from bench.report.filler import Fields, Result, Row
 from bench.report.performance import expert_shapes
 from bench.report.scaling import gradient_bytes, rows_of, runs
 from octavo.plan.cases import Case, TrainingPlan, find_architecture
@@ -183,12 +183,8 @@ def configurations(results: dict[str, Result]) -> Rows:
         yield {**row, "ms": ms, "gb": compared(row["planned"]["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9)}
 
 
-def configuration_machines(results: dict[str, Result]) -> str:
-    """For each model, how many of its rows are within the aims, and where they were measured."""
-    return "\n".join(f"- `{model}`: {_within(result)} {machine(result)}" for model, result in plan_results(results))
-
-
-def _within(result: Result) -> str:
+def within(result: Result) -> str:
+    """How many rows of a model are within the aims."""
     errors = [row["errors"] for row in map(planned_again, result["rows"])]
     counts = {name: sum(abs(each[name]) <= aim for each in errors) for name, aim in AIMS.items()}
     parts = [f"{counts[name]} of {len(errors)} within {aim:.0%} of the {name}" for name, aim in AIMS.items()]

@@ -4,16 +4,16 @@ Text stays text, there is no date, and the colours (Okabe and Ito's) differ for 
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bench.figures.style import canvas, save
 from bench.gpu.modes import BASE, OURS, WIDE, speedup
 from bench.report import loss as loss_page
 from bench.report import scaling
@@ -37,18 +37,13 @@ def draw(results: dict[str, Result], folder: Path) -> None:
     """Write gains.svg, stack.svg, parity.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for plot in (speed_gains, stack, parity, loss, network, linear, layer):
-        with matplotlib.rc_context(STYLE):
-            path = folder / f"{plot.__name__.removeprefix('speed_')}.svg"
-            plot(results).savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
-        lines = path.read_text().splitlines()  # matplotlib leaves spaces at their ends
-        path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+        save(partial(plot, results), folder / f"{plot.__name__.removeprefix('speed_')}.svg", STYLE)
 
 
 def speed_gains(results: dict[str, Result]) -> Any:
     """Speeds over compiled BF16: Octavo's, and torchao's where it was measured."""
     rows = front(results)[::-1]  # the first on top
-    figure = Figure(figsize=(8, 0.6 * len(rows) + 1), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(0.6 * len(rows) + 1)
     for place, row in enumerate(rows):
         bars = [(0.2, row.to_bf16, BLUE, "Octavo")]
         if row.to_torchao:  # measured
@@ -68,8 +63,7 @@ def stack(results: dict[str, Result]) -> Any:
     """Milliseconds of a step, a bar a mode; BF16 and the floor as lines."""
     result = results["gpu_stack"]
     rows = current(result)[::-1]  # the first on top
-    figure = Figure(figsize=(8, 0.3 * len(rows) + 1.1), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(0.3 * len(rows) + 1.1)
     owners = [owner(row["mode"]) for row in rows]
     colors = [OWNERS[name] for name in owners]
     axes.barh([row["mode"] for row in rows], [row["median"] for row in rows], color=colors, height=0.7)
@@ -94,8 +88,7 @@ def owner(mode: str) -> str:
 def parity(results: dict[str, Result]) -> Any:
     """The training loss of every run, and the gap of each to the BF16 run of its seed."""
     result = results["gpt_parity"]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    losses, gaps = figure.subplots(1, 2)
+    figure, (losses, gaps) = canvas(3.6, columns=2, width=9)
     curves = {(run["mode"], run["seed"]): run["curve"] for run in result["runs"]}
     for (mode, seed), curve in curves.items():
         tokens = [(i + 0.5) * result["tokens"] / len(curve) / 1e6 for i in range(len(curve))]
@@ -118,8 +111,7 @@ def parity(results: dict[str, Result]) -> Any:
 def loss(results: dict[str, Result]) -> Any:
     """The method: a trunk with the branches of one data order; and the gap of each mode with its interval."""
     study = loss_page.studies(results)[0]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    curves, gaps = figure.subplots(1, 2)
+    figure, (curves, gaps) = canvas(3.6, columns=2, width=9)
     trunk, branches = study.runs.trunk, study.runs.branches
     order, lowest = min(run.order for run in branches), math.inf
     for run, color in ((trunk, "black"), *((run, MODES.get(run.mode, PINK)) for run in branches if run.order == order)):
@@ -151,8 +143,7 @@ def loss(results: dict[str, Result]) -> Any:
 
 def network(results: dict[str, Result]) -> Any:
     """The gain of the all-gather in FP8 over the bandwidth of the network: measured, and by the model."""
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = canvas(3.2)
     found = scaling.trainings(results)
     for other, color in ((WIDE, BLUE), (BASE, GREY)):
         for run, marker, line in zip(scaling.runs(results, "gpu_network_"), "os", ("-", "--"), strict=False):
@@ -198,10 +189,9 @@ def heat_maps(rows: list[tuple[int, int, int, float]], title: str) -> Any:
     sizes_of_m, sizes_of_k, sizes_of_n = (sorted({key[axis] for key in speeds}) for axis in range(3))
     columns = 3 if len(sizes_of_m) % 3 == 0 else 2
     lines = math.ceil(len(sizes_of_m) / columns)
-    figure = Figure(figsize=(3 * columns, 2.7 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, sharex=True, sharey=True).flat
+    figure, panels = canvas(2.7 * lines, lines, columns, width=3 * columns, sharex=True, sharey=True)
     colors = LinearSegmentedColormap.from_list("speeds", [ORANGE, "white", BLUE])
-    for m, axes in zip(sizes_of_m, panels, strict=True):
+    for m, axes in zip(sizes_of_m, panels.flat, strict=True):
         values = [[speeds[m, k, n] for n in sizes_of_n] for k in sizes_of_k]
         axes.pcolormesh(values, cmap=colors, vmin=0.2, vmax=1.8)
         for (row, column), speed in np.ndenumerate(values):

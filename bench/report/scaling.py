@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
-from bench.report.filler import Result, Row, machine
+from bench.report.filler import Result, Row
 from octavo.plan.step_time import NODE, NVLINK, Links, Training
 
 Rows = Iterator[Row]
@@ -57,22 +57,10 @@ def beside_torchtitan(results: dict[str, Result]) -> str:
     )
 
 
-def failures(results: dict[str, Result]) -> str:
-    """The modes that did not run, with their errors; else nothing."""
-    found = [
-        f"- {run['setting']['world']} GPUs, {run['setting']['layers']} layers, {row['mode']}: {row['error']}"
-        for run in (*runs(results), *runs(results, "gpu_tensor_parallel_"))
-        for row in run["modes"]
-        if "error" in row
-    ]
-    return "\n".join(["Modes that did not run:", "", *found]) if found else ""
-
-
-def machines(results: dict[str, Result]) -> str:
-    """A line for each result on this page: the number of GPUs, the machine, the versions and the date."""
-    prefixes = ("gpu_fsdp_", "gpu_network_", "gpu_tensor_parallel_")
-    found = {name: result for name, result in results.items() if name.startswith(prefixes)}
-    return "\n".join(f"- `{name}.json`: {machine(result)}" for name, result in found.items())
+def failures(results: dict[str, Result]) -> list[Row]:
+    """The modes that did not run."""
+    found = (*runs(results), *runs(results, "gpu_tensor_parallel_"))
+    return [{**run["setting"], **row} for run in found for row in run["modes"] if "error" in row]
 
 
 def gathered_share(run: Result, name: str) -> float:

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from bench.report.filler import Fields, Result, Row, machine
+from bench.report.filler import Fields, Result, Row
 from octavo.evaluation.metrics import ratio
 
 BASE = "bf16"
@@ -70,19 +70,6 @@ def curves(results: dict[str, Result]) -> Iterator[Row]:
                 losses.setdefault(run["mode"], []).append(run["evaluations"][at]["loss"])
             for mode, each in losses.items():
                 yield {"label": result["label"], "tokens": tokens, "mode": mode, "loss": statistics.mean(each)}
-
-
-def texts(results: dict[str, Result]) -> str:
-    """A line for each model: its text, and the machine."""
-    lines = []
-    for result in models(results):
-        settings, tokens = result["settings"], result["corpus"]["train_tokens"]
-        lines.append(
-            f"- {result['label']}: {result['runs'][0]['parameters'] / 1e6:.0f} M parameters in "
-            f"{settings['layers']} layers, {settings['width']} wide, sequences of {settings['context']} tokens; "
-            f"{result['compared_tokens'] / tokens:.2f} epochs of {tokens / 1e6:.0f} M tokens. {machine(result)}"
-        )
-    return "\n".join(lines)
 
 
 # --- Small vision models ---------------------------------------------------------------------------------------

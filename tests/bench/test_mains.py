@@ -5,6 +5,7 @@
 
 import importlib
 import json
+import re
 import runpy
 import shlex
 import sys
@@ -41,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 MAINS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "bench").rglob("*.py")
-    if '__name__ == "__main__"' in path.read_text() and path.name != "__main__.py"
+    if re.search(r"^@benchmark\(|^if __name__", path.read_text(), re.MULTILINE) and path.name != "__main__.py"
 )
 FIGURES = ("cosine", "least", "spearman", "nearest")  # of embeddings
 BLOCKS = replace(SMALL, vocabulary=8, context=16)

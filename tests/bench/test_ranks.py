@@ -14,7 +14,7 @@ from torch import nn
 
 from bench.gpu import fsdp
 from bench.gpu.fsdp import MODES
-from bench.gpu.harness import draw_matrices
+from bench.gpu.harness import draw_matrices, write
 from bench.gpu.llama import Plain
 from bench.gpu.modes import BASE, OURS, WIDE
 from bench.gpu.ranks import kind_of, split, union, without_first
@@ -37,8 +37,8 @@ def measure(rank: int, folder: str) -> list[dict[str, Any]]:
     MODES["broken"] = replace(MODES[EAGER], convert=fail)
     MODES["not in FP8"] = replace(MODES[EAGER], convert=lambda model: None)
     bench = fsdp.Bench(TINY, TOKENS, 3)
-    bench.run([BASE, EAGER, "broken", "not in FP8", WIDE, OURS])
-    fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2)
+    write(bench.run([BASE, EAGER, "broken", "not in FP8", WIDE, OURS]))
+    write(fsdp.over_links([BASE, WIDE], TINY, TOKENS, [1, 2], 2))
     return bench.rows
 
 
@@ -122,7 +122,7 @@ def measure_blocks(rank: int, folder: str) -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     tensor_parallel.MODES["broken"] = replace(tensor_parallel.MODES["bf16"], split=fail_to_split)
     names = ["bf16", "bf16, async", "broken", "octavo: rowwise"]
-    tensor_parallel.Bench(BLOCKS, 16, mesh, 2, compiled=False).run(names)
+    write(tensor_parallel.measure(names, BLOCKS, 16, mesh, 2, compiled=False))
     runner = tensor_parallel.Runner(tensor_parallel.MODES["bf16"], BLOCKS, 16, mesh, compiled=False)
     return [t.tolist() for t in runner.step()]
 

@@ -274,7 +274,11 @@ def test_it_takes_the_device_of_its_data_whatever_the_context(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "aot_eager") for name in FP8), ("e5m2", "inductor"), ("e4m3fnuz", "inductor")]
+    ("name", "backend"),
+    [
+        *((name, "aot_eager") for name in FP8),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in ("e5m2", "e4m3fnuz")),
+    ],
 )
 def test_it_compiles_into_one_graph(name, backend):
     torch.compiler.reset()

@@ -111,12 +111,15 @@ def test_every_other_word_stands_for_a_command_that_exists() -> None:
         ("pack --sch", {"--scheme"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_settings(words: str, offered: set[str]) -> None:
+def test_a_shell_completes_commands_options_and_settings(
+    octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]
+) -> None:
     given = ["octavo", *words.split()]
     variables = {"_OCTAVO_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(given), "COMP_CWORD": str(len(given) - 1)}
-    command = [sys.executable, "-m", "octavo_cli"]
-    done = subprocess.run(command, capture_output=True, text=True, env=with_source(**variables), check=False)
-    assert (set(done.stdout.split()), done.stderr) == (offered, "")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code, out, err = octavo()
+    assert (code, set(out.split()), err) == (0, offered, "")
 
 
 def test_help_lists_what_the_library_takes() -> None:

@@ -104,6 +104,7 @@ def test_the_tag_of_compiled_graphs_has_the_version() -> None:
     assert inductor.source_version(Path(octavo.__file__).parent) in torch.compiler.config.cache_key_tag
 
 
+@pytest.mark.slow  # a process
 def test_what_the_import_sets_in_pytorch() -> None:
     """Inductor launches our kernels itself, also where it was imported before; a tag of the user is preserved."""
     name = inductor._STATIC_LAUNCH

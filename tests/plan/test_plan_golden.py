@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+import typer
+from click.testing import CliRunner
 
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.plan.cases import model_presets
@@ -19,6 +20,7 @@ from octavo.rates.measured import known_gpus
 from octavo.recipe import PRESETS
 from octavo_cli.app import app
 
+COMMANDS = typer.main.get_command(app)  # once: reading the options of all commands takes longer than a plan
 FILE = Path(__file__).with_name("figures.json")
 FULL = "--activation-checkpointing.mode full"
 LLAMA, SMALL = "llama-3.1-8b", "llama-3.2-1b --gpus 2 --context 2048"
@@ -66,7 +68,7 @@ def plan(words: str) -> dict[str, Any]:
     """The figures of a plan, and the lines that it prints."""
     found = {}
     for name, more in (("figures", ["--json"]), ("printed", [])):
-        result = CliRunner(env={"COLUMNS": "1000"}).invoke(app, ["plan", *words.split(), *more])
+        result = CliRunner(env={"COLUMNS": "1000"}).invoke(COMMANDS, ["plan", *words.split(), *more])
         assert result.exit_code == 0, result.exception
         found[name] = json.loads(result.stdout) if more else result.stdout.splitlines()
     return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Self
 
 import torch
@@ -184,6 +185,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
     return Estimate(value, value - half, value + half)
 
 
+@cache
 def student_quantile(freedom: int, outside: float = 0.05) -> float:
     """The t of a two-sided interval: Student's distribution has the share `outside` outside of (-t, t)."""
     low, high = 0.0, 20.0
