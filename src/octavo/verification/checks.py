@@ -240,9 +240,9 @@ def check_weights(
     rounded: Collection[str],
     progress: Progress,
 ) -> dict[str, float]:
-    """Add the tensors that differ from MODEL's (`tensors` have its shapes, and `get` reads one) to `files.findings`, and
-    return the SQNR of each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to
-    nearest; bytes of others that are not are a remark."""
+    """Add the tensors that differ from MODEL's (`tensors` without data, read by `get`) to `files.findings`, and return
+    the SQNR of each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to nearest;
+    bytes of others that are not are a remark."""
     found: dict[str, Judgement] = {}
     scales = {f"{name}.{leaf}" for name, spec in layers.items() for leaf in (spec.scale, spec.input_scale)}
     names = {name for name in files.shapes if name.rpartition(".")[2] not in (*_UNUSED, *_CACHE_SCALES)} - scales
