@@ -24,7 +24,7 @@ def test_a_file_of_settings(tmp_path):
     plan = Case(str(path), ("--context", "128")).training()
     assert plan.setup.tokens == 3 * 128
     assert plan.setup.model.depth == 2
-    assert plan.memory.optimizer == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
+    assert plan.memory.parts["optimizer"] == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
 
 
 def test_a_run_has_its_settings(tmp_path):

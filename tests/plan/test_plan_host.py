@@ -53,7 +53,7 @@ def test_a_setting_that_does_not_fit_is_not_named() -> None:
     small = replace(waiting.setup.gpu, memory=1.001 * waiting.memory.peak)
     full = replace(waiting, setup=replace(waiting.setup, gpu=small))
     assert full.fits
-    assert full.time.waiting
+    assert full.time.parts["waiting"]
     assert full.faster_settings == {}
 
 

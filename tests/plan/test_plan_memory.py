@@ -42,8 +42,8 @@ def test_the_peak_of_a_step(kind, recipe, mode, logits):
             value = loss(model, tokens, tokens)
         value.backward()
     plan = plan_memory(make_setup(describe_architecture(kind, sizes.to_hf()), config, find_gpu("h200"), 1))
-    expected = memory.peak + plan.weights + plan.optimizer
-    assert plan.peak - plan.fp8_copies == pytest.approx(expected, rel=0.05)
+    expected = memory.peak + plan.parts["weights"] + plan.parts["optimizer"]
+    assert plan.peak - plan.parts["fp8_copies"] == pytest.approx(expected, rel=0.05)
 
 
 # ---- Planned activations against the tensors that Octavo's own models hold after the forward pass
