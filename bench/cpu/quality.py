@@ -37,7 +37,7 @@ from octavo.data import read_text
 from octavo.evaluation import PromptOptions
 from octavo.evaluation.metrics import LogitQuality, LogitSums, Outputs, compare_many
 from octavo.evaluation.prompts import open_tokenizer, read_prompts
-from octavo.inference.transformers_cache import QuantizedKVCache, scales_from_calibration
+from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
 from octavo.models.tokenizer import build_corpus, load_tokenizer
 from octavo.nn import use_fp8_attention
 from octavo.packing import pack
@@ -176,7 +176,7 @@ def in_chunks(model: Any, make: Cache) -> Outputs:
     @torch.no_grad()
     def run(ids: Tensor) -> Tensor:
         kept = make(model, ids.shape[1])
-        chunks = [model(part, past_key_values=kept, use_cache=True).logits for part in torch.split(ids, CHUNK, 1)]
+        chunks = [model(part, **{CACHE: kept}, use_cache=True).logits for part in torch.split(ids, CHUNK, 1)]
         return torch.cat(chunks, 1)
 
     return run

@@ -46,6 +46,7 @@ from octavo.hf.meta_model import quiet_transformers
 from octavo.inference.engine import Engine
 from octavo.inference.packed_linear import fuse, quantize_head
 from octavo.inference.session import Prompts, key_shape
+from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import accelerate_generate
 from octavo.models import LlamaConfig
 from octavo.models.tokenizer import ByteTokenizer
@@ -141,7 +142,7 @@ def own_loop(model: Any) -> Generate:
     def generate(ids: Tensor, tokens: int) -> Tensor:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "generate runs on transformers' own loop")
-            return generation(model, past_key_values=DynamicCache(config=model.config))(ids, tokens)
+            return generation(model, **{CACHE: DynamicCache(config=model.config)})(ids, tokens)
 
     return generate
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from bench import record
 from bench.gpu.harness import each_decibels, parser_of, show
 from bench.gpu.moe import SHAPES, Products, Shape, transposed
-from octavo.numerics import Cast
+from octavo.numerics import ROW, Cast
 from octavo.ops import library_gemms as cutlass
 from octavo.ops import quantize
 from octavo.ops.kernels import grouped_gemm as ours
-from octavo.ops.launching import compile_only
+from octavo.ops.launching import Operands, compile_only
 
 Product = Callable[[], Tensor]
 BF16 = torch.bfloat16
@@ -75,11 +75,11 @@ def gemms_of(p: Products) -> dict[str, Gemm]:
 
 def of_rows(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
     """a [M, K] with b [E, N, K]."""
-    operands = a, torch.ones_like(a[:, :1], dtype=torch.float32), b, torch.ones_like(b[..., :1], dtype=torch.float32)
+    scale_a, scale_b = (torch.ones_like(t[..., :1], dtype=torch.float32) for t in (a, b))
     return Gemm(
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).transpose(1, 2), offs=offsets),
-        partial(cutlass.grouped_mm, *operands, offsets) if a.dtype == b.dtype else None,
-        partial(ours.grouped_mm, *operands, offsets, BF16),
+        partial(cutlass.grouped_mm, a, scale_a, b, scale_b, offsets) if a.dtype == b.dtype else None,
+        partial(ours.grouped_mm, Operands(a, b, scale_a, scale_b, ROW, ROW), offsets, BF16),
     )
 
 
@@ -89,7 +89,7 @@ def of_columns(a: Tensor, b: Tensor, offsets: Tensor) -> Gemm:
     return Gemm(
         lambda: F.grouped_mm(a.to(BF16), b.to(BF16).t(), offs=offsets),
         partial(cutlass.grouped_mm_dw, a, scale, b, offsets) if a.dtype == b.dtype else None,
-        partial(ours.grouped_mm_dw, a, scale, b, offsets, BF16),
+        partial(ours.grouped_mm_dw, Operands(a, b, scale, scale, ROW, ROW), offsets, BF16),
     )
 
 

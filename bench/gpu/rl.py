@@ -1,11 +1,12 @@
 """Pushing a model in training into a live one (`octavo.rl.push`): seconds, memory, and what is generated after it.
 
 Shapes of Qwen3, random weights in BF16, recipe rowwise, scheme channel. Seconds are the wall clock's and include the
-checksum, which waits for the device. `beyond` is the memory that a push takes beside both models. First a small live
-model, whose decoding steps are captured, must give the tokens of a folder that is packed and loaded afresh, and so
-after 1,000 pushes, which may not add a byte.
+checksum, which waits for the device. A push without it is timed too, and so is the checksum alone. `beyond` is the
+memory that a push takes beside both models. First a small live model, whose decoding steps are captured, must give the
+tokens of a folder that is packed and loaded afresh, and so after 1,000 pushes, which may not add a byte.
 
-    python -m bench.gpu.rl [--shapes 0.6b,8b] [--layers 0] [--pushes 10]      layers: of each shape; 0 takes its own
+    python -m bench.gpu.rl [--shapes 0.6b,8b] [--layers 0] [--pushes 10] [--checked 1000]
+        layers: of each shape; 0 takes its own
 """
 
 import statistics
@@ -13,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +39,9 @@ SMALL = {**HEADS, **SHAPES["0.6b"], "num_hidden_layers": 2, "vocab_size": 4096, 
 
 
 def main() -> None:
-    options = parser_of(__doc__, shapes=sized("0.6b,8b", "0.6b"), layers=sized(0, 1), pushes=sized(10, 2)).parse_args()
-    result: dict[str, Any] = {"check": check(sized(1000, 3)), "shapes": []}
+    counts = {"pushes": sized(10, 2), "checked": sized(1000, 3)}
+    options = parser_of(__doc__, shapes=sized("0.6b,8b", "0.6b"), layers=sized(0, 1), **counts).parse_args()
+    result: dict[str, Any] = {"check": check(options.checked), "shapes": []}
     show("check", result["check"])
     for name in options.shapes.split(","):
         shape = {**HEADS, **SHAPES[name], "tie_word_embeddings": name == "0.6b"}
@@ -109,20 +112,29 @@ def check(count: int) -> dict[str, Any]:
     return {"pushes": count, "grown_bytes": grown, "same_tokens": True}
 
 
+def waited(held: Any) -> str:
+    """In place of the checksum: the wait for the device."""
+    torch.zeros(1, device=DEVICE).item()
+    return ""
+
+
 def timed(config: Qwen3Config, count: int) -> dict[str, Any]:
-    """Seconds of pushes and of their checksums, and memory beside both models."""
+    """Seconds of pushes, of pushes without their checksums and of checksums, and memory beside both models."""
     model, served = trained(config), live(config)
     pushed = push(model, served)  # compiles the kernels
-    held, seconds, sums = allocated(), [], []
+    held, seconds, alone, sums = allocated(), [], [], []
     for i in range(count):
         seconds.append(push(model, served).seconds)
+        with patch("octavo.rl.pushing._checksum", waited):
+            alone.append(push(model, served).seconds)
         began = time.perf_counter()
         checksum(served)
         sums.append(time.perf_counter() - began)
-        show(f"push {i + 1} of {count}: {seconds[-1] * 1e3:.1f} ms, of which the checksum {sums[-1] * 1e3:.1f}")
+        show(f"push {i + 1}", {"ms": 1e3 * seconds[-1], "without": 1e3 * alone[-1], "checksum": 1e3 * sums[-1]})
     beyond = torch.cuda.max_memory_allocated() - held if DEVICE == "cuda" else 0
     largest = max(p.nbytes for name, p in model.named_parameters() if ".layers." in name)
     figures = {"seconds": statistics.median(seconds), "checksum_seconds": statistics.median(sums), "each": seconds}
+    figures["seconds_without"] = statistics.median(alone)
     sizes = {"layers": config.num_hidden_layers, "bytes": pushed.bytes}
     return sizes | figures | {"beyond": beyond, "beyond_in_layers": beyond / largest}
 

@@ -1,80 +1,102 @@
 """What the mode of the same bits costs, at Qwen3-0.6B's shape with random weights: decoding, and steps of training.
 
 Rollouts are timed too: texts sampled by the served model, and by transformers' `generate` of the model in BF16, which
-TRL calls by default.
+TRL calls by default. Kernels are compiled in several threads first. All takes less than a minute on an H200, and the
+file is written after each part.
 
     python -m bench.gpu.rl_same_bits
 """
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config
 
 import octavo
 from bench import record
-from bench.gpu.harness import DEVICE, parser_of, show, sized
-from octavo.models.tokenizer import ByteTokenizer
+from bench.gpu.harness import DEVICE, kernels_of, parser_of, show, sized
+from bench.gpu.rl import HEADS, SHAPES, live, trained
+from octavo.inference.session import PIECE
 from octavo.ops import index_of_largest
-from octavo.packing import pack
-from octavo.rl import same_bits
+from octavo.ops.launching import compile_only
+from octavo.rl import push, same_bits
 
-SIZES = {
-    "vocab_size": sized(151_936, 256), "hidden_size": sized(1024, 64), "intermediate_size": sized(3072, 128),
-    "num_hidden_layers": sized(28, 2), "num_attention_heads": sized(16, 4), "num_key_value_heads": sized(8, 2),
-    "head_dim": sized(128, 16), "tie_word_embeddings": True, "max_position_embeddings": 4096,
-}  # fmt: skip
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+SIZES: dict[str, Any] = {**HEADS, **sized(SHAPES["0.6b"], SMALL), "tie_word_embeddings": True}
 BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4), sized((4, 2048), (2, 16))
 
 
-def measure() -> dict[str, Any]:
-    """Milliseconds of a decoding step, a forward pass and a step of training: outside, in the mode, and their ratio;
-    and milliseconds of rollouts."""
-    with tempfile.TemporaryDirectory() as folder:
-        trained, served = open_models(Path(folder))
-        wide = Qwen3ForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.bfloat16).to(DEVICE)
-    rollouts = {name: min(timed(partial(generate, model, BATCHES[-1], NEW)) for _ in range(3)) for name, model in
-                {"transformers": wide, "served": served}.items()}  # fmt: skip
-    show("rollouts", rollouts)
-    ids = torch.randint(SIZES["vocab_size"], TOKENS, device=DEVICE)
-    calls: dict[str, Callable[[], float]] = {f"decode {b}": partial(decode, served, b) for b in BATCHES}
-    calls["forward"] = partial(timed, lambda: trained(ids, use_cache=False))
-    calls["step"] = partial(timed, lambda: trained(ids, use_cache=False).logits.mean().backward())
-    outside = {name: median(call) for name, call in calls.items()}
-    show("outside", outside)
-    with same_bits(trained, served):
+def main() -> None:
+    parser_of(__doc__).parse_args()
+    began = time.perf_counter()
+    model, served = open_models()
+    result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
+    octavo.convert(model.train(), "rowwise_forward")
+    outside = measured(model, served)
+    with same_bits(model, served):
+        inside = measured(model, served)
         texts = generate(served, 2, NEW)
         with torch.no_grad():
-            logits = trained(texts).logits[:, PROMPT - 1 : -1].float()
+            logits = model(texts).logits[:, PROMPT - 1 : -1].float()
         assert torch.equal(index_of_largest(logits.flatten(0, 1)), texts[:, PROMPT:].flatten())
-        inside = {name: median(call) for name, call in calls.items()}
-    rows = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
-            for name, ms in outside.items()]  # fmt: skip
+        for batch in BATCHES:
+            generate(served, batch, 4)
+            show(f"kernels of decoding {batch}", kernels_of(partial(generate, served, batch, 4), 1)[:12])
+    result["rows"] = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
+                      for name, ms in outside.items()]  # fmt: skip
+    record.write("gpu_rl_same_bits", result)
+    show(*result["rows"], f"{time.perf_counter() - began:.0f} s in all")
+
+
+def open_models() -> tuple[Any, Any]:
+    """A model in BF16, not converted, and a live one of its weights."""
+    config = Qwen3Config(**SIZES)
+    model, served = trained(config), live(config)
+    push(model, served)
+    octavo.restore(model)
+    return model, served
+
+
+def rollouts(model: Any, served: Any) -> dict[str, Any]:
+    """Milliseconds of sampling texts by transformers and by the served model."""
+    found = {}
+    for name, each in {"transformers": model, "served": served}.items():
+        generate(each, BATCHES[-1], 4)
+        found[name] = timed(partial(generate, each, BATCHES[-1], NEW))
+        show(f"rollouts by {name}: {found[name]:.0f} ms")
     sizes = {"texts": BATCHES[-1], "prompt": PROMPT, "new": NEW}
-    return {"rows": rows, "rollouts": {**sizes, **rollouts, "speed": rollouts["transformers"] / rollouts["served"]}}
+    made = {**sizes, **found, "speed": found["transformers"] / found["served"]}
+    record.write("gpu_rl_same_bits", {"rows": [], "rollouts": made})
+    return made
 
 
-def open_models(folder: Path) -> tuple[Any, Any]:
-    """A trained model, and the served one of its weights."""
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**SIZES)).bfloat16().save_pretrained(folder / "model")
-    ByteTokenizer().save(folder / "model")
-    pack(folder / "model", folder / "packed", scheme="channel")
-    trained = Qwen3ForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16).to(DEVICE).train()
-    octavo.convert(trained, "rowwise_forward")
-    return trained, octavo.load(folder / "packed", DEVICE)
+def measured(model: Any, served: Any) -> dict[str, float]:
+    """Milliseconds of a decoding step by batch, of a forward pass, and of a step of training."""
+    ids = torch.randint(SIZES["vocab_size"], TOKENS, device=DEVICE)
+    with compile_only(), torch.no_grad():
+        pieces = [(served, b, n) for b in BATCHES for n in (1, min(PROMPT, PIECE // b))]
+        for each, batch, length in ((model, *TOKENS), *pieces):
+            each(torch.zeros(batch, length, dtype=torch.int64, device=DEVICE), use_cache=False)
+    calls: dict[str, Callable[[], float]] = {f"decode {b}": partial(decode, served, b) for b in BATCHES}
+    calls["forward"] = partial(timed, lambda: model(ids, use_cache=False))
+    calls["step"] = partial(timed, lambda: model(ids, use_cache=False).logits.mean().backward())
+    found = {}
+    for name, call in calls.items():
+        call()  # compiles what is left, captures and warms up
+        found[name] = statistics.median(call() for _ in range(3))
+        show(f"{name}: {found[name]:.4g} ms")
+    return found
 
 
-def generate(served: Any, batch: int, new: int) -> Tensor:
+def generate(model: Any, batch: int, new: int) -> Tensor:
     ids = torch.ones(batch, PROMPT, dtype=torch.int64, device=DEVICE)
-    made: Tensor = served.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
+    made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new)
     return made
 
 
@@ -89,16 +111,6 @@ def timed(call: Callable[[], Any]) -> float:
     call()
     torch.zeros(1, device=DEVICE).item()
     return (time.perf_counter() - start) * 1e3
-
-
-def median(call: Callable[[], float]) -> float:
-    """Of three calls, after two that compile, capture and warm up."""
-    return statistics.median([call() for _ in range(5)][2:])
-
-
-def main() -> None:
-    parser_of(__doc__).parse_args()
-    print(record.write("gpu_rl_same_bits", measure()))
 
 
 if __name__ == "__main__":

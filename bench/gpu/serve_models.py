@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from octavo.checkpoint.scheme import CHANNEL, Scheme
 from octavo.inference.kv_cache import Appended, LayerKVCache
 from octavo.inference.packed_linear import PackedLinear, swap_linears
-from octavo.inference.transformers_cache import ATTENTION, register_attention
+from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
 from octavo.models import LlamaConfig as LlamaShape
 from octavo.ops import quantize
 
@@ -150,7 +150,7 @@ def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None 
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     rotary = trunk.rotary_emb(x, position_ids=positions)
     for i, layer in enumerate(trunk.layers):
-        x = layer(x, attention_mask=None, position_embeddings=rotary, past_key_values=None if kept is None else kept[i])
+        x = layer(x, attention_mask=None, position_embeddings=rotary, **{CACHE: None if kept is None else kept[i]})
     logits: Tensor = model.lm_head(trunk.norm(x[:, -1]))
     return logits
 

@@ -49,9 +49,15 @@ GROUPED = {
     64: [(64, 64, 1, 5, 4), (128, 64, 1, 4, 8), (128, 64, 1, 4, 4), (64, 32, 2, 4, 4)],
     1 << 20: [(128, 128, 1, 5, 8), (128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 4, 8)],
 }
-# The rows of both operands in a tile, stages and warps.
-FAST = [(128, 256, 3, 8), (256, 128, 4, 8), (256, 128, 3, 8), (128, 128, 4, 8), (128, 128, 3, 4), (128, 128, 2, 4)]
-PROMOTED = [(128, 128, 3, 8), (64, 128, 3, 4), (128, 64, 3, 4), (128, 256, 3, 8), (256, 128, 3, 8)]
+FAST = [
+    (128, 256, 1, 3, 8),
+    (256, 128, 1, 4, 8),
+    (256, 128, 1, 3, 8),
+    (128, 128, 1, 4, 8),
+    (128, 128, 1, 3, 4),
+    (128, 128, 1, 2, 4),
+]
+PROMOTED = [(128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 3, 4), (128, 256, 1, 3, 8), (256, 128, 1, 3, 8)]
 INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
     (128, 128, 128, 3, 4), (128, 128, 128, 3, 8), (128, 128, 128, 4, 8), (128, 256, 64, 4, 8), (128, 256, 128, 3, 8),
     (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (64, 256, 128, 3, 4), (64, 128, 128, 4, 4),
@@ -140,7 +146,7 @@ def grouped(tokens: int, *_: int) -> None:
             chosen = block_scaled_gemm.choose(rows, n, k, 128, offsets.device)
             tilings = next(tilings for most, tilings in GROUPED.items() if rows <= most)
             operands = Operands(a.data, w, a.scale, scale, STRIP, SQUARE)
-            ours = partial(grouped_gemm.block_scaled_grouped_mm, operands, offsets, BF16)
+            ours = partial(grouped_gemm.grouped_mm, operands, offsets, BF16, False)
             print(f"{name}, {tokens} tokens, {n} x {k}", flush=True)
             time_grouped(ours, chosen, [block_scaled_gemm.Tiling(*each) for each in tilings], 2 * m * n * k)
 
@@ -159,7 +165,7 @@ def time_grouped(ours: Callable[[Any], Any], chosen: Any, others: Sequence[Any],
 
 def grouped_rows(*_: int) -> None:
     for name, shape in EXPERTS.items():
-        p, tiling = Products(shape), grouped_gemm.Tiling
+        p, tiling = Products(shape), block_scaled_gemm.Tiling
         y, dw = of_rows(p.x_q.data, p.w_q.data, p.offsets), of_columns(p.dy_t, p.x_t, p.offsets)
         device, likely = p.offsets.device, grouped_gemm.likely_rows(shape.rows, shape.experts)
         print(f"{name}: y, then dw", flush=True)

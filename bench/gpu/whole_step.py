@@ -271,7 +271,7 @@ def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
         "copy of z (as many bytes as one read and one write)": lambda: g.copy_(z),
         "dx, BF16": lambda: g @ w,
         "dw, BF16, added": lambda: dw.addmm_(g.t(), rows),
-        "dw, BF16, added in FP32": lambda: _Head(w).add_dw(wide, g, rows),
+        "dw, BF16, added in FP32": lambda: _Head(w).dw(wide, g, rows, wide.dtype),
         "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, *in_fp8),
         "quantize x": lambda: ops.quantize(rows, Cast()),
         "z, FP8": lambda: ops.scaled_mm(x_q, by_row[0], fast_accumulation=True),

@@ -48,6 +48,20 @@ def losses_alone(result: Result) -> Rows:
         yield {"name": name, "ms": ms, "peak_gib": losses["peak_gib"][name], "errors": losses["errors"][name]}
 
 
+def lora_steps(result: Result) -> Rows:
+    """A row a mode: its step, and its body."""
+    for mode, peak in result["peak_gib"].items():
+        ms, speed = ({part: result[part][key][mode] for part in ("step", "body")} for key in ("ms", "speed"))
+        yield {
+            "mode": mode,
+            "ms": ms["step"]["median"],
+            "speed": speed["step"],
+            "body": ms["body"]["median"],
+            "body_speed": speed["body"],
+            "peak": peak,
+        }
+
+
 # --- Generating text -------------------------------------------------------------------------------------------
 
 

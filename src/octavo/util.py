@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import math
 import re
@@ -177,6 +178,13 @@ def open_config(folder: str | Path) -> Any:
     described = open_local(transformers.AutoConfig, folder)
     described._attn_implementation = described._experts_implementation = None  # in its parts too
     return described
+
+
+def cache_argument() -> str:
+    """What transformers calls the keys and values that a forward pass takes and returns: "cache", and before 5.24
+    "past_key_values"."""
+    masking = importlib.import_module("transformers.masking_utils")
+    return "cache" if "cache" in inspect.signature(masking.create_causal_mask).parameters else "past_key_values"
 
 
 def hub_hint(folder: str | Path) -> str:

@@ -311,27 +311,21 @@ def continue_texts(
     texts: Sequence[Text], engine: Engine, tokenizer: Tokenizer, count: int, sampling: Sampling, stop: Collection[int]
 ) -> Iterator[None]:
     """Generate up to `count` tokens after each prompt, as one batch. Yields once before them and after each step."""
-    from octavo.inference.sampling import stream_texts
+    from octavo.inference.sampling import TextStream
 
-    begin = perf_counter()
-
-    def counted() -> Iterator[list[int | None]]:
-        for tokens in engine.generate([text.ids for text in texts], count, sampling, stop):
-            for text, token in zip(texts, tokens, strict=True):
-                if token is None:
-                    text.finished = "stop"
-                    continue
-                text.tokens += 1
-                if text.first_token_seconds is None:
-                    text.first_token_seconds = perf_counter() - begin
-            yield tokens
-
+    streams, begin = [TextStream(tokenizer, text.ids) for text in texts], perf_counter()
     yield
-    for pieces in stream_texts(tokenizer, [text.ids for text in texts], counted()):
-        for text, piece in zip(texts, pieces, strict=True):
-            text.text += piece
+    for tokens in engine.generate([text.ids for text in texts], count, sampling, stop):
+        for text, stream, token in zip(texts, streams, tokens, strict=True):
+            if token is None:
+                text.text, text.finished = text.text + stream.end(), "stop"
+                continue
+            text.text, text.tokens = text.text + stream.add(token), text.tokens + 1
+            if text.first_token_seconds is None:
+                text.first_token_seconds = perf_counter() - begin
         yield
-    for text in texts:
+    for text, stream in zip(texts, streams, strict=True):
+        text.text += stream.end()
         text.finished = "length" if text.tokens == count else "stop"
     yield
 

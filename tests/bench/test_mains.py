@@ -32,6 +32,7 @@ from bench.gpu.peers import RECIPES
 from bench.report.plots import OWNERS, owner
 from octavo.inference.kv_cache import DTYPES
 from octavo.inference.packed_linear import fuse
+from octavo.inference.transformers_cache import CACHE
 from octavo.models.llama import rope_tables
 from octavo.rates.measured import find_gpu
 from octavo.speed import Cell, Generate, Grid
@@ -285,7 +286,7 @@ def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None
     expected = models.forward(wide, text)
     for number, each in enumerate(wide.model.layers):
         each.self_attn.layer_idx = number  # for the cache of transformers
-    filled = wide(text[:, :15], use_cache=True).past_key_values
+    filled = wide(text[:, :15], use_cache=True)[CACHE]
     for ours, theirs in zip(kept, filled.layers, strict=True):
         ours.keys[:, :, :15], ours.values[:, :, :15] = theirs.keys, theirs.values
     assert decibels(expected, models.forward(wide, text[:, 15:], 15, kept)) > 30

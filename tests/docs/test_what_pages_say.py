@@ -18,7 +18,7 @@ SECTIONS = {part.partition("\n")[0]: part for part in (ROOT / "docs" / "warnings
 
 
 def test_each_rule_has_a_section() -> None:
-    rules = {rule.name for rule in RULES} | {"loss_spike", "loss_stall", "rate_too_high"}
+    rules = {rule.name for rule in RULES} | {"loss_spike", "loss_stall", "rate_too_high", "rollout_drift"}
     assert {name for name in SECTIONS if re.fullmatch(r"[a-z_]+", name)} == rules
     for name in rules:
         for part in ("Meaning", "How it is computed", "What to do"):

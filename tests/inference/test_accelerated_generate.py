@@ -11,6 +11,7 @@ from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import model_of
 from transformers import AutoTokenizer, DynamicCache, StoppingCriteriaList
 
+from octavo.inference.transformers_cache import CACHE
 from octavo.inference.transformers_generate import Accelerated, accelerate_generate
 from octavo.models.tokenizer import ByteTokenizer
 
@@ -188,7 +189,7 @@ def test_an_error_in_the_middle_leaves_the_engine_usable():
     [
         (lambda model: {"return_dict_in_generate": True}, "a dictionary is asked for"),
         (lambda model: {"use_cache": False}, "use_cache is False"),
-        (lambda model: {"past_key_values": DynamicCache(config=model.config)}, "a cache is given"),
+        (lambda model: {CACHE: DynamicCache(config=model.config)}, "a cache is given"),
         (lambda model: {"position_ids": torch.arange(3, 14)[None]}, "position_ids"),
         (lambda model: {"num_beams": 3}, "beams are asked for"),
         (lambda model: {"prompt_lookup_num_tokens": 3}, "candidates of .* are asked for"),

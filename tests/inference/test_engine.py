@@ -12,7 +12,7 @@ from model_examples import GQA, lively, tokens
 
 from octavo import load
 from octavo.inference import engine as engine_module
-from octavo.inference.engine import Engine, Stop, decode, open_engine
+from octavo.inference.engine import Engine, decode, open_engine
 from octavo.inference.kv_cache import UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import (
@@ -20,11 +20,9 @@ from octavo.inference.session import (
     Prompts,
     capacity_for,
     check_memory,
-    first_tokens,
     free_bytes,
     key_shape,
     pad_prompts,
-    read_prompts,
 )
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 
@@ -324,30 +322,7 @@ def test_every_token_but_the_last_starts_a_step_before_it_is_read():
     assert found == [(2, None, 1), (3, None, 2), (4, None, 3), (5, None, 3)]
 
 
-def test_sequences_end_one_by_one():
-    ids, found, steps = counted(8, Stop(lambda ids: ids[:, -1] == 2, 9))
-    assert ids == [[4, 0, 1, 2], [0, 1, 2, 9]]
-    assert [n for n, *_ in found] == [2, 3, 4]
-    assert len(steps) == 3  # the last of them is dropped
-
-
 # ---- Prompts of a batch: padding on the left, and masks
-
-
-def test_shorter_prompts_are_padded_on_the_left():
-    prompts = pad_prompts([[5, 6, 7], [8], [9, 1]], CPU)
-    assert prompts.ids.tolist() == [[5, 6, 7], [0, 0, 8], [0, 9, 1]]
-    assert prompts.padding == (0, 2, 1)
-    first = first_tokens(prompts)
-    assert (first.dtype, first.tolist()) == (torch.int32, [0, 2, 1])
-
-
-def test_a_mask_says_where_prompts_begin():
-    ids = torch.arange(8).view(2, 4)
-    assert read_prompts(ids, None, CPU).padding == (0, 0)
-    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    assert read_prompts(ids, mask, CPU).padding == (0, 2)
-    assert read_prompts(ids, mask.bool(), CPU).padding == (0, 2)
 
 
 # ---- The memory of a cache, and the error when it does not suffice

@@ -18,7 +18,7 @@ from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import LayerKVCache, prompt_attention
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts
-from octavo.inference.transformers_cache import QuantizedKVCache
+from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
 from octavo.models import LlamaConfig, build
 
 pytestmark = pytest.mark.gpu
@@ -71,7 +71,7 @@ def test_the_tokens_are_those_of_transformers_loop_with_the_same_cache(name, kv_
     inputs = moved(batch(padding=padding))
     found = answers(fast, inputs, do_sample=False)
     cache = QuantizedKVCache.for_model(fast, session(fast).capacity, kv_cache)
-    assert torch.equal(found, answers(fast, inputs, do_sample=False, past_key_values=cache, disable_compile=True))
+    assert torch.equal(found, answers(fast, inputs, do_sample=False, **{CACHE: cache}, disable_compile=True))
 
 
 @pytest.mark.parametrize("padding", [(), (0, 4, 9)], ids=["equal", "padded"])
@@ -291,7 +291,7 @@ def test_a_prompt_in_pieces_gives_the_logits_of_the_whole(dtype):
     for step in (120, 48):
         cache = QuantizedKVCache.for_model(model, 128, dtype, scales=scales)
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in ids.split(step, 1)]
+            parts = [model(part, **{CACHE: cache}).logits for part in ids.split(step, 1)]
         found.append(torch.cat(parts, 1).float())
     assert sqnr(*found) > (35 if dtype == "bf16" else 12)  # the whole prompt attends to unrounded keys and values
 
@@ -313,10 +313,10 @@ def test_kernels_give_the_logits_of_the_reference(dtype, padded):
         mask = inputs["attention_mask"].to(device)
         logits = []
         with torch.no_grad():
-            model(inputs["input_ids"].to(device), attention_mask=mask, past_key_values=cache)
+            model(inputs["input_ids"].to(device), attention_mask=mask, **{CACHE: cache})
             for token in following.to(device).split(1, 1):
                 mask = torch.cat((mask, torch.ones_like(token)), 1)
-                logits.append(model(token, attention_mask=mask, past_key_values=cache).logits.float().cpu())
+                logits.append(model(token, attention_mask=mask, **{CACHE: cache}).logits.float().cpu())
         found.append(torch.cat(logits, 1))
     assert sqnr(*found) > 25  # BF16 arithmetic on two devices, and numbers that round to the other side
 

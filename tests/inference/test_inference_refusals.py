@@ -15,7 +15,7 @@ from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import LayerKVCache, UnservedError
 from octavo.inference.sampling import Sampling
 from octavo.inference.session import pad_prompts, read_prompts
-from octavo.inference.transformers_cache import QuantizedKVCache, scales_from_calibration
+from octavo.inference.transformers_cache import CACHE, QuantizedKVCache, scales_from_calibration
 
 CPU = torch.device("cpu")
 ONE, NONE = torch.ones(1), Calibration({}, "", {}, {}, 0, 0)
@@ -46,7 +46,7 @@ def run_with_cache(mask: Any = None, row: list[int] | None = None, attention: st
         inputs["attention_mask"][1] = torch.tensor(row)
     mask = inputs["attention_mask"] if mask is None else mask
     with torch.no_grad():
-        model(inputs["input_ids"], attention_mask=mask, past_key_values=cache)
+        model(inputs["input_ids"], attention_mask=mask, **{CACHE: cache})
 
 
 def too_long_for_the_cache() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
-from other_writers import CACHES, INPUT, WRITERS, Weights, make_source
+from other_writers import CACHES, INPUT, WRITERS, Weights, know_caches, make_source
 from safetensors.torch import load_file
 from tiny_models import Folders
 from torch import Tensor
@@ -158,8 +158,9 @@ def test_verify_finds_a_right_folder_right(written: Made, source: Path, writer: 
     ],
 )  # fmt: skip
 def test_verify_says_what_transformers_gets_wrong(
-    written: Made, source: Path, writer: str, failure: str, patterns: list[str]
+    written: Made, source: Path, writer: str, failure: str, patterns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    know_caches(monkeypatch)
     report = verify(written(writer)[0], source)
     outcomes = {reader.name: reader.outcome for reader in report.readers}
     assert (outcomes["transformers"], outcomes["octavo"]) == ("failed", "agrees")

@@ -23,6 +23,7 @@ from octavo import convert, models
 from octavo.checkpoint.folder import RunFolder
 from octavo.inference import packed_linear as gemm_path
 from octavo.inference.opening import load_packed
+from octavo.inference.transformers_cache import CACHE
 from octavo.ops import Backend
 from octavo.packing import pack
 from octavo.scales import scale_state, update_scales
@@ -113,14 +114,14 @@ def test_a_step_in_a_cuda_graph(trained: Pair) -> None:
     model = octavo.load(trained[1], "cuda")
     cache, prompt = StaticCache(config=model.config, max_cache_len=16), ids(1, 5)
     with torch.no_grad():
-        model(prompt, past_key_values=cache, use_cache=True)
+        model(prompt, **{CACHE: cache}, use_cache=True)
         token, position = prompt[:, -1:].clone(), torch.tensor([[5]], device="cuda")
         lengths = [layer.cumulative_length for layer in cache.layers]
 
         def step() -> Tensor:
             for length in lengths:
                 length.fill_(5)
-            found: Tensor = model(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+            found: Tensor = model(token, position_ids=position, **{CACHE: cache}, use_cache=True).logits
             return found
 
         required = step()

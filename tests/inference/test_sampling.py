@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from octavo.inference.sampling import Sampling, TextStream, draw, stream_texts
+from octavo.inference.sampling import Sampling, TextStream, draw
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
 
 SETTINGS = [
@@ -182,10 +182,3 @@ def test_any_bytes_come_as_their_decoding():
         ids = [draw.randrange(0x60, 256) for _ in range(60)]
         stream = TextStream(BYTES, b"x")
         assert "".join([stream.add(token) for token in ids]) + stream.end() == bytes(ids).decode(errors="replace")
-
-
-def test_each_prompt_has_its_text():
-    steps = [[65, 195, 66], [67, None, 195], [None, None, 169]]
-    found = list(stream_texts(BYTES, [b"a", b"b", b"c"], steps))
-    assert found == [["A", "", "B"], ["C", "�", ""], ["", "", "é"], ["", "", ""]]
-    assert list(stream_texts(BYTES, [b"a"], [[195]])) == [[""], ["�"]]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
-from octavo.nn.conversion import expert_rows, find_experts, to_fp8_experts
+from octavo.nn.conversion import find_experts, select_experts, to_fp8_experts
 from octavo.nn.linear import Linear, convert_layer
 from octavo.numerics import Cast, group
 from octavo.ops import dispatch as backend
@@ -269,8 +269,11 @@ def test_sides_that_no_kernel_takes_and_narrow_ones_are_named(monkeypatch):
     assert [slower in on_gpu(monkeypatch, k=2048, n=n).summary() for n in (768, 4096)] == [True, False]
     with torch.device("meta"):
         found = [{"0": GroupedLinear(2, 2048, n)} for n in (768, 4096)]
-    rows = [expert_rows(each, rowwise(), torch.device("cuda"), (), only_if_faster=True) for each in found]
-    assert [row.reason for (row,) in rows] == ["a side below 2048, where FP8 is slower on an H200: left in BF16", ""]
+    layers = [select_experts(each, rowwise(), torch.device("cuda"), (), only_if_faster=True) for each in found]
+    assert [layer.reason for (layer,) in layers] == [
+        "a side below 2048, where FP8 is slower on an H200: left in BF16",
+        "",
+    ]
 
 
 # ---- A grouped linear layer: the bits of a dense layer for each group, in forward and backward

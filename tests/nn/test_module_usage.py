@@ -3,18 +3,24 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import peft
 import pytest
 import torch
 from fused_oracle import geglu, gelu, linears, swiglu, tokens
 from linear_examples import SelfAttention
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import octavo
 from octavo.nn import Experts, GroupedLinear
+from octavo.nn.module_tools import plain_name
 from octavo.recipe import GEMMS, Recipe, rowwise
 
 Inputs = tuple[Tensor, ...]
@@ -159,3 +165,44 @@ def test_strided_inputs_and_copies_of_a_model_change_nothing(name: str, recipe: 
     assert equal(results(model, model, turned), expected)
     other = copy.deepcopy(model)
     assert equal(results(other, other, inputs), expected)
+
+
+# ---- The names of wrapped modules
+
+
+def checkpointed(model: nn.Sequential) -> nn.Module:
+    model[0] = checkpoint_wrapper(model[0])
+    return model
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    config = peft.LoraConfig(r=2, target_modules=["1.0"], modules_to_save=["2"])
+    wrapped: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+    return wrapped
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "compile": torch.compile,
+    "checkpoint": checkpointed,
+    "FSDP": partial(FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")),
+    "DDP": DistributedDataParallel,
+    "PEFT": with_adapters,
+    "several": lambda model: torch.compile(DistributedDataParallel(with_adapters(checkpointed(model)))),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP", "ignore:.*NO_SHARD", "ignore:.*world size is 1")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_module_has_the_name_that_it_has_alone(wrapper: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 4))
+    modules, tensors = dict(model.named_modules()), dict(model.named_parameters())
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = WRAPPERS[wrapper](model)
+        named = [(name, module) for name, module in wrapped.named_modules() if "lora_" not in name]
+        assert modules.keys() <= {plain_name(name) for name, _ in named}
+        assert {plain_name(name) for name, _ in wrapped.named_parameters() if "lora_" not in name} == tensors.keys()
+        linears = [(name, module) for name, module in named if type(module) is nn.Linear and ".default" not in name]
+        assert all(modules[plain_name(name)] is module for name, module in linears)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo.inference.transformers_cache import CACHE
 from octavo.nn import FusedMLP
 
 # Limits in dB of sqnr.
@@ -69,8 +70,8 @@ def test_text_is_generated_with_a_cache(name):
         full = model(prompt).logits
         cache, steps = None, []
         for i in range(7):
-            out = model(prompt[:, i : i + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(prompt[:, i : i + 1], **{CACHE: cache}, use_cache=True)
+            cache = out[CACHE]
             steps.append(out.logits)
         assert sqnr(full, torch.cat(steps, 1)) > SAME_QUANTIZATION_DB
         text = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)

@@ -185,16 +185,6 @@ def test_cast_equals_encode(name):
 
 
 @pytest.mark.parametrize("name", FP8)
-def test_infinity_is_cast_alike_however_it_is_rounded(name):
-    """inf saturates, with noise too."""
-    fmt, x = FORMATS[name], torch.tensor([torch.inf, -torch.inf])
-    nearest = cast(x, fmt)
-    assert same(widen(nearest), np.array([fmt.max, -fmt.max]))
-    for noise in (0.0, 1 - 2.0**-24):
-        assert torch.equal(cast(x, fmt, torch.full((2,), noise)).view(torch.uint8), nearest.view(torch.uint8))
-
-
-@pytest.mark.parametrize("name", FP8)
 def test_noise_picks_one_of_the_two_neighbours_by_its_size(name):
     torch.manual_seed(5)
     fmt = FORMATS[name]
@@ -221,11 +211,12 @@ def test_exact_values_never_move(name):
         assert torch.equal(moved, codes[finite])
 
 
+@pytest.mark.parametrize("noise", [None, 0.0, 1 - 2.0**-24])
 @pytest.mark.parametrize("name", FP8)
-def test_stochastic_cast_saturates_and_keeps_nan(name):
+def test_a_cast_saturates_and_keeps_nan_however_it_is_rounded(name, noise):
     fmt = FORMATS[name]
     x = torch.tensor([fmt.max, 1.01 * fmt.max, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, -torch.nan])
-    result = widen(cast(x, fmt, torch.full((8,), 1 - 2.0**-24)))
+    result = widen(cast(x, fmt, None if noise is None else torch.full((8,), noise)))
     assert result[:6].tolist() == [fmt.max, fmt.max, fmt.max, -fmt.max, fmt.max, -fmt.max]
     assert result[6:].isnan().all()
 
@@ -234,7 +225,7 @@ def test_stochastic_cast_saturates_and_keeps_nan(name):
 
 
 CODES = torch.arange(256, dtype=torch.uint8).view(2, 8, 16)
-NUMBERS = torch.tensor([1.0, -2.0, 0.0, -0.0])  # no NaN among them
+NUMBERS = torch.tensor([1.0, -2.0, 0.0, -0.0])
 
 
 @pytest.mark.parametrize("name", FP8)
@@ -254,16 +245,6 @@ def test_the_bytes_are_left_alone_and_the_result_is_memory_of_its_own(name):
     codes = CODES.clone()
     widen(codes.view(FORMATS[name].dtype)).fill_(7)
     assert torch.equal(codes, CODES)
-
-
-@pytest.mark.parametrize("name", FP8)
-def test_numbers_alone_are_widened_as_beside_nan(name):
-    """The search for NaN must change no number."""
-    codes = CODES.flatten()
-    number = decode(codes, FORMATS[name]).isfinite()
-    wide = widen(codes[number].view(FORMATS[name].dtype))
-    assert same(wide, widen(codes.view(FORMATS[name].dtype))[number].numpy())
-    assert wide.isfinite().all()
 
 
 @pytest.mark.parametrize("name", FP8)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from calibration_examples import write_model
+from other_writers import know_caches
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
@@ -114,8 +115,11 @@ def test_sizes_stand_together(octavo: Any, opt: Path, tmp_path: Path) -> None:
     assert said["size of packed layers"] == sizes
 
 
-def test_a_cache_of_opt_opens_in_transformers(octavo: Any, opt: Path, data: Path, tmp_path: Path) -> None:
+def test_a_cache_of_opt_opens_in_transformers(
+    octavo: Any, opt: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OPT's config.json does not state num_key_value_heads, which compressed-tensors makes the cache by."""
+    know_caches(monkeypatch)
     assert "num_key_value_heads" not in json.loads((opt / "config.json").read_text())
     options = ("--data", data, "--samples", 4, "--context", 32)
     assert octavo("calibrate", opt, tmp_path / "calibrated", *options)[0] == 0

@@ -21,6 +21,9 @@ SHAPES = [  # batch, heads, heads of keys, new tokens, size, room, tokens
 ]
 
 
+HERE = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
 def length_of(used: int) -> torch.Tensor:
     return torch.tensor(used)
 
@@ -51,12 +54,28 @@ def test_what_lies_beyond_the_length_does_not_count():
     assert torch.equal(cached_attention(q, *cache, length_of(7)), expected)
 
 
-def test_a_query_that_sees_nothing_gets_zeros():
-    q, *cache = given("int8", 2, 2, 1, 2, 16, 20)
-    actual = cached_attention(q, *cache, length_of(9), first=torch.tensor([8, 0], dtype=torch.int32))
-    assert not actual[0, :, 0].any()
-    assert actual[0, :, 1].any()
-    assert actual[1].any()
+@HERE
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_nothing_seen_more_than_room_a_torn_mask_and_nan(kind, device):
+    q, *cache = (t.to(device) for t in given(kind, 2, 4, 2, 2, 64, 200))
+
+    def attend(used: int, first: list[int] | None = None) -> torch.Tensor:
+        places = None if first is None else torch.tensor(first, dtype=torch.int32, device=device)
+        return cached_attention(q, *cache, length_of(used).to(device), first=places)
+
+    y = attend(9, [8, 0])
+    assert not y[0, :, 0].any()
+    assert y[0, :, 1].any()
+    assert y[1].any()
+    assert attend(201).isnan().all()
+    y = attend(9, [-1, 0])
+    assert y[0].isnan().all()
+    assert not y[1].isnan().any()
+    if kind == "fp8":
+        cache[0].view(torch.uint8)[0, 1, 17, 3] = 0x7F
+        y = attend(150)
+        assert y[0, 2:].isnan().all()
+        assert not y[0, :2].isnan().any()
 
 
 @pytest.mark.parametrize("run", [cached_attention_reference, widened_attention])
@@ -76,13 +95,16 @@ def test_the_scale_of_products_is_that_of_the_size_by_default():
 # ---- storing
 
 
+@HERE
 @pytest.mark.parametrize("kind", DTYPES)
-def test_every_number_is_stored_with_one_rounding(kind):
+def test_every_number_is_stored_with_one_rounding(kind, device):
     x, dtype = every_bf16(), DTYPES[kind]
     scales = [None, None] if kind == "bf16" else [torch.tensor([0.03, 1.5]), torch.tensor([2.0**-120, 1e30])]
-    keys, values = (torch.zeros(1, 2, 70, 512).to(dtype) for _ in range(2))
-    clipped = torch.zeros(2, dtype=torch.int64)
-    append_kv(x, x, keys, values, *scales, length_of(67), clipped)
+    keys, values = (torch.zeros(1, 2, 70, 512, device=device).to(dtype) for _ in range(2))
+    clipped = torch.zeros(2, dtype=torch.int64, device=device)
+    y = x.to(device).transpose(1, 2).contiguous().transpose(1, 2)
+    here = [None if s is None else s.to(device) for s in scales]
+    append_kv(y, y, keys, values, *here, length_of(67).to(device), clipped)
     for data, scale in ((keys, scales[0]), (values, scales[1])):
         expected = torch.from_numpy(stored(x, scale, dtype))
         actual = torch.from_numpy(wide(data))

@@ -18,9 +18,7 @@ from octavo.ops.dispatch import (
     SQUARE,
     STRIP,
     Backend,
-    backend_on,
     gemm_backends,
-    max_small_m,
     returned_dtype,
     takes_cutlass,
 )
@@ -64,27 +62,17 @@ def test_e4m3_operands(granularities):
     for key in ("older", "ampere", "ada", "hopper", "blackwell", "rtx_blackwell", "unknown", "mi350"):
         if key == "mi350" and granularities in ((TENSOR, TENSOR), (ROW, ROW)):
             continue
-        found = backend_on(ARCHITECTURES[key], *granularities, E4M3, e8m0=e8m0)
+        found = find_backend(ARCHITECTURES[key], *granularities, E4M3, e8m0=e8m0)
         assert found.name == LIBRARIES[granularities].get(key, "none"), key
         if key not in ("older", "ampere"):
             assert f"{granularities[0].name} x {granularities[1].name} scales" in found.reason
-
-
-@pytest.mark.parametrize("gpu", [ADA, HOPPER, BLACKWELL, RTX], ids=lambda gpu: gpu.key)
-def test_e5m2_gradients(gpu):
-    for granularity in (TENSOR, ROW):
-        assert backend_on(gpu, granularity, granularity, ("e5m2", "e4m3")).name in ("cublaslt", "cutlass")
-    both = backend_on(gpu, TENSOR, TENSOR, ("e5m2", "e5m2"))
-    assert (both.name, "not e5m2 x e5m2" in both.reason) == ("none", True)
-    assert backend_on(gpu, STRIP, SQUARE, ("e5m2", "e4m3")).name == "triton"
-    assert backend_on(gpu, MX, MX, ("e5m2", "e4m3"), e8m0=(True, True)).name == "dequantized"
 
 
 @pytest.mark.parametrize("granularity", [MX, TENSOR, ROW])
 @pytest.mark.parametrize("e8m0", [(True, True), (True, False), (False, False)])
 def test_mx_is_groups_of_32_with_e8m0_scales_and_nothing_else(granularity, e8m0):
     for gpu in (BLACKWELL, RTX, MI350):
-        found = backend_on(gpu, granularity, granularity, E4M3, e8m0=e8m0)
+        found = find_backend(gpu, granularity, granularity, E4M3, e8m0=e8m0)
         runs = all(e8m0) if granularity == MX else not any(e8m0)
         assert (found.name not in ("none", "dequantized")) == runs
         if not runs:
@@ -100,13 +88,13 @@ def test_float32_groups_of_32_are_not_sent_to_the_kernel_of_mx(on):
 @pytest.mark.parametrize("key", ["older", "ampere", "amd_older", "amd_other"])
 def test_a_gpu_without_any_fp8_gemm_has_a_short_reason(key):
     gpu = ARCHITECTURES[key]
-    assert backend_on(gpu, ROW, ROW, E4M3) == Backend("none", f"{gpu.name} has no FP8 GEMM")
+    assert find_backend(gpu, ROW, ROW, E4M3) == Backend("none", f"{gpu.name} has no FP8 GEMM")
 
 
 def test_gpus_that_nothing_was_measured_on_are_marked():
     for key, gpu in ARCHITECTURES.items():
         formats = ("e4m3fnuz", "e4m3fnuz") if key == "mi300" else E4M3
-        found = backend_on(gpu, ROW, ROW, formats)
+        found = find_backend(gpu, ROW, ROW, formats)
         if found.name != "none":
             assert (f"not measured on {gpu.name}" in found.reason) == (key != "hopper")
 
@@ -116,23 +104,19 @@ def test_gpus_that_nothing_was_measured_on_are_marked():
 )
 def test_amd(gpu, own, foreign):
     for granularity in (TENSOR, ROW):
-        assert backend_on(gpu, granularity, granularity, (own, own)).name == "hipblaslt"
-        assert backend_on(gpu, granularity, granularity, (own.replace("e4m3", "e5m2"), own)).name == "hipblaslt"
-        refused = backend_on(gpu, granularity, granularity, (foreign, foreign))
+        assert find_backend(gpu, granularity, granularity, (own, own)).name == "hipblaslt"
+        assert find_backend(gpu, granularity, granularity, (own.replace("e4m3", "e5m2"), own)).name == "hipblaslt"
+        refused = find_backend(gpu, granularity, granularity, (foreign, foreign))
         assert (refused.name, f"take {own} x {own}" in refused.reason) == ("none", True)
-    assert backend_on(gpu, STRIP, STRIP, (own, own)).name == "none"
-
-
-def test_fnuz_is_amds():
-    assert "not e4m3fnuz x e4m3" in backend_on(HOPPER, ROW, ROW, ("e4m3fnuz", "e4m3")).reason
+    assert find_backend(gpu, STRIP, STRIP, (own, own)).name == "none"
 
 
 def test_before_cuda_12_9_hopper_has_no_block_scales_and_row_scales_in_cutlass(monkeypatch):
     monkeypatch.setattr(backend, "_CUDA", (12, 8))
-    assert backend_on(HOPPER, ROW, ROW, E4M3).name == "cutlass"
-    assert backend_on(HOPPER, STRIP, SQUARE, E4M3).name == "triton"
-    assert "requires cublasLt >= 12.9" in backend_on(HOPPER, SQUARE, STRIP, E4M3).reason
-    assert backend_on(ADA, ROW, ROW, E4M3).name == "cutlass"
+    assert find_backend(HOPPER, ROW, ROW, E4M3).name == "cutlass"
+    assert find_backend(HOPPER, STRIP, SQUARE, E4M3).name == "triton"
+    assert "requires cublasLt >= 12.9" in find_backend(HOPPER, SQUARE, STRIP, E4M3).reason
+    assert find_backend(ADA, ROW, ROW, E4M3).name == "cutlass"
 
 
 def test_y_has_a_dtype_that_the_kernel_writes():
@@ -155,26 +139,46 @@ def test_without_a_gpu_it_is_emulated(device):
 # ---- Our kernels: of a small M, of scales along K, of groups of rows, and of weights alone
 
 
-@pytest.mark.parametrize("granularity", [ROW, TENSOR], ids=["row", "tensor"])
-def test_a_small_m_runs_on_our_kernel_and_a_larger_one_on_cublaslt(on, granularity):
-    on((9, 0))
-    assert find_backend(CUDA, granularity, granularity, E4M3).name == "cublaslt"
-    for n, largest in ((1, MAX_SMALL_M), (4096, MAX_SMALL_M), (4097, 16), (8192, 16), (8193, 8), (128_256, 8)):
-        assert max_small_m(n) == largest
-        for m, name in ((0, "triton"), (1, "triton"), (largest, "triton"), (largest + 1, "cublaslt")):
-            chosen = find_backend(CUDA, granularity, granularity, E4M3, (m, n))
-            assert chosen.name == name
-            assert ("small M" in chosen.reason) == (name == "triton")
+NARROW, G64 = ("e5m2", "e5m2"), (group(64), group(64))
+FNUZ = ("e4m3fnuz", "e4m3fnuz")
+SMALL = {1: MAX_SMALL_M, 4096: MAX_SMALL_M, 4097: 16, 8192: 16, 8193: 8, 128_256: 8}  # N -> the largest small M
+CHOICES = [  # a GPU, granularities, formats and [M, N]; the implementation, and a part of the reason
+    *((gpu, (by, by), GRADIENT, None, LIBRARIES[by, by][gpu], "") for gpu in OURS for by in (TENSOR, ROW)),
+    *((gpu, (STRIP, SQUARE), GRADIENT, None, "triton", "") for gpu in OURS),
+    *((gpu, (TENSOR, TENSOR), NARROW, None, "none", "not e5m2 x e5m2") for gpu in OURS),
+    ("hopper", (ROW, ROW), ("e4m3fnuz", "e4m3"), None, "none", "not e4m3fnuz x e4m3"),
+    *(("hopper", (by, by), E4M3, (m, n), "triton", "small M")
+      for by in (ROW, TENSOR) for n, most in SMALL.items() for m in (0, 1, most)),
+    *(("hopper", (by, by), E4M3, (most + 1, n), "cublaslt", "") for by in (ROW, TENSOR) for n, most in SMALL.items()),
+    ("hopper", (SQUARE, STRIP), E4M3, (1, 64), "cublaslt", ""), ("hopper", (ROW, TENSOR), E4M3, (1, 64), "none", ""),
+    ("hopper", (ROW, ROW), NARROW, (1, 64), "none", ""), ("hopper", (ROW, ROW), FNUZ, (1, 64), "none", ""),
+    ("hopper", (STRIP, SQUARE), E4M3, (17, 28672), "cublaslt", ""),
+    ("hopper", (STRIP, SQUARE), E4M3, (16, 28672), "triton", ", small M"),
+    *((gpu, (group(size),) * 2, E4M3, (256, 8192), "triton", f"group:{size} x group:{size} scales in float32")
+      for gpu in ("ada", "hopper", "blackwell") for size in (32, 64, 128) if (gpu, size) != ("hopper", 128)),
+    *((gpu, (group(size),) * 2, E4M3, m_n, "dequantized", "")
+      for gpu in ("ada", "hopper", "blackwell") for size in (32, 64) for m_n in ((257, 8192), None)),
+    ("hopper", (STRIP, STRIP), E4M3, (257, 8192), "cublaslt", ""), ("ada", (STRIP, STRIP), E4M3, None, "triton", ""),
+    ("ada", (group(64), SQUARE), E4M3, None, "none", ""), ("ada", (group(64), group(32)), E4M3, None, "none", ""),
+    ("hopper", G64, NARROW, None, "none", ""), ("hopper", G64, FNUZ, None, "none", ""),
+]  # fmt: skip
 
 
-def test_a_small_m_of_other_granularities_and_formats_does_not(on):
-    on((9, 0))
-    assert find_backend(CPU, ROW, ROW, E4M3, (1, 64)).name == "emulated"
-    assert find_backend(CUDA, SQUARE, STRIP, E4M3, (1, 64)).name == "cublaslt"
-    for pair, formats in (((ROW, TENSOR), E4M3), ((ROW, ROW), ("e5m2", "e5m2")), ((ROW, ROW), ("e4m3fnuz",) * 2)):
-        assert find_backend(CUDA, *pair, formats, (1, 64)).name == "none"
+@pytest.mark.parametrize(("key", "pair", "formats", "size", "name", "reason"), CHOICES, ids=str)
+def test_the_choice_of_an_implementation(key, pair, formats, size, name, reason, on):
+    on(ARCHITECTURES[key].lowest)
+    found = find_backend(CUDA, *pair, formats, size)
+    assert (found.name, reason in found.reason) == (name, True)
+    assert found.name == "none" or ("not measured" in found.reason) == (key != "hopper")
+    assert size or found == find_backend(ARCHITECTURES[key], *pair, formats)
+
+
+def test_without_triton(on):
     on((9, 0), triton=False)
     assert find_backend(CUDA, ROW, ROW, E4M3, (1, 64)).name == "cublaslt"
+    reason = "group:64 x group:64 scales in float32 need Triton, which is not installed"
+    assert find_backend(CUDA, *G64, E4M3) == Backend("none", reason)
+    assert find_backend(CPU, ROW, ROW, E4M3, (1, 64)).name == "emulated"
 
 
 def test_the_choice_is_traced_without_a_break(on):
@@ -185,38 +189,6 @@ def test_the_choice_is_traced_without_a_break(on):
     on((9, 0))
     compiled = torch.compile(names, fullgraph=True, backend="eager", dynamic=False)
     assert [compiled(torch.zeros(m)).mean().item() for m in (1, MAX_SMALL_M, MAX_SMALL_M + 1)] == [1, 1, 2]
-
-
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("size", [32, 64, 128])
-def test_groups_in_float32_run_on_our_kernel_from_ada_on(on, capability, size):
-    on(capability)
-    pair = group(size), group(size)
-    found, large = (find_backend(CUDA, *pair, E4M3, (m, 8192)) for m in (256, 257))
-    assert found.name == ("cublaslt" if capability == (9, 0) and size == 128 else "triton")
-    assert large == find_backend(CUDA, *pair, E4M3)
-    assert large.name == ("dequantized" if size < 128 else found.name)
-    assert found.reason.startswith(f"group:{size} x group:{size} scales in float32")
-    assert ("not measured" in found.reason) == (capability != (9, 0))
-
-
-def test_blocks_run_on_our_kernel_for_a_small_m(on):
-    on((9, 0))
-    assert find_backend(CUDA, STRIP, SQUARE, E4M3, (17, 28672)).name == "cublaslt"
-    small = find_backend(CUDA, STRIP, SQUARE, E4M3, (16, 28672))
-    assert (small.name, small.reason.endswith(", small M")) == ("triton", True)
-
-
-def test_what_our_kernel_does_not_take_stays_refused(on):
-    on((8, 9))
-    for pair in ((group(64), SQUARE), (group(64), group(32))):
-        assert find_backend(CUDA, *pair, E4M3).name == "none"
-    on((9, 0))
-    for formats in (("e5m2", "e5m2"), ("e4m3fnuz", "e4m3fnuz")):
-        assert find_backend(CUDA, group(64), group(64), formats).name == "none"
-    on((9, 0), triton=False)
-    reason = "group:64 x group:64 scales in float32 need Triton, which is not installed"
-    assert find_backend(CUDA, group(64), group(64), E4M3) == Backend("none", reason)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from grouped_examples import (
 from hopper import ONLY_HOPPER
 
 from octavo.nn import GroupedLinear
-from octavo.numerics import FORMATS, QTensor
+from octavo.numerics import ROW, QTensor
 from octavo.ops import aligned_groups, find_grouped_backend, grouped_mm, grouped_mm_dw, transpose
 from octavo.ops import dispatch as backend
 from octavo.ops.dispatch import MAX_MEAN_ROWS
@@ -62,17 +62,22 @@ def fast(request, monkeypatch) -> bool:
 
 
 @pytest.mark.parametrize(("k", "n"), [(16, 16), (48, 80), (512, 1024)])
+@pytest.mark.parametrize("pair", ["row", "row-e5m2"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_worst_row(sizes, k, n, fast):
-    a, b, offsets = operands(sizes, k, n, SPARE)
+def test_worst_row(sizes, pair, k, n, fast):
+    a, b, offsets = operands(sizes, k, n, SPARE, pair)
     gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
-    poison()
-    first = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)
-    check(first, a, b, sizes, fast)
-    for _ in range(2):
+    turned = gpu_b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(gpu_b.data.dtype)
+    for dtype in (torch.bfloat16, torch.float32):
         poison()
-        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast)
-        assert torch.equal(first[:rows], y[:rows])
+        y = grouped_mm(gpu_a, gpu_b, offsets.cuda(), fast_accumulation=fast, out_dtype=dtype)
+        assert (y.shape, y.dtype) == ((rows + SPARE, n), dtype)
+        check(y, a, b, sizes, fast)
+        for data in (gpu_b.data, turned):
+            poison()
+            again = QTensor(data, gpu_b.scale, b.format, b.granularity)
+            other = grouped_mm(gpu_a, again, offsets.cuda(), fast_accumulation=fast, out_dtype=dtype)
+            assert torch.equal(other[:rows], y[:rows])
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -133,7 +138,7 @@ def test_every_tile_gives_the_numbers_of_one_gemm_for_each_group(tiling, pair):
     a, b, offsets = operands(sizes, 640, 272, spare=5, pair=pair)
     a, b = on_gpu(a), on_gpu(b)
     poison()
-    y = kernel.block_scaled_grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, how)
+    y = kernel.grouped_mm(Operands.of(a, b), offsets.cuda(), torch.float32, False, how)
     for e, rows in enumerate(rows_of(sizes)):
         alone = Operands(a.data[rows], b.data[e], a.scale[rows], b.scale[e], a.granularity, b.granularity)
         assert torch.equal(y[rows], dense.scaled_mm(alone, None, torch.float32, None, how))
@@ -170,51 +175,33 @@ def test_no_step_waits_for_the_device(pair):
 # ---- Our kernels of row scales
 
 
-TILINGS = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
+TILES = [(64, 16, 4, 4), (64, 64, 4, 4), (64, 128, 3, 4), (128, 128, 3, 8), (128, 256, 4, 8), (256, 128, 4, 8)]
 ALIGNED = [[128, 0, 256, 128, 384], [0, 0, 640], [1024, 128, 1024, 2048]]
 FAST = pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
-EACH_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=str)
 
 
-def product(a, b, offsets, dtype, fast, tiling=()):
+@FAST
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_worst_row_and_gradients_of_each_tiling(tile, fast):
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    how = kernel.Tiling(*tiling) if tiling else None
+    left, right, *rest = tile
+    tiling, sizes = kernel.Tiling(left, right, 1, *rest), SIZES[-1]
+    a, b, offsets = operands(sizes, 528, 272, SPARE, "row-e5m2")
     poison()
-    return kernel.grouped_mm(a.data, a.scale, b.data, b.scale, offsets.cuda(), dtype, fast, how)
-
-
-def check_product(sizes, k, n, pair, dtype, fast, tiling=()):
-    a, b, offsets = operands(sizes, k, n, SPARE, pair)
-    gpu_a, gpu_b, rows = on_gpu(a), on_gpu(b), sum(sizes)
-    turned = gpu_b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(gpu_b.data.dtype)
-    y = product(gpu_a, gpu_b, offsets, dtype, fast, tiling)
-    assert (y.shape, y.dtype) == ((rows + SPARE, n), dtype)
+    y = kernel.grouped_mm(Operands.of(on_gpu(a), on_gpu(b)), offsets.cuda(), torch.bfloat16, fast, tiling)
     check(y, a, b, sizes, fast)
-    other = product(gpu_a, QTensor(turned, gpu_b.scale, b.format, b.granularity), offsets, dtype, fast, tiling)
-    assert torch.equal(other[:rows], y[:rows])
+    h, scale, x_t, offsets = gradient_operands(ALIGNED[-1], ("e5m2", "e4m3"), 272, 528)
+    check_gradients(gradient(h, scale, x_t, offsets, torch.bfloat16, fast, tiling), h, scale, x_t, ALIGNED[-1], fast)
 
 
-@FAST
-@pytest.mark.parametrize(("k", "n", "dtype"), [(48, 80, torch.float32), (512, 1024, torch.bfloat16)])
-@pytest.mark.parametrize("pair", ["row", "row-e5m2"])
-@pytest.mark.parametrize("sizes", [SIZES[0], *SIZES[2:]], ids=str)
-def test_worst_row_of_our_kernel(sizes, pair, k, n, dtype, fast):
-    check_product(sizes, k, n, pair, dtype, fast)
-
-
-@FAST
-@EACH_TILING
-def test_worst_row_of_each_tiling(tiling, fast):
-    check_product(SIZES[-1], 528, 272, "row-e5m2", torch.bfloat16, fast, tiling)
-
-
-def gradient(h, scale, x_t, offsets, dtype, fast, tiling=()):
+def gradient(h, scale, x_t, offsets, dtype, fast, tiling=None):
+    """By our kernel."""
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    how = kernel.Tiling(*tiling) if tiling else None
     poison()
-    return kernel.grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), dtype, fast, how)
+    given = Operands(h.cuda(), x_t.cuda(), scale.cuda(), scale.cuda(), ROW, ROW)
+    return kernel.grouped_mm_dw(given, offsets.cuda(), dtype, fast, tiling)
 
 
 @FAST
@@ -226,13 +213,6 @@ def test_gradients_of_groups_and_of_empty_ones(sizes, formats, fast):
         dw = gradient(h, scale, x_t, offsets, dtype, fast)
         assert (dw.shape, dw.dtype) == ((len(sizes), 96, 80), dtype)
         check_gradients(dw, h, scale, x_t, sizes, fast)
-
-
-@FAST
-@EACH_TILING
-def test_gradients_of_each_tiling(tiling, fast):
-    h, scale, x_t, offsets = gradient_operands(ALIGNED[-1], ("e5m2", "e4m3"), 272, 528)
-    check_gradients(gradient(h, scale, x_t, offsets, torch.bfloat16, fast, tiling), h, scale, x_t, ALIGNED[-1], fast)
 
 
 @FAST
@@ -252,20 +232,12 @@ def test_sums_are_as_near_as_pytorchs(fast):
 
 
 @pytest.mark.parametrize("formats", [("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
-def test_the_operations_run_e5m2_by_it(formats):
-    sizes = [128, 0, 256]
-    a, b, offsets = operands(sizes, 64, 48, pair="row-e5m2" if formats[0] == "e5m2" else "row")
-    if formats[1] == "e5m2":
-        b = QTensor(b.data.float().to(torch.float8_e5m2), b.scale, FORMATS["e5m2"], b.granularity)
-    gpu_a, gpu_b, gpu_offsets = on_gpu(a), on_gpu(b), offsets.cuda()
-    assert find_grouped_backend(gpu_offsets.device, formats).name == "triton"
-    y = grouped_mm(gpu_a, gpu_b, gpu_offsets, out_dtype=torch.float32)
-    check(y, a, b, sizes)
-    with no_waits():
-        grouped_mm(gpu_a, gpu_b, gpu_offsets)
-    h, scale, x_t, offsets = gradient_operands(sizes, formats)
-    dw = grouped_mm_dw(h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda(), out_dtype=torch.float32)
-    check_gradients(dw, h, scale, x_t, sizes, False)
+def test_the_operation_runs_e5m2_by_it(formats):
+    h, scale, x_t, offsets = gradient_operands([128, 0, 256], formats)
+    assert find_grouped_backend(torch.device("cuda"), formats).name == "triton"
+    given = h.cuda(), scale.cuda(), x_t.cuda(), offsets.cuda()
+    dw = grouped_mm_dw(*given, out_dtype=torch.float32)
+    assert torch.equal(dw, gradient(h, scale, x_t, offsets, torch.float32, fast=False))
 
 
 def test_a_layer_with_e5m2_gradients_is_near_that_with_e4m3():

@@ -73,13 +73,6 @@ def test_an_argument_of_several_operations_is_computed_once() -> None:
     assert "".join(code).count("empty_strided_cpu((16, 1)") == 1
 
 
-def test_inductor_launches_our_kernels_itself_where_it_was_imported_before_octavo() -> None:
-    name = inductor._STATIC_LAUNCH
-    code = f"import torch._inductor.config as config, octavo.ops.registration; print(config.{name})"
-    environment = {variable: value for variable, value in os.environ.items() if name not in variable.lower()}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).strip() == "True"
-
-
 def test_attention_draws_numbers_only_if_it_drops() -> None:
     aten = torch.ops.aten
     flash, efficient = aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention
@@ -111,11 +104,15 @@ def test_the_tag_of_compiled_graphs_has_the_version() -> None:
     assert inductor.source_version(Path(octavo.__file__).parent) in torch.compiler.config.cache_key_tag
 
 
-def test_a_tag_of_the_user_is_preserved() -> None:
-    code = "import octavo.ops.registration, torch; print(torch.compiler.config.cache_key_tag)"
-    run = [sys.executable, "-c", code]
-    tag = subprocess.check_output(run, env=os.environ | {"TORCH_COMPILE_CACHE_KEY_TAG": "mine"}, text=True)
-    assert tag.startswith("mine octavo ")
+def test_what_the_import_sets_in_pytorch() -> None:
+    """Inductor launches our kernels itself, also where it was imported before; a tag of the user is preserved."""
+    name = inductor._STATIC_LAUNCH
+    code = f"import torch, torch._inductor.config as config, octavo.ops.registration; print(config.{name})"
+    code += "; print(torch.compiler.config.cache_key_tag)"
+    environment = {variable: value for variable, value in os.environ.items() if name not in variable.lower()}
+    environment |= {"TORCH_COMPILE_CACHE_KEY_TAG": "mine"}
+    launches, tag = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True).splitlines()
+    assert (launches, tag.startswith("mine octavo ")) == ("True", True)
 
 
 # ---- A call runs the function itself in plain eager code, and the registered operation wherever PyTorch must see it

@@ -73,8 +73,6 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
     are added to the list that this returns."""
     from triton.runtime.driver import driver
 
-    from octavo.ops.kernels import device_math as column_sums_kernel
-
     compiled = Compiled(capability)
     monkeypatch.setattr(driver, "_active", _Driver(capability))
 
@@ -82,8 +80,8 @@ def compile_for(capability: int, module: Any, monkeypatch: pytest.MonkeyPatch) -
         kernel.device_caches.clear()
         return lambda *args, **constants: compiled.append(kernel.warmup(*args, grid=grid, **constants))
 
-    for each in (module, column_sums_kernel):  # several modules of kernels launch those of the second
-        monkeypatch.setattr(each, "launcher", launcher)
+    for each in ("device_math", "gemm", module.__name__.rpartition(".")[2]):  # others launch kernels of the first two
+        monkeypatch.setattr(import_module(f"octavo.ops.kernels.{each}"), "launcher", launcher)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 128, raising=False)
     monkeypatch.setattr(module, "shared_memory", lambda device: compiled.limit, raising=False)
     if hasattr(module, "choose"):
@@ -104,6 +102,8 @@ def calls_of_training() -> Iterator[Call]:
     """Over wide rows."""
     place = torch.zeros(2 * M, dtype=torch.int32)
     yield "quantization", "quantize_transposed", (rows(), Cast(granularity=group(128)), None, place)
+    for long_place in (None, torch.zeros(1024, dtype=torch.int32)):
+        yield "quantization", "quantize_transposed", (on_cpu(1024, 256, dtype=HALF), Cast(), None, long_place)
     for seed in (None, torch.tensor(0)):
         for cast in CASTS:
             yield "quantization", "quantize", (rows(), cast, None, None, seed)
@@ -191,11 +191,11 @@ def calls_of_products(capability: int) -> Iterator[Call]:
     for m, pair in product((16, 256, 8192), ((group(128), block(128, 128)), (group(64),) * 2)):
         a, b = on_cpu(m, 4096), stack
         scales = (ones(by.scale_shape(t.shape)) for by, t in zip(pair, (a, b), strict=True))
-        yield "grouped_gemm", "block_scaled_grouped_mm", (Operands(a, b, *scales, *pair), offsets, HALF)
+        yield "grouped_gemm", "grouped_mm", (Operands(a, b, *scales, *pair), offsets, HALF, False)
     for size, m in product((32, 64, 128), (16, 4096)):
         a, b = on_cpu(m, 2048), packed[:, :2048]
-        scales = ones(m, 2048 // size), ones(4096, 2048 // size)
-        yield "grouped_gemm", "grouped_mm_dw", (a, scales[0], b, offsets, HALF, False, None, scales[1], size)
+        operands = Operands(a, b, ones(m, 2048 // size), ones(4096, 2048 // size), group(size), group(size))
+        yield "grouped_gemm", "grouped_mm_dw", (operands, offsets, HALF, False)
 
 
 def compiled_for(capability: int, file: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Compiled]:
@@ -266,10 +266,10 @@ def test_grouped_gemms_of_row_scales(capability, fast, formats, monkeypatch):
     offsets, scale = torch.zeros(8, dtype=torch.int32), ones(8, 512, 1)
     for m in (16, 256, 16384):
         a, b = on_cpu(m, 4096, dtype=formats[0]), on_cpu(8, 512, 4096, dtype=formats[1])
-        kernel.grouped_mm(a, ones(m, 1), b, scale, offsets, HALF, fast)
+        kernel.grouped_mm(Operands(a, b, ones(m, 1), scale, ROW, ROW), offsets, HALF, fast)
     a, b = on_cpu(512, 1024, dtype=formats[0]), on_cpu(2048, 1024, dtype=formats[1])
     for dtype in (HALF, torch.float32):
-        kernel.grouped_mm_dw(a, scale, b, offsets, dtype, fast)
+        kernel.grouped_mm_dw(Operands(a, b, scale, scale, ROW, ROW), offsets, dtype, fast)
     assert compiled.fit()
     assert [adds_in_registers(each) for each in compiled] == [not fast] * 5
 
@@ -278,6 +278,7 @@ def test_the_copy_engine_loads_the_tiles_of_short_groups(monkeypatch):
     kernel, compiled = compiled_for(90, "grouped_gemm", monkeypatch)
     monkeypatch.setattr(kernel, "take_descriptors", lambda a, b: True)
     for b in (on_cpu(8, 512, 4096), on_cpu(512, 8, 4096).transpose(0, 1)):
-        kernel.grouped_mm(on_cpu(4096, 4096), ones(4096, 1), b, ones(8, 512, 1), torch.zeros(8).int(), HALF, True)
+        operands = Operands(on_cpu(4096, 4096), b, ones(4096, 1), ones(8, 512, 1), ROW, ROW)
+        kernel.grouped_mm(operands, torch.zeros(8).int(), HALF, True)
     assert compiled.fit()
     assert all("cp.async.bulk.tensor" in each.asm["ptx"] for each in compiled)

@@ -96,7 +96,7 @@ def check_each(found: Iterator[Example], **options: Any) -> None:
 # ---- rows and blocks of matrices
 
 LARGE = (4096, 2048)
-MATRICES = [(1, 1), (3, 5), (17, 130), (129, 257), (1, 4097), (5, 4097), (0, 7), (5, 0), (0, 0)]
+MATRICES = [(1, 1), (3, 5), (17, 130), (129, 257), (700, 131), (1, 4097), (5, 4097), (0, 7), (5, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -104,11 +104,17 @@ def test_tensors_of_two_devices_are_refused():
         launch(Kernel(), (1,), x, other, 5, BLOCK=4, EVEN=True)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(3,), (0,), (2, 3), (4, 0, 2), torch.Size((2, 3, 4, 5))])
-def test_memory_of_results(shape):
-    made = allocate(torch.zeros(2), shape, torch.float8_e4m3fn)
-    assert (made.shape, made.dtype, made.is_contiguous()) == (shape, torch.float8_e4m3fn, True)
-    assert allocate(made, shape).dtype == made.dtype
+def test_memory_of_results(shape, device):
+    x = torch.zeros(2, device=device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
+        made, expected = allocate(x, shape, dtype), x.new_empty(shape, dtype=dtype)
+        assert (made.shape, made.dtype, made.device) == (expected.shape, expected.dtype, expected.device)
+        assert (made.stride(), made.requires_grad) == (expected.stride(), False)
+    with torch.inference_mode():
+        assert allocate(x, shape).dtype == x.dtype
+        assert allocate(x, shape).is_inference()
 
 
 # ---- compiling without launching

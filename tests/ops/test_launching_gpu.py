@@ -36,17 +36,6 @@ def test_a_known_launch_is_direct(monkeypatch):
     assert module._cached.keys() == known.keys()
 
 
-@pytest.mark.parametrize("shape", [(3,), (0,), (2, 3), (4, 0, 2), torch.Size((2, 3, 4, 5))])
-def test_memory_of_results(shape):
-    x = torch.zeros(2, device="cuda")
-    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8):
-        made, expected = module.allocate(x, shape, dtype), x.new_empty(shape, dtype=dtype)
-        assert (made.shape, made.dtype, made.device) == (expected.shape, expected.dtype, expected.device)
-        assert (made.stride(), made.requires_grad) == (expected.stride(), False)
-    with torch.inference_mode():
-        assert module.allocate(x, shape).is_inference()
-
-
 def test_a_tensor_of_another_device_is_refused():
     x, weight = torch.randn(4, 256, device="cuda"), torch.ones(256)
     for _ in range(2):

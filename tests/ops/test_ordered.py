@@ -96,3 +96,7 @@ def test_attention_against_float64(run, request, first):
     for start, stop in ((0, 64), (64, 128), (128, 192), (149, 150), (64, 65), (100, 131)):
         if not is_interpreted(request) or (start % 64, stop % 64) == (0, 0):
             assert torch.equal(run(attention, 192, slice(start, stop), first), y[:, :, start:stop])
+
+
+def test_a_cache_without_room_gives_nan(run):
+    assert run(attention, 192, slice(0, 193), None).isnan().all()

@@ -3,6 +3,8 @@
 The interpreter sums in float32. What the tensor cores lose is in test_grouped_gemm_gpu.
 """
 
+from itertools import product as each_with_each
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from gemm_examples import worst_row
 from grouped_examples import SIZES, exact, exact_columns, exact_dw, gradient_operands, operands, quantized_columns
 
 from octavo.nn import Experts
+from octavo.numerics import ROW
 from octavo.ops import Backend
 from octavo.ops.launching import Operands
 from octavo.recipe import rowwise
@@ -17,8 +20,7 @@ from octavo.recipe import rowwise
 pytest.importorskip("triton")
 pytestmark = pytest.mark.triton
 
-PAIRS = ["row", "row-e5m2"]
-TILES = [(64, 16, 2, 4), (32, 64, 2, 4)]
+TILES = [(64, 16, 1, 2, 4), (32, 64, 1, 2, 4)]
 SPARE = 3
 
 
@@ -35,50 +37,54 @@ def product(sizes, k, n, pair, tile, fast, turned):
         data = b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(b.data.dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "take_descriptors", lambda a, b: True)
-        patch.setattr(kernel, "DESCRIBED", kernel.Tiling(64, 32, 2, 4))
-        tiling = kernel.Tiling(*tile) if tile else None
-        return kernel.grouped_mm(a.data, a.scale, data, b.scale, offsets, torch.float32, fast, tiling).numpy()
+        patch.setattr(kernel, "DESCRIBED", kernel.Tiling(64, 32, 1, 2, 4))
+        given = Operands.of(a, b)._replace(b=data)
+        return kernel.grouped_mm(given, offsets, torch.float32, fast, tile and kernel.Tiling(*tile)).numpy()
+
+
+CASES = [  # k, n, operands, tile, fast accumulation, and matrices in another order of strides
+    *((48, 80, *given, False) for given in each_with_each(("row", "row-e5m2"), TILES, (False, True))),
+    *((*size, "row", TILES[0], True, turned) for size in ((128, 16), (272, 144)) for turned in (False, True)),
+    *((256, 144, "row", None, True, turned) for turned in (False, True)),
+    *((272, 144, "strip-square", (64, 16, 2, 2, 4), False, turned) for turned in (False, True)),
+    *((272, 144, "mx", (32, 64, 4, 2, 4), False, turned) for turned in (False, True)),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_each_row_times_the_matrix_of_its_group(kernels, sizes, case):
+    """With sizes of a step and beyond, loaded by pointers and by descriptors, and with scales along K."""
+    k, n, pair, *_ = case
+    a, b, _ = operands(sizes, k, n, SPARE, pair)
+    y = torch.from_numpy(kernels.submit(product, sizes, *case).result())[: sum(sizes)]
+    assert worst_row(y, exact(a, b, sizes)[: sum(sizes)]) < 1e-6
 
 
 def gradient(sizes, formats, tile, fast):
-    """dw [E, N, K] in float32; run in the interpreter."""
+    """dw [E, N, K] in float32 of operands with row scales; run in the interpreter."""
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    return kernel.grouped_mm_dw(*gradient_operands(sizes, formats), torch.float32, fast, kernel.Tiling(*tile)).numpy()
+    h, scale, x_t, offsets = gradient_operands(sizes, formats)
+    given = Operands(h, x_t, scale, scale, ROW, ROW)
+    return kernel.grouped_mm_dw(given, offsets, torch.float32, fast, kernel.Tiling(*tile)).numpy()
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_each_row_times_the_matrix_of_its_group(kernels, sizes, pair, tile, fast):
-    a, b, _ = operands(sizes, 48, 80, SPARE, pair)
-    rows = sum(sizes)
-    y = kernels.submit(product, sizes, 48, 80, pair, tile, fast, turned=False).result()
-    assert worst_row(torch.from_numpy(y[:rows]), exact(a, b, sizes)[:rows]) < 1e-6
+def gradient_along_rows(sizes, pair, tile):
+    """As `gradient`, with scales along M."""
+    from octavo.ops.kernels import grouped_gemm as kernel
+
+    a, b, offsets = quantized_columns(sizes, pair)
+    return kernel.grouped_mm_dw(Operands.of(a, b), offsets, torch.float32, False, kernel.Tiling(*tile)).numpy()
 
 
-@pytest.mark.parametrize(("k", "n"), [(128, 16), (272, 144)])
-def test_sizes_of_a_step_and_beyond_and_matrices_in_any_order(kernels, k, n):
-    sizes = SIZES["ragged"]
-    a, b, _ = operands(sizes, k, n, SPARE)
-    for turned in (False, True):
-        y = kernels.submit(product, sizes, k, n, "row", TILES[0], True, turned).result()
-        assert worst_row(torch.from_numpy(y[: sum(sizes)]), exact(a, b, sizes)[: sum(sizes)]) < 1e-6
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_descriptors_load_the_rows_of_a_group_and_its_matrix(kernels, sizes, turned):
-    a, b, _ = operands(sizes, 256, 144, SPARE)
-    y = kernels.submit(product, sizes, 256, 144, "row", None, True, turned).result()
-    assert worst_row(torch.from_numpy(y[: sum(sizes)]), exact(a, b, sizes)[: sum(sizes)]) < 1e-6
+SIZES_OF_DW = pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 128]], ids=str)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["promoted", "fast"])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("formats", [("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")], ids=str)
-@pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 128]], ids=str)
+@SIZES_OF_DW
 def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, formats, tile, fast):
     h, scale, x_t, _ = gradient_operands(sizes, formats)
     dw = kernels.submit(gradient, sizes, formats, tile, fast).result()
@@ -87,44 +93,14 @@ def test_the_gradient_of_each_matrix_reduces_over_its_group(kernels, sizes, form
     assert [e for e in range(len(sizes)) if not dw[e].any()] == [e for e, size in enumerate(sizes) if size == 0]
 
 
-def block_product(sizes, k, n, pair, tile, turned):
-    """As `product`, with scales along K; run in the interpreter."""
-    from octavo.ops.kernels import grouped_gemm as kernel
-
-    a, b, offsets = operands(sizes, k, n, SPARE, pair)
-    data = b.data
-    if turned:
-        data = b.data.view(torch.uint8).transpose(0, 1).contiguous().transpose(0, 1).view(b.data.dtype)
-    given = Operands(a.data, data, a.scale, b.scale, a.granularity, b.granularity)
-    return kernel.block_scaled_grouped_mm(given, offsets, torch.float32, kernel.BlockTiling(*tile)).numpy()
-
-
-def block_gradient(sizes, pair, tile):
-    """As `gradient`, with scales along M."""
-    from octavo.ops.kernels import grouped_gemm as kernel
-
-    a, b, offsets = quantized_columns(sizes, pair)
-    given = a.data, a.scale, b.data, offsets, torch.float32, False, kernel.Tiling(*tile), b.scale, b.granularity.cols
-    return kernel.grouped_mm_dw(*given).numpy()
-
-
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize(("pair", "tile"), [("strip-square", (64, 16, 2, 2, 4)), ("mx", (32, 64, 4, 2, 4))])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_scales_along_k(kernels, sizes, pair, tile, turned):
-    a, b, _ = operands(sizes, 272, 144, SPARE, pair)
-    y = kernels.submit(block_product, sizes, 272, 144, pair, tile, turned).result()
-    assert worst_row(torch.from_numpy(y[: sum(sizes)]), exact(a, b, sizes)[: sum(sizes)]) < 1e-6
-
-
 @pytest.mark.parametrize(
     ("pair", "tile"),
-    [("strip-strip", (16, 64, 2, 4)), ("group64-e5m2", (64, 32, 2, 4)), ("mx", (128, 32, 2, 4))],
+    [("strip-strip", (16, 64, 1, 2, 4)), ("group64-e5m2", (64, 32, 1, 2, 4)), ("mx", (128, 32, 1, 2, 4))],
 )
-@pytest.mark.parametrize("sizes", [[128, 0, 128], [0, 0, 128, 0], [256, 128]], ids=str)
+@SIZES_OF_DW
 def test_the_gradient_of_scales_along_the_rows_of_groups(kernels, sizes, pair, tile):
     a, b, _ = quantized_columns(sizes, pair)
-    dw = kernels.submit(block_gradient, sizes, pair, tile).result()
+    dw = kernels.submit(gradient_along_rows, sizes, pair, tile).result()
     expected = exact_columns(a, b, sizes)
     assert worst_row(torch.from_numpy(dw).flatten(0, 1), expected.reshape(-1, expected.shape[2])) < 1e-6
 
@@ -159,9 +135,9 @@ def test_the_tilings():
     from octavo.ops.kernels.grouped_gemm import tiling_for
 
     ada, hopper = 99 * 1024, 227 * 1024
-    assert tiling_for(1, True, ada) == (64, 16, 4, 4)
-    assert tiling_for(64, False, hopper) == (64, 64, 4, 4)
-    assert tiling_for(65, True, ada) == tiling_for(1 << 20, True, ada) == (128, 128, 3, 8)
-    assert tiling_for(1 << 20, False, hopper) == (128, 128, 4, 8)
-    assert tiling_for(1 << 20, True, hopper) == (128, 256, 4, 8)
-    assert tiling_for(65, True, hopper) == (256, 128, 4, 8)
+    assert tiling_for(1, True, ada) == (64, 16, 1, 4, 4, 1)
+    assert tiling_for(64, False, hopper) == (64, 64, 1, 4, 4, 1)
+    assert tiling_for(65, True, ada) == tiling_for(1 << 20, True, ada) == (128, 128, 1, 3, 8, 1)
+    assert tiling_for(1 << 20, False, hopper) == (128, 128, 1, 4, 8, 1)
+    assert tiling_for(1 << 20, True, hopper) == (128, 256, 1, 4, 8, 1)
+    assert tiling_for(65, True, hopper) == (256, 128, 1, 4, 8, 1)

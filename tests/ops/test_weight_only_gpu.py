@@ -64,24 +64,22 @@ def test_all_256_codes(dtype, native):
     assert torch.equal(wide.flatten().nan_to_num(999), expected.nan_to_num(999))
 
 
-@pytest.mark.parametrize("m", [1, 2, 16, 33, 128, 200])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_element(size, m):
-    (k, n) = size
-    x, w = operands("row", m, k, n)
+GIVEN = [  # a cast, m, k, n and the dtype of x
+    *(("row", m, *size, torch.bfloat16) for size in SIZES for m in (1, 2, 16, 33, 128, 200)),
+    *((cast, m, 1056 if cast != "block" else 1000, 515, torch.float16) for cast in CASTS for m in (1, 5, 64)),
+]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_every_element_with_bias_and_residual(given):
+    *_, m, _, n, dtype = given
+    x, w = operands(*given)
+    bias, residual = torch.randn(n).to(dtype), torch.randn(m, n).to("cuda", dtype)
     for native in ways():
         y = product(x.cuda(), on_gpu(w), native=native)
-        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), torch.bfloat16, True)
+        assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), dtype, True)
         assert_close(y, x, w)
         assert torch.equal(product(x.cuda(), on_gpu(w), native=native), y)
-
-
-@pytest.mark.parametrize("m", [1, 5, 64])
-@pytest.mark.parametrize("cast", CASTS)
-def test_every_granularity_with_bias_and_residual(cast, m):
-    x, w = operands(cast, m, 1056 if cast != "block" else 1000, 515, torch.float16)
-    bias, residual = torch.randn(515).half(), torch.randn(m, 515).half().cuda()
-    for native in ways():
         y = product(x.cuda(), on_gpu(w), bias.cuda(), native=native)
         assert_close(y, x, w, bias)
         assert torch.equal(product(x.cuda(), on_gpu(w), bias.cuda(), residual, native=native), y + residual)

@@ -239,8 +239,7 @@ def test_what_is_measured_is_what_the_folder_gives(tmp_path, scheme, layout):
     """To the bit, for each combination of layers: against the packed layers put into the model one by one, here."""
     source = write_model(tmp_path / "llama", "llama", hidden_size=128, intermediate_size=128, num_key_value_heads=4)
     pack(source, tmp_path / "packed", scheme=scheme, layout=layout)
-    names = [f"model.layers.{i}.{name}" for i in range(3) for name in NAMES]
-    switched = PartlyPackedModel(open_source(source), tmp_path / "packed", names, "cpu")
+    switched = PartlyPackedModel(open_source(source), PackOptions(scheme=scheme, layout=layout), "cpu")
     plain, packed = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval() for _ in range(2))
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(switched.run(ids), plain(ids).logits)

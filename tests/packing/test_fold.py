@@ -227,16 +227,6 @@ def test_what_cannot_be_folded(tmp_path):
         fold(llama, opt, rotate=True)
 
 
-def test_a_rotated_model_is_smoothed_in_a_second_step(tmp_path):
-    source = make(tmp_path, "qwen2")
-    fold(source, tmp_path / "rotated", rotate=True, dtype="float32")
-    calibration = calibrated(tmp_path / "rotated", tmp_path)
-    report = fold(tmp_path / "rotated", tmp_path / "out", smooth=calibration, dtype="float32")
-    assert len(report.smoothed) == 3 * 4
-    assert not report.untied
-    assert off(tmp_path / "out", source) < 1e-5
-
-
 # ---- The steps of folding as matrices: scipy's Hadamard matrices, and diagonal ones
 
 

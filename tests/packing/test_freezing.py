@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from metrics import distance
+from other_writers import know_caches
 from packed_examples import LLAMA, write_run
 from safetensors.torch import load_file
 from tiny_models import IDS, make_model, open_theirs, outputs, same_bytes, write_text
@@ -28,7 +29,7 @@ from octavo.evaluation import PromptOptions
 from octavo.evaluation.prompts import open_prompts
 from octavo.hf.meta_model import read_meta_model
 from octavo.inference.opening import load_packed
-from octavo.inference.transformers_cache import QuantizedKVCache
+from octavo.inference.transformers_cache import CACHE, QuantizedKVCache
 from octavo.models import Llama, LlamaConfig
 from octavo.packing import PackOptions, convert_layout, freeze_folder, pack, pack_frozen, unpack
 from octavo_cli.app import app
@@ -191,7 +192,8 @@ def rounded_cache(
     ("kind", "rule"),
     [("llama", "mse"), *((kind, "amax") for kind in ("llama", "mistral", "qwen2", "qwen3", "opt"))],
 )
-def test_transformers_rounds_keys_and_values_by_our_scales(made, kind, rule):
+def test_transformers_rounds_keys_and_values_by_our_scales(made, kind, rule, monkeypatch):
+    know_caches(monkeypatch)
     folder = made(kind, scheme="channel", kv_cache="fp8", rule=rule)
     scales, found = PackedTensors(folder).kv_scales, Calibration.load(made(kind, "calibrated"))
     assert len(scales) == 2
@@ -217,14 +219,15 @@ def test_our_cache_takes_the_scales_of_a_folder(made):
         required = outputs(model)
     cache = QuantizedKVCache.for_model(model, 32, "fp8", scales=PackedTensors(folder).kv_scales)
     with torch.no_grad():
-        steps = [model(ids, past_key_values=cache, use_cache=True).logits for ids in torch.split(IDS, 1, 1)]
+        steps = [model(ids, **{CACHE: cache}, use_cache=True).logits for ids in torch.split(IDS, 1, 1)]
     found = torch.cat(steps, 1).double()
     assert distance(found, required) < 0.1 * distance(unrounded, required)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("scheme", ["channel", "static", "mx"])
-def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
+def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme, monkeypatch):
+    know_caches(monkeypatch)
     folder, plain = made("llama", scheme=scheme, kv_cache="fp8"), made("llama", scheme=scheme)
     stored, without = (load_file(path / "model.safetensors") for path in (folder, plain))
     names = {f"model.layers.{i}.self_attn.{x}_scale" for i in range(2) for x in "kv"}
@@ -245,8 +248,9 @@ def test_a_cache_goes_with_every_scheme(made, tmp_path, scheme):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made):
+def test_transformers_rounds_by_scales_in_bf16_where_the_model_is_in_bf16(made, monkeypatch):
     """So logits differ from those of the exact scales, as docs/packing.md says; in float32 they do not."""
+    know_caches(monkeypatch)
     folder, plain = made("llama", scheme="mx", kv_cache="fp8"), open_theirs(made("llama", scheme="mx"), torch.bfloat16)
     found, scales = outputs(open_theirs(folder, torch.bfloat16)), PackedTensors(folder).kv_scales
     with rounded_cache(plain, scales):

@@ -205,12 +205,6 @@ def test_a_split_is_legal_where_it_can_be_made(scheme, degree, size, leaf, by):
             check(scheme, leaf, size, degree)
 
 
-def test_both_outcomes_occur():
-    assert can_be_cut("block", (512, 256), 0, 4)
-    assert not can_be_cut("block", (256, 512), 0, 4)
-    assert not can_be_cut("mx", (128, 384), 1, 8)
-
-
 @pytest.mark.parametrize(
     ("scheme", "leaf", "size", "degree", "config", "message"),
     [

@@ -211,8 +211,6 @@ def test_a_packed_mixture_opens_here_and_in_transformers(made, tmp_path, kind, h
     experts = {name for name in plain if is_expert(name)}
     assert {name for name in stored if is_expert(name)} == experts != set()
     assert all(torch.equal(stored[name], plain[name]) for name in experts)
-    ours, reference = outputs(octavo.load(packed)), outputs(open_theirs(packed))
-    assert distance(ours, reference) < 0.3  # a router may choose another of two near experts
     report = verify(packed, source)
     assert report.ok, [str(finding) for finding in report.findings]
     assert [c.outcome for c in report.readers] == ["agrees", "agrees", "not run"]

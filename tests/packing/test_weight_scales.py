@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from metrics import distance
 from packed_examples import load_float32, write_run
 from safetensors.torch import load_file, save_file
 from saved_checkpoints import save_checkpoint
@@ -23,7 +22,6 @@ from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import RunFolder
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation import PromptOptions
-from octavo.inference.opening import load_packed
 from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group
@@ -158,18 +156,6 @@ def test_a_calibration_gives_the_scales_of_a_kv_cache_alone(runs, tmp_path):
         assert not torch.equal(asked[f"{name}.input_scale"], own[f"{name}.input_scale"])
 
 
-@torch.no_grad()
-def test_transformers_opens_a_delayed_run(runs, tmp_path):
-    """Its emulation in float32 is our arithmetic: only the order of sums differs, which can turn a rounding."""
-    for name in CONFIGS:
-        pack(runs[name], tmp_path / name)
-        theirs = open_theirs(tmp_path / name, torch.float32)
-        texts = torch.randint(256, (32, 6), generator=torch.Generator().manual_seed(4))
-        y = load_float32(tmp_path / name)(texts).flatten(1)
-        off = (theirs(texts).logits.flatten(1) - y).norm(dim=1) / y.norm(dim=1)
-        assert off.median() < 1e-4, name
-
-
 def test_states_that_give_no_scale(runs, tmp_path):
     run = shutil.copytree(runs["llama"], tmp_path / "run")
     path = RunFolder(run).newest() / "state.safetensors"
@@ -216,12 +202,6 @@ def packing(source, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module")
-def truth(source):
-    """The outputs of the source in float32."""
-    return outputs(open_theirs(source, torch.float32))
-
-
 def errors(packed: Path, source: Path, scheme: str) -> dict[str, float]:
     """The squared error of each packed weight, as transformers widens it; mx, which is exact in BF16, in that alone."""
     theirs = open_theirs(packed, torch.bfloat16 if scheme == "mx" else torch.float32)
@@ -251,23 +231,6 @@ def test_the_gain_by_layer_is_that_of_the_files(source, packing, scheme, pow2):
     plain = json.loads((amax.folder / "octavo.json").read_text())
     assert plain["weight_scales"] == {"rule": "amax", "pow2": pow2}
     assert plain["schemes"][scheme]["weight"]["scale"] == ("e8m0" if scheme == "mx" else "pow2" if pow2 else "fp32")
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("weights", ["amax", "mse"])
-@pytest.mark.parametrize("scheme", [name for name in SCHEME_NAMES if name != "mx"])
-def test_power_of_two_scales_are_such_and_no_smaller(truth, packing, scheme, weights):
-    rounded = packing(scheme, weights, True).folder
-    plain, stored = (load_file(each / "model.safetensors") for each in (packing(scheme, "amax", False).folder, rounded))
-    for name, scale in stored.items():
-        if name.endswith("_scale"):
-            assert torch.equal(torch.exp2(scale.log2().round()), scale)
-            least = 1.0 if weights == "amax" else 0.5
-            assert (scale >= least * plain[name]).all()
-            assert (scale < 2 * plain[name]).all()
-    ours, theirs = outputs(load_packed(rounded).model), outputs(open_theirs(rounded, torch.float32))
-    assert distance(ours, truth) < 0.2
-    assert distance(ours, theirs) < 1.5 * distance(theirs, truth)
 
 
 @pytest.mark.parametrize("rule", ["amax", "mse", "history"])

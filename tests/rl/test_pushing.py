@@ -1,5 +1,6 @@
 """Pushing a model that is trained into a live one, held against a folder that is packed and loaded afresh."""
 
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.integrations.peft import support
 from octavo.packing import pack
-from octavo.rl import checksum, push, served_weights
+from octavo.rl import checksum, push, pushing, served_weights
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -61,6 +63,10 @@ def trained(name: str, recipe: str | None = "rowwise", dtype: torch.dtype = torc
         ("llama", "blockwise", {"scheme": "block"}),
         ("llama", "mxfp8", {"scheme": "mx"}),
         ("llama", "tensorwise", {"scheme": "tensor"}),
+        ("llama", None, {"scheme": "tensor"}),  # q, k and v have one scale, and so have gate and up
+        ("llama", None, {"scheme": "tensor", "share": False}),
+        ("llama", None, {"pow2": True}),
+        ("llama", None, {"scheme": "tensor", "pow2": True}),
         ("qwen2", "rowwise", {}),  # biases, and a tied head
         ("qwen3", "rowwise", {}),
         ("opt", "rowwise", {}),
@@ -155,6 +161,22 @@ def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
         assert checksum(served) != before
         byte ^= bit
     assert checksum(served) == before
+
+
+@pytest.mark.parametrize("words", [100, 1 << 19])
+def test_the_checksum_by_numpy(made: Folders, monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+    monkeypatch.setattr(pushing, "_WORDS", words)
+    served = octavo.load(made("qwen2", scheme="channel"))
+    tensors = {name: t.detach() for name, t in served.state_dict().items() if name != "lm_head.weight"}  # tied
+    stream = b"".join((data := t.view(torch.uint8).numpy().tobytes()) + b"\0" * (-len(data) % 8)
+                      for t in tensors.values())  # fmt: skip
+    factors = np.arange(words, dtype=np.uint64) * np.uint64(0x1E3779B97F4A7C15)
+    factors = (factors ^ (factors.view(np.int64) >> 31).view(np.uint64)) | np.uint64(1)
+    parts = [(part := np.frombuffer(stream[i : i + 8 * words], np.uint64)) * factors[: len(part)]
+             for i in range(0, len(stream), 8 * words)]  # fmt: skip
+    described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
+    sums = [int(part.sum().view(np.int64)) for part in parts]
+    assert checksum(served) == hashlib.blake2b(f"{described}{sums}".encode(), digest_size=8).hexdigest()
 
 
 # --- Adapters
@@ -343,16 +365,17 @@ def of_dora() -> Any:
         ),
         ("llama", {"scheme": "block"}, LLAMA, "rowwise.*scheme block does not hold: pack the folder by channel"),
         ("llama", CHANNEL, partial(LLAMA, "delayed"), "delayed.*does not hold: train by rowwise"),
-        ("llama", {"scheme": "static"}, LLAMA, "served by static, with scales of inputs that other"),
-        ("llama", {"scheme": "tensor"}, partial(LLAMA, None), "one scale for layers that are fused: pack"),
+        ("llama", {"scheme": "static"}, LLAMA, "scheme static does not hold: pack the folder by channel"),
+        ("llama", {"scheme": "tensor"}, partial(LLAMA, "delayed"), "does not hold: train by tensorwise"),
+        ("llama", {"scheme": "static"}, partial(LLAMA, "delayed"), "does not hold: train by tensorwise"),
         (
             "llama",
             {"scheme": "channel", "skip": ("*.o_proj",)},
             LLAMA,
             "o_proj.weight is trained by rowwise and served",
         ),
-        ("llama", {"scheme": "channel", "weights": "mse"}, LLAMA, "packed with weights=mse"),
-        ("llama", {"scheme": "channel", "pow2": True}, LLAMA, "packed with pow2"),
+        ("llama", {"scheme": "channel", "weights": "mse"}, LLAMA, "weights=mse, and it searches"),
+        ("llama", {"scheme": "channel", "pow2": True}, LLAMA, "pack the folder without --pow2"),
         ("mixtral of 128", {"scheme": "group64", "experts": True}, partial(trained, "mixtral of 128", None), "channel"),
         ("llama", CHANNEL, partial(trained, "qwen3"), "the served model has no .*q_norm.weight: load the folder of"),
         ("qwen3", CHANNEL, LLAMA, "the trained model has no .*q_norm.weight: load the folder of"),
@@ -382,7 +405,7 @@ def test_other_refusals(made: Folders, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"push takes a torch\.nn\.Module"):
         push(made("llama"), served)  # type: ignore[arg-type]
     served.octavo_record["folded"] = {"smooth": {"alpha": 0.5}, "rotate": None}
-    with pytest.raises(ValueError, match="packed with smooth, which the weights in training do not have"):
+    with pytest.raises(ValueError, match="packed with smooth, and the folder has the range of its factors"):
         push(LLAMA(), served)
     both = adapted(octavo.load(made("llama", scheme="channel")))
     config = support(peft.LoraConfig(r=4, lora_alpha=16, target_modules=TARGETS))
@@ -406,3 +429,17 @@ def test_a_generation_is_waited_for(made: Folders) -> None:
 def test_scales_of_a_cache_are_remarked(made: Folders) -> None:
     (remark,) = push(LLAMA(), octavo.load(made("llama", scheme="channel", kv_cache="fp8"))).remarks
     assert "scales of keys and values are those of the calibration" in remark
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+def test_static_scales_of_inputs_stay_those_of_the_calibration(
+    made: Folders, tmp_path: Path, recipe: str | None
+) -> None:
+    served, model = octavo.load(made("llama", scheme="static")), trained("llama", recipe)
+    before = {name: t.clone() for name, t in served.state_dict().items() if name.endswith("input_scale")}
+    (remark,) = push(model, served).remarks
+    assert "the scales of inputs are those of the calibration" in remark
+    afresh = packed_afresh(model, tmp_path, scheme="tensor", share=recipe is None).state_dict()
+    assert len(before) == 14
+    assert same_bits(served.state_dict(), {**afresh, **before})
+    assert tokens(served).shape == (2, 20)

@@ -1,7 +1,10 @@
 """How far a live engine is from the model in training: against transformers alone, and with planted faults."""
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,8 +14,12 @@ from tiny_models import IDS, Folders, built
 from torch import Tensor
 
 import octavo
+from octavo.inference.transformers_cache import CACHE
 from octavo.integrations.peft import support
+from octavo.report.runs import read_runs
+from octavo.report.training_page import page_of_runs
 from octavo.rl import DriftError, parity, push
+from octavo.watching.storage import read_watch
 
 
 def pair(made: Folders, recipe: str | None = "rowwise", **settings: Any) -> tuple[Any, Any]:
@@ -43,8 +50,8 @@ def test_the_numbers_are_those_of_transformers(made: Folders) -> None:
     p, q, cache = log_probabilities(model, IDS), [], None
     with torch.no_grad():
         for t in range(IDS.shape[1] - 1):
-            out = served(IDS[:, t : t + 1], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = served(IDS[:, t : t + 1], **{CACHE: cache}, use_cache=True)
+            cache = out[CACHE]
             q.append(out.logits[:, -1].double().log_softmax(-1))
     theirs = torch.stack(q, 1)
     kl = float((p.exp() * (p - theirs)).sum(-1).mean())
@@ -175,3 +182,20 @@ def test_what_parity_refuses(made: Folders) -> None:
             refused()
     with pytest.raises(TypeError, match="parity takes a model of transformers, got a Linear"):
         parity(torch.nn.Linear(2, 2), served, IDS)
+
+
+def test_drift_is_an_event_of_the_watch_and_in_the_report(made: Folders, tmp_path: Path) -> None:
+    model, served = pair(made)
+    drifted = replace(parity(model, served, IDS), kl=0.5)
+    assert drifted.event(3, kl=0.5) is None
+    with octavo.watch(model.train(), folder=tmp_path / "run", interval=1) as watch:
+        model(IDS, labels=IDS).loss.backward()
+        watch.step()
+        watch.write_event(drifted.event(1, kl=0.1))
+    (event,) = (each for each in read_watch(tmp_path / "run").events if each.rule == "rollout_drift")
+    assert (event.step, event.value, event.limit) == (1, 0.5, 0.1)
+    assert "KL of training and sampling is 0.5 nats a token, above 0.1" in repr(
+        page_of_runs(read_runs([tmp_path / "run"]))
+    )
+    event = replace(drifted, kl=math.nan).event(2, kl=0.1)
+    assert event is not None

@@ -10,6 +10,7 @@ from tiny_models import open_theirs
 from torch import Tensor
 
 import octavo
+from octavo.inference.transformers_cache import CACHE
 from octavo.rl import log_probabilities, push, same_bits
 
 RECIPES = ["rowwise", "rowwise_forward"]
@@ -79,9 +80,9 @@ def test_transformers_own_loop_and_cache(folders):
         again, theirs = answer(trained.eval(), given)
         assert torch.equal(texts, again)
         assert torch.equal(steps, theirs)
-        cache = trained(**given, use_cache=True).past_key_values
+        cache = trained(**given, use_cache=True)[CACHE]
         with pytest.raises(RuntimeError, match="whole texts"):
-            trained(texts[:, -NEW:-1], past_key_values=cache)
+            trained(texts[:, -NEW:-1], **{CACHE: cache})
 
 
 def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -1,29 +1,17 @@
-"""Fused blocks whose frozen layers have adapters around them, and an oracle in float64 that names the bytes they read.
+"""Fused blocks whose frozen layers have adapters around them, for the oracle of `fused_oracle`.
 
-The base is the oracle of `fused_oracle`; the products of adapters are PEFT's formula, B(A(x)) * scale, and autograd's
-gradients of it. The adapter of the last layer of an MLP reads the bytes of h, and those of the layers before it the
-bytes of their gradient.
+The products of adapters are PEFT's formula, B(A(x)) * scale, and autograd's gradients of it. The adapter of the last
+layer of an MLP reads the bytes of h, and those of the layers before it the bytes of their gradient.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from fused_oracle import (
-    RECIPE,
-    Block,
-    NormThenLinears,
-    Product,
-    Start,
-    Tensors,
-    activation,
-    mlp_layers,
-    output_gradients,
-)
+from fused_oracle import Block, Tensors, output_gradients
 from packed_layers import TOKENS, worst_row
 from torch import Tensor, nn
 
-from octavo import ops
 from octavo.nn.module_tools import AdaptedLayer, Adapter
 
 RANK, SCALE = 4, 1.5
@@ -50,7 +38,7 @@ class Wrapped(AdaptedLayer):
 
     def added(self, x: Tensor) -> Tensor:
         """B(A(x)) * scale in float64."""
-        return x @ self.a.double().t() @ self.b.double().t() * SCALE if self.on else x.new_zeros(())
+        return x.double() @ self.a.detach().double().t() @ self.b.detach().double().t() * SCALE
 
     def gradients(self, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of x, A and B in float64."""
@@ -79,61 +67,6 @@ def run_adapted(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:
     found = torch.autograd.grad(outputs, list(leaves.values()), output_gradients(outputs))
     named = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     return named | {f"d {name}": g for name, g in zip(leaves, found, strict=True)}
-
-
-def _through(layers: dict[str, Wrapped], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensors]:
-    """The gradient of x [T, K] through the adapters, and those of A and B, from dy [T, sum of N]."""
-    dx, named = torch.zeros_like(x, dtype=torch.float64), {}
-    parts = dy.split([layer.base_layer.out_features for layer in layers.values()], 1)
-    for (name, layer), part in zip(layers.items(), parts, strict=True):
-        if layer.on:
-            through, da, db = layer.gradients(x, part)
-            dx += through
-            named |= {f"d {name}.a": da, f"d {name}.b": db}
-    return dx, named
-
-
-def _product(layers: dict[str, Wrapped], x: Tensor) -> Product:
-    return Product(x, [layer.base_layer for layer in layers.values()])
-
-
-def exact_adapted(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    """The result of `run_adapted`; `dtype` is that of the layers' outputs."""
-    found = _exact(block, x, residual, dtype)
-    return {name: t for name, t in found.items() if not name.startswith("d norm.")}  # a norm is frozen
-
-
-def _exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    start = Start(block, x, residual)
-    n, with_norm = start.n.detach(), [start.total] if block.norm is not None else []
-    if isinstance(block, NormThenLinears):
-        layers = {f"layers.{i}": m for i, m in enumerate(block.layers)}
-        product, sizes = _product(layers, n), [m.base_layer.out_features for m in block.layers]
-        parts = zip(product.y.split(sizes, 1), layers.values(), strict=True)
-        outputs = [*((y + m.added(n)).to(dtype) for y, m in parts), start.total]
-        *dys, dtotal = output_gradients(tuple(outputs))
-        dy = torch.cat(dys, 1)
-        dn, named = _through(layers, n, dy)
-        named |= start.gradients((dn + product.backward(dy)[0]).to(dtype), dtotal)
-        return {f"output {i}": y for i, y in enumerate(outputs)} | named
-    m = block.mlp
-    names, last = mlp_layers(m)
-    inner, outer = {f"mlp.{name}": getattr(m, name) for name in names}, {f"mlp.{last}": getattr(m, last)}
-    first = _product(inner, n)
-    added = [layer.added(n).expand(len(n), layer.base_layer.out_features) for layer in inner.values()]
-    u = (first.y + torch.cat(added, 1)).to(dtype).double().requires_grad_()
-    h = activation(m, *u.chunk(len(inner), 1))
-    second = _product(outer, h.detach())
-    h_q = second.x_q.data.double() * second.x_q.scale.double()
-    outputs = [(second.y + outer[f"mlp.{last}"].added(h_q)).to(dtype), *with_norm]
-    dy, *dtotal = output_gradients(tuple(outputs))
-    dh, named = _through(outer, h_q, dy)
-    (du,) = torch.autograd.grad(h, u, (dh + second.backward(dy)[0]).to(dtype).double())
-    g = ops.quantize(du.float() * first.s_w.t() * first.m, RECIPE.dy)
-    du_q = g.data.double() * (g.scale.double() / first.m.double()) / first.s_w.double().t()
-    dn, of_inner = _through(inner, n, du_q)
-    named |= of_inner | start.gradients((dn + first.backward(du)[0]).to(dtype), *dtotal)
-    return {f"output {i}": y for i, y in enumerate(outputs)} | named
 
 
 def check_layers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -7,8 +7,10 @@ on the border of two codes.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ class NormThenMLP(nn.Module):
     def separate(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
         total = x if residual is None else x + residual
         n = total if self.norm is None else self.norm(total)
-        inner, outer = mlp_layers(self.mlp)
+        inner, (outer,) = mlp_layers(self.mlp)
         y = getattr(self.mlp, outer)(activation(self.mlp, *(getattr(self.mlp, name)(n) for name in inner)))
         return (y,) if self.norm is None else (y, total)
 
@@ -85,9 +87,9 @@ def owning(kind: type[GELU] | type[GEGLU], width: int, mlp_width: int, bias: boo
 Block = NormThenLinears | NormThenMLP
 
 
-def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], str]:
+def mlp_layers(mlp: FusedMLP) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the layers before and after the activation."""
-    return (("gate_proj", "up_proj"), "down_proj") if isinstance(mlp, SwiGLU) else (("fc1",), "fc2")
+    return (("gate_proj", "up_proj"), ("down_proj",)) if isinstance(mlp, SwiGLU) else (("fc1",), ("fc2",))
 
 
 def activation(mlp: FusedMLP, *u: Tensor) -> Tensor:
@@ -185,39 +187,61 @@ def is_fused(block: Block, x: Tensor) -> bool:
 
 @dataclass
 class Product:
-    """x @ w^T + bias of the recipe's bytes, the weights stacked, and what its gradients must be: all float64."""
+    """x @ w^T + bias of the recipe's bytes for stacked layers by name, and what its gradients must be: all float64.
+
+    Adapters around the layers (`adapter_oracle.Wrapped`) read x, or with `of_bytes` the numbers of its bytes.
+    """
 
     x: Tensor
-    layers: list[nn.Linear]
+    layers: Mapping[str, Any]
+    of_bytes: bool = False
 
     def __post_init__(self) -> None:
+        self.bases = [getattr(layer, "base_layer", layer) for layer in self.layers.values()]
+        self.sizes = [base.out_features for base in self.bases]
         self.x_q = ops.quantize(self.x.float(), RECIPE.x)
-        parts = [ops.quantize(layer.weight.detach(), RECIPE.w) for layer in self.layers]
+        self.numbers = self.x_q.data.double() * self.x_q.scale.double()
+        parts = [ops.quantize(base.weight.detach(), RECIPE.w) for base in self.bases]
         self.w, self.s_w = torch.cat([p.data.double() for p in parts]), torch.cat([p.scale for p in parts])
         mantissa, exponent = torch.frexp(self.x_q.scale)
         self.m, self.power = 2 * mantissa, torch.exp2(exponent.double() - 1)  # s_x = m * power, m in [1, 2)
 
     @property
-    def y(self) -> Tensor:
-        x, w = self.x_q.data.double() * self.x_q.scale.double(), self.w * self.s_w.double()
-        bias = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in self.layers]
-        return x @ w.t() + torch.cat(bias).double()
+    def adapters(self) -> list[tuple[str, Any, Tensor, slice]]:
+        """The name of each layer with one that is on, the layer, the input of its adapter, and its columns of y."""
+        ends = [0, *accumulate(self.sizes)]
+        on = [(i, name, layer) for i, (name, layer) in enumerate(self.layers.items()) if getattr(layer, "on", False)]
+        read = self.numbers if self.of_bytes else self.x
+        return [(name, layer, read, slice(ends[i], ends[i + 1])) for i, name, layer in on]
 
-    def backward(self, dy: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The gradient of x, and those of the weights."""
+    @property
+    def y(self) -> Tensor:
+        bias = [torch.zeros(m.out_features) if m.bias is None else m.bias.detach() for m in self.bases]
+        y = self.numbers @ (self.w * self.s_w.double()).t() + torch.cat(bias).double()
+        for _, layer, read, columns in self.adapters:
+            y[:, columns] += layer.added(read)
+        return y
+
+    def backward(self, dy: Tensor, dtype: torch.dtype, *, in_bytes: bool = False) -> tuple[Tensor, Tensors]:
+        """The gradient of x, and those of the trained parameters by name. Adapters read dy, or the bytes made of it."""
         g = ops.quantize(dy.float() * self.s_w.t() * self.m, RECIPE.dy)
-        dx = g.data.double() * (g.scale.double() / self.m.double()) @ self.w
+        g_numbers = g.data.double() * (g.scale.double() / self.m.double())
+        dx = g_numbers @ self.w
         c = self.power * g.scale.double()
         h = (g.data.double() * (c / c.max())).float().to(torch.float8_e4m3fn).double()  # [T,N]
         dw = h.t() @ self.x_q.data.double() * (c.max() / self.s_w.double())
-        return dx, dw.split([layer.out_features for layer in self.layers])
-
-    def gradients(self, names: list[str], dy: Tensor, dw: tuple[Tensor, ...]) -> Tensors:
-        """The parameters' gradients by name."""
-        named = {f"d {name}.weight": d for name, d in zip(names, dw, strict=True)}
-        db = dy.double().sum(0).split([layer.out_features for layer in self.layers])
-        biases = zip(names, self.layers, db, strict=True)
-        return named | {f"d {name}.bias": d for name, layer, d in biases if layer.bias is not None}
+        db = dy.to(dtype).double().sum(0)
+        gradients, leaves = zip(dw.split(self.sizes), db.split(self.sizes), strict=True), ("weight", "bias")
+        named = {
+            f"d {name}.{leaf}": gradient
+            for name, base, both in zip(self.layers, self.bases, gradients, strict=True)
+            for leaf, gradient in zip(leaves, both, strict=True)
+            if base.weight.requires_grad and getattr(base, leaf) is not None
+        }
+        for name, layer, read, columns in self.adapters:
+            through, da, db = layer.gradients(read, (g_numbers / self.s_w.double().t() if in_bytes else dy)[:, columns])
+            dx, named = dx + through, named | {f"d {name}.a": da, f"d {name}.b": db}
+        return dx, named
 
 
 class Start:
@@ -228,6 +252,7 @@ class Start:
         self.with_residual, self.leaf = residual is not None, self.total.double().requires_grad_()
         self.norm = None if block.norm is None else exact_norm(block.norm)
         self.n = self.leaf if self.norm is None else self.norm(self.leaf)
+        self.trained = block.norm is not None and block.norm.weight.requires_grad
 
     def gradients(self, dn: Tensor, *dtotal: Tensor) -> Tensors:
         if self.norm is None:
@@ -236,7 +261,7 @@ class Start:
         dx, *rest = torch.autograd.grad(self.n, [self.leaf, *parameters.values()], dn.double())
         dx = dx + dtotal[0].double()
         named = {"d x": dx} | ({"d residual": dx} if self.with_residual else {})
-        return named | {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True)}
+        return named | {f"d norm.{name}": d for name, d in zip(parameters, rest, strict=True) if self.trained}
 
 
 def exact_norm(norm: nn.Module) -> nn.Module:
@@ -248,38 +273,31 @@ def exact_norm(norm: nn.Module) -> nn.Module:
     return exact
 
 
-def exact_linears(block: NormThenLinears, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    start, layers = Start(block, x, residual), list(block.layers)
-    product = Product(start.n.detach(), layers)
-    outputs = [*(y.to(dtype) for y in product.y.split([m.out_features for m in layers], 1)), start.total]
-    *dys, dtotal = output_gradients(tuple(outputs))
-    dy = torch.cat(dys, 1)
-    dn, dw = product.backward(dy)
-    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), dtotal)
-    return named | product.gradients([f"layers.{i}" for i in range(len(layers))], dy, dw)
-
-
-def exact_mlp(block: NormThenMLP, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    start, m = Start(block, x, residual), block.mlp
-    inner, outer = mlp_layers(m)
-    first = Product(start.n.detach(), [getattr(m, name) for name in inner])
-    u = first.y.to(dtype).double().requires_grad_()
-    h = activation(m, *u.chunk(len(inner), 1))
-    second = Product(h.detach(), [getattr(m, outer)])
-    outputs = [second.y.to(dtype)] + ([] if block.norm is None else [start.total])
-    dy, *dtotal = output_gradients(tuple(outputs))
-    dh, dw_out = second.backward(dy)
-    (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
-    dn, dw_in = first.backward(du)
-    named = {f"output {i}": y for i, y in enumerate(outputs)} | start.gradients(dn.to(dtype), *dtotal)
-    named |= first.gradients([f"mlp.{name}" for name in inner], du.to(dtype), dw_in)
-    return named | second.gradients([f"mlp.{outer}"], dy, dw_out)
-
-
 def exact(block: Block, x: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensors:
-    """The result of `run` for a block converted by `rowwise`; `dtype` is that of the layers' outputs."""
-    oracle = exact_linears if isinstance(block, NormThenLinears) else exact_mlp
-    return oracle(block, x, residual, dtype)
+    """The result of `run`, or of `adapter_oracle.run_adapted`, for a block converted by `rowwise`; `dtype` is that of
+    the layers' outputs."""
+    start, totals = Start(block, x, residual), []
+    if block.norm is not None:
+        totals = [start.total]
+    if isinstance(block, NormThenLinears):
+        first = Product(start.n.detach(), {f"layers.{i}": layer for i, layer in enumerate(block.layers)})
+        outputs = [*first.y.to(dtype).split(first.sizes, 1), *totals]
+        *dys, dtotal = output_gradients(tuple(outputs))
+        dn, named = first.backward(torch.cat(dys, 1), dtype)
+        named |= start.gradients(dn.to(dtype), dtotal)
+        return {f"output {i}": y for i, y in enumerate(outputs)} | named
+    inner, outer = ({f"mlp.{n}": getattr(block.mlp, n) for n in names} for names in mlp_layers(block.mlp))
+    first = Product(start.n.detach(), inner)
+    u = first.y.to(dtype).double().requires_grad_()
+    h = activation(block.mlp, *u.chunk(len(inner), 1))
+    second = Product(h.detach(), outer, of_bytes=True)
+    outputs = [second.y.to(dtype), *totals]
+    dy, *dtotal = output_gradients(tuple(outputs))
+    dh, named = second.backward(dy, dtype)
+    (du,) = torch.autograd.grad(h, u, dh.to(dtype).double())
+    dn, of_inner = first.backward(du, dtype, in_bytes=True)
+    named |= of_inner | start.gradients(dn.to(dtype), *dtotal)
+    return {f"output {i}": y for i, y in enumerate(outputs)} | named
 
 
 def exact_unquantized(block: Block, x: Tensor, residual: Tensor | None) -> Tensors:

@@ -96,15 +96,3 @@ def errors_and_bounds(
     if bias is not None or gemm_dtype != y.dtype:
         bound += ROUNDOFF[y.dtype] * row_norm(exact)
     return row_norm(y.cpu().double().numpy() - exact), bound
-
-
-def check_columns(product: Callable[[QTensor, QTensor], torch.Tensor], a: QTensor, b: QTensor, fast: bool) -> None:
-    """Each column of product(a, b), operands on the CPU, is within its bound; one by a wrong scale of b is not."""
-    error, bound = errors_and_bounds(product(on_gpu(a), on_gpu(b)).t(), b, a, None, fast)
-    assert (error <= bound).all()
-    scale = b.scale.clone()
-    scale[0] *= 2
-    y = product(on_gpu(a), on_gpu(QTensor(b.data, scale, b.format, b.granularity)))
-    error, bound = errors_and_bounds(y.t(), b, a, None, fast)
-    assert error[0] > bound[0]
-    assert (error[1:] <= bound[1:]).all()

@@ -10,6 +10,8 @@ from tiny_models import MODELS
 from torch import Tensor
 from transformers import DynamicCache
 
+from octavo.inference.transformers_cache import CACHE
+
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 MARGIN = {"fp8": 2.0, "int8": 1.25}
 DTYPES = ("bf16", "fp8", "int8")
@@ -70,5 +72,5 @@ def prompts(padded: bool) -> dict[str, Tensor]:
 def greedy(model: Any, inputs: dict[str, Tensor], cache: Any, **settings: Any) -> tuple[Tensor, Tensor]:
     """Generate; returns the tokens [B, T] and the logits [steps, B, V]."""
     settings = {"max_new_tokens": 16, "do_sample": False, **settings}
-    out = model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)
+    out = model.generate(**inputs, **{CACHE: cache}, return_dict_in_generate=True, output_logits=True, **settings)
     return out.sequences, torch.stack(out.logits)

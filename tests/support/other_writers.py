@@ -9,17 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
+from compressed_tensors.modeling import kvcache
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
     apply_quantization_config,
     preset_name_to_scheme,
 )
+from compressed_tensors.quantization.lifecycle import apply, initialize
 from safetensors.torch import save_file
 from tiny_models import make_model, open_theirs
 from torch import Tensor, nn
+
+from octavo.inference.transformers_cache import CACHE
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 Weights = dict[str, Tensor]
@@ -36,6 +41,19 @@ def linears(model: nn.Module) -> dict[str, Tensor]:
     return {name: m.weight.detach().double() for name, m in found.items()}
 
 
+def know_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let compressed-tensors quantize the keys and values of attentions, whatever transformers calls the argument.
+    Its release 0.20 knows the names before transformers 5.24, and leaves keys and values alone there."""
+
+    def pass_on(module: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        module.kv_cache.add_past_key_values(kwargs.get(CACHE))
+        return args, kwargs | {CACHE: module.kv_cache}
+
+    monkeypatch.setattr(kvcache, "_kv_cache_attention_hook", pass_on)
+    for where in (apply, initialize):
+        monkeypatch.setattr(where, "is_cached_attention_module", lambda module: hasattr(module, "k_proj"))
+
+
 def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> Weights:
     """As compressed-tensors compresses a model; scales are in BF16, the model's dtype."""
     model = make_source(folder)
@@ -44,7 +62,10 @@ def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> 
         config_groups={"group_0": preset_name_to_scheme(preset, ["Linear"])},
         ignore=["lm_head"], kv_cache_scheme=cache if kv_cache else None,
     )  # fmt: skip
-    apply_quantization_config(model, config)
+    with pytest.MonkeyPatch.context() as patch:
+        know_caches(patch)
+        apply_quantization_config(model, config)
+        compressor = ModelCompressor.from_pretrained_model(model)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             if name == "weight_scale":
@@ -53,7 +74,6 @@ def compressed_tensors(folder: Path, preset: str, *, kv_cache: bool = False) -> 
                 p.data.copy_(torch.exp2(scale.log2().ceil()) if preset == "MXFP8" else scale)
             elif name.endswith("_scale"):
                 p.data.fill_(0.03125)
-    compressor = ModelCompressor.from_pretrained_model(model)
     assert compressor is not None
     compressor.compress_model(model)
     model.save_pretrained(folder)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from octavo.inference.packed_linear import PackedLinear
+from octavo.inference.transformers_cache import CACHE
 
 SIZES = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -81,5 +82,5 @@ def static_steps(model: Any, run: Callable[..., Any]) -> Tensor:
     ids, found = tokens(8).to(model.device), []
     with torch.no_grad():
         for begin, end in ((0, 5), (5, 6), (6, 7), (7, 8)):
-            found.append(run(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
+            found.append(run(ids[:, begin:end], **{CACHE: cache}, use_cache=True).logits)
     return torch.cat(found, 1)

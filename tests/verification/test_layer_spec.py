@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle import apply, initialize
 from compressed_tensors.quantization.lifecycle.forward import quantize as theirs_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from metrics import sqnr
+from other_writers import know_caches
 from quality import compare_embeddings, compare_logits
 from safetensors.torch import load_file
 from tiny_models import TEXT, Folders, open_theirs, outputs
@@ -157,7 +159,10 @@ def test_powers_of_two_are_rounded_up() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_keys_and_values_are_rounded_as_transformers_does(made: Folders, tmp_path: Path, name: str) -> None:
+def test_keys_and_values_are_rounded_as_transformers_does(
+    made: Folders, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    know_caches(monkeypatch)
     plain = made(name, scheme="channel")
     cached = shutil.copytree(made(name, scheme="channel", kv_cache="fp8"), tmp_path / "cached")
     change_tensors(
@@ -170,6 +175,17 @@ def test_keys_and_values_are_rounded_as_transformers_does(made: Folders, tmp_pat
     assert (transformers.outcome, octavo.outcome) == ("agrees", "agrees")
     assert transformers.distance < 1e-5
     assert before.quality.kl.value < after.quality.kl.value < 2
+
+
+def test_scales_that_transformers_does_not_use(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made("llama", scheme="channel", kv_cache="fp8")
+    for where in (apply, initialize):  # as compressed-tensors 0.20 answers with transformers 5.24
+        monkeypatch.setattr(where, "is_cached_attention_module", lambda module: False)
+    report = run_verify(folder, made("llama"))
+    assert not report.findings
+    assert report.readers[0].outcome == "agrees"
+    assert "its KV scales unused" in report.readers[0].note
+    assert report.readers[0].distance > 1e-3  # of keys and values that are not rounded
 
 
 def test_scales_of_keys_and_values_have_many_names(made: Folders, tmp_path: Path) -> None:

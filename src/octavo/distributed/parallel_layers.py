@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from octavo import ops
 from octavo.distributed.ranks import Ranks, Sent, Shards, gather_rows, quantize_shards, scatter_rows
-from octavo.nn.fused import Exchange, Gradient, Norm, Stack, norm_linear
+from octavo.nn.fused import ALONE, Exchange, Gradient, Norm, Stack, run_fused
 from octavo.nn.fused_modules import FusableLayers, fused_call
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, rescaled, scale_folded, shaped
@@ -81,7 +81,7 @@ class ParallelLayer(Exchange):
     def fused(self, layer: Linear, recipe: FusableRecipe, x: Tensor) -> Tensor:
         """y of one layer by a recipe of row scales, with the rows that the exchange gives."""
         call = fused_call(FusableLayers([layer], recipe, []), x, self, observer_of(layer))
-        return norm_linear(x, None, None, self.stack([layer], recipe.w, layer.weight_cache), call, self)[0]
+        return run_fused(x, None, None, self.stack([layer], recipe.w, layer.weight_cache), call, (self, ALONE))[0]
 
 
 class Column(ParallelLayer):

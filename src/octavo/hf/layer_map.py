@@ -10,18 +10,16 @@ all of its readers are linear layers.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from octavo.architectures import ARCHITECTURES, BERT, OPT, Architecture, Block
+from octavo.architectures import ARCHITECTURES, Architecture, Block
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.scheme import Scheme
 from octavo.hf.source import Source
 from octavo.models import GPT2
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """A norm or linear layer `writer`, and the linear layers `readers` of its output, through attention heads or not.
 
     `head` is the width of a head if several query heads share one that the writer writes, else 0.
@@ -32,83 +30,67 @@ class Pair:
     head: int = 0
 
 
-@dataclass(frozen=True)
-class Map:
-    """The places of one model, by the names of its modules. All but `pairs` is for rotation."""
+class Foldable(NamedTuple):
+    """A model that can be folded: the names of its modules, those of each layer with a dot behind, and config.json."""
 
-    pairs: Sequence[Pair]  # the tensors that can be smoothed
-    norms: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # norm -> its readers, the head among them
-    writers: Sequence[str] = ()  # the layers that write to the residual stream
-    heads: Sequence[tuple[str, str]] = ()  # (v, o) of each layer
-    embedding: str = ""
-    head: str = ""  # it may share its weight with the embedding
-    width: int = 0  # of the residual stream
-    head_dim: int = 0  # of the values
+    architecture: Architecture
+    block: Block
+    layers: Sequence[str]
+    config: Mapping[str, Any]
+
+    @property
+    def width(self) -> int:
+        """That of the residual stream."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def head_dim(self) -> int:
+        return int(self.config.get("head_dim") or self.width // self.config["num_attention_heads"])
+
+    def norms(self) -> list[Pair]:
+        """The norms in front of linear layers alone, and these."""
+        before = self.config.get("do_layer_norm_before", True) and self.config.get(
+            "layer_norm_elementwise_affine", True
+        )
+        block, norms = self.block, self.block.norms if before else ()
+        groups = list(zip(norms, (block.qkv, block.up), strict=False))
+        return [Pair(at + norm, tuple(at + name for name in read)) for at in self.layers for norm, read in groups]
+
+    def pairs(self, norms: bool = True) -> list[Pair]:
+        """The pairs whose tensor can be smoothed: without `norms` those alone that a rotation does not turn."""
+        block, head = self.block, self.head_dim if self.architecture.fusable else 0
+        across = block.rms or (block.norms and self.config.get("activation_function", "relu") == "relu")
+        values = [Pair(at + block.qkv[2], (at + block.o,), head) for at in self.layers]
+        return [
+            *([*self.norms(), *values] if norms else []),
+            *(Pair(at + block.up[-1], (at + block.down,)) for at in self.layers if across),
+        ]
 
 
-def read_map(source: Source, *, rotate: bool) -> Map:
-    """The places of `source`. An ArtifactError, which says why, if it cannot be folded, or not rotated."""
+def find_foldable(source: Source, *, rotate: bool) -> Foldable:
+    """The modules of `source`. An ArtifactError, which says why, if it cannot be folded, or not rotated."""
     where, config = source.description / "config.json", source.config
     architecture = str((config.get("architectures") or ["of no named architecture"])[0])
     rotated = ", ".join(f"{each.name}ForCausalLM" for each in ARCHITECTURES.values() if each.fusable)
     supported = f"{rotated}; and to smooth, OPTForCausalLM and BERT-like encoders"
     if isinstance(source.meta_model.model, GPT2):
         raise ArtifactError(f"{where} is of a run of octavo's GPT-2: fold takes {supported}")
-    names = {name for name, _ in source.meta_model.model.named_modules()}
-    known = ARCHITECTURES.get(architecture.removesuffix("ForCausalLM"))
-    if known is not None and known.fusable:
-        found = _decoder(known, config)
-        for what, size in (("width", found.width), ("head width", found.head_dim)):
-            if rotate and size % 2:
-                raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
-        return found
+    like_bert = architecture.startswith("Bert")
+    known = ARCHITECTURES.get("Bert" if like_bert else architecture.removesuffix("ForCausalLM"))
     if rotate and architecture.startswith(("OPT", "Bert")):
         raise ArtifactError(
             f"{where}: {architecture} has LayerNorm, whose mean and bias a rotation does not leave in place: only "
             f"models with RMSNorm are rotated ({rotated})"
         )
-    if architecture == "OPTForCausalLM":
-        return Map(_pairs(OPT, _layers(names, OPT.qkv[2]), config))
-    if architecture.startswith("Bert"):
-        return Map(_pairs(BERT, _layers(names, BERT.qkv[2]), config))
-    raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
-
-
-def _decoder(architecture: Architecture, config: Mapping[str, Any]) -> Map:
-    block = architecture.block
-    assert block is not None  # the architecture is fusable
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    layers = [f"{architecture.layers}.{i}." for i in range(config["num_hidden_layers"])]
-    pairs = _pairs(block, layers, config, head_dim)
-    norms = {pair.writer: pair.readers for pair in pairs if pair.writer.endswith(block.norms)}
-    return Map(
-        pairs=pairs,
-        norms=norms | {architecture.norm: (architecture.head,)},
-        writers=[layer + name for layer in layers for name in (block.o, block.down)],
-        heads=[(layer + block.qkv[2], layer + block.o) for layer in layers],
-        embedding=architecture.embeddings[0],
-        head=architecture.head,
-        width=config["hidden_size"],
-        head_dim=head_dim,
-    )
-
-
-def _pairs(block: Block, layers: Iterable[str], config: Mapping[str, Any], head_dim: int = 0) -> list[Pair]:
-    before = config.get("do_layer_norm_before", True) and config.get("layer_norm_elementwise_affine", True)
-    across = block.rms or (block.norms and config.get("activation_function", "relu") == "relu")
-    pairs = []
-    for layer in layers:
-        for norm, readers in zip(block.norms if before else (), (block.qkv, block.up), strict=False):
-            pairs.append(Pair(layer + norm, tuple(layer + name for name in readers)))
-        pairs.append(Pair(layer + block.qkv[2], (layer + block.o,), head_dim))
-        if across:
-            pairs.append(Pair(layer + block.up[-1], (layer + block.down,)))
-    return pairs
-
-
-def _layers(names: set[str], module: str) -> list[str]:
-    """The names of the layers that have such a module, each with a dot behind it."""
-    return sorted(name.removesuffix(module) for name in names if name.endswith(f".{module}"))
+    if known is None or known.block is None or not (known.fusable or like_bert or known.name == "OPT"):
+        raise ArtifactError(f"{where}: {architecture} cannot be folded; supported are {supported}")
+    names, values = (name for name, _ in source.meta_model.model.named_modules()), known.block.qkv[2]
+    layers = [name.removesuffix(values) for name in names if name.endswith(f".{values}")]
+    found = Foldable(known, known.block, layers, config)
+    for what, size in (("width", found.width), ("head width", found.head_dim)) if rotate else ():
+        if size % 2:
+            raise ArtifactError(f"{where}: its {what} {size} is odd, and there is no Hadamard rotation for that")
+    return found
 
 
 # ---- Linear layers that readers fuse into one GEMM: q, k and v; gate and up, which Mixtral calls w1 and w3.

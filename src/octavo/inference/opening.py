@@ -113,12 +113,9 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     Raises what `octavo.load` raises.
     """
     place, path = choose_device(device), Path(folder)
-    return _load_packed(read_meta_model(read_config(path), path), path, place)
-
-
-def _load_packed(meta_model: MetaModel, folder: Path, device: torch.device) -> Loaded:
-    model, kv_scales = fill(meta_model, folder, device)
-    return Loaded(model, load_tokenizer(folder), meta_model.context, kv_scales)
+    meta_model = read_meta_model(read_config(path), path)
+    model, kv_scales = fill(meta_model, path, place)
+    return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
 
 
 def fill(
@@ -129,16 +126,17 @@ def fill(
 
     While the files are read, the kernels of the model are compiled, for a cache of the dtype `kv_cache`.
     """
-    disks, reader = meta_model.linears(), ShardReader(folder)
-    experts = ExpertLoading(meta_model, reader, device)
-    where = folder / "config.json"
-    packing = read_packing(meta_model.config, [*disks, *experts.names], where, _plain(disks, reader))
+    disks, reader, where = meta_model.linears(), ShardReader(folder), folder / "config.json"
+    dtypes = {name.removesuffix(".weight"): spec.dtype for name, spec in reader.specs.items()}
+    plain = {name for name in disks if dtypes.get(name) not in WEIGHT_DTYPES}  # a tied head has no weight of its own
+    matrices = [name for name in meta_model.experts.experts if dtypes.get(name) == EXPERT_DTYPE]  # of stacks, in FP8
+    packing = read_packing(meta_model.config, [*disks, *matrices], where, plain)
+    experts = ExpertLoading(meta_model, packing, matrices, device)
     model, kv_scales = _filled(meta_model, packing, reader, experts, device, kv_cache)
     _check_scales(model, folder)
     use_formats_of(model, device)
     if is_gpu(device):  # a CPU emulates every scheme
-        linears = packing.schemes.keys() - experts.names
-        schemes = Counter(scheme_on(packing.schemes[name], device) for name in packing.schemes if name in linears)
+        schemes = Counter(scheme_on(packing.schemes[name], device) for name in disks if name in packing.schemes)
         weight_only, widened = gemm_notes(schemes, device)
         for note in filter(None, (weight_only, slower_note(schemes, device) or widened, experts.slower_note())):
             warnings.warn(f"{folder}: {note}", stacklevel=2)
@@ -156,17 +154,14 @@ def _filled(
     kv_cache: str,
 ) -> tuple[nn.Module, KvScales]:
     """The model with the tensors of the files. At the end, it alone holds them: fusion copies some, and frees them."""
-    folder, disks = reader.folder, meta_model.linears()
-    unpacked = meta_model.experts.split(model_tensors(meta_model.model))
-    swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
+    folder, disks, files = reader.folder, meta_model.linears(), meta_model.experts
     kept = [name for name in meta_model.kept_wide(disks) if name in packing.schemes]
-    experts.swap(packing)
+    swap_linears(meta_model.model, _packed_layers(meta_model, packing, folder / "config.json"))
     # The stacks of experts need room beside their parts, which a GPU may lack.
-    place = torch.device("cpu") if meta_model.experts.stacks else device
+    place = torch.device("cpu") if files.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
         tensors = _read_tensors(packing, reader, place)
-    experts.widen(tensors)
-    widen_layers(tensors, kept, packing.schemes)
+    widen_layers(tensors, [*kept, *experts.wide], packing.schemes)
     if kept:
         warnings.warn(
             f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
@@ -174,22 +169,15 @@ def _filled(
             stacklevel=3,
         )
     others = {name: t for name, t in model_tensors(meta_model.model).items() if not experts.is_packed(name)}
-    cache = kv_tensors(disks, packing.kv_cache)
-    required = meta_model.experts.split(others) | experts.required | cache
+    cache, unpacked = kv_tensors(disks, packing.kv_cache), files.split(others)
     for name, tensor in tensors.items():
-        if name in unpacked and tensor.dtype in FLOATS:  # other programs write float16 and float32
+        if name in unpacked and {tensor.dtype, unpacked[name].dtype} <= {*FLOATS}:  # others write float16 and float32
             tensors[name] = tensor.to(unpacked[name].dtype)
-    check_tensors(tensors, required, folder)
+    check_tensors(tensors, unpacked | experts.required | cache, folder)
     kv_scales = kv_pairs(tensors, cache)
     tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
-    return fill_model(meta_model, meta_model.experts.merge(tensors) | stacks), kv_scales
-
-
-def _plain(disks: list[str], reader: ShardReader) -> set[str]:
-    """The linear layers without a weight in eight bits; a tied head has no weight of its own."""
-    specs = {disk: reader.specs.get(f"{disk}.weight") for disk in disks}
-    return {disk for disk, spec in specs.items() if spec is None or spec.dtype not in WEIGHT_DTYPES}
+    return fill_model(meta_model, files.merge(tensors) | stacks), kv_scales
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
@@ -247,9 +235,9 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     evaluation mode. An ArtifactError if the folder holds pickles, or its model predicts no next token."""
     place, config = choose_device(device), read_config(folder)
     if config.get("quantization_config"):
-        packed = read_meta_model(config, folder)
-        _require(is_language_model(packed.model), packed.model, folder)
-        return _load_packed(packed, folder, place)
+        packed = read_meta_model(config, folder).model
+        _require(is_language_model(packed), packed, folder)
+        return load_packed(folder, place)
     source = open_source(folder)
     _require(is_language_model(source.meta_model.model), source.meta_model.model, folder)
     model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
@@ -278,48 +266,61 @@ def _require(predicts: bool, model: nn.Module, folder: Path) -> None:
 class ExpertLoading:
     """The packed experts of a folder, on their way into a model that will run on `device`.
 
-    A layer of experts runs in FP8 if all its matrices are packed, those of a stack by one scheme. The matrices of other
-    layers are widened to BF16, with a warning. `names` are those of the matrices in eight bits, as in the files.
+    A layer of experts runs in FP8 if all its matrices are packed, those of a stack by one scheme: its module becomes an
+    empty `PackedExperts`, and `required` has the tensors that the files must have for it, on the meta device. The other
+    matrices of `names`, which are all in eight bits, are `wide`: they are widened to BF16, with a warning.
     """
 
-    def __init__(self, meta_model: MetaModel, reader: ShardReader, device: torch.device) -> None:
+    def __init__(self, meta_model: MetaModel, packing: Packing, names: Sequence[str], device: torch.device) -> None:
         self._model, self._files, self._device = meta_model.model, meta_model.experts, device
         self._parts = self._files.stacks
-        specs = {name: reader.specs.get(f"{name}.weight") for names in self._parts.values() for name in names}
-        self.names = [name for name, spec in specs.items() if spec is not None and spec.dtype == EXPERT_DTYPE]
-        self._schemes: dict[str, Scheme] = {}  # of the matrices
-        self._stacks: dict[str, Scheme] = {}  # of the stacks that run in FP8, by their names in the model
-        self.required: dict[str, Tensor] = {}  # what the files must have for these, on the meta device
-        self._reasons: list[str] = []  # why others do not
-        self._weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
+        self._stacks: dict[str, Scheme] = {}  # of those in FP8, by their names in the model
+        self.required: dict[str, Tensor] = {}
+        schemes = {name: packing.schemes[name] for name in names if name in packing.schemes}
+        weight_only: list[str] = []  # the modules whose inputs are not quantized although their schemes do so
+        modules = find_experts(self._model) if schemes else ()
+        reasons = [reason for name in modules for reason in self._swap(name, schemes, weight_only)]
+        if weight_only:
+            warnings.warn(
+                f"{weight_only[0]} ({plural(len(weight_only), 'such layer')}) computes with inputs that are not "
+                f"quantized: {device} has no FP8 GEMM for its experts",
+                stacklevel=3,
+            )
+        self.wide = [name for name in names if f"{name}.weight" not in self.required]
+        if self.wide:
+            reason = reasons[0] if reasons else "Octavo does not know the class of its module"
+            warnings.warn(
+                f"{self.wide[0]} ({len(self.wide)} such layers) is an expert in FP8: its weight is widened to BF16, "
+                f"since {reason}",
+                stacklevel=3,
+            )
 
-    def swap(self, packing: Packing) -> None:
-        """Replace each module of experts that runs in FP8 by an empty `PackedExperts`."""
-        self._schemes = {name: packing.schemes[name] for name in self.names if name in packing.schemes}
-        for name, module in find_experts(self._model).items() if self._schemes else ():
-            stacks: dict[str, Any] = {f"{name}.{leaf}": getattr(module, leaf, None) for leaf in Experts.matrices}
-            if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight))]:
-                self._reasons += reasons
-                continue
-            layers = []
-            for stack, weight in stacks.items():
-                scheme = self._stacks[stack] = self._schemes[self._parts[stack][0]]
-                tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
-                self.required |= {f"{name}.{leaf}": t for name in self._parts[stack] for leaf, t in tensors.items()}
-                layers.append(PackedGroupedLinear(weight, scheme))
-                if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in self._weight_only:
-                    self._weight_only.append(name)
-            self._model.set_submodule(name, PackedExperts(*layers))
+    def _swap(self, name: str, schemes: Mapping[str, Scheme], weight_only: list[str]) -> list[str]:
+        """Replace a module of experts that runs in FP8; else return why it does not."""
+        module = self._model.get_submodule(name)
+        stacks: dict[str, Any] = {f"{name}.{leaf}": getattr(module, leaf, None) for leaf in Experts.matrices}
+        if reasons := [reason for stack, weight in stacks.items() if (reason := self._reason(stack, weight, schemes))]:
+            return reasons
+        layers = []
+        for stack, weight in stacks.items():
+            scheme = self._stacks[stack] = schemes[self._parts[stack][0]]
+            tensors = scheme.tensors(self._rows(stack, weight), weight.shape[2])
+            self.required |= {f"{part}.{leaf}": t for part in self._parts[stack] for leaf, t in tensors.items()}
+            layers.append(PackedGroupedLinear(weight, scheme))
+            if expert_input_cast(scheme, weight, self._device) != scheme.inputs and name not in weight_only:
+                weight_only.append(name)
+        self._model.set_submodule(name, PackedExperts(*layers))
+        return []
 
-    def _reason(self, stack: str, weight: Any) -> str:
+    def _reason(self, stack: str, weight: Any, schemes: Mapping[str, Scheme]) -> str:
         """Why a stack [E, N, K] does not run in FP8, or ""."""
         parts = self._parts.get(stack, [])
-        schemes = {scheme.name: scheme for name in parts if (scheme := self._schemes.get(name)) is not None}
-        if not schemes or any(name not in self._schemes for name in parts):
+        found = {schemes[name].name: schemes[name] for name in parts if name in schemes}
+        if not found or any(name not in schemes for name in parts):
             return "other matrices of its stack are in BF16"
-        if len(schemes) > 1:
-            return f"the matrices of its stack have several schemes ({', '.join(schemes)})"
-        ((name, scheme),) = schemes.items()
+        if len(found) > 1:
+            return f"the matrices of its stack have several schemes ({', '.join(found)})"
+        ((name, scheme),) = found.items()
         if self._rows(stack, weight) % (scheme.weight.granularity.rows or 1):
             return f"its rows do not divide into the blocks of the scheme {name}"
         return ""
@@ -331,24 +332,6 @@ class ExpertLoading:
     def is_packed(self, name: str) -> bool:
         """True if `name` is a tensor of the model that belongs to a `PackedExperts`."""
         return name.rpartition(".")[0] in self._stacks
-
-    def widen(self, tensors: dict[str, Tensor]) -> None:
-        """Widen the matrices that do not run in FP8 to BF16, in place, and warn of what runs in another way."""
-        if self._weight_only:
-            warnings.warn(
-                f"{self._weight_only[0]} ({plural(len(self._weight_only), 'such layer')}) computes with inputs that "
-                f"are not quantized: {self._device} has no FP8 GEMM for its experts",
-                stacklevel=3,
-            )
-        wide = [name for name in self.names if f"{name}.weight" not in self.required]
-        widen_layers(tensors, wide, self._schemes)  # `check_tensors` reports what is missing
-        if wide:
-            reason = self._reasons[0] if self._reasons else "Octavo does not know the class of its module"
-            warnings.warn(
-                f"{wide[0]} ({len(wide)} such layers) is an expert in FP8: its weight is widened to BF16, since "
-                f"{reason}",
-                stacklevel=3,
-            )
 
     def slower_note(self) -> str:
         """That experts were measured to be slower than BF16 on the device; "" if not, or if nothing is known."""

@@ -22,8 +22,8 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import reads, stack_adapters
-from octavo.nn.fused import Norm, Stack, mlp, norm_linear, rows, wider_first
+from octavo.nn.adapters import NO_PAIR, reads, stack_adapters
+from octavo.nn.fused import Norm, Stack, rows, run_fused, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
@@ -47,7 +47,7 @@ from octavo.ops import (
 )
 from octavo.ops.dispatch import MAX_FASTER_M, MAX_M_OF_GROUPS
 from octavo.ops.int8_gemm import int8_mm
-from octavo.util import plural
+from octavo.util import cache_argument, plural
 
 
 class PackedModule(ScaleBuffers):
@@ -395,7 +395,7 @@ class PackedNormLinear(_OneInput, NormLinear):
                 return None
             stack, call = stacked.stack(), packed_call(x)
             pair = stack_adapters(adapters, stack.weights, call.dtype)
-            y, total = norm_linear(x, residual, norm, stack, call, pair=pair)
+            y, total = run_fused(x, residual, norm, stack, call, pairs=(pair, NO_PAIR))
             return torch.split_with_sizes(y, stacked.sizes, -1), total
         total, n = _normed(x, residual, norm, stacked.cast)
         y = stacked.product(n, compute_dtype(x)).view(*x.shape[:-1], -1)
@@ -455,7 +455,7 @@ class PackedMLP(_OneInput, FusedMLP):
             stack_adapters(adapters[:-1], stack.weights, call.dtype),
             stack_adapters(adapters[-1:], last.weights, call.dtype),
         )
-        return mlp(x, residual, known, self.activation, stack, last, call, pairs=pairs)
+        return run_fused(x, residual, known, stack, call, pairs=pairs, activation=self.activation, outer=last)
 
     def _last(self, h: QTensor | Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """y [..., K] from h [T, F], for x [..., K]; plus a residual [T, K]."""
@@ -507,14 +507,17 @@ def _normed(
 
 def serve_attention(model: nn.Module) -> None:
     """Make the attention modules of known classes in `model` a `ServedAttention`; idempotent."""
-    for module in list(model.modules()):
-        if not isinstance(module, ServedAttention) and is_fusable(type(module).__name__, "Attention"):
-            module.__class__ = mix_classes(ServedAttention, type(module))
+    served: Any
+    for served in list(model.modules()):
+        if not isinstance(served, ServedAttention) and is_fusable(type(served).__name__, "Attention"):
+            served.__class__ = mix_classes(ServedAttention, type(served))
+            served.cache_argument = cache_argument()
 
 
 class ServedAttention(nn.Module):
     """An attention of transformers: projections, rotary embedding with the cache, attention, output projection."""
 
+    cache_argument: str
     layer_idx: int
     head_dim: int
     scaling: float
@@ -524,24 +527,20 @@ class ServedAttention(nn.Module):
         hidden_states: Tensor | PrecomputedProjections,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Any:
         """As the class's own forward: hidden_states [B, T, K] to [B, T, K] and None."""
-        cache: Any = getattr(past_key_values, "model_cache", None)
+        passed: Any = kwargs.get(self.cache_argument)
+        cache: Any = getattr(passed, "model_cache", None)
         norms = self._head_norms()
         if norms is None or not self._serves(cache, hidden_states, position_embeddings, attention_mask):
             return super().forward(
-                hidden_states,
-                position_embeddings=position_embeddings,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                **kwargs,
+                hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
             )
         assert position_embeddings is not None
         q, k, v = (child(self, name)(hidden_states) for name in ("q_proj", "k_proj", "v_proj"))
         q, appended = cache.rotate_append(self.layer_idx, q, k, v, *position_embeddings, **norms)
-        past_key_values.layers[self.layer_idx].is_initialized = True
+        passed.layers[self.layer_idx].is_initialized = True
         first = None if attention_mask is None else attention_mask.flatten()
         y = appended.attend(q, first, self.scaling)  # [B, H, T, D]
         batch, _, tokens, _ = y.shape

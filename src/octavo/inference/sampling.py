@@ -13,7 +13,7 @@ Nothing here waits for the device.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -162,13 +162,3 @@ class TextStream:
             if last and self.text.endswith(last):
                 self.ids, self.text, self.shown = self.ids[-size:], last, len(last)
                 return
-
-
-def stream_texts(
-    tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], steps: Iterable[Sequence[int | None]]
-) -> Iterator[list[str]]:
-    """Yield the text that each step, the next token of each prompt or None after its end, adds to each prompt."""
-    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
-    for tokens in steps:
-        yield [s.end() if token is None else s.add(token) for s, token in zip(streams, tokens, strict=True)]
-    yield [s.end() for s in streams]

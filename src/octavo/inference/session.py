@@ -107,14 +107,14 @@ class Prompts(NamedTuple):
     padding: tuple[int, ...]
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device) -> Prompts:
-    """The prompts as a batch, padded on the left with token 0."""
+def pad_prompts(prompts: Sequence[Sequence[int]], device: torch.device, token: int = 0) -> Prompts:
+    """The prompts as a batch, padded on the left with a token. A penalty of repetition sees it."""
     if len(prompts) == 0:  # a tensor of ids is a sequence too
         raise ValueError("at least one prompt is required, got none")
     if empty := [i for i, prompt in enumerate(prompts) if len(prompt) == 0]:
         raise ValueError(f"a prompt must hold at least one token, prompt {empty[0] + 1} of {len(prompts)} is empty")
     longest = max(map(len, prompts))
-    rows = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    rows = [[token] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     ids = torch.tensor(rows, dtype=torch.int64, device=device)
     return Prompts(ids, tuple(longest - len(prompt) for prompt in prompts))
 

@@ -1,7 +1,7 @@
 """A KV cache for models of transformers, in BF16, E4M3 or INT8, and an attention that reads its bytes.
 
     cache = QuantizedKVCache.for_model(model, max_tokens=4096, dtype="fp8")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, **{CACHE: cache})  # CACHE is "cache", and before transformers 5.24 "past_key_values"
 
 transformers passes the return value of `update` to the attention that the model's configuration names. For this cache
 that is the attention "octavo", and `update` returns the layer's cache, not tensors: the stored bytes are widened in the
@@ -38,6 +38,9 @@ from octavo.inference.kv_cache import (
 from octavo.numerics.formats import LARGEST
 from octavo.numerics.scaling import SMALLEST_SCALE
 from octavo.ops import cached_attention
+from octavo.util import cache_argument
+
+CACHE = cache_argument()
 
 
 class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -75,10 +78,6 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     get_max_cache_shape = get_max_length  # its name in the first releases of transformers 5
 
-    @property
-    def batch_size(self) -> int:
-        return -1 if self.store is None else self.store.keys.shape[0]
-
     def reset(self) -> None:
         if self.store is not None:
             self.store.reset()
@@ -90,20 +89,12 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.cache.crop(-tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
         if self.store is not None:
-            rows = torch.arange(self.batch_size, device=self.store.keys.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.store is not None:
-            self.store.select(indices)
+            self.store.select(beam_idx)
 
 
 class QuantizedKVCache(Cache):  # type: ignore[misc]
-    """A cache of fixed size for `past_key_values`. The model's attention must be "octavo"; `for_model` sets it.
+    """A cache of fixed size for the argument `CACHE`. The model's attention must be "octavo"; `for_model` sets it.
 
     Args:
         config: of the model.
@@ -344,8 +335,8 @@ class TransformersForward:
                 input_ids=tokens,
                 attention_mask=first,
                 position_ids=self.cache.positions(tokens),
-                past_key_values=self.passed,
                 use_cache=True,
+                **{CACHE: self.passed},
                 **({"logits_to_keep": 1 if kept is None else kept} if self.keeps else {}),
             )
         finally:
@@ -386,7 +377,7 @@ class OwnCacheSession:
             padded["attention_mask"] = (torch.arange(self.end, device=tokens.device) >= self.first).long()
             if self.takes_positions:
                 padded["position_ids"] = (padded["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, start:]
-        output = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, **padded)
-        self.cache = output.past_key_values
+        output = self.model(input_ids=tokens, use_cache=True, **{CACHE: self.cache}, **padded)
+        self.cache = output[CACHE]
         logits: Tensor = output.logits
         return logits[:, -1]

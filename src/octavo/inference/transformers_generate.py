@@ -5,6 +5,7 @@ loop of greedy search and of sampling, `_sample`, is ours. A call that the engin
 own loop, and a warning says so once. Importing this module imports transformers.
 """
 
+import inspect
 import warnings
 from contextlib import closing
 from typing import Any
@@ -18,12 +19,13 @@ from octavo.inference.engine import AUTO, Choose, Engine, Stop
 from octavo.inference.kv_cache import Pairs, UnservedError
 from octavo.inference.sampling import draw
 from octavo.inference.session import Prompts, first_tokens, read_prompts
+from octavo.inference.transformers_cache import CACHE
 from octavo.nn.module_tools import mix_classes
 from octavo.ops import index_of_largest
 
 # Inputs of the model that transformers prepares, and the tokenizers, of which it makes the criteria of stopping.
 KNOWN = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "synced_gpus", "tokenizer",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "synced_gpus", "tokenizer",
     "assistant_tokenizer",
 }  # fmt: skip
 
@@ -92,10 +94,14 @@ class Accelerated:
 
 
 def _say_once(model: Any, reason: str) -> None:
-    """Warn, once for each reason, that a call of `generate` runs on transformers' own loop."""
-    if reason not in model.octavo_notices:
-        model.octavo_notices.add(reason)
-        warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=5)
+    """Warn, once for each reason, that a call of `generate` runs on transformers' own loop, at the line of the call."""
+    if reason in model.octavo_notices:
+        return
+    model.octavo_notices.add(reason)
+    frame, level = inspect.currentframe(), 1  # decorators of transformers and torch stand between the call and us
+    while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("octavo", "transformers", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"generate runs on transformers' own loop, which is slower: {reason}", stacklevel=level)
 
 
 def _run(
@@ -129,14 +135,14 @@ def _run(
 
 def _check_covered(model: Any, config: Any, kwargs: dict[str, Any]) -> None:
     """Raise an UncoveredError, which says why, for a call that the engine does not cover."""
-    cache = kwargs.get("past_key_values")
+    cache = kwargs.get(CACHE)
     unknown = sorted(name for name, value in kwargs.items() if name not in KNOWN and value is not None)
     reasons = {
         "the GPUs of several processes are synchronized (synced_gpus)": kwargs["synced_gpus"],
         "a dictionary is asked for (return_dict_in_generate)": config.return_dict_in_generate,
         "attentions or hidden states are asked for": config.output_attentions or config.output_hidden_states,
         "use_cache is False": config.use_cache is False,
-        "a cache is given (past_key_values)": getattr(cache, "_is_user_defined", False),
+        f"a cache is given ({CACHE})": getattr(cache, "_is_user_defined", False),
         f"the cache is a {type(cache).__name__}": type(cache) not in (DynamicCache, StaticCache),
         "the cache is offloaded": str(config.cache_implementation).startswith("offloaded"),
         f"the model takes other inputs ({', '.join(unknown)})": unknown,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from octavo.inference.session import pad_prompts
 from octavo.rl.pushing import Pushed, push
 
 
@@ -52,14 +53,11 @@ def token_ids(prompts: list[Any], trainer: Any) -> list[list[int]]:
 @torch.no_grad()
 def sample(served: Any, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[list[int]]:
     """The answer to each prompt, up to the first token that ends a text, which it includes."""
-    longest, device = max(map(len, prompts)), served.device
-    padding = [longest - len(prompt) for prompt in prompts]
-    rows = [[config.pad_token_id] * left + list(prompt) for left, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * left + [1] * (longest - left) for left in padding]
-    ids = torch.tensor(rows, device=device)
-    output = served.generate(ids, attention_mask=torch.tensor(mask, device=device), generation_config=config)
+    ids, padding = pad_prompts(prompts, served.device, config.pad_token_id)
+    mask = torch.arange(ids.shape[1]) >= torch.tensor(padding)[:, None]
+    output = served.generate(ids, attention_mask=mask.long().to(ids.device), generation_config=config)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return [_until(answer, ends) for answer in output[:, longest:].tolist()]
+    return [_until(answer, ends) for answer in output[:, ids.shape[1] :].tolist()]
 
 
 def _until(answer: list[int], ends: Sequence[int | None]) -> list[int]:

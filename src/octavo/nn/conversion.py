@@ -1,11 +1,11 @@
 """`convert`: change a model's linear layers in place so that they compute by a recipe, and report which ones."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from octavo.nn.fused_modules import (
     mark_saved_inputs,
 )
 from octavo.nn.linear import (
+    CONVOLUTIONS,
     Conv1D,
     Linear,
     PatchConvolution,
@@ -137,10 +138,13 @@ def convert(
         if isinstance(module, LossModel | LossHead):
             unmix(module)
     loss = find_loss(model) if fuse_loss else None
-    candidates = Candidates.of(model, skip)
-    if device is None and candidates.weight.is_meta:
+    products, experts = select_products(model, skip), find_experts(model)
+    linears = select_linears(model, skip, [*experts, *(each.name for each in products)])
+    first, *_ = *(layer.module for layer in (*linears, *products)), *experts.values()
+    weight = next(first.parameters())
+    if device is None and weight.is_meta:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    device = candidates.weight.device if device is None else torch.device(device)
+    device = weight.device if device is None else torch.device(device)
     recipe = choose_recipe(recipe, device)
     if emulate:
         recipe = replace(recipe, emulate=True)
@@ -152,19 +156,22 @@ def convert(
     forward = None if batch is None else trace_forward(model, batch)
     if recipe.fusable:
         fuse_blocks(model)
-    rows, speedup_source = candidates.rows(model, skip, forward), ""
+    of_linears = _rows(linears) if forward is None else skip_uncalled(model, _rows(linears), forward)
+    rows, speedup_source = follow_attention((*of_linears, *_rows(products)), products), ""
     if only_if_faster:
         shapes = gemm_shapes(model, rows, recipe, _input_rows(model, rows, tokens, forward))
         speedups = find_speedups(recipe, backends, device, set(shapes.values()))
-        rows, speedup_source = candidates.with_outputs(skip_slower(rows, shapes, speedups)), speedups.source
-    stacks = expert_rows(candidates.experts, recipe, device, skip, only_if_faster=only_if_faster)
-    candidates.convert(recipe, (*rows, *stacks))
+        rows, speedup_source = follow_attention(skip_slower(rows, shapes, speedups), products), speedups.source
+    layers = select_experts(experts, recipe, device, skip, only_if_faster=only_if_faster)
+    stacks = _rows(layers)
+    chosen = {row.name for row in (*rows, *stacks) if not row.reason}
+    for layer in (*products, *linears, *layers):
+        _change(layer, recipe, chosen)
     mark_saved_inputs(model)
     leave_fast_paths(model)
     if loss is not None:
         join_loss(*loss, head)
-    quantized = [row.name for row in (*rows, *stacks) if not row.reason and recipe.quantized]
-    coverage = find_coverage(model, quantized, forward)
+    coverage = find_coverage(model, chosen if recipe.quantized else (), forward)
     fused, grouped = _fused_modules(model), grouped_backends(recipe, device)
     return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped)
 
@@ -204,27 +211,68 @@ def _fused_modules(model: nn.Module) -> dict[str, str]:
     return fused
 
 
-# ---- The modules other than linear layers that `convert` changes: attention, and convolutions that are products.
+# ---- The modules that `convert` can change: linear layers, attention, convolutions that are products, and experts.
 
 
-def _is_convertible(module: nn.Module) -> bool:
+_OURS: dict[Any, type[RecipeLayer]] = {nn.Linear: Linear, nn.MultiheadAttention: MultiheadAttention}
+_OURS |= dict.fromkeys(CONVOLUTIONS, PatchConvolution)
+
+
+def weights_of(name: str, module: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes [N, K], or [E, N, K] of experts, of the weights of a module, by the names of their rows."""
+    if _is_experts(module):
+        return {weight: tuple(p.shape) for weight, p in stacks_of(name, module).items()}
+    if isinstance(module, nn.MultiheadAttention):
+        return {f"{name}.{leaf}".lstrip("."): (len(w), w.shape[1]) for leaf, w in input_weights(module).items()}
+    return {name: gemm_shape(module) if isinstance(module, CONVOLUTIONS) else shape_of(module)}
+
+
+def _rows(layers: Sequence[SelectedLayer]) -> tuple[Row, ...]:
+    return tuple(Row(weight, shape, m.reason) for m in layers for weight, shape in weights_of(m.name, m.module).items())
+
+
+def _change(layer: SelectedLayer, recipe: Recipe, chosen: set[str]) -> None:
+    """Convert a module if all its weights are `chosen`, and restore it otherwise."""
+    name, module, _ = layer
+    converts = weights_of(name, module).keys() <= chosen
+    if not restore_experts(module):
+        restore_layer(module)
+    if converts and _is_experts(module):
+        to_fp8_experts(module, recipe, name)
+    elif converts:
+        ours = next((ours for theirs, ours in _OURS.items() if isinstance(module, theirs)), Conv1D)
+        convert_layer(module, ours, recipe, name)
+
+
+def select_products(model: nn.Module, skip: Sequence[str]) -> list[SelectedLayer]:
+    """The attention of `model`, and its convolutions that are matrix products."""
+    found = [(name, module) for name, module in model.named_modules() if _is_product(module)]
+    return [SelectedLayer(*each, _product_reason(*each, skip)) for each in found]
+
+
+def _is_product(module: nn.Module) -> bool:
     known = is_convertible(module) if isinstance(module, nn.MultiheadAttention) else is_gemm(module)
     return known and not is_fsdp_module(module) and all(p.dtype in FLOATS for p in module.parameters(recurse=False))
 
 
-def _weights(name: str, module: Any) -> dict[str, tuple[int, int]]:
-    """The shapes [N, K] of the weights by the names of their rows."""
-    if not isinstance(module, nn.MultiheadAttention):
-        return {name: gemm_shape(module)}
-    return {f"{name}.{leaf}".lstrip("."): (w.shape[0], w.shape[1]) for leaf, w in input_weights(module).items()}
-
-
-def _product_rows(name: str, module: nn.Module, skip: Sequence[str]) -> list[Row]:
-    """A row of the report for each weight of attention, under the name of the parameter, or for a convolution."""
-    image = not isinstance(module, nn.MultiheadAttention) and reads_image(module)
+def _product_reason(name: str, module: nn.Module, skip: Sequence[str]) -> str:
+    image = isinstance(module, CONVOLUTIONS) and reads_image(module)
     reason = "it reads the image, whose rounding raises the loss of diffusion" if image else ""
-    shapes = _weights(name, module)
-    return [Row(weight, shape, skipped_by_name(name, *shape, skip) or reason) for weight, shape in shapes.items()]
+    return next(filter(None, (skipped_by_name(name, n, k, skip) for n, k in weights_of(name, module).values())), reason)
+
+
+def follow_attention(rows: Sequence[Row], products: Sequence[SelectedLayer]) -> tuple[Row, ...]:
+    """`rows`, in which the output layer of attention is converted only where its attention is."""
+    skipped = {row.name for row in rows if row.reason}
+    attention = [each for each in products if isinstance(each.module, nn.MultiheadAttention)]
+    called = {f"{n}.out_proj".lstrip("."): skipped.isdisjoint(weights_of(n, m)) for n, m, _ in attention}
+
+    def follow(row: Row) -> Row:
+        if row.name not in called or row.reason not in ("", ATTENTION_OUTPUT):
+            return row
+        return replace(row, reason="" if called[row.name] else ATTENTION_OUTPUT)
+
+    return tuple(map(follow, rows))
 
 
 # ---- The experts that `convert` changes: ours, and those of transformers that compute the same function.
@@ -235,7 +283,7 @@ def _product_rows(name: str, module: nn.Module, skip: Sequence[str]) -> list[Row
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of stacked experts in `model` that can run in FP8, by name."""
-    return {name: module for name, module in model.named_modules() if _is_ours(module) or _is_known(module)}
+    return {name: module for name, module in model.named_modules() if _is_experts(module)}
 
 
 def stacks_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -244,19 +292,19 @@ def stacks_of(name: str, module: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{name}.{leaf}".lstrip("."): parameter for leaf, parameter in named if parameter.ndim == 3}
 
 
-def expert_rows(
+def select_experts(
     experts: Mapping[str, nn.Module], recipe: Recipe, device: torch.device, skip: Sequence[str], *, only_if_faster: bool
-) -> tuple[Row, ...]:
-    """A row of the report for each stack of matrices; all of a module are converted, or none."""
-    rows = []
+) -> list[SelectedLayer]:
+    """The modules of experts by name, each with the reason why it is skipped; all stacks of a module, or none."""
+    selected = []
     for name, module in experts.items():
-        weights = stacks_of(name, module)
+        weights = list(stacks_of(name, module).values())
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
-        reason = reason or _reason_of_experts(module, list(weights.values()), recipe, device)
+        reason = reason or _reason_of_experts(module, weights, recipe, device)
         if not reason and only_if_faster:
-            reason = _reason_if_faster(weights.values(), recipe, device)
-        rows += [Row(weight, tuple(p.shape), reason) for weight, p in weights.items()]
-    return tuple(rows)
+            reason = _reason_if_faster(weights, recipe, device)
+        selected.append(SelectedLayer(name, module, reason))
+    return selected
 
 
 def computed_stacks(model: nn.Module) -> list[str]:
@@ -292,6 +340,10 @@ def _is_ours(module: nn.Module) -> bool:
     return isinstance(module, Experts | GroupedLinear)
 
 
+def _is_experts(module: nn.Module) -> bool:
+    return _is_ours(module) or _is_known(module)
+
+
 def _is_known(module: Any) -> bool:
     """True if this is a module of transformers' experts whose class, parameters and activation are known."""
     if not any(class_name(module) in each.experts for each in ARCHITECTURES.values()):
@@ -316,7 +368,7 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
     return ""
 
 
-def _reason_if_faster(weights: Iterable[Tensor], recipe: Recipe, device: torch.device) -> str:
+def _reason_if_faster(weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
     """Why experts with these weights would not be faster in FP8, or ""."""
     if device.type != "cuda":
         return "FP8 is emulated here: left in BF16"
@@ -325,75 +377,6 @@ def _reason_if_faster(weights: Iterable[Tensor], recipe: Recipe, device: torch.d
     if min(size for w in weights for size in w.shape[1:]) < LEAST_SIDE:
         return f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
     return ""
-
-
-# ---- The modules of a model that `convert` can change: found, listed in the report, and converted or restored.
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The modules that can run in FP8: linear layers with the reason why each is skipped, and others by name."""
-
-    linears: Sequence[SelectedLayer]
-    products: Mapping[str, nn.Module]  # attention, and convolutions that are matrix products
-    experts: Mapping[str, nn.Module]
-
-    @classmethod
-    def of(cls, model: nn.Module, skip: Sequence[str]) -> Self:
-        """The candidates of `model`; raises the errors of `select_linears`."""
-        experts = find_experts(model)
-        products = {name: module for name, module in model.named_modules() if _is_convertible(module)}
-        return cls(select_linears(model, skip, [*experts, *products]), products, experts)
-
-    @property
-    def weight(self) -> Tensor:
-        """A weight of the first of them."""
-        modules = [*(layer.module for layer in self.linears), *self.experts.values(), *self.products.values()]
-        return next(modules[0].parameters())
-
-    def rows(self, model: nn.Module, skip: Sequence[str], forward: ForwardPass | None) -> tuple[Row, ...]:
-        """The rows of linear layers, then those of products. With a traced pass, uncalled layers are skipped."""
-        rows = tuple(Row(layer.name, shape_of(layer.module), layer.reason) for layer in self.linears)
-        if forward is not None:
-            rows = skip_uncalled(model, rows, forward)
-        products = (row for name, module in self.products.items() for row in _product_rows(name, module, skip))
-        return self.with_outputs((*rows, *products))
-
-    def chosen_products(self, rows: Sequence[Row]) -> set[str]:
-        """The names of the products whose rows are all to be converted."""
-        skipped = {row.name for row in rows if row.reason}
-        return {name for name, module in self.products.items() if skipped.isdisjoint(_weights(name, module))}
-
-    def with_outputs(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """`rows`, in which the output layer of attention is converted only where its attention is."""
-        chosen = self.chosen_products(rows)
-        attention = [name for name, module in self.products.items() if isinstance(module, nn.MultiheadAttention)]
-        called = {f"{name}.out_proj".lstrip("."): name in chosen for name in attention}
-
-        def follow(row: Row) -> Row:
-            if row.name not in called or row.reason not in ("", ATTENTION_OUTPUT):
-                return row
-            return replace(row, reason="" if called[row.name] else ATTENTION_OUTPUT)
-
-        return tuple(map(follow, rows))
-
-    def convert(self, recipe: Recipe, rows: Sequence[Row]) -> None:
-        """Convert the modules whose `rows` give no reason to skip them, and restore the others."""
-        chosen, products = {row.name for row in rows if not row.reason}, self.chosen_products(rows)
-        for name, module in self.products.items():
-            restore_layer(module)
-            if name in products:
-                ours = MultiheadAttention if isinstance(module, nn.MultiheadAttention) else PatchConvolution
-                convert_layer(module, ours, recipe, name)
-        for name, module, _ in self.linears:
-            if name in chosen:
-                convert_layer(module, Linear if isinstance(module, nn.Linear) else Conv1D, recipe, name)
-            else:
-                restore_layer(module)
-        for name, module in self.experts.items():
-            restore_experts(module)
-            if not chosen.isdisjoint(stacks_of(name, module)):
-                to_fp8_experts(module, recipe, name)
 
 
 # ---- Keep PyTorch off the fast path of `nn.TransformerEncoderLayer`, which reads weights and never calls the layers.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import Call, FusedCall, LinearCall, dx_operand
+from octavo.nn.linear_function import Call, LinearCall, dx_operand
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
@@ -26,7 +26,7 @@ from octavo.ops.dispatch import COLUMNS, runs_experts
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor, eager_check
 from octavo.ops.transposition import placed
-from octavo.recipe import Gemm, Recipe
+from octavo.recipe import FusableRecipe, Gemm, Recipe
 
 
 class Experts(nn.Module):
@@ -88,7 +88,7 @@ class Experts(nn.Module):
         call = grouped_call(self, x, w_in, w_out, observer=inner, outer_observer=outer)
         if self.recipe.fusable is None:
             return plain_experts(x.to(dtype), weight, rows, w_in, w_out, call)
-        arguments = call, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
+        arguments = call, self.recipe.fusable, x, weight, w_in, w_out, *rows, *gathered(w_in), *gathered(w_out)
         out: Tensor = _Experts.apply(*arguments)  # type: ignore[no-untyped-call]
         return out
 
@@ -112,8 +112,9 @@ def plain_experts(
 ) -> Tensor:
     """The experts in the dtype of x, by PyTorch's grouped GEMMs, or by the recipe of `call`."""
     slot, row, offsets = rows
-    gate, up = separate_grouped_linear(gather_rows(x, slot, row), w_in, offsets, call).chunk(2, 1)
-    y = scatter_rows(separate_grouped_linear(F.silu(gate) * up, w_out, offsets, call, outer=True), slot, row)
+    inner, outer = (None, None) if call is None else (call.observer, call.outer_observer)
+    gate, up = multiply_groups(gather_rows(x, slot, row), w_in, offsets, call, inner).chunk(2, 1)
+    y = scatter_rows(multiply_groups(F.silu(gate) * up, w_out, offsets, call, outer), slot, row)
     return (y.float() * weight.float().unsqueeze(2)).sum(1).to(x.dtype)
 
 
@@ -178,9 +179,16 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: FusedCall, x: Tensor, weight: Tensor, w_in: Tensor, w_out: Tensor, *others: Any
+        ctx: Any,
+        call: Call,
+        recipe: FusableRecipe,
+        x: Tensor,
+        weight: Tensor,
+        w_in: Tensor,
+        w_out: Tensor,
+        *others: Any,
     ) -> Tensor:
-        recipe, (slot, row, offsets, in_data, in_scale, out_data, out_scale) = call.recipe, others
+        slot, row, offsets, in_data, in_scale, out_data, out_scale = others
         n_q = ops.gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
@@ -190,7 +198,7 @@ class _Experts(torch.autograd.Function):
         observe_matrices(call.observer, w_in, in_q, recipe.w, offsets)
         observe_group(call.outer_observer, "x", "swiglu", [u], h_q, recipe.x, offsets)
         observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
-        ctx.call, ctx.x_dtype, ctx.weight_dtype = call, x.dtype, weight.dtype
+        ctx.call, ctx.recipe, ctx.x_dtype, ctx.weight_dtype = call, recipe, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
         ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
         return ops.combine(y, row, weight.float())
@@ -198,8 +206,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        call: FusedCall = ctx.call
-        recipe = call.recipe
+        call: Call = ctx.call
+        recipe: FusableRecipe = ctx.recipe
         n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
@@ -223,12 +231,12 @@ class _Experts(torch.autograd.Function):
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
             column_scale=s_in.squeeze(2), row_scale=m_n, shift_scale=s_n,
         )  # fmt: skip
-        dw_out = weight_gradient(call, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
+        dw_out = weight_gradient(recipe, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
         dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
-        dw_in = weight_gradient(call, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
+        dw_in = weight_gradient(recipe, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = ops.combine(dn, row).to(ctx.x_dtype)
-        return None, dx, dweight, dw_in, dw_out, *([None] * 7)
+        return None, None, dx, dweight, dw_in, dw_out, *([None] * 7)
 
 
 # ---- A linear layer with a weight for each group of rows, as the experts of a mixture have.
@@ -307,11 +315,7 @@ def grouped_linear(layer: Any, x: Tensor, w: Tensor, offsets: Tensor, observer: 
         return x.to(dtype) @ wide(w)[0].to(dtype).t()
     if layer.recipe is None or not layer.recipe.quantized:
         return plain_grouped_linear(x.to(dtype), wide(w), offsets)
-    call = grouped_call(layer, x, w, observer=observer)
-    if layer.recipe.fusable is None:
-        return separate_grouped_linear(x, w, offsets, call)
-    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, *gathered(w))  # type: ignore[no-untyped-call]
-    return y
+    return multiply_groups(x, w, offsets, grouped_call(layer, x, w, observer=observer), observer)
 
 
 @eager_check
@@ -321,17 +325,16 @@ def _check_offsets(offsets: Tensor, groups: int) -> None:
 
 def grouped_call(
     layer: Any, x: Tensor, *weights: Tensor, observer: Observer | None, outer_observer: Observer | None = None
-) -> Any:
-    """The call of a layer with a recipe, fusable or not, for the input `x`; raises the errors of `check_call`."""
+) -> Call:
+    """The call of a layer with a recipe for the input `x`; raises the errors of `check_call`."""
     check_call(layer, x, *weights)
-    recipe = layer.recipe if layer.recipe.fusable is None else layer.recipe.fusable
     if not runs_experts(layer.recipe):
         raise ValueError(
             "grouped layers run recipes with row scales in all GEMMs, rounded to nearest and not rotated, or with "
             f"scales along the reduction, got {layer.recipe}: convert them with 'rowwise', or leave them out by skip="
         )
-    # Dynamo cannot trace a call of the alias FusedCall.
-    return LinearCall(recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
+    # Dynamo cannot trace a call of the alias Call.
+    return LinearCall(layer.recipe, compute_dtype(x), observer=observer, outer_observer=outer_observer)
 
 
 def wide(w: Tensor) -> Tensor:
@@ -390,47 +393,13 @@ def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) 
     return QTensor(data, scale, cast.fmt, cast.granularity)
 
 
-class _GroupedLinear(torch.autograd.Function):
-    """y [M, N] of x [M, K] and w [E, N, K]. `offsets` int32 [E]: where each group of rows ends."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: FusedCall, w_data: Tensor | None, w_scale: Tensor | None
-    ) -> Tensor:
-        x_q, w_q = ops.quantize(x, call.recipe.x), quantized(w, w_data, w_scale, call.recipe.w)
-        observe_group(call.observer, "x", "x", [x], x_q, call.recipe.x, offsets)
-        observe_matrices(call.observer, w, w_q, call.recipe.w, offsets)
-        ctx.call, ctx.x_dtype = call, x.dtype
-        ctx.save_for_backward(x_q.data, x_q.scale, w_q.scale, w, w_data, offsets)
-        return multiply(call, call.recipe.y, x_q, w_q, offsets)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        call: FusedCall = ctx.call
-        recipe = call.recipe
-        x_data, s_x, s_w, w, w_data, offsets = ctx.saved_tensors
-        groups, m = Groups.of(offsets, len(x_data)), scale_mantissa(s_x)
-        dy, folded = dy.contiguous(), s_w.squeeze(2)
-        g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
-        factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
-        observe_group(call.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
-            dx = multiply(call, recipe.dx, dx_operand(g, m), w_t, offsets).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            dw = weight_gradient(call, g, s_x, s_w, x_data, groups, w.dtype)
-        return dx, dw, None, None, None, None
-
-
 def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: Cast, offsets: Tensor) -> None:
     """Record the matrices [E, N, K], of which only bytes exist where they are `gathered`."""
     source = [] if isinstance(w, GatheredWeight) else [w.flatten(0, 1)]
     observe_group(observer, "w", "w", source, w_q, cast, offsets)
 
 
-def multiply(call: Call | FusedCall, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
+def multiply(call: Call, gemm: Gemm, a: QTensor, b: QTensor, offsets: Tensor) -> Tensor:
     """a [M, R] @ b [e, N, R]^T, as `gemm` accumulates it."""
     fast, emulate = gemm.fast_accumulation, call.recipe.emulate
     return ops.grouped_mm(a, b, offsets, out_dtype=call.dtype, fast_accumulation=fast, emulate=emulate)
@@ -452,7 +421,7 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
 
 
 def weight_gradient(
-    call: FusedCall, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
+    recipe: FusableRecipe, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
     exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
@@ -461,7 +430,7 @@ def weight_gradient(
     h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
     return ops.grouped_mm_dw(
         h, scale, x_t, groups.aligned_offsets, out_dtype=dtype,
-        fast_accumulation=call.recipe.dw.fast_accumulation, emulate=call.recipe.emulate,
+        fast_accumulation=recipe.dw.fast_accumulation, emulate=recipe.emulate,
     )  # fmt: skip
 
 
@@ -476,23 +445,22 @@ def weight_gradient(
 # A GEMM without casts runs in the layer's high-precision dtype.
 
 
-def separate_grouped_linear(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None, *, outer: bool = False) -> Tensor:
+def multiply_groups(x: Tensor, w: Tensor, offsets: Tensor, call: Call | None, observer: Observer | None) -> Tensor:
     """y [M, N] of x [M, K] and w [E, N, K] by the recipe of `call`; by PyTorch without a call."""
     if call is None:
         return plain_grouped_linear(x, w, offsets)
-    observer = call.outer_observer if outer else call.observer
-    y: Tensor = _SeparateGroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
+    y: Tensor = _GroupedLinear.apply(x, w, offsets, call, observer, *gathered(w))  # type: ignore[no-untyped-call]
     return y
 
 
-class _SeparateGroupedLinear(torch.autograd.Function):
-    """As `_GroupedLinear`."""
+class _GroupedLinear(torch.autograd.Function):
+    """y [M, N] of x [M, K] and w [E, N, K]. `offsets` int32 [E]: where each group of rows ends."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, offsets: Tensor, call: Call, observer: Observer | None, *given: Tensor | None
     ) -> Tensor:
-        recipe, (w_data, s_w) = call.recipe, given
+        recipe, (w_data, s_w), saved_x = call.recipe, given, None
         if recipe.y is None:
             y = plain_grouped_linear(x.to(call.dtype), w, offsets)
         else:
@@ -501,28 +469,36 @@ class _SeparateGroupedLinear(torch.autograd.Function):
             y = multiply(call, recipe.y, a, b, offsets)  # [M_e,K] @ [N,K]^T
             observe_group(observer, "x", "x", [read_x], a, recipe.y.a, offsets)
             observe_matrices(observer, read_w, b, recipe.y.b, offsets)
-            s_w = b.scale
-        x_t, s_x = None, None
-        if recipe.dw is None:
-            x_t = x.to(call.dtype) if ctx.needs_input_grad[1] else None
-        elif ctx.needs_input_grad[1]:
+            s_w, saved_x = b.scale, a if recipe.fusable else None
+        if recipe.dw is not None and recipe.fusable is None and ctx.needs_input_grad[1]:
             saved_x = by_columns(x, recipe.dw.b, ops.aligned_groups(offsets, len(x))[1], recipe)
-            x_t, s_x = saved_x.data, saved_x.scale
+        x_data, s_x = (None, None) if saved_x is None else (saved_x.data, saved_x.scale)
+        if recipe.dw is None and ctx.needs_input_grad[1]:
+            x_data = x.to(call.dtype)
         ctx.call, ctx.observer, ctx.x_dtype = call, observer, x.dtype
-        ctx.save_for_backward(x_t, s_x, w, w_data, s_w, offsets)
+        ctx.save_for_backward(x_data, s_x, w, w_data, s_w, offsets)
         return y
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
-        x_t, s_x, w, w_data, s_w, offsets = ctx.saved_tensors
-        dy, dx, dw = dy.contiguous(), None, None
-        if ctx.needs_input_grad[0]:
-            dx = _dx(dy, w, w_data, s_w, offsets, call, ctx.observer).to(ctx.x_dtype)
-        if ctx.needs_input_grad[1]:
-            dw = _dw(dy, x_t, s_x, offsets, call, w.dtype)
-        return dx, dw, *([None] * 5)
+        x_data, s_x, w, w_data, s_w, offsets = ctx.saved_tensors
+        needs_x, needs_w, *_ = ctx.needs_input_grad
+        dy, dx, dw, recipe = dy.contiguous(), None, None, call.recipe.fusable
+        if recipe is not None:
+            groups, m, folded = Groups.of(offsets, len(x_data)), scale_mantissa(s_x), s_w.squeeze(2)
+            g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
+            factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
+            observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
+            if needs_x:
+                w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
+                dx = multiply(call, recipe.dx, dx_operand(g, m), w_t, offsets)
+            dw = weight_gradient(recipe, g, s_x, s_w, x_data, groups, w.dtype) if needs_w else None
+        else:
+            dx = _dx(dy, w, w_data, s_w, offsets, call, ctx.observer) if needs_x else None
+            dw = _dw(dy, x_data, s_x, offsets, call, w.dtype) if needs_w else None
+        return None if dx is None else dx.to(ctx.x_dtype), dw, *([None] * 5)
 
 
 def _dx(

@@ -1,4 +1,4 @@
-"""A norm and the linear layers that it feeds, and a whole MLP, each as one function, for `FusableRecipe`s.
+"""A norm and the linear layers that it feeds, or a whole MLP, as one function, for `FusableRecipe`s.
 
 Each operation that computes a GEMM's operand also quantizes it. A norm writes only the bytes of its output, and so does
 an activation. The gradient of an activation is quantized in the pass that computes it. Tokens T, width K, F columns
@@ -55,7 +55,6 @@ from octavo.nn.module_tools import differentiable_once
 from octavo.nn.observer import observe_dy, observe_w, observe_x
 from octavo.numerics.qtensor import Cast, QTensor
 from octavo.numerics.scaling import scale_mantissa
-from octavo.recipe import FusableRecipe
 
 # ---- What the ranks exchange that each have a part of a layer (`octavo.distributed.parallel_layers`).
 
@@ -300,211 +299,149 @@ def stack_gradients(dw: Tensor, db: Tensor, weights: Sequence[Tensor], dtypes: B
     return None, None, *dw.split_with_sizes(sizes), *biases
 
 
-# ---- The two functions.
+# ---- The function.
 
 
-def norm_linear(
+def run_fused(
     x: Tensor,
     residual: Tensor | None,
     norm: Norm | None,
-    stack: Stack,
-    call: FusedCall,
-    exchange: Exchange = ALONE,
-    pair: Pair = NO_PAIR,
-) -> tuple[Tensor, Tensor]:
-    """y [..., sum of N_i] of the stacked layers, and x + residual [..., K] (x itself without a residual).
-
-    `norm` is of x + residual [..., K]; None feeds x itself to the layers. y is [T, sum of N_i] where `exchange` changes
-    the number of rows. `pair` is that of the adapters of frozen layers.
-    """
-    spec, gamma, beta = norm if norm is not None else (None, None, None)
-    x, residual = wider_first(x, residual)
-    tensors = x, residual, gamma, beta, *pair
-    if call.is_operation and exchange is ALONE:
-        norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
-        result = _norm_linear(*tensors, stack.arguments(), *norm_constants, call.recipe.text, call.dtype)
-    else:
-        result = _NormLinear.apply(call, exchange, spec, *tensors, *stack.arguments())  # type: ignore[no-untyped-call]
-    y, *rest = result
-    return y, rest[0] if rest else x
-
-
-@composite(
-    "norm_linear(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a, Tensor? b, Tensor?[] layers, "
-    "float? eps, bool center, str recipe, ScalarType dtype) -> Tensor[]"
-)
-def _norm_linear(*arguments: Any) -> Any:
-    *tensors, layers, eps, center, recipe, dtype = arguments
-    call, norm = LinearCall(read_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
-    return _NormLinear.apply(call, ALONE, norm, *tensors, *layers)  # type: ignore[no-untyped-call]
-
-
-class _NormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: FusedCall, exchange: Exchange, norm: NormSpec | None, *tensors: Any) -> Any:
-        recipe, (a, b), layers = call.recipe, tensors[4:6], tensors[6:]
-        stack = Stack.from_arguments(layers, recipe.w)
-        given = FusedInput.of(norm, tensors[:4], recipe.x, exchange)
-        n_q, sent = given.q, exchange.send_x(given.q)
-        w_q = stack.quantize(recipe.w, exchange)
-        s_n, y = exchange.y(sent, w_q, stack.bias(), call)  # [T,K] @ [N,K]^T
-        add(y, read := read_input(given.total, given.saved, a), b)  # [T,R] @ [N,R]^T
-        observe_x(call.observer, *given.source, n_q, recipe.x)
-        observe_w(call.observer, stack.weights, w_q, recipe.w)
-        ctx.call, ctx.exchange, ctx.input, ctx.bias_dtypes = call, exchange, given.info, stack.bias_dtypes
-        ctx.trained = any(ctx.needs_input_grad[9:])
-        n_data = n_q.data if ctx.trained and (norm is None or exchange.resends_x) else None
-        kept = a, b, read, given.total if norm is None and a is not None else None
-        ctx.save_for_backward(n_data, s_n, w_q.scale, layers[0], *kept, *given.saved, *stack.weights)
-        return given.outputs(y)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
-        call: FusedCall = ctx.call
-        exchange: Exchange = ctx.exchange
-        recipe = call.recipe
-        n_data, s_n, s_w, w_data, a, b, read, x, *rest = ctx.saved_tensors
-        saved, weights = rest[:5], rest[5:]
-        dy = rows(dy.contiguous())
-        dread, db_pair = output_gradients(dy, read, b)
-        pair = read_gradient(dread, x, saved), db_pair
-        layers: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
-        if not (ctx.trained or any(ctx.needs_input_grad[3:7])):  # nothing before these adapters is trained
-            return *[None] * 7, *pair, *layers
-        own_s_n = exchange.own(s_n)
-        g = quantize_folded(dy, s_w, own_s_n, recipe.dy)
-        sent = exchange.send_g(g)
-        db = bias_gradient(dy, ctx.bias_dtypes) if ctx.trained else None
-        observe_dy(call.observer, [dy], [w.shape[0] for w in weights], g, recipe.dy, s_w=s_w, s_x=own_s_n)
-        w_t = weight_transposed(weights, w_data, s_w, recipe.w, g.data)
-        sent_n = exchange.send_bytes(n_data, g)
-        g, scales, dn = exchange.dx(sent, w_t, s_n, s_w, call)  # [T,N] @ [K,N]^T
-        add(dn, dread, None if a is None else a.t())  # [T,R] @ [K,R]^T
-        if db is not None:
-            n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
-            dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, weights[0].dtype)  # [N,T] @ [K,T]^T
-            layers = stack_gradients(dw, db, weights, ctx.bias_dtypes)
-        gradients = ctx.input.gradients(exchange.arrived(dn), dtotal, saved)
-        return None, None, None, *gradients, *pair, *layers
-
-
-def mlp(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: Norm | None,
-    activation: str,
     inner: Stack,
-    outer: Stack,
     call: FusedCall,
     exchanges: Exchanges = (ALONE, ALONE),
     pairs: tuple[Pair, Pair] = (NO_PAIR, NO_PAIR),
+    activation: str = "",
+    outer: Stack | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y [..., K] of a two-layer MLP, and x + residual [..., K] (x itself without a residual).
+    """y [..., sum of N_i] of the stacked layers `inner`, and x + residual [..., K] (x itself without a residual).
 
-    `norm` is of x + residual [..., K]; None, only without a residual, feeds x itself to the layers `inner` before the
-    activation: "swiglu", "geglu" or "gelu", as in `octavo.ops.activation_quantize`. `outer` is the layer after it.
-    `pairs` are those of the adapters of frozen layers, of the inner ones and of the outer one.
+    `norm` is of x + residual [..., K]; None feeds x itself to the layers. With an activation ("swiglu", "geglu" or
+    "gelu", as in `octavo.ops.activation_quantize`), y is [..., K] of the layer `outer` after it. y is [T, sum of N_i]
+    where an exchange changes the number of rows. `pairs` are those of the adapters of frozen layers, of the inner ones
+    and of the outer one.
     """
     spec, gamma, beta = norm if norm is not None else (None, None, None)
     x, residual = wider_first(x, residual)
-    tensors, layers = (x, residual, gamma, beta, *pairs[0], *pairs[1]), (*outer.arguments(), *inner.arguments())
+    after = (None,) * 4 if outer is None else outer.arguments()
+    tensors, layers = (x, residual, gamma, beta, *pairs[0], *pairs[1]), (*after, *inner.arguments())
     if call.is_operation and exchanges[0] is ALONE:
         norm_constants = (None, False) if spec is None else (spec.eps, spec.center)
-        result = _mlp(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
+        result = _fused(*tensors, layers, *norm_constants, activation, call.recipe.text, call.dtype)
     else:
-        result = _MLP.apply(call, exchanges, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+        result = _Fused.apply(call, exchanges, spec, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
     y, *rest = result
     return y, rest[0] if rest else x
 
 
 @composite(
-    "mlp(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a_in, Tensor? b_in, Tensor? a_out, "
+    "fused(Tensor x, Tensor? residual, Tensor? gamma, Tensor? beta, Tensor? a_in, Tensor? b_in, Tensor? a_out, "
     "Tensor? b_out, Tensor?[] layers, float? eps, bool center, str activation, str recipe, ScalarType dtype) "
     "-> Tensor[]"
 )
-def _mlp(*arguments: Any) -> Any:
+def _fused(*arguments: Any) -> Any:
     *tensors, layers, eps, center, activation, recipe, dtype = arguments
-    call, norm = LinearCall(read_fusable(recipe), dtype), None if eps is None else NormSpec(eps, center)
-    return _MLP.apply(call, (ALONE, ALONE), norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
+    fusable, norm = read_recipe(recipe).fusable, None if eps is None else NormSpec(eps, center)
+    assert fusable is not None  # the layers were fused by it
+    call = LinearCall(fusable, dtype)
+    return _Fused.apply(call, (ALONE, ALONE), norm, activation, *tensors, *layers)  # type: ignore[no-untyped-call]
 
 
-def read_fusable(text: str) -> FusableRecipe:
-    """The recipe of `FusableRecipe.text`, cached."""
-    recipe = read_recipe(text).fusable
-    assert recipe is not None  # the layers were fused by it
-    return recipe
-
-
-class _MLP(torch.autograd.Function):
+class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: FusedCall, exchanges: Exchanges, norm: NormSpec | None, activation: str, *tensors: Any
     ) -> Any:
         recipe, (a_in, b_in, a_out, b_out), layers = call.recipe, tensors[4:8], tensors[8:]
         inner_exchange, outer_exchange = exchanges
-        outer, inner = Stack.from_arguments(layers[:4], recipe.w), Stack.from_arguments(layers[4:], recipe.w)
+        inner, outer = Stack.from_arguments(layers[4:], recipe.w), Stack.from_arguments(layers[:4], recipe.w)
         given = FusedInput.of(norm, tensors[:4], recipe.x, inner_exchange)
         n_q, sent = given.q, inner_exchange.send_x(given.q)
-        w_in, w_out = inner.quantize(recipe.w, inner_exchange), outer.quantize(recipe.w, outer_exchange)
-        s_n, u = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [2F,K]^T
-        add(u, read_in := read_input(given.total, given.saved, a_in), b_in)  # [T,R] @ [2F,R]^T
-        h_q = outer_exchange.quantize_activation(u, activation, recipe.x)
-        s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
-        add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
+        w_in = inner.quantize(recipe.w, inner_exchange)
+        w_out = outer.quantize(recipe.w, outer_exchange) if activation else None
+        s_n, y = inner_exchange.y(sent, w_in, inner.bias(), call)  # [T,K] @ [N,K]^T, in an MLP N = 2F
+        add(y, read_in := read_input(given.total, given.saved, a_in), b_in)  # [T,R] @ [N,R]^T
         observe_x(call.observer, *given.source, n_q, recipe.x)
         observe_w(call.observer, inner.weights, w_in, recipe.w)
-        observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
-        observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
+        kept: tuple[Tensor | None, ...] = (None,) * 8
+        if w_out is not None:
+            u, h_q = y, outer_exchange.quantize_activation(y, activation, recipe.x)
+            s_h, y = outer_exchange.y(outer_exchange.send_x(h_q), w_out, outer.bias(), call)  # [T,F] @ [K,F]^T
+            add(y, read_out := read_bytes(h_q, a_out), b_out)  # [T,R] @ [K,R]^T
+            observe_x(call.outer_observer, activation, [u], h_q, recipe.x)
+            observe_w(call.outer_observer, outer.weights, w_out, recipe.w)
+            kept = u, s_h, w_out.scale, layers[0], a_out, b_out, read_out, outer.weights[0]
         ctx.call, ctx.exchanges, ctx.input, ctx.activation = call, exchanges, given.info, activation
         ctx.inner_bias, ctx.outer_bias = inner.bias_dtypes, outer.bias_dtypes
         ctx.trained = any(ctx.needs_input_grad[12:])
         n_data = n_q.data if ctx.trained and (norm is None or inner_exchange.resends_x) else None
-        scales = (s_n, s_h, w_in.scale, w_out.scale)
         x = given.total if norm is None and a_in is not None else None
-        kept = n_data, u, *scales, a_in, b_in, read_in, x, a_out, b_out, read_out, layers[4], layers[0]
-        ctx.save_for_backward(*kept, *outer.weights, *given.saved, *inner.weights)
+        kept_in = n_data, s_n, w_in.scale, layers[4], a_in, b_in, read_in, x
+        ctx.save_for_backward(*kept_in, *kept, *given.saved, *inner.weights)
         return given.outputs(y)
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Any, ...]:
         call: FusedCall = ctx.call
-        inner_exchange, outer_exchange = ctx.exchanges
+        exchange: Exchange = ctx.exchanges[0]
         recipe = call.recipe
-        n_data, u, s_n, s_h, s_in, s_out, a_in, b_in, read_in, x, a_out, b_out, read_out, *rest = ctx.saved_tensors
-        in_data, out_data, w, *rest = rest
-        saved, weights = rest[:5], rest[5:]
-        dy = rows(dy.contiguous())
-        dread_out, db_out = output_gradients(dy, read_out, b_out)
-        own_s_h = outer_exchange.own(s_h)
-        g = quantize_folded(dy, s_out, own_s_h, recipe.dy)
-        sent = outer_exchange.send_g(g)
-        observe_dy(call.outer_observer, [dy], [w.shape[0]], g, recipe.dy, s_w=s_out, s_x=own_s_h)
-        w_out_t = weight_transposed([w], out_data, s_out, recipe.w, g.data)
-        g, scales, dh = outer_exchange.dx(sent, w_out_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
-        add(dh, dread_out, None if a_out is None else a_out.t())  # [T,R] @ [F,R]^T
-        du, h_q, dbias = ops.activation_backward(
-            dh, u, ctx.activation, recipe.dy,
-            column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h,
-            biased=any(ctx.inner_bias),
-        )  # fmt: skip
-        kind = f"{ctx.activation}_gradient"
-        observe_dy(call.observer, [dh, u], [w.shape[0] for w in weights], du, recipe.dy, kind, s_w=s_in, s_x=s_n)
-        outer: Sequence[Tensor | None] = [None] * 4
+        n_data, s_n, s_in, w_data, a, b, read, x, *rest = ctx.saved_tensors
+        kept, saved, weights = rest[:8], rest[8:13], rest[13:]
         inner: Sequence[Tensor | None] = [None] * (2 + 2 * len(weights))
+        dy, sizes = rows(dy.contiguous()), [w.shape[0] for w in weights]
+        if ctx.activation:
+            g, db, pair_out, outer = _activation_backward(ctx, dy, kept, s_n, s_in, sizes)
+            sent, dread = g, None
+        else:
+            pair_out, outer = NO_PAIR, (None,) * 4
+            dread, db_pair = output_gradients(dy, read, b)
+            if not (ctx.trained or any(ctx.needs_input_grad[4:8])):  # nothing before these adapters is trained
+                return *[None] * 8, read_gradient(dread, x, saved), db_pair, *pair_out, *outer, *inner
+            own_s_n = exchange.own(s_n)
+            g = quantize_folded(dy, s_in, own_s_n, recipe.dy)
+            sent = exchange.send_g(g)
+            db = bias_gradient(dy, ctx.inner_bias) if ctx.trained else dy.new_empty(0)
+            observe_dy(call.observer, [dy], sizes, g, recipe.dy, s_w=s_in, s_x=own_s_n)
+        w_t = weight_transposed(weights, w_data, s_in, recipe.w, g.data)
+        sent_n = exchange.send_bytes(n_data, g)
+        g, scales, dn = exchange.dx(sent, w_t, s_n, s_in, call)  # [T,N] @ [K,N]^T
+        if ctx.activation:
+            dread, db_pair = bytes_output_gradients(rescaled(g, scales.dx), s_in, read, b)
+        add(dn, dread, None if a is None else a.t())  # [T,R] @ [K,R]^T
+        pair = read_gradient(dread, x, saved), db_pair
         if ctx.trained:
-            dw_out = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), w.dtype)  # [K,T] @ [F,T]^T
-            outer = stack_gradients(dw_out, bias_gradient(dy, ctx.outer_bias), [w], ctx.outer_bias)
-        w_in_t = weight_transposed(weights, in_data, s_in, recipe.w, du.data)
-        sent_n = inner_exchange.send_bytes(n_data, du)
-        du, scales, dn = inner_exchange.dx(du, w_in_t, s_n, s_in, call)  # [T,2F] @ [K,2F]^T
-        dread_in, db_in = bytes_output_gradients(rescaled(du, scales.dx), s_in, read_in, b_in)
-        add(dn, dread_in, None if a_in is None else a_in.t())  # [T,R] @ [K,R]^T
-        pairs = read_gradient(dread_in, x, saved), db_in, bytes_gradient(h_q, dread_out), db_out
-        if ctx.trained:
-            n_t = ctx.input.transposed(sent_n, du, saved, s_n, recipe.x, inner_exchange)
-            dw_in = call.mm(recipe.dw, dw_operand(du, scales), n_t, weights[0].dtype)  # [2F,T] @ [K,T]^T
-            inner = stack_gradients(dw_in, dbias, weights, ctx.inner_bias)
-        gradients = ctx.input.gradients(inner_exchange.arrived(dn), dtotal, saved)
-        return None, None, None, None, *gradients, *pairs, *outer, *inner
+            n_t = ctx.input.transposed(sent_n, g, saved, s_n, recipe.x, exchange)
+            dw = call.mm(recipe.dw, dw_operand(g, scales), n_t, weights[0].dtype)  # [N,T] @ [K,T]^T
+            inner = stack_gradients(dw, db, weights, ctx.inner_bias)
+        gradients = ctx.input.gradients(exchange.arrived(dn), dtotal, saved)
+        return *[None] * 4, *gradients, *pair, *pair_out, *outer, *inner
+
+
+def _activation_backward(
+    ctx: Any, dy: Tensor, kept: Sequence[Any], s_n: Tensor, s_in: Tensor, sizes: Sequence[int]
+) -> tuple[QTensor, Tensor, Pair, Sequence[Tensor | None]]:
+    """The bytes of the gradient of u, the sums of its columns, and the gradients of the outer layer's adapters and of
+    its arguments; `kept` is what the forward pass has saved of this layer."""
+    call: FusedCall = ctx.call
+    exchange: Exchange = ctx.exchanges[1]
+    recipe = call.recipe
+    u, s_h, s_out, w_data, a, b, read, w = kept
+    dread, db_pair = output_gradients(dy, read, b)
+    own_s_h = exchange.own(s_h)
+    g = quantize_folded(dy, s_out, own_s_h, recipe.dy)
+    sent = exchange.send_g(g)
+    observe_dy(call.outer_observer, [dy], [w.shape[0]], g, recipe.dy, s_w=s_out, s_x=own_s_h)
+    w_t = weight_transposed([w], w_data, s_out, recipe.w, g.data)
+    g, scales, dh = exchange.dx(sent, w_t, s_h, s_out, call)  # [T,K] @ [F,K]^T
+    add(dh, dread, None if a is None else a.t())  # [T,R] @ [F,R]^T
+    du, h_q, db = ops.activation_backward(
+        dh, u, ctx.activation, recipe.dy,
+        column_scale=s_in.t(), row_scale=scale_mantissa(s_n), h_cast=recipe.x, h_scale=s_h, biased=any(ctx.inner_bias),
+    )  # fmt: skip
+    kind = f"{ctx.activation}_gradient"
+    observe_dy(call.observer, [dh, u], sizes, du, recipe.dy, kind, s_w=s_in, s_x=s_n)
+    outer: Sequence[Tensor | None] = (None,) * 4
+    if ctx.trained:
+        dw = call.mm(recipe.dw, dw_operand(g, scales), transposed(h_q), w.dtype)  # [K,T] @ [F,T]^T
+        outer = stack_gradients(dw, bias_gradient(dy, ctx.outer_bias), [w], ctx.outer_bias)
+    return du, db, (bytes_gradient(h_q, dread), db_pair), outer

@@ -159,7 +159,7 @@ def _linear_cross_entropy(
     x = x.to(dtype)
     dx = torch.empty_like(x) if wants_x else None
     wide = weight.dtype if len(x) <= 2 * chunk else torch.promote_types(weight.dtype, torch.float32)
-    dw = torch.zeros_like(weight, dtype=wide) if wants_w else None
+    dw = None
     factor = torch.ones_like(count) if dtype == torch.float16 else count.reciprocal()
     total, wanted = torch.zeros_like(count), factor if wants_x or wants_w else None
     for start in range(0, len(x), chunk):
@@ -175,10 +175,12 @@ def _linear_cross_entropy(
         total += torch.where(some == IGNORED, 0, lse - picked).sum()
         if dx is not None:
             dx[start : start + chunk] = head.dx(z, *g_q)
-        if dw is not None:
-            head.add_dw(dw, z, rows)
+        if wants_w:
+            dw = head.dw(dw, z, rows, wide)
         del z
-    return total, dx, None if dw is None else dw.to(weight.dtype)  # type: ignore[return-value]
+    if wants_w:
+        dw = torch.zeros_like(weight) if dw is None else dw.to(weight.dtype)  # None of no tokens
+    return total, dx, dw  # type: ignore[return-value]
 
 
 def _joined(lse: Tensor, picked: Tensor, group: str) -> tuple[Tensor, Tensor]:
@@ -204,14 +206,16 @@ class _Head:
     def dx(self, g: Tensor, data: Tensor, scale: Tensor) -> Tensor:
         return g @ self.w  # [c,V] @ [V,K]
 
-    def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
-        """dw[V,K] += g[c,V]^T @ x[c,K], with sums in the dtype of dw."""
+    def dw(self, dw: Tensor | None, g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """g[c,V]^T @ x[c,K], added to dw[V,K] of `dtype` if there is one."""
+        dw = torch.zeros_like(self.w, dtype=dtype) if dw is None else dw
         if g.dtype == dw.dtype:
             dw.addmm_(g.t(), x)
         elif g.is_cuda:
             torch.addmm(dw, g.t(), x, out_dtype=dw.dtype, out=dw)
         else:  # the CPU has no product of BF16 with an FP32 sum
             dw.addmm_(g.t().to(dw.dtype), x.to(dw.dtype))
+        return dw
 
 
 class _Fp8Head(_Head):
@@ -236,9 +240,10 @@ class _Fp8Head(_Head):
         # Its sum over the vocabulary is not accumulated fast: the many small p would be lost beside the label's.
         return ops.scaled_mm(QTensor(data, scale, E4M3, ROW), self.q_t, out_dtype=self.w.dtype)  # [c,V] @ [K,V]^T
 
-    def add_dw(self, dw: Tensor, g: Tensor, x: Tensor) -> None:
+    def dw(self, dw: Tensor | None, g: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         g_t, x_t = (ops.quantize_transposed(t, Cast()) for t in (g, x))
-        dw += ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
+        part = ops.scaled_mm(g_t, x_t, out_dtype=self.w.dtype)  # [V,c] @ [K,c]^T
+        return part.to(dtype) if dw is None else dw.add_(part)
 
 
 # ---- Finding out how a model computes its logits: from the operations, and not from the model's name.

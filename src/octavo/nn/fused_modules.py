@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import Pair, is_frozen, reads, stack_adapters
-from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, mlp, norm_linear
+from octavo.nn.adapters import NO_PAIR, Pair, is_frozen, reads, stack_adapters
+from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, run_fused
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (
@@ -45,25 +45,43 @@ LONGEST_TRAINED_LAYER_NORM = 8192  # the backward pass holds the gradient of the
 
 
 class FusedModule(nn.Module):
-    """Base of the modules that run several linear layers in one pass, where that is possible."""
+    """Base of the modules that run several linear layers in one pass, where that is possible.
 
+    Args:
+        owner: the module under which the layers are found; it is not registered here.
+        inner: dotted names below `owner` of the layers that read the input, and run as one GEMM.
+    """
+
+    inner_names: tuple[tuple[str, ...], ...]  # each as the parts of a dotted name
     weight_cache: WeightCache  # of the quantized weights of `inner`
     observer: Observer | None = None  # of `inner`
 
-    @property
-    def inner(self) -> Sequence[Any]:
-        """The layers that read the input, and run as one GEMM."""
-        raise NotImplementedError
+    def __init__(self, owner: nn.Module, *inner: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_owner", owner)  # not a child: it would be its own descendant
+        self.inner_names = tuple(tuple(name.split(".")) for name in inner)
+        self.weight_cache = WeightCache()
 
     @property
-    def layers(self) -> Sequence[Any]:
+    def owner(self) -> nn.Module:
+        """The module that owns the layers: this one, unless another was given."""
+        return self.__dict__.get("_owner", self)  # type: ignore[no-any-return]
+
+    @property
+    def inner(self) -> list[Any]:
+        """The layers that read the input."""
+        owner = self.owner
+        return [find(owner, name) for name in self.inner_names]
+
+    @property
+    def layers(self) -> list[Any]:
         """All layers that run in the pass."""
         return self.inner
 
     def cached_weights(self) -> tuple[Sequence[nn.Linear], Cast] | None:
         """The stacked layers and their cast, where they are fused."""
         fusable = fusable_layers(self.layers)
-        return None if fusable is None else (fusable.linears[: len(self.inner)], fusable.recipe.w)
+        return None if fusable is None else (fusable.linears[: len(self.inner_names)], fusable.recipe.w)
 
 
 class NormLinear(FusedModule):
@@ -76,21 +94,13 @@ class NormLinear(FusedModule):
         linears: dotted names below `owner` of the layers that the norm feeds.
     """
 
-    owner: nn.Module
-
     def __init__(self, owner: nn.Module, norm: str, *linears: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
-        self.names = tuple(tuple(name.split(".")) for name in (norm, *linears))
-        self.weight_cache = WeightCache()
+        super().__init__(owner, *linears)
+        self.norm_name = tuple(norm.split("."))
 
     @property
     def norm(self) -> Any:
-        return find(self.owner, self.names[0])
-
-    @property
-    def inner(self) -> list[nn.Module]:
-        return [find(self.owner, name) for name in self.names[1:]]
+        return find(self.owner, self.norm_name)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
         """The outputs [..., N_i] of the layers, and x + residual [..., K] (x itself without a residual)."""
@@ -108,7 +118,8 @@ class NormLinear(FusedModule):
             return None
         call = fused_call(layers, x, exchange, observer_of(self))
         stack = exchange.stack(layers.linears, call.recipe.w, self.weight_cache)
-        y, total = norm_linear(x, residual, exchange.read_norm(norm), stack, call, exchange, layers.pair(x))
+        exchanges, pairs = (exchange, ALONE), (layers.pair(x), NO_PAIR)
+        y, total = run_fused(x, residual, exchange.read_norm(norm), stack, call, exchanges, pairs)
         parts = torch.split(y, [w.shape[0] for w in stack.weights], dim=-1)
         return tuple(exchange.output(part, x) for part in parts), total
 
@@ -116,7 +127,7 @@ class NormLinear(FusedModule):
         return None if read_norm(self.norm) is None else super().cached_weights()
 
     def extra_repr(self) -> str:
-        norm, *linears = (".".join(name) for name in self.names)
+        norm, *linears = (".".join(name) for name in (self.norm_name, *self.inner_names))
         return f"{norm} -> {', '.join(linears)}"
 
 
@@ -217,17 +228,28 @@ def read_norm(norm: nn.Module, *, backward: bool = True) -> Norm | None:
 
 
 class FusedMLP(FusedModule):
-    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU`, `GELU` and `GEGLU`."""
+    """y = outer(activate(inner(x))); with a norm, x is norm(x + residual). Base of `SwiGLU`, `GELU` and `GEGLU`.
+
+    Args:
+        owner: the module under which the layers are found, so that they keep their names; it is not registered here.
+        inner, outer: dotted names below `owner` of the layers before and after the activation.
+    """
 
     activation: ClassVar[str]  # as `octavo.ops.activation_quantize` calls it
+    outer_name: tuple[str, ...]
+
+    def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
+        super().__init__(owner, inner)
+        self.outer_name = tuple(outer.split("."))
 
     @property
-    def layers(self) -> Sequence[Any]:
-        return *self.inner, self.outer
+    def layers(self) -> list[Any]:
+        return [*self.inner, self.outer]
 
     @property
-    def outer(self) -> nn.Linear:
-        raise NotImplementedError
+    def outer(self) -> Any:
+        """The layer after the activation."""
+        return find(self.owner, self.outer_name)
 
     def activate(self, *u: Tensor) -> Tensor:
         """The activation of the outputs of the inner layers, in plain PyTorch."""
@@ -265,7 +287,7 @@ class FusedMLP(FusedModule):
         outer_stack = exchanges[1].stack([outer], call.recipe.w, outer.weight_cache)
         norm_here = None if known_norm is None else exchange.read_norm(known_norm)
         pairs = layers.pair(x, 0, -1), layers.pair(x, -1)
-        return mlp(x, residual, norm_here, self.activation, inner_stack, outer_stack, call, exchanges, pairs)
+        return run_fused(x, residual, norm_here, inner_stack, call, exchanges, pairs, self.activation, outer_stack)
 
 
 class SwiGLU(FusedMLP):
@@ -279,53 +301,21 @@ class SwiGLU(FusedMLP):
 
     activation = "swiglu"
     added: ClassVar[tuple[str, ...]] = ("weight_cache",)
+    inner_names, outer_name = (("gate_proj",), ("up_proj",)), ("down_proj",)
 
     def __init__(self, width: int, mlp_width: int, *, bias: bool = False) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # it owns its layers
         self.gate_proj = nn.Linear(width, mlp_width, bias=bias)
         self.up_proj = nn.Linear(width, mlp_width, bias=bias)
         self.down_proj = nn.Linear(mlp_width, width, bias=bias)
         self.weight_cache = WeightCache()
-
-    @property
-    def inner(self) -> tuple[nn.Linear, ...]:
-        return child(self, "gate_proj"), child(self, "up_proj")
-
-    @property
-    def outer(self) -> Any:
-        return child(self, "down_proj")
 
     def activate(self, *u: Tensor) -> Tensor:
         gate, up = u
         return F.silu(gate) * up
 
 
-class OwnedMLP(FusedMLP):
-    """An MLP of layers that another module owns, so that they keep their names. Base of `GELU` and `GEGLU`.
-
-    Args:
-        owner: the module under which the layers are found; it is not registered here.
-        inner, outer: dotted names of the layers before and after the activation.
-    """
-
-    owner: nn.Module
-
-    def __init__(self, owner: nn.Module, inner: str, outer: str) -> None:
-        super().__init__()
-        object.__setattr__(self, "owner", owner)  # not a child: it would be its own descendant
-        self.names = (tuple(inner.split(".")), tuple(outer.split(".")))
-        self.weight_cache = WeightCache()
-
-    @property
-    def inner(self) -> tuple[nn.Linear, ...]:
-        return (find(self.owner, self.names[0]),)
-
-    @property
-    def outer(self) -> Any:
-        return find(self.owner, self.names[1])
-
-
-class GELU(OwnedMLP):
+class GELU(FusedMLP):
     """y = outer(gelu(inner(x))), the exact GELU."""
 
     activation = "gelu"
@@ -334,7 +324,7 @@ class GELU(OwnedMLP):
         return F.gelu(u[0])
 
 
-class GEGLU(OwnedMLP):
+class GEGLU(FusedMLP):
     """y = outer(up * gelu(gate)), where inner(x) is up, gate: the halves of its last dimension, as in diffusers."""
 
     activation = "geglu"

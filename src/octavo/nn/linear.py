@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adapters import is_frozen, reads, stack_adapters
+from octavo.nn.adapters import NO_PAIR, is_frozen, reads, stack_adapters
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
-from octavo.nn.fused import Stack, norm_linear
+from octavo.nn.fused import Stack, run_fused
 from octavo.nn.linear_function import FusedCall, LinearCall, linear
 from octavo.nn.module_tools import (
     AdaptedLayer,
@@ -223,7 +223,7 @@ class Linear(RecipeLayer, nn.Linear):
         return None if cast is None else self.weight_cache.get([w], cast)
 
     def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
-        """The layer and its call for the input x, as `norm_linear` takes them; None if it is trained or not fusable."""
+        """The layer and its call for the input x, as `run_fused` takes them; None if it is trained or not fusable."""
         recipe = self.recipe.fusable
         if recipe is None or not is_frozen(self):
             return None
@@ -252,7 +252,8 @@ def adapted_output(layer: AdaptedLayer, x: Tensor) -> Tensor | None:
     if found is None:
         return None
     stack, call = found
-    return norm_linear(x, None, None, stack, call, pair=stack_adapters([adapters], stack.weights, call.dtype))[0]
+    pair = stack_adapters([adapters], stack.weights, call.dtype)
+    return run_fused(x, None, None, stack, call, pairs=(pair, NO_PAIR))[0]
 
 
 L = TypeVar("L", bound=RecipeLayer)

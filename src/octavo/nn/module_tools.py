@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
@@ -183,6 +184,19 @@ def watched(module: nn.Module) -> bool:
 def is_fsdp_module(module: nn.Module) -> bool:
     """True if FSDP manages this module."""
     return any(cls.__name__ in ("FSDPModule", "FullyShardedDataParallel") for cls in type(module).__mro__)
+
+
+# What DDP, torch.compile and PEFT put before all names of a model, and what wrappers of its modules put between names.
+_WRAPPERS = re.compile(
+    r"^((module|_orig_mod|base_model\.model)\.)+"
+    r"|(?<![^.])(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer|original_module"
+    r"|modules_to_save\.[^.]+)(\.|$)"
+)
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor in the model that nothing wraps."""
+    return _WRAPPERS.sub("", name).removesuffix(".")
 
 
 # ---- Classes that `convert` gives to modules of other libraries: subclasses of an Octavo class and the module's class.

@@ -123,7 +123,7 @@ class Backend:
 
 
 def find_backend(
-    device: torch.device,
+    place: Place,
     granularity_a: Granularity,
     granularity_b: Granularity,
     formats: tuple[str, str],
@@ -131,14 +131,14 @@ def find_backend(
     *,
     e8m0: tuple[bool, bool] = (False, False),
 ) -> Backend:
-    """The implementation that `device` has for operands of these granularities and formats (by their names).
+    """The implementation that a device or a GPU has for operands of these granularities and formats (by their names).
 
     `size` is [M, N] of y, None for a large M. `e8m0` tells whether the scales of a and b are E8M0 instead of float32.
     """
-    if device.type != "cuda":
-        return Backend("emulated", f"{device.type} has no FP8 GEMM: exact in float32, slower than BF16")
-    backend = backend_on(find_architecture(device), granularity_a, granularity_b, formats, e8m0=e8m0)
-    if backend.name in ("triton", "dequantized") and not HAS_TRITON:
+    if isinstance(place, torch.device) and place.type != "cuda":
+        return Backend("emulated", f"{place.type} has no FP8 GEMM: exact in float32, slower than BF16")
+    backend = _backend_of_large_m(find_architecture(place), granularity_a, granularity_b, formats, e8m0)
+    if isinstance(place, torch.device) and backend.name in ("triton", "dequantized") and not HAS_TRITON:
         return Backend("none", f"{backend.reason} need Triton, which is not installed")
     if backend.name == "dequantized" and size is not None and size[0] <= MAX_M_OF_GROUPS:
         return Backend("triton", backend.reason)
@@ -167,15 +167,13 @@ def max_small_m(n: int) -> int:
     return next((m for max_n, m in _MAX_SMALL_M.items() if n <= max_n), _MAX_SMALL_M_OF_ANY_N)
 
 
-def backend_on(
+def _backend_of_large_m(
     gpu: GpuArchitecture,
     granularity_a: Granularity,
     granularity_b: Granularity,
     formats: tuple[str, str],
-    *,
-    e8m0: tuple[bool, bool] = (False, False),
+    e8m0: tuple[bool, bool],
 ) -> Backend:
-    """The implementation for a large M on a GPU of this architecture, which need not be here; see `find_backend`."""
     if gpu.key in _WITHOUT_FP8:
         return Backend("none", f"{gpu.name} has no FP8 GEMM")
     a, b = granularity_a.name, granularity_b.name
@@ -362,17 +360,18 @@ _IN_BF16 = Backend("bf16", "the recipe casts nothing here: the GEMM runs in the 
 
 def gemm_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     """The backends of y, dx and dw; "bf16" for a GEMM without casts, which runs in the autocast dtype."""
-    gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
-    return {name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place) for name, gemm in gemms.items()}
+    return _backends(recipe, place, grouped=False)
 
 
 def grouped_backends(recipe: Recipe, place: Place) -> dict[str, Backend]:
     """The backends of the grouped GEMMs y, dx and dw of experts; none for a recipe that they cannot run."""
-    if not runs_experts(recipe):
-        return {}
+    return _backends(recipe, place, grouped=True) if runs_experts(recipe) else {}
+
+
+def _backends(recipe: Recipe, place: Place, *, grouped: bool) -> dict[str, Backend]:
     gemms = {"y": recipe.y, "dx": recipe.dx, "dw": recipe.dw}
     return {
-        name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=True)
+        name: _IN_BF16 if gemm is None else product_backend(gemm.a, gemm.b, place, grouped=grouped)
         for name, gemm in gemms.items()
     }
 
@@ -396,8 +395,6 @@ def product_backend(a: Cast, b: Cast, place: Place, *, grouped: bool = False) ->
     e8m0 = a.scale.startswith("e8m0"), b.scale.startswith("e8m0")
     if grouped:
         return find_grouped_backend(place, formats, a.granularity, b.granularity, e8m0=all(e8m0))
-    if isinstance(place, GpuArchitecture):
-        return backend_on(place, a.granularity, b.granularity, formats, e8m0=e8m0)
     return find_backend(place, a.granularity, b.granularity, formats, e8m0=e8m0)
 
 

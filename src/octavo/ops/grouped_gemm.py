@@ -174,16 +174,14 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
         return cutlass.grouped_mm(a.contiguous(), scale_a, b, scale_b, offsets, fast=False).to(out_dtype)
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    if by_a == ROW:
-        return kernel.grouped_mm(a, scale_a, b, scale_b, offsets, out_dtype, fast)
-    if by_a != STRIP and rows > MAX_MEAN_ROWS * groups:
+    if by_a not in (ROW, STRIP) and rows > MAX_MEAN_ROWS * groups:
         return kernel.dequantized_mm(operands, offsets, out_dtype)
-    return kernel.block_scaled_grouped_mm(operands, offsets, out_dtype)
+    return kernel.grouped_mm(operands, offsets, out_dtype, fast)
 
 
 @operation(check=_check_dw, like=_like_dw)
 def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
-    a, b, scale_a, scale_b, by, _ = operands
+    a, b, scale_a, _, by, _ = operands
     if backend == "emulated":
         return grouped_mm_dw_reference(operands, offsets).to(out_dtype)
     if backend == "cutlass":
@@ -194,5 +192,4 @@ def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, 
 
     if by not in (ROW, STRIP) and a.shape[1] > MAX_MEAN_ROWS * len(offsets):
         return kernel.dequantized_mm(operands, offsets, out_dtype)
-    along = (None, 0) if by == ROW else (scale_b, by.cols or 0)
-    return kernel.grouped_mm_dw(a, scale_a, b, offsets, out_dtype, fast, None, *along)
+    return kernel.grouped_mm_dw(operands, offsets, out_dtype, fast)

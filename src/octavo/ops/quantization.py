@@ -7,7 +7,6 @@ roundings can lift the largest element above max by at most 2^-22 of it. The cas
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,19 +210,24 @@ def _check_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor 
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
 
 
-def _has_kernel(x: Tensor, cast: Cast, *rest: Any) -> bool:
-    """True if a kernel quantizes `x`; very long rows are left to the reference, and so is int8 not by row."""
+def _has_kernel(x: Tensor, cast: Cast, columns: int) -> bool:
+    """True if a kernel quantizes rows of `columns` elements; very long ones are left to the reference, and so is int8
+    not by row."""
     if cast.format == "int8":
-        return cast.by_row and not cast.relative_floor and quantizes_rows(x, x.shape[1], cast.format)
-    return converts(x, cast.format) and fits(cast, x.shape[1])
+        return cast.by_row and not cast.relative_floor and quantizes_rows(x, columns, cast.format)
+    return converts(x, cast.format) and fits(cast, columns)
 
 
 def _quantizes(x: Tensor, cast: Cast, *factors: Tensor | None) -> bool:
-    return _has_kernel(x, cast) and (cast.by_row or factors[:2] == (None, None))
+    return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or factors[:2] == (None, None))
 
 
 def _quantizes_stack(tensors: list[Tensor], cast: Cast) -> bool:
-    return _has_kernel(tensors[0], cast)
+    return _has_kernel(tensors[0], cast, tensors[0].shape[1])
+
+
+def _quantizes_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> bool:
+    return _has_kernel(x, cast, len(x if place is None else place))
 
 
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
@@ -245,7 +249,7 @@ _quantize_stack = operation(
 _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
-    runs=_has_kernel,
+    runs=_quantizes_transposed,
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
 _row_scales = operation(

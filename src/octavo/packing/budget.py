@@ -13,8 +13,7 @@ finds k.
 """
 
 import math
-import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,8 +26,6 @@ from torch import Tensor, nn
 
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import check_absent
-from octavo.checkpoint.packed_folder import PackedTensors
-from octavo.checkpoint.scheme import INPUT_SCALE_NAME, SCALE_NAME
 from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
@@ -38,41 +35,40 @@ from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
 from octavo.numerics.formats import E4M3, cast, widen
-from octavo.packing.options import PackOptions
-from octavo.packing.packer import PackReport, pack_source
-from octavo.util import Progress, choose_device, no_progress
+from octavo.packing.options import PackOptions, choose_layers
+from octavo.packing.packer import PackJob, PackReport, pack_source
+from octavo.util import Progress, cache_argument, choose_device, no_progress
 
 # ---- A model in which any subset of the layers runs packed and the others in BF16, to measure the cost of packing
 # them.
 
 
 class PartlyPackedModel:
-    """The model of `source` on `device`. Each of the layers `names` runs in BF16, or with the bytes and the arithmetic
-    of the packed folder `packed`, so a measurement with all of them is one of the folder. Both forms are in memory.
+    """The model of `source` on `device`. Each of the layers that `options` pack runs in BF16, or with the bytes and the
+    arithmetic of the packed folder, so a measurement with all of them is one of the folder. Both forms are in memory.
 
     `saved` has the bytes that packing saves, by layer. The outputs are `logits` of tokens, or else last hidden states.
     """
 
-    def __init__(self, source: Source, packed: Path, names: Iterable[str], device: str | torch.device) -> None:
-        tensors = PackedTensors(packed)
-        packing, specs = tensors.packing, tensors.reader.specs
-        self._model: nn.Module = source.fill_bf16()
+    def __init__(
+        self, source: Source, options: PackOptions, device: str | torch.device, progress: Progress = no_progress
+    ) -> None:
+        job = PackJob(source, choose_layers(source, options), options)
         self.logits = predicts_tokens(source.meta_model.model)
+        self._model: nn.Module = source.fill_bf16()
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
-        self._kv_scales = tensors.kv_scales
-        for name in names:
+        keys_and_values = list(job.layers.static.keys_and_values.values())
+        self._kv_scales = list(zip(keys_and_values[0::2], keys_and_values[1::2], strict=True))
+        for done, name in enumerate(names := job.layers.linears, start=1):
             linear: Any = self._model.get_submodule(name)
-            disk = source.meta_model.file_name(name)
-            layer = PackedLinear(linear, packing.schemes[disk], name)
-            state = dict(zip(("weight", SCALE_NAME), tensors.stored(disk), strict=True))
-            if packing.schemes[disk].static:
-                state[INPUT_SCALE_NAME] = tensors.input_scale(disk)
-            others = layer.state_dict().keys() - state.keys()
-            layer.load_state_dict(state | {leaf: tensors.other(f"{disk}.{leaf}") for leaf in others}, assign=True)
+            stored = job.packed(name, source.get(f"{name}.weight"))
+            self.saved[name] = 2 * linear.weight.numel() - sum(tensor.nbytes for tensor in stored.values())
+            state = {key.rpartition(".")[2]: tensor for key, tensor in stored.items()}
+            layer = PackedLinear(linear, job.layers.schemes[name], name)
+            layer.load_state_dict(state if linear.bias is None else state | {"bias": linear.bias.detach()}, assign=True)
             self._forms[name] = (linear, layer.to(device))
-            stored = [key for key in specs if key.rpartition(".")[0] == disk and not key.endswith(".bias")]
-            self.saved[name] = 2 * linear.weight.numel() - sum(specs[key].nbytes for key in stored)
+            progress(done, len(names), "packing")
         if not isinstance(self._model, Decoder):
             self._model.config.use_cache = False
         self._model.to(device)
@@ -83,7 +79,7 @@ class PartlyPackedModel:
         hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         for name, forms in self._forms.items():
             self._model.set_submodule(name, forms[name in packed])
-        kept = {"past_key_values": _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
+        kept = {cache_argument(): _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
         result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
         if result.shape[:-1] != ids.shape:
             raise ArtifactError(
@@ -93,24 +89,24 @@ class PartlyPackedModel:
         return result
 
 
-def _rounded_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers, for `past_key_values`, that rounds keys and values to E4M3 as they are stored."""
+def _rounded_cache(scales: Sequence[tuple[Tensor, Tensor]]) -> Any:
+    """An empty cache of transformers that rounds keys and values to E4M3 as they are stored."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     layers = [DynamicLayer() for _ in scales]
-    for layer, pair in zip(layers, scales.values(), strict=True):
+    for layer, pair in zip(layers, scales, strict=True):
         layer.update = partial(_update, layer.update, pair)
     return Cache(layers=layers)
 
 
 def _update(
-    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any
+    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     def rounded(x: Tensor, scale: Tensor) -> Tensor:
         scale = scale.to(x.device)
         return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
 
-    return store(rounded(k, scales[0]), rounded(v, scales[1]), *args)
+    return store(rounded(k, scales[0]), rounded(v, scales[1]))
 
 
 # ---- The choice of the layers.
@@ -186,7 +182,7 @@ def pack_within(
 ) -> tuple[PackReport, BudgetReport]:
     """`pack`, with as many layers left in BF16 as the budgets require, and no more.
 
-    The model is in memory in BF16 and packed. The packed one is first written to `.OUT.budget`, which is removed.
+    The model is in memory in BF16 and packed.
 
     Args:
         source, out, options, step: see `pack`.
@@ -212,7 +208,7 @@ def pack_within(
     check_budgets(budgets, language_model=predicts_tokens(opened.meta_model.model))
     chosen = open_prompts(data, opened.description, prompts, opened.meta_model, on_read)
     batches = chosen.batches(prompts.batch, shortest=2)
-    model = _pack_trial(opened, out.parent / f".{out.name}.budget", options, place, progress)
+    model = PartlyPackedModel(opened, options, place, progress)
     record = {
         "fingerprint": chosen.fingerprint, "prompts": sum(map(len, batches)), "seed": prompts.seed,
         "context": prompts.context, "read": chosen.report.to_dict(),
@@ -222,18 +218,6 @@ def pack_within(
     layers = {glob: name for glob, name in options.layers.items() if any(fnmatchcase(layer, glob) for layer in packed)}
     options = replace(options, skip=[*options.skip, *report.skip], layers=layers)
     return pack_source(open_source(source, step), out, options, progress, {"budget": report.to_dict()}), report
-
-
-def _pack_trial(
-    source: Source, folder: Path, options: PackOptions, device: torch.device, progress: Progress
-) -> PartlyPackedModel:
-    """The model with every layer that `options` packs, by way of `folder`, which is removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        packed = pack_source(source, folder, options, progress).packed
-        return PartlyPackedModel(source, folder, packed, device)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def choose_groups(

@@ -139,14 +139,14 @@ class PackJob:
         module, _, leaf = name.rpartition(".")
         in_files = self.source.meta_model.experts.split
         if leaf == "weight" and module in self.layers.schemes:
-            return self.packing.to_files(in_files(self._packed(module, tensor)))
+            return self.packing.to_files(in_files(self.packed(module, tensor)))
         stored, dtype = dict[str, Tensor](), self.source.meta_model.dtypes[name]
         for part, t in in_files({name: tensor}).items():
             expert = part.removesuffix(".weight")
-            stored |= self._packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t.to(dtype)}
+            stored |= self.packed(expert, t.contiguous()) if expert in self.layers.experts else {part: t.to(dtype)}
         return self.packing.to_files(stored)
 
-    def _packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
+    def packed(self, layer: str, w: Tensor) -> dict[str, Tensor]:
         """The bytes and the scales in place of the weight of a layer or an expert."""
         adapted = None if w.is_meta else self.source.update_of(layer)
         before = None if adapted is None else self.weights.quantize(layer, adapted[0])

@@ -29,7 +29,7 @@ from torch import Tensor
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.checkpoint.files import ArtifactError, is_finite
 from octavo.checkpoint.folder import check_absent
-from octavo.hf.layer_map import Map, Pair, read_map
+from octavo.hf.layer_map import Foldable, Pair, find_foldable
 from octavo.hf.source import Source, WrittenModel, open_source, write_model
 from octavo.numerics.scaling import block_size, hadamard
 from octavo.util import Progress, no_progress
@@ -161,7 +161,7 @@ def fold(
     if dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     source = open_source(model, step)
-    job = FoldJob(source, read_map(source, rotate=rotate), DTYPES[dtype])
+    job = FoldJob(source, find_foldable(source, rotate=rotate), DTYPES[dtype])
     if smooth is not None:
         job.smooth(Path(smooth), alpha, beside_rotation=rotate)
     if rotate:
@@ -177,8 +177,11 @@ def fold(
 class FoldJob:
     """The steps that change each tensor of a model by its name, and `record_of`, the entry "folded" of octavo.json."""
 
-    def __init__(self, source: Source, places: Map, dtype: torch.dtype) -> None:
+    def __init__(self, source: Source, places: Foldable, dtype: torch.dtype) -> None:
         self.source, self.places, self.dtype = source, places, dtype
+        self._embedding, self._head = (
+            f"{n}.weight" for n in (places.architecture.embeddings[0], places.architecture.head)
+        )
         self.changes: dict[str, Change] = defaultdict(Change)  # by the tensor's name
         self.record_of: dict[str, Any] = {"smooth": None, "rotate": None}
         self.smoothed: dict[str, tuple[float, float]] = {}
@@ -187,10 +190,8 @@ class FoldJob:
     def smooth(self, folder: Path, alpha: float, *, beside_rotation: bool) -> None:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
         calibration = load_calibration(folder, self.source.origin, self.source.description)
-        turned = {*self.places.norms, *(values for values, _ in self.places.heads)} if beside_rotation else set()
-        for pair in self.places.pairs:
-            if pair.writer not in turned:
-                self._smooth_pair(pair, self._amax(pair, calibration, folder), alpha)
+        for pair in self.places.pairs(norms=not beside_rotation):
+            self._smooth_pair(pair, self._amax(pair, calibration, folder), alpha)
         self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration.record}
 
     def _amax(self, pair: Pair, calibration: Calibration, folder: Path) -> Tensor:
@@ -226,33 +227,31 @@ class FoldJob:
 
     def rotate(self, seed: int) -> None:
         """Absorb the weights of norms, and rotate the residual stream and the values."""
-        places = self.places
+        places, block = self.places, self.places.block
         turn = rotated(places.width, random_signs(places.width, seed))
         turn_head = rotated(places.head_dim)
-        for norm, readers in places.norms.items():
+        for norm, readers, _ in [*places.norms(), Pair(places.architecture.norm, (places.architecture.head,))]:
             gain = self.source.get(f"{norm}.weight").double()
             for reader in readers:
                 self.changes[f"{reader}.weight"].inputs += [scaled(gain), turn]
             self._on_outputs(norm, torch.ones_like)
-        self.changes[f"{places.embedding}.weight"].inputs.append(turn)
-        for writer in places.writers:
-            self._on_outputs(writer, turn)
-        for values, output in places.heads:
-            self._on_outputs(values, turn_head)
-            self.changes[f"{output}.weight"].inputs.append(turn_head)
+        self.changes[self._embedding].inputs.append(turn)
+        for layer in places.layers:
+            for writer in (block.o, block.down):
+                self._on_outputs(layer + writer, turn)
+            self._on_outputs(layer + block.qkv[2], turn_head)
+            self.changes[f"{layer}{block.o}.weight"].inputs.append(turn_head)
         stream, head = self.rotated = block_size(places.width), block_size(places.head_dim)
         self.record_of["rotate"] = {"seed": seed, "stream_block": stream, "head_block": head}
 
     @property
     def untied(self) -> bool:
         """True if the head, which shared the embedding's weight, gets its own."""
-        head = f"{self.places.head}.weight"
-        return head in self.changes and head not in self.source.specs
+        return self._head in self.changes and self._head not in self.source.specs
 
     def change(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of the new files that hold the tensor `name`, see `octavo.hf.source.Change`."""
-        embedding, head = (f"{module}.weight" for module in (self.places.embedding, self.places.head))
-        names = (name, head) if name == embedding and self.untied else (name,)
+        names = (name, self._head) if name == self._embedding and self.untied else (name,)
         return {name: self._changed(name, tensor) for name in names}
 
     def _changed(self, name: str, tensor: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 
 import hashlib
 import json
-import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,25 +25,20 @@ from transformers import PreTrainedModel
 from octavo.checkpoint.files import ShardReader
 from octavo.checkpoint.layouts import UNQUANTIZED_DTYPE
 from octavo.checkpoint.scheme import SCHEME_OF
+from octavo.hf.layer_map import groups
 from octavo.hf.meta_model import transformers_meta_model
 from octavo.hf.source import Source
 from octavo.inference.packed_experts import PackedGroupedLinear
 from octavo.inference.packed_linear import PackedLinear, Stacked
-from octavo.nn.module_tools import check_module, class_name, parts_of_layer
-from octavo.numerics import TENSOR, QTensor
-from octavo.ops import quantize, quantize_stack
+from octavo.nn.module_tools import check_module, class_name, parts_of_layer, plain_name
+from octavo.numerics import TENSOR, Cast, QTensor
+from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.ops.quantization import quantize_matrices
 from octavo.packing.options import PackOptions, choose_layers
 from octavo.packing.packer import PackJob
 from octavo.recipe import Recipe, similar_preset
 
 # ---- The tensors of a model, by the names that they have in the model that nothing wraps.
-
-# What DDP, PEFT, torch.compile, checkpointing and FSDP add to names.
-_WRAPPED = re.compile(
-    r"^((module|_orig_mod|base_model\.model)\.)+|(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module|base_layer)\."
-    r"|modules_to_save\.[^.]+\.|original_module\."
-)
 
 
 class Place(NamedTuple):
@@ -59,17 +53,15 @@ def places(model: nn.Module) -> dict[str, Place]:
     """Parameters and persistent buffers by their plain names; a tensor with several names has all of them."""
     found, wrappers, unused = dict[str, Place](), dict[str, Any](), tuple[str, ...]()
     for prefix, module in model.named_modules(remove_duplicate=False):
-        if hasattr(module, "base_layer"):
+        if "base_layer" in module._modules:
             wrappers[f"{prefix}.base_layer"] = module
-        if hasattr(module, "original_module"):
+        if "original_module" in module._modules:
             unused += tuple(f"{prefix}.{name}." for name in _unused(module))
         lasting = {leaf: t for leaf, t in module._buffers.items() if leaf not in module._non_persistent_buffers_set}
         for leaf, tensor in {**module._parameters, **lasting}.items():
             name = f"{prefix}.{leaf}".lstrip(".")
             if tensor is not None and not name.startswith(unused):
-                found[_WRAPPED.sub("", name)] = Place(
-                    module, tensor, wrappers.get(prefix) if leaf == "weight" else None
-                )
+                found[plain_name(name)] = Place(module, tensor, wrappers.get(prefix) if leaf == "weight" else None)
     return found
 
 
@@ -83,7 +75,7 @@ def _unused(wrapper: Any) -> list[str]:
 
 def reshard(model: nn.Module) -> nn.Module:
     """Let the units of FSDP2 hold their parameters again, in place of gathered weights."""
-    units: list[Any] = [module for module in model.modules() if hasattr(module, "reshard")]
+    units: list[Any] = [module for module in model.modules() if hasattr(type(module), "reshard")]
     for unit in units:
         unit.reshard()
     return model
@@ -166,7 +158,7 @@ def push(trained: nn.Module, served: nn.Module) -> Pushed:
     engine = getattr(served, "octavo_engine", None)
     with nullcontext() if engine is None else engine.alone():
         job = _Push(reshard(trained), served)
-        written, found = job.write(), checksum(served)  # which waits for the device
+        written, found = job.write(), _checksum(job.held)  # which waits for the device
     return Pushed(time.perf_counter() - began, written, found, job.remarks)
 
 
@@ -177,13 +169,15 @@ class _Push:
         self.stacked = list(stacks(served))
         self.sources, self.held = places(trained), places(served)
         self.merges = all(place.adapters is None for place in self.held.values())
-        self.remarks = _read_record(getattr(served, "octavo_record", {}))
+        self.pow2, self.remarks = _read_record(getattr(served, "octavo_record", {}))
+        static = any(getattr(getattr(place.module, "scheme", None), "static", False) for place in self.held.values())
+        self.remarks += (f"the scales of inputs {_CALIBRATED}",) * static
         self.of: dict[int, str] = {}  # the trained tensor of each served one
         for name, place in self.held.items():
             if is_scale(name, place):
                 continue
             trained_name = name.removesuffix(".weight") if isinstance(place.module, PackedGroupedLinear) else name
-            if reason := _misfit(trained_name, self.sources, place, merges=self.merges):
+            if reason := _misfit(trained_name, self.sources, place, self._cast(name, place.module)):
                 raise ValueError(f"push: {reason}")
             first = self.of.setdefault(id(place.tensor), trained_name)
             if self.sources[first].tensor is not self.sources[trained_name].tensor:
@@ -201,8 +195,15 @@ class _Push:
         """Write all, layers that run as one GEMM together; returns the bytes."""
         left = dict(self.of)
         for stack, layers in self.stacked:
-            weights = [self._get(left.pop(id(layer.weight))) for layer in layers]
-            _copy(quantize_stack(weights, layers[0].scheme.weight), stack.weight.data, stack.weight.scale)
+            names = [left.pop(id(layer.weight)) for layer in layers]
+            cast = self._cast(names[0], layers[0])
+            _copy(quantize_stack([self._get(name) for name in names], cast), stack.weight.data, stack.weight.scale)
+        for modules in self._sharing():
+            names = [left.pop(id(module.weight)) for module in modules]
+            weights, cast = [self._get(name) for name in names], self._cast(names[0], modules[0])
+            largest = torch.stack([quantize(w, cast).scale for w in weights]).amax(0)
+            for layer, w in zip(modules, weights, strict=True):
+                _copy(quantize_scaled(w, largest, cast)[0], layer.weight, layer.weight_scale)
         for place in self.held.values():
             module: Any = place.module
             if (name := left.pop(id(place.tensor), None)) is None:
@@ -211,15 +212,33 @@ class _Push:
             if isinstance(module, PackedGroupedLinear):
                 # `octavo pack` quantizes gate and up each by itself; training takes both as one matrix.
                 count = len(w) * (1 + (in_bf16 and name.endswith("gate_up_proj")))
-                q = quantize_matrices(w.reshape(count, -1, w.shape[2]), module.scheme.weight)
+                q = quantize_matrices(w.reshape(count, -1, w.shape[2]), self._cast(name, module))
                 _copy(q, module.weight, module.weight_scale)
             elif isinstance(module, PackedLinear) and place.tensor is module.weight:
                 rounds = in_bf16 and name.endswith("lm_head.weight")  # as a packed folder does before the head is cast
-                q = quantize(w.to(UNQUANTIZED_DTYPE) if rounds else w, module.scheme.weight)
+                q = quantize(w.to(UNQUANTIZED_DTYPE) if rounds else w, self._cast(name, module))
                 _copy(q, module.weight, module.weight_scale)
             else:
                 place.tensor.copy_(w)
         return sum({id(place.tensor): place.tensor.nbytes for place in self.held.values()}.values())
+
+    def _cast(self, name: str, module: Any) -> Any:
+        """The cast of a packed weight, or None. A head is cast where the folder is loaded, without its options."""
+        cast: Any = getattr(getattr(module, "scheme", None), "weight", None)
+        rounds = self.pow2 and cast is not None and not cast.power_of_two and not name.endswith("lm_head.weight")
+        return replace(cast, scale="pow2") if rounds else cast
+
+    def _sharing(self) -> Iterator[list[PackedLinear]]:
+        """Layers in BF16 whose packed weights have one scale, the largest, as `octavo pack` gives it by default."""
+        found = {name: place.module for name, place in self.held.items() if name.endswith(".weight")}
+        wholes = {name.removesuffix(".weight"): module for name, module in found.items()
+                  if isinstance(module, PackedLinear) and module.scheme.weight.granularity == TENSOR
+                  and recipe_of(self.sources[name]) is None}  # fmt: skip
+        for names in groups(wholes):
+            modules = [wholes[name] for name in names]
+            scales = torch.cat([module.weight_scale for module in modules])
+            if len(names) > 1 and bool((scales == scales[0]).all()):
+                yield modules
 
     def _get(self, name: str) -> Tensor:
         return whole(self.sources[name], merged=self.merges)
@@ -299,8 +318,9 @@ def recipe_of(place: Place) -> Recipe | None:
     return None if recipe is None or recipe.y is None else recipe
 
 
-def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: bool) -> str:
-    """Why the trained tensor cannot be written to a place of the served model, and what to do; or ""."""
+def _misfit(name: str, sources: Mapping[str, Place], held: Place, cast: Cast | None) -> str:
+    """Why the trained tensor cannot be written to a place of the served model, and what to do; or "". `cast` is that of
+    a packed weight."""
     if (source := sources.get(name)) is None:
         return f"the trained model has no {name}: {_OTHER}"
     mine, theirs = list(source.tensor.shape), list(held.tensor.shape)
@@ -317,14 +337,14 @@ def _misfit(name: str, sources: Mapping[str, Place], held: Place, *, merges: boo
             return f"{name} is trained by {recipe.name} and served in BF16: pack it, or leave it out of octavo.convert"
         return ""
     scheme = packed.scheme
-    if scheme.static:
-        return f"{name} is served by static, with scales of inputs that other weights had: pack the folder by channel"
-    if recipe is not None and recipe.repeatable_w != scheme.weight:
+    if recipe is not None and recipe.repeatable_w != cast:
         fitting = SCHEME_OF.get(similar_preset(recipe), "channel")
-        advice = "train by rowwise" if fitting in ("static", scheme.name) else f"pack the folder by {fitting}"
+        advice = f"pack the folder by {fitting}"
+        if recipe.repeatable_w == scheme.weight:
+            advice = "pack the folder without --pow2"
+        elif fitting in ("static", scheme.name):
+            advice = f"train by {'tensorwise' if scheme.weight.granularity == TENSOR else 'rowwise'}"
         return f"{name} is trained by {recipe.name}, whose scales the scheme {scheme.name} does not hold: {advice}"
-    if recipe is None and scheme.weight.granularity == TENSOR:
-        return f"{name} is served by {scheme.name}, one scale for layers that are fused: pack the folder by channel"
     if isinstance(packed, PackedGroupedLinear) and not scheme.weight.by_row:
         return f"{name} holds experts by {scheme.name}: pack them by channel (--layer '*.experts.*=channel')"
     return ""
@@ -338,18 +358,25 @@ def _misfit_of_adapters(name: str, wrapper: Any) -> str:
     return f"{name} has adapters that are no plain LoRA: merge them (merge_and_unload) first"
 
 
-def _read_record(record: dict[str, Any]) -> tuple[str, ...]:
-    """What a push does not bring up to date, by octavo.json of the folder. A ValueError if packing changed weights."""
-    scales = record.get("weight_scales") or {}
-    changed = [what for what in ("smooth", "rotate") if (record.get("folded") or {}).get(what)]
-    changed += ["weights=mse"] * (scales.get("rule") == "mse") + ["pow2"] * bool(scales.get("pow2"))
-    if changed:
-        raise ValueError(
-            f"push: the served folder was packed with {' and '.join(changed)}, which the weights in training do not "
-            "have: pack it without"
-        )
+_CALIBRATED = "are those of the calibration, of other weights: calibrate again where they change much"
+# What packing may have done to weights that a push cannot repeat, and why.
+_UNREADABLE = {
+    "smooth": "the folder has the range of its factors, and not the factors",
+    "rotate": "the folder does not say to which dtype the turned weights were rounded",
+    "weights=mse": "it searches the scales of all weights, which takes longer than a push",
+}
+
+
+def _read_record(record: dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """True if scales were rounded to powers of two, and what a push does not bring up to date, by octavo.json of the
+    folder. A ValueError if packing changed the weights."""
+    scales, folded = record.get("weight_scales") or {}, record.get("folded") or {}
+    done = {**folded, "weights=mse": scales.get("rule") == "mse"}
+    for what, reason in _UNREADABLE.items():
+        if done.get(what):
+            raise ValueError(f"push: the served folder was packed with {what}, and {reason}: pack it without")
     caches = (record.get("calibration") or {}).get("kv_cache")
-    return ("the scales of keys and values are those of the calibration, of other weights",) if caches else ()
+    return bool(scales.get("pow2")), (f"the scales of keys and values {_CALIBRATED}",) if caches else ()
 
 
 # ---- What the engine multiplies.
@@ -377,9 +404,6 @@ def stacks(model: nn.Module) -> Iterator[tuple[Stacked, list[PackedLinear]]]:
         yield stacked, layers
 
 
-_WORDS = 2**21  # of 8 bytes, that are added up at a time
-
-
 @torch.no_grad()
 def checksum(served: nn.Module) -> str:
     """A checksum of the tensors that the engine of `octavo.load` multiplies.
@@ -391,28 +415,52 @@ def checksum(served: nn.Module) -> str:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
     """
     list(stacks(served))
-    named = {id(place.tensor): (name, place.tensor) for name, place in reversed(places(served).items())}
-    digest, sums, waiting = hashlib.blake2b(digest_size=8), list[Tensor](), list[Tensor]()
-    factors = torch.arange(_WORDS, device=next(served.parameters()).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
+    return _checksum(places(served))
+
+
+_WORDS = 2**19  # of 8 bytes, that are added up at a time: with their factors, 8 MiB beside the models
+
+
+def _checksum(held: Mapping[str, Place]) -> str:
+    """The checksum of tensors, whose words follow each other. A tensor with several names counts once, by the first."""
+    named = dict[int, tuple[str, Tensor]]()
+    for name, place in held.items():
+        named.setdefault(id(place.tensor), (name, place.tensor))
+    tensors = dict(named.values())
+    described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
+    factors = torch.arange(_WORDS, device=next(iter(tensors.values())).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
     factors = (factors ^ (factors >> 31)).bitwise_or_(1)
-    for name, tensor in reversed(named.values()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        for part in torch.split(_words(tensor), _WORDS):
-            if len(part) + sum(map(len, waiting)) > _WORDS:
-                sums.append(_sum(waiting, factors))
-                waiting = []
-            waiting.append(part)
-    sums.append(_sum(waiting, factors))
-    digest.update(str(torch.stack(sums).tolist()).encode())  # one wait for the device
-    return digest.hexdigest()
+    words = torch.empty_like(factors)
+    sums = [_sum(parts, factors, words) for parts in _full(map(_words, tensors.values()))]
+    found = torch.stack(sums).tolist()  # one wait for the device
+    return hashlib.blake2b(f"{described}{found}".encode(), digest_size=8).hexdigest()
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The memory of a tensor as int64, with zeros at the end."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    return (F.pad(data, (0, 8 - len(data) % 8)) if len(data) % 8 or data.data_ptr() % 8 else data).view(torch.int64)
+    size = tensor.nbytes
+    return (F.pad(data, (0, -size % 8)) if size % 8 or data.data_ptr() % 8 else data).view(torch.int64)
 
 
-def _sum(parts: list[Tensor], factors: Tensor) -> Tensor:
-    words = torch.cat(parts)
-    return (words * factors[: len(words)]).sum()
+def _full(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parts of the tensors, together `_WORDS` words; fewer at the end."""
+    parts, room = list[Tensor](), _WORDS
+    for words in tensors:
+        for part in (words[:room], *torch.split(words[room:], _WORDS)) if words.numel() > room else (words,):
+            parts.append(part)
+            room -= part.numel()
+            if not room:
+                yield parts
+                parts, room = [], _WORDS
+    if parts:
+        yield parts
+
+
+def _sum(parts: list[Tensor], factors: Tensor, words: Tensor) -> Tensor:
+    """The sum of words by their factors, modulo 2^64; `words` is memory for a product of each."""
+    if len(parts) == 1:
+        count = parts[0].numel()
+        return torch.mul(parts[0], factors[:count], out=words[:count]).sum()
+    found = words[: sum(part.numel() for part in parts)]
+    return torch.cat(parts, out=found).mul_(factors[: found.numel()]).sum()

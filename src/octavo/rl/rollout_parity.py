@@ -31,6 +31,8 @@ from octavo.nn.module_tools import check_module
 from octavo.ops import quantize, quantize_matrices
 from octavo.rl.pushing import Place, adapters_of, is_scale, places, recipe_of, transformers_model, whole
 from octavo.util import Table
+from octavo.watching.rules import judge_drift
+from octavo.watching.storage import Event
 
 
 class DriftError(RuntimeError):
@@ -58,10 +60,14 @@ class Parity:
     sources: tuple[tuple[str, float, str], ...]
     first: str
 
+    def event(self, step: int, *, kl: float) -> Event | None:
+        """The finding for `write_event` of a watch if the KL is above `kl` nats a token, or not a number."""
+        return judge_drift(step, self.kl, kl)
+
     def check(self, *, kl: float) -> None:
-        """Raise a DriftError, with the table, if the KL is above `kl` nats a token, or not a number."""
-        if not self.kl <= kl:
-            raise DriftError(f"the KL of training and sampling is {self.kl:.3g} nats a token, above {kl:.3g}\n{self}")
+        """Raise a DriftError, with the table, where `event` finds something."""
+        if (found := self.event(0, kl=kl)) is not None:
+            raise DriftError(f"{found.message}\n{self}")
 
     def __repr__(self) -> str:
         rows = [(name, f"{alone:.2e}", detail) for name, alone, detail in self.sources]

@@ -27,14 +27,21 @@ from torch import Tensor, nn
 from octavo.checkpoint.scheme import CHANNEL
 from octavo.inference.kv_cache import ModelKVCache, sliding_window
 from octavo.inference.packed_linear import PackedLinear
-from octavo.inference.transformers_cache import ATTENTION, register_attention
+from octavo.inference.transformers_cache import ATTENTION, CACHE, register_attention
 from octavo.nn.fused import Stack, rows
 from octavo.nn.fused_loss import LossModel
 from octavo.nn.fused_modules import is_known
 from octavo.nn.linear import Linear
 from octavo.nn.module_tools import differentiable_once, is_fsdp_module, mix_classes, watched
 from octavo.numerics import QTensor
-from octavo.ops import activation_quantize, norm_quantize_inference, quantize, quantize_stack, rotate_append
+from octavo.ops import (
+    activation_quantize,
+    norm_quantize,
+    norm_quantize_inference,
+    quantize,
+    quantize_stack,
+    rotate_append,
+)
 from octavo.ops.attention import ordered_attention
 from octavo.ops.gemm import ordered_mm
 from octavo.ops.softmax_loss import cross_entropy
@@ -216,14 +223,11 @@ def _attend(
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    """The root-mean-square norm in BF16; each sum adds the two halves of a row, again and again."""
-    squares = x.float().square()
-    while (size := squares.shape[-1]) > 1:
-        low, high = F.pad(squares, (0, size % 2)).chunk(2, -1)
-        squares = low + high
-    rstd = 1 / (squares / x.shape[-1] + norm.variance_epsilon).sqrt()
-    y: Tensor = norm.weight.bfloat16() * (x.float() * rstd).bfloat16()
-    return y
+    """The root-mean-square norm in BF16, by the sums of the norms that quantize."""
+    weight, flat = norm.weight.bfloat16(), rows(x)
+    rstd = norm_quantize(flat, None, weight, None, norm.variance_epsilon, ROW_X, center=False).rstd
+    y: Tensor = weight * (flat.float() * rstd).bfloat16()
+    return y.view(x.shape)
 
 
 def _logits(head: Any, x: Tensor) -> Tensor:
@@ -265,16 +269,15 @@ class SameLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_embeddings: Any = None,
-        past_key_values: Any = None,
         **kwargs: Any,
     ) -> Tensor:
         layer: Any = self
+        cache = kwargs.pop(CACHE, None)
         first = None if attention_mask is None else attention_mask.flatten()
-        run = partial(_layer, layer, first, position_embeddings, past_key_values)
+        run = partial(_layer, layer, first, position_embeddings, cache)
         given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings} | kwargs
-        cache = past_key_values if torch.is_grad_enabled() else None
-        if cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
-            raise RuntimeError("a gradient needs whole texts: go on with past_key_values under torch.no_grad()")
+        if torch.is_grad_enabled() and cache is not None and cache.get_seq_length(layer.self_attn.layer_idx):
+            raise RuntimeError("a gradient needs whole texts: go on with a cache under torch.no_grad()")
         return _computed(layer, run, partial(super().forward, **given | {"use_cache": False}), hidden_states)
 
 

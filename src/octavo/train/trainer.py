@@ -37,7 +37,7 @@ from octavo.checkpoint.layouts import SIDE_FILE, read_config, write_config
 from octavo.checkpoint.packed_folder import PackedTensors
 from octavo.data import DataError, ReadReport, absolute_source
 from octavo.inference.engine import Engine
-from octavo.inference.sampling import Sampling, stream_texts
+from octavo.inference.sampling import Sampling, TextStream
 from octavo.models import BUILT_IN_MODELS
 from octavo.models.tokenizer import Batches, Corpus, RandomBatches, Tokenizer, build_corpus
 from octavo.nn import Conversion
@@ -258,10 +258,10 @@ class Trainer:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
         self.model.eval()
         with eager(), own_random(self.state.device), autocast(self.config.precision, self.state.device):
-            prompts = [self.data.tokenizer.encode("\n")]
-            steps = Engine(self.model, context=self.config.context).generate(prompts, count, Sampling(seed=0))
-            pieces = (piece for [piece] in stream_texts(self.data.tokenizer, prompts, steps))
-            return show_sampled(self.console, pieces, count)
+            stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
+            steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
+            pieces = (stream.add(token) for [token] in steps if token is not None)
+            return show_sampled(self.console, pieces, count) + stream.end()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)

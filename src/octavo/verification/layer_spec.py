@@ -438,12 +438,12 @@ def cache_scales(files: CheckpointFiles) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def rounding_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers, for `past_key_values`, that rounds all keys and values it is given."""
+    """An empty cache of transformers that rounds all keys and values it is given."""
     from transformers.cache_utils import Cache, DynamicLayer
 
-    def rounded(update: Callable[..., Any], pair: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *args: Any) -> Any:
+    def rounded(store: Any, pair: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
         k, v = (round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), pair, strict=True))
-        return update(k, v, *args)
+        return store(k, v)
 
     layers = [DynamicLayer() for _ in scales]
     for layer, pair in zip(layers, scales.values(), strict=True):

@@ -10,7 +10,6 @@ of the operands: 0.04 in e4m3, and about 1 where the layer multiplied another we
 """
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +28,7 @@ from octavo.comparison import Call, has_gradient, seen_calls
 from octavo.hf.meta_model import arguments_of, random_inputs, transformers_meta_model
 from octavo.inspection.dtype_report import patterns_of
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.module_tools import check_initialized, check_module
+from octavo.nn.module_tools import check_initialized, check_module, plain_name
 from octavo.tracing import compute_dtype, floating, flops_of, kind_of, names_of
 from octavo.util import Table, plural
 from octavo.verification.layer_spec import LayerSpec, PackedLayers, numbers_of, read_specs, scale_values, widen
@@ -309,8 +308,6 @@ _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, to
 _SCALES = ("{}_scale_inv", "{}_scale", "scale", "scales")  # of the weight `{}`; they multiply
 _LARGE = 240  # bytes reach this, and most 448; weights do not
 _SAME, _CAST = 2.0**-7, 0.1  # |w - w_file| / |w_file|, of the worst row: rounded to BF16; of the whole: cast since
-# What wrappers add to names: of PEFT, DDP, torch.compile and checkpointing.
-_WRAPPED = re.compile(r"^base_model\.model\.|^module\.|_orig_mod\.|_checkpoint_wrapped_module\.|base_layer\.(?=\w+$)")
 
 
 def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
@@ -369,7 +366,8 @@ def _weight_faults(model: nn.Module, folder: Path | None, remarks: list[str]) ->
             name = f"{module_name}.{leaf}".lstrip(".")
             if tensor is None or "scale" in leaf or not (tensor.is_floating_point() or tensor.dtype in _EIGHT_BITS):
                 continue
-            (weight, narrow, wrong), known = _held(module, leaf), _WRAPPED.sub("", name)
+            known = "" if ".modules_to_save." in name else plain_name(name)  # PEFT trains that copy
+            weight, narrow, wrong = _held(module, leaf)
             if wrong and tensor.ndim > 1:
                 yield Fault("scale", name, wrong, torch.inf)
             if known in read:

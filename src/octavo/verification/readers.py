@@ -13,7 +13,8 @@ a scale is at about 1.
 
 transformers with compressed-tensors rounds inputs of two dimensions with one scale, where the scheme says one a token,
 so it has a reference that does the same (`round_input_by_compressed_tensors`). It widens packed experts and rounds none
-of their inputs. If the folder stores scales of a KV cache, the reference rounds keys and values, as transformers does.
+of their inputs. If the folder stores scales of a KV cache, the reference rounds keys and values, as transformers does
+(but not 5.24 with compressed-tensors 0.20, which looks for the cache under its old name; the note says so then).
 With vLLM the cache is then in eight bits, and the limit is 2 times the larger: its attention may round more than the
 cache. It gives log-probabilities, not logits, and both distances are of log-probabilities there.
 """
@@ -45,6 +46,7 @@ Factors = tuple[float, float]  # of the distances of `unrounded` and `bf16`; the
 FLOAT32, BF16, BF16_LOOSE = (1.25, 0.0), (1.5, 1.5), (2.0, 2.0)
 ROUNDING = 1e-4  # added to what is allowed: float32's own rounding
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.input_scale$")  # transformers widens experts, and rounds no inputs
+_OF_CACHE = re.compile(r"\.[kv]_scale$")
 _OF_TRANSFORMERS = ("compressed-tensors", "fp8")  # the quant_methods of the layouts that it opens
 MOST = 0.5  # the most that is ever allowed; no right reader is as far away
 
@@ -158,12 +160,17 @@ def open_with_transformers(probe: Probe, version: str, device: str) -> ReaderRes
             actual = model_outputs(model.eval(), probe.inputs, probe.logits)
     widens = compressed and probe.settings.get("dequantize")  # as it loads: it rounds no inputs, nor reads their scales
     known = re.compile(r"\.input_scale$") if widens else _OF_EXPERT
+    uncached = compressed and probe.cache and not any(name.endswith(".k_scale") for name in model.state_dict())
+    if uncached:
+        info["unexpected_keys"] = [name for name in info["unexpected_keys"] if not _OF_CACHE.search(str(name))]
     unread = {key: [name for name in map(str, value) if not known.search(name)] for key, value in info.items()}
     if wrong := {key: sorted(names) for key, names in unread.items() if names}:
         key, names = next(iter(wrong.items()))
         return ReaderResult("transformers", version, "failed", f"{key}: {names[0]} ({len(names)} in all)")
     note = "emulated in float32" if float32 else "in BF16"
-    if probe.cache and not float32:
+    if uncached:
+        note += ", its KV scales unused"
+    elif probe.cache and not float32:
         note += ", with its KV scales in BF16 too"
     if compressed:
         note += f", compressed-tensors {installed('compressed-tensors')}"

@@ -20,6 +20,7 @@ from octavo.hf.meta_model import (
     predicts_tokens,
     tied_names,
 )
+from octavo.util import cache_argument
 from octavo.verification.checks import Required
 
 LinearFn = Callable[[str, Tensor], Tensor]
@@ -83,7 +84,7 @@ class StreamedModel:
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
         """The outputs float32 (`octavo.hf.meta_model.model_outputs`) of token ids int64 [B, T] or of images."""
-        cache = {} if self._make_cache is None else {"past_key_values": self._make_cache()}
+        cache = {} if self._make_cache is None else {cache_argument(): self._make_cache()}
         # cuDNN convolves float32 with the 10 bits of TF32 unless it is told not to.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             return model_outputs(self._model, inputs.to(self.device), self.logits, **cache)

@@ -370,3 +370,11 @@ def judge_rate(step: int, rate: float, weights: float) -> Event | None:
         return None
     message = f"the learning rate {rate:.2g} is {rate / weights:.2g} times the weights' RMS, {weights:.2g}: lower it"
     return Event(step, "rate_too_high", None, None, rate / weights, RATE, message)
+
+
+def judge_drift(step: int, kl: float, most: float) -> Event | None:
+    """The event of a KL of training from sampling above `most` nats a token, or that is not a number."""
+    if kl <= most:
+        return None
+    message = f"the KL of training and sampling is {kl:.3g} nats a token, above {most:.3g}"
+    return Event(step, "rollout_drift", None, None, kl, most, message)

@@ -17,7 +17,7 @@ from octavo.nn.conversion import find_experts, stacks_of
 from octavo.nn.experts import Experts
 from octavo.nn.fused_modules import FusedModule
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.module_tools import class_name, is_conv1d, shape_of
+from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
 from octavo.observation.operand_statistics import EXPONENTS, MAXIMA, by_dtype, histograms, sampled_rows
@@ -26,7 +26,6 @@ from octavo.recipe import Recipe
 from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, combined
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
 
 
@@ -55,13 +54,13 @@ class Layers:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
         self._dtype = names.get(dtype, str(dtype))
         found: dict[str, Any] = {
-            _plain(name): module
+            plain_name(name): module
             for name, module in model.named_modules()
             if isinstance(module, RecipeLayer | nn.Linear) or is_conv1d(module)
         }
         for name, module in find_experts(model).items():
             for weight in stacks_of(name, module):
-                found[_plain(weight)] = ExpertStack(module, weight.rpartition(".")[2])
+                found[plain_name(weight)] = ExpertStack(module, weight.rpartition(".")[2])
         self.names = list(found)
         self.modules: list[Any] = list(found.values())
         numbers = {id(module): i for i, module in enumerate(self.modules)}
@@ -71,7 +70,7 @@ class Layers:
         for name, fused in model.named_modules():  # those that may run several layers as one GEMM
             if isinstance(fused, FusedModule) and all(isinstance(linear, RecipeLayer) for linear in fused.inner):
                 layers = tuple(numbers[id(linear)] for linear in fused.inner)
-                self.places.append(Place(_plain(name), fused, layers, row))
+                self.places.append(Place(plain_name(name), fused, layers, row))
                 row += 1 + 2 * len(layers)
         self.firsts, self.count = dict[int, int](), len(self.modules)
         for i, stack in self.stacks:
@@ -210,12 +209,6 @@ def _is_recomputed_by_compiler(module: Any) -> bool:
     """True if a module is compiled, and checkpointed inside of the compiled code."""
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return compiled and bool(getattr(module, "activation_checkpointing", False))
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 # ---- The experts of a watched model: a stack of their matrices as one layer, and which expert is worst.

@@ -11,7 +11,7 @@ reads the number of tokens and divides it into parts of equal length, so that on
 Bytes are widened in registers to float16, which holds every number of E4M3 and INT8. A power of two for each row brings
 the queries into the range of float16. BF16 is multiplied as BF16. Sums are float32. Values are loaded as words of four
 bytes: Triton would otherwise load each byte by itself, to have it in the layout of the tensor core. GPUs before Ada
-(8.9), which do not convert E4M3, read bytes, and widen these by the integer instructions of `weight_only`.
+(8.9), which do not convert E4M3, read bytes, and widen these by the integer instructions of `device_math`.
 """
 
 import math
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from octavo.numerics.formats import LARGEST, ROUNDS_TO_LARGEST
 from octavo.ops.attention_tiles import choose_tile, splits_of
-from octavo.ops.kernels.device_math import SMALLEST_SCALE, ceil_power_of_two, inverse, to_stored
-from octavo.ops.kernels.weight_only import WIDEN_FP16
+from octavo.ops.kernels.device_math import SMALLEST_SCALE, WIDEN_FP16, ceil_power_of_two, inverse
+from octavo.ops.kernels.rotary import rotate_append_kernel
 from octavo.ops.launching import Cache, allocate, cdiv, has_kernels, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
@@ -78,16 +78,22 @@ MOST = 1 << 26  # numbers of the parts at a time: 256 MiB
 
 def ordered_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: float) -> Tensor:
     """Same as `ordered_attention_reference`, for a contiguous cache."""
+    (batch, heads, num_new, dim), room = q.shape, cache.keys.shape[2]
+    at_once = max(1, MOST // (batch * heads * cdiv(room, PART) * (dim + 2)))
+    if num_new <= at_once:
+        return _attend_in_order(q, cache, first, scale, room)
+    later = [max(0, num_new - end) for end in range(at_once, num_new + at_once, at_once)]  # tokens after each piece
+    made = [_attend_in_order(x, cache._replace(length=cache.length - after), first, scale, room - after)
+            for x, after in zip(torch.split(q, at_once, 2), later, strict=True)]  # fmt: skip
+    return torch.cat(made, 2)
+
+
+def _attend_in_order(q: Tensor, cache: Cache, first: Tensor | None, scale: float, room: int) -> Tensor:
+    """The same for the last queries of `length` tokens, `room` of them at most."""
     q, (keys, values, _, _, length) = q.contiguous(), cache
-    (batch, heads, num_new, dim), (kv_heads, capacity) = q.shape, keys.shape[1:3]
-    parts, shared, pairs = cdiv(capacity, PART), heads // kv_heads, batch * kv_heads
-    at_once = max(1, MOST // (pairs * shared * parts * (dim + 2)))
-    if num_new > at_once:
-        ends = [min(start + at_once, num_new) for start in range(0, num_new, at_once)]
-        pieces = zip(torch.split(q, at_once, 2), ends, strict=True)
-        return torch.cat([ordered_attention(x, cache._replace(length=length - (num_new - end)), first, scale)
-                          for x, end in pieces], 2)  # fmt: skip
-    num_rows, block_d = shared * num_new, max(power_of_two_above(dim), 16)
+    (_, heads, num_new, dim), (batch, kv_heads, capacity) = q.shape, keys.shape[:3]
+    parts, pairs, num_rows = cdiv(room, PART), batch * kv_heads, heads // kv_heads * num_new
+    block_d = max(power_of_two_above(dim), 16)
     block_n, warps, stages = choose_tile(2, QUERIES, block_d, shared_memory(q.device))
     partial = allocate(q, (pairs * parts * num_rows * (dim + 2),), torch.float32)
     result = allocate(q, q.shape)
@@ -97,7 +103,7 @@ def ordered_attention(q: Tensor, cache: Cache, first: Tensor | None, scale: floa
         BLOCK_D=block_d, ONE_SPLIT=False, PART=PART, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     launcher(_join_kernel, (cdiv(num_rows, JOINED), pairs))(
-        partial, length, first, result, kv_heads, capacity, num_rows, num_new, parts,
+        partial, length, first, result, kv_heads, room, num_rows, num_new, parts,
         HEAD_DIM=dim, PART=PART, BLOCK_M=JOINED, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
     return result
@@ -170,8 +176,31 @@ def _part_kernel(
         split_tokens = tl.cdiv(tl.cdiv(end, splits), BLOCK_N) * BLOCK_N
         begin = split * split_tokens
     end = tl.minimum(end, begin + split_tokens)
+    if PART and begin >= end:  # the second kernel does not read what no query sees
+        return
     mask = (offs_m < num_rows)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+    offs_q = (pair.to(tl.int64) * num_rows + offs_m)[:, None] * HEAD_DIM + offs_d[None, :]
+    q, factor = _queries(q_ptr + offs_q, mask, k_scale_ptr, head, SCALE, BLOCK_M, keys_ptr.dtype.element_ty)
+    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
+    m_i, l_i, acc = _attend(q, factor, keys_ptr, values_ptr, begin, first, end, position,
+                            BLOCK_M, HEAD_DIM, BLOCK_N, BLOCK_D, PART)  # fmt: skip
+    if v_scale_ptr is not None:
+        acc = acc * tl.load(v_scale_ptr + head)
+    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
+    if ONE_SPLIT:
+        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
+    else:
+        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
+        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
+        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
+    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _queries(q_ptrs, mask, k_scale_ptr, head, SCALE: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr):
+    """The queries, in float16 for eight-bit keys and in DTYPE for others, and the factor of the products of each."""
+    q = tl.load(q_ptrs, mask, other=0.0)
     factor = tl.full((BLOCK_M,), SCALE, tl.float32)
     if k_scale_ptr is not None:
         wide = q.to(tl.float32)
@@ -179,12 +208,19 @@ def _part_kernel(
         q = (wide * inverse(power)[:, None]).to(tl.float16)
         factor = factor * power * tl.load(k_scale_ptr + head)
     else:
-        q = q.to(keys_ptr.dtype.element_ty)
+        q = q.to(DTYPE)
+    return q, factor
+
+
+@triton.jit
+def _attend(
+    q, factor, keys_ptr, values_ptr, begin, first, end, position,
+    BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and result of the keys from `begin` to `end`."""
     m_i = tl.full((BLOCK_M,), -1e30, tl.float32)  # finite: -inf less -inf would be NaN
     l_i = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    keys_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
-    values_ptr += pair.to(tl.int64) * capacity * HEAD_DIM
     if PART:
         for start in range(begin, end, BLOCK_N):
             m_new, l_new, acc_new = _attend_block(q, factor, keys_ptr, values_ptr, start, first, end, position,
@@ -200,16 +236,7 @@ def _part_kernel(
         if full_end < end:
             m_i, l_i, acc = _attend_block(q, factor, keys_ptr, values_ptr, full_end, first, end, position,
                                           m_i, l_i, acc, HEAD_DIM, BLOCK_N, BLOCK_D, True)  # fmt: skip
-    if v_scale_ptr is not None:
-        acc = acc * tl.load(v_scale_ptr + head)
-    offs_out = (pair * splits + split).to(tl.int64) * num_rows + offs_m
-    if ONE_SPLIT:
-        acc = _normalized(acc, l_i[:, None], length_ptr, capacity, first_ptr, pair // kv_heads)
-    else:
-        parts = splits.to(tl.int64) * tl.num_programs(1) * num_rows
-        tl.store(out_ptr + parts * HEAD_DIM + offs_out, m_i, offs_m < num_rows)
-        tl.store(out_ptr + parts * (HEAD_DIM + 1) + offs_out, l_i, offs_m < num_rows)
-    tl.store(out_ptr + offs_out[:, None] * HEAD_DIM + offs_d[None, :], acc.to(out_ptr.dtype.element_ty), mask)
+    return m_i, l_i, acc
 
 
 @triton.jit
@@ -319,44 +346,9 @@ def append_kv(k: Tensor, v: Tensor, cache: Cache, clipped: Tensor) -> None:
     batch, kv_heads, num_new, dim = k.shape
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(num_new), 2048 // block_d))
-    launcher(_append_kernel, (cdiv(num_new, block_t), batch * kv_heads, 2))(
-        k, v, *cache, clipped, *k.stride()[:3], *v.stride()[:3],
-        kv_heads, cache.keys.shape[2], num_new,
-        HEAD_DIM=dim, LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
+    launcher(rotate_append_kernel, (2 * batch * kv_heads, cdiv(num_new, block_t)))(
+        k, k, v, None, None, None, None, *cache, clipped, None, None,
+        0, 0, *k.stride()[:3], *v.stride()[:3], num_new, cache.keys.shape[2],
+        HEADS=0, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=True, EPS=0.0,
+        LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4,
     )  # fmt: skip
-
-
-@triton.jit
-def _append_kernel(
-    k_ptr, v_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr, length_ptr, clipped_ptr,
-    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, kv_heads, capacity, num_new,
-    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    pair = tl.program_id(1).to(tl.int64)
-    batch, head = pair // kv_heads, pair % kv_heads
-    offs_t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    start = tl.load(length_ptr) - num_new
-    if tl.program_id(2) == 0:
-        source_ptr = k_ptr + batch * stride_kb + head * stride_kh
-        _append(source_ptr, stride_kt, keys_ptr, k_scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity,
-                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
-    else:
-        source_ptr = v_ptr + batch * stride_vb + head * stride_vh
-        _append(source_ptr, stride_vt, values_ptr, v_scale_ptr, clipped_ptr + 1, start, offs_t, pair, head, capacity,
-                num_new, HEAD_DIM, LARGEST, LIMIT, BLOCK_D)  # fmt: skip
-
-
-@triton.jit
-def _append(
-    source_ptr, stride_t, data_ptr, scale_ptr, clipped_ptr, start, offs_t, pair, head, capacity, num_new,
-    HEAD_DIM: tl.constexpr, LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    offs_d = tl.arange(0, BLOCK_D)
-    mask = (offs_t < num_new)[:, None] & (offs_d < HEAD_DIM)[None, :]
-    y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask, other=0.0).to(tl.float32)
-    if scale_ptr is not None:
-        y = to_stored(y, mask, scale_ptr + head, clipped_ptr, LARGEST, LIMIT, data_ptr.dtype.element_ty)
-    position = start + offs_t
-    offs = (pair * capacity + position)[:, None] * HEAD_DIM + offs_d[None, :]
-    store_mask = mask & ((position >= 0) & (position < capacity))[:, None]
-    tl.store(data_ptr + offs, y.to(data_ptr.dtype.element_ty), store_mask)

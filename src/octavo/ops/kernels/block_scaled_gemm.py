@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.kernels.gemm import COMBINE_BLOCK_N, choose_split, combine_kernel, cut, empty_product, store_sums
+from octavo.ops.kernels.gemm import add_partials, choose_split, cut, empty_product, store_sums
 from octavo.ops.kernels.weight_only import dequantize
 from octavo.ops.launching import Operands, allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
 from octavo.ops.library_gemms import ALIGNMENT
@@ -67,10 +67,7 @@ def scaled_mm(
         BLOCK_M=block_m, BLOCK_N=block_n, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     if partials is not None:
-        launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
-            partials, None, None, *extra, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
-            STRIDE_SCALE_A=0, STRIDE_SCALE_B=0, num_warps=4,
-        )  # fmt: skip
+        add_partials(partials, None, None, *extra)
     return y
 
 
@@ -155,7 +152,7 @@ def _tile_kernel(
     if partials_ptr is not None:
         tl.store(partials_ptr + (tl.program_id(1).to(tl.int64) * M + rows) * N + offs_n[:, None], acc, mask)
     else:
-        store_sums(acc, rows, offs_n[:, None], y_ptr, None, bias_ptr, residual_ptr, N, 0, mask)
+        store_sums(acc, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask)
 
 
 @triton.jit

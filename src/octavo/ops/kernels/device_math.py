@@ -137,6 +137,56 @@ def to_stored(y, mask, scale_ptr, clipped_ptr, LARGEST: tl.constexpr, LIMIT: tl.
     return to_data(tl.where(nan, float("nan"), y), dtype)
 
 
+# ---- E4M3 and E8M0 widened.
+
+
+# Four bytes s eeee mmm in a register become two registers of two numbers each. A byte moves into the upper half of its
+# 16 bits (prmt), and its exponent and mantissa to the place that they have in the wider format. The result is the
+# number times a power of two, subnormals included, and the last instruction takes this power out. The code of NaN, all
+# ones, is the only one that carries into the next bit when one is added; then the exponent is filled up.
+# They are one line each: Inductor writes kernels into a file, and a line break within a string ends it there.
+_WIDEN_BF16 = tl.constexpr(
+    "{ .reg .b32 b, m, t, two, zero; mov.b32 two, 0x7B807B80; mov.b32 zero, 0x80008000; "
+    "prmt.b32 b, 0, $2, 0x5040; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 4; add.u32 t, m, 0x00100010; "
+    "and.b32 t, t, 0x08000800; mad.lo.u32 m, t, 15, m; lop3.b32 m, b, 0x80008000, m, 0xEA; "
+    "fma.rn.bf16x2 $0, m, two, zero; "
+    "prmt.b32 b, 0, $2, 0x7060; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 4; add.u32 t, m, 0x00100010; "
+    "and.b32 t, t, 0x08000800; mad.lo.u32 m, t, 15, m; lop3.b32 m, b, 0x80008000, m, 0xEA; "
+    "fma.rn.bf16x2 $1, m, two, zero; }"
+)
+WIDEN_FP16 = tl.constexpr(
+    "{ .reg .b32 b, m, t, two; mov.b32 two, 0x5C005C00; "
+    "prmt.b32 b, 0, $2, 0x5040; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 1; add.u32 t, m, 0x00800080; "
+    "and.b32 t, t, 0x40004000; add.u32 m, m, t; lop3.b32 m, b, 0x80008000, m, 0xEA; mul.rn.f16x2 $0, m, two; "
+    "prmt.b32 b, 0, $2, 0x7060; and.b32 m, b, 0x7F007F00; shr.b32 m, m, 1; add.u32 t, m, 0x00800080; "
+    "and.b32 t, t, 0x40004000; add.u32 m, m, t; lop3.b32 m, b, 0x80008000, m, 0xEA; mul.rn.f16x2 $1, m, two; }"
+)
+
+
+@triton.jit
+def widen(w, DTYPE: tl.constexpr):
+    """Numbers of E4M3, or their bytes, in `DTYPE`, exactly."""
+    if w.dtype == tl.uint8:
+        if tl.float16 == DTYPE:
+            wide = tl.inline_asm_elementwise(WIDEN_FP16, "=r,=r,r", [w], dtype=tl.float16, is_pure=True, pack=4)
+        else:
+            wide = tl.inline_asm_elementwise(_WIDEN_BF16, "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4)
+        wide = wide.to(DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        wide = w.to(tl.float32).to(tl.bfloat16)  # the direct conversion runs at a quarter of the rate, from Hopper on
+    else:
+        wide = w.to(DTYPE)
+    return wide
+
+
+@triton.jit
+def widen_scale(scale):
+    """A scale as float32; the byte e + 127 of E8M0 stands for 2^e."""
+    if scale.dtype == tl.uint8:
+        scale = tl.maximum(scale.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+    return scale
+
+
 # ---- Sums of columns as a Triton kernel. It adds the partial sums that programs of another kernel stored.
 
 

@@ -1,6 +1,8 @@
-"""The scaled GEMM of small M as Triton kernels. It takes as long as reading b [N, K] once.
+"""The GEMM of small M as Triton kernels. It takes as long as reading b [N, K] once.
 
     y[M,N] = a[M,K] @ b[N,K]^T * s_a * s_b + bias, rounded; + residual[M,N], rounded again
+
+a has eight bits and scales. In the weight-only GEMM (`weight_only`) it is BF16 or FP16, to which b is widened exactly.
 
 M = 1 (GEMV): a program multiplies whole rows of b with a in float32 registers, and sums at the end.
 
@@ -17,8 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.kernels.device_math import widen, widen_scale
 from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above
 from octavo.ops.registration import launcher
+
+MAX_BLOCK_M = 128
 
 
 class Tiling(NamedTuple):
@@ -47,31 +52,60 @@ def scaled_mm(
     tiling: None chooses one.
     """
     (m, k), n = a.shape, b.shape[0]
-    a, b, scale_a, scale_b = a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b.contiguous()
-    y = allocate(a, (m, n), out_dtype)
+    tiling = tiling or choose(m, n, k, a.device)
+    promote = 0 if fast_accumulation else min(128, tiling.block_k)  # elements of K between promotions to float32
+    added = bias, residual, allocate(a, (m, n), out_dtype)
+    return multiply(a, b, scale_a.contiguous(), scale_b.contiguous(), *added, tiling, promote=promote)
+
+
+def multiply(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+    tiling: Tiling,
+    *,
+    promote: int = 0,
+    scale_rows: int = 1,
+    group: int = 0,
+) -> Tensor:
+    """Fill y [M, N] with the product of a [M, K] and b [N, K], and return it.
+
+    Args:
+        promote: elements of K between promotions to float32; 0 for never.
+        scale_rows: the rows of b that share a scale, where there is more than one.
+        group: the elements of a row of b that share a scale; 0 for all.
+    """
+    a, b, (m, n), k = a.contiguous(), b.contiguous(), y.shape, a.shape[1]
     if y.numel() == 0 or k == 0:
         return empty_product(y, bias, residual)
-    strides = {"STRIDE_SCALE_A": int(scale_a.shape[0] > 1), "STRIDE_SCALE_B": int(scale_b.shape[0] > 1)}
-    tiling = tiling or choose(m, n, k, a.device)
     block_n, block_k, stages, warps, split_k = tiling
-    tile = {"BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps}
-    tiles = cdiv(n, block_n)
+    given, tiles = (a, b, scale_a, scale_b, bias, residual, y), cdiv(n, block_n)
+    options = {
+        "SCALE_ROWS": scale_rows, "STRIDE_SCALE_B": _stride(scale_b), "GROUP": group,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "NUM_STAGES": stages, "num_warps": warps,
+    }  # fmt: skip
     if m == 1:
-        launcher(_row_kernel, (tiles,))(a, b, scale_a, scale_b, bias, residual, y, n, K=k, **strides, **tile)
+        launcher(_row_kernel, (tiles,))(*given, n, K=k, **options)
         return y
     k_per_split, split_k = cut(k, block_k, split_k)
     partials = allocate(y, (split_k, m, n), torch.float32) if split_k > 1 else None
-    promote = 0 if fast_accumulation else min(128, block_k)  # elements of K between promotions to float32; 0: never
-    launcher(_tile_kernel, (tiles, split_k))(
-        a, b, scale_a, scale_b, bias, residual, y, partials, m, n,
-        K=k, K_PER_SPLIT=k_per_split, BLOCK_M=max(16, power_of_two_above(m)), PROMOTE=promote, **strides, **tile,
+    block_m = min(MAX_BLOCK_M, max(16, power_of_two_above(m)))
+    launcher(_tile_kernel, (cdiv(m, block_m), tiles, split_k))(  # programs that read the same part of b run together
+        *given, partials, m, n, K=k, K_PER_SPLIT=k_per_split, BLOCK_M=block_m, PROMOTE=promote, AXIS_M=0,
+        STRIDE_SCALE_A=_stride(scale_a), **options,
     )  # fmt: skip
     if partials is not None:
-        launcher(combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
-            partials, scale_a, scale_b, bias, residual, y, m, n,
-            SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N, **strides, num_warps=4,
-        )  # fmt: skip
+        add_partials(partials, scale_a, None if group else scale_b, bias, residual, y)
     return y
+
+
+def _stride(scale: Tensor | None) -> int:
+    """The scales from one row of a scale, or of its blocks, to the next; 0 where there is one row."""
+    return 0 if scale is None or scale.shape[0] == 1 else scale.shape[1]
 
 
 STEP = 128  # bytes of a row of a and b in a tile of an ordered GEMM, the same for every M
@@ -88,9 +122,10 @@ def ordered_mm(
         return empty_product(y, bias, residual)
     few = m <= 64
     block_m, block_n, stages, warps = (max(16, power_of_two_above(m)), 64, 6, 4) if few else (128, 128, 4, 8)
-    launcher(_tile_kernel, (cdiv(n, block_n), 1, cdiv(m, block_m)))(
+    launcher(_tile_kernel, (cdiv(n, block_n), cdiv(m, block_m)))(
         a, b, scale_a, scale_b, bias, residual, y, None, m, n,
-        K=k, K_PER_SPLIT=k, BLOCK_M=block_m, PROMOTE=0, STRIDE_SCALE_A=1, STRIDE_SCALE_B=1,
+        K=k, K_PER_SPLIT=k, BLOCK_M=block_m, PROMOTE=0, AXIS_M=1, STRIDE_SCALE_A=1,
+        SCALE_ROWS=1, STRIDE_SCALE_B=1, GROUP=0,
         BLOCK_N=block_n, BLOCK_K=largest_block_k(k, STEP // a.element_size()), NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return y
@@ -115,89 +150,103 @@ def largest_block_k(k: int, most: int) -> int:
 @triton.jit
 def _row_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, N,
-    K: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    K: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
     offs_k = tl.arange(0, BLOCK_K)
-    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
+    b_rows = b_ptr + offs_n.to(tl.int64) * K
+    scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in tl.range(0, K, BLOCK_K, num_stages=NUM_STAGES):
         if K % BLOCK_K == 0:
             a = tl.load(a_ptr + k + offs_k)
-            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
+            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :])
         else:
             mask_k = k + offs_k < K
             a = tl.load(a_ptr + k + offs_k, mask_k, other=0.0)
-            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
-        acc += b.to(tl.float32) * a.to(tl.float32)[None, :]
-    total = tl.sum(acc, 1) * tl.load(scale_a_ptr)
-    store_sums(total, 0, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
+            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :], mask_k[None, :], other=0.0)
+        product = widen(b, tl.float32) * a.to(tl.float32)[None, :]
+        if GROUP:
+            product *= widen_scale(tl.load(scale_b_ptr + k // GROUP))[:, None]
+        acc += product
+    total = tl.sum(acc, 1)
+    if scale_a_ptr is not None:
+        total *= tl.load(scale_a_ptr)
+    if not GROUP:
+        total *= tl.load(scale_b_ptr)
+    store_sums(total, 0, offs_n, y_ptr, bias_ptr, residual_ptr, N)
 
 
 @triton.jit
 def _tile_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, partials_ptr, M, N,
-    K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, PROMOTE: tl.constexpr,
-    STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+    K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, PROMOTE: tl.constexpr, AXIS_M: tl.constexpr,
+    STRIDE_SCALE_A: tl.constexpr, SCALE_ROWS: tl.constexpr, STRIDE_SCALE_B: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    offs_m = tl.program_id(2).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.minimum(tl.program_id(1 - AXIS_M) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    offs_m = tl.program_id(AXIS_M) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
-    offs_k = tl.arange(0, BLOCK_K)
-    b_row_ptr = b_ptr + offs_n.to(tl.int64) * K
-    a_row_ptr = a_ptr + tl.minimum(offs_m, M - 1) * K  # rows beyond M are computed, and not stored
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    start_k = tl.program_id(1) * K_PER_SPLIT
-    for k in tl.range(start_k, tl.minimum(start_k + K_PER_SPLIT, K), BLOCK_K, num_stages=NUM_STAGES):
-        if K % BLOCK_K == 0:
-            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :])
-            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None])
-        else:
-            b = tl.load(b_row_ptr[:, None] + (k + offs_k)[None, :], (k + offs_k < K)[None, :], other=0.0)
-            a = tl.load(a_row_ptr[None, :] + (k + offs_k)[:, None], (k + offs_k < K)[:, None], other=0.0)
-        if PROMOTE:
-            # Without a limit Triton makes one product of this sum. Hopper's code adds within the product too, after
-            # each PROMOTE elements; that of other GPUs adds here alone, after BLOCK_K.
-            acc += tl.dot(b, a, max_num_imprecise_acc=PROMOTE)  # [N,K] @ [K,M]
-        else:
-            acc = tl.dot(b, a, acc)
+    a_rows = a_ptr + tl.minimum(offs_m, M - 1).to(tl.int64) * K  # rows beyond M are computed, and not stored
+    if scale_b_ptr is not None:
+        scale_b_ptr += offs_n // SCALE_ROWS * STRIDE_SCALE_B
+    start_k = tl.program_id(2) * K_PER_SPLIT
+    acc = sum_products(
+        b_ptr + offs_n.to(tl.int64) * K, a_rows, scale_b_ptr, start_k, tl.minimum(start_k + K_PER_SPLIT, K), K,
+        K % BLOCK_K == 0, PROMOTE, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES,
+    )  # fmt: skip
     if partials_ptr is not None:
-        offs = (tl.program_id(1) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
+        offs = (tl.program_id(2) * M + offs_m).to(tl.int64)[None, :] * N + offs_n[:, None]
         tl.store(partials_ptr + offs, acc, mask_m[None, :])
     else:
         if scale_a_ptr is not None:
             acc *= tl.load(scale_a_ptr + offs_m * STRIDE_SCALE_A, mask_m, other=0.0)[None, :]
-        store_sums(acc, offs_m[None, :], offs_n[:, None], y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N,
-                   STRIDE_SCALE_B, mask_m[None, :])  # fmt: skip
+        if scale_b_ptr is not None and not GROUP:
+            acc *= tl.load(scale_b_ptr)[:, None]
+        rows = offs_m.to(tl.int64)[None, :]
+        store_sums(acc, rows, offs_n[:, None], y_ptr, bias_ptr, residual_ptr, N, mask_m[None, :])
 
 
 @triton.jit
-def combine_kernel(
-    partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
-    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+def sum_products(
+    b_rows, a_rows, scale_ptrs, start, end, K, EVEN: tl.constexpr, PROMOTE: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(1)
-    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-    acc = tl.zeros((BLOCK_N,), tl.float32)
-    for split in tl.static_range(SPLIT_K):
-        acc += tl.load(partials_ptr + (split * M + m).to(tl.int64) * N + offs_n)
-    if scale_a_ptr is not None:
-        acc *= tl.load(scale_a_ptr + m * STRIDE_SCALE_A)
-    store_sums(acc, m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B)
+    """The sums [BLOCK_N, BLOCK_M] of products over K from `start` to `end`, for pointers to rows of b and of a.
+
+    EVEN: no step reaches beyond K. With PROMOTE, products of so many elements are added to a float32 sum. Scales of
+    GROUP elements along K, to the first of which `scale_ptrs` point, are multiplied in; others are not.
+    """
+    offs_k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in tl.range(start, end, BLOCK_K, num_stages=NUM_STAGES):
+        if EVEN:
+            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :])
+            a = tl.load(a_rows[None, :] + (k + offs_k)[:, None])
+        else:
+            b = tl.load(b_rows[:, None] + (k + offs_k)[None, :], (k + offs_k < K)[None, :], other=0.0)
+            a = tl.load(a_rows[None, :] + (k + offs_k)[:, None], (k + offs_k < K)[:, None], other=0.0)
+        if b.dtype.primitive_bitwidth < a.dtype.primitive_bitwidth:
+            b = widen(b, a.dtype)
+        if GROUP:
+            product = tl.dot(b, a)  # [N,K] @ [K,M]
+            acc += product * widen_scale(tl.load(scale_ptrs + k // GROUP))[:, None]
+        elif PROMOTE:
+            # Without a limit Triton makes one product of this sum. Hopper's code adds within the product too, after
+            # each PROMOTE elements; that of other GPUs adds here alone, after BLOCK_K.
+            acc += tl.dot(b, a, max_num_imprecise_acc=PROMOTE)
+        else:
+            acc = tl.dot(b, a, acc)
+    return acc
 
 
 @triton.jit
-def store_sums(
-    acc, offs_m, offs_n, y_ptr, scale_b_ptr, bias_ptr, residual_ptr, N, STRIDE_SCALE_B: tl.constexpr, mask=None
-):
-    """Store sums, already multiplied by s_a, to y[offs_m, offs_n]. Without a scale_b_ptr they are multiplied by s_b.
+def store_sums(acc, offs_m, offs_n, y_ptr, bias_ptr, residual_ptr, N, mask=None):
+    """Store sums, already multiplied by their scales, to y[offs_m, offs_n].
 
     Where offs_n is clamped to the last column, several lanes store the same value there.
     """
-    if scale_b_ptr is not None:
-        acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + tl.minimum(offs_n, N - 1)).to(tl.float32)
     offs = offs_m * N + offs_n
@@ -234,6 +283,39 @@ def cut(k: int, step: int, split_k: int) -> tuple[int, int]:
     """Elements of K in each of at most `split_k` parts, a multiple of `step`, and the number of parts."""
     k_per_split = cdiv(cdiv(k, step), split_k) * step
     return k_per_split, cdiv(k, k_per_split)
+
+
+def add_partials(
+    partials: Tensor,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Add the float32 sums [parts, M, N] of all parts of K in their order, and store them to y."""
+    split_k, m, n = partials.shape
+    launcher(_combine_kernel, (cdiv(n, COMBINE_BLOCK_N), m))(
+        partials, scale_a, scale_b, bias, residual, y, m, n, SPLIT_K=split_k, BLOCK_N=COMBINE_BLOCK_N,
+        STRIDE_SCALE_A=_stride(scale_a), STRIDE_SCALE_B=_stride(scale_b), num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(
+    partials_ptr, scale_a_ptr, scale_b_ptr, bias_ptr, residual_ptr, y_ptr, M, N,
+    SPLIT_K: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_SCALE_A: tl.constexpr, STRIDE_SCALE_B: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(1)
+    offs_n = tl.minimum(tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
+    acc = tl.zeros((BLOCK_N,), tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        acc += tl.load(partials_ptr + (split * M + m).to(tl.int64) * N + offs_n)
+    if scale_a_ptr is not None:
+        acc *= tl.load(scale_a_ptr + m * STRIDE_SCALE_A)
+    if scale_b_ptr is not None:
+        acc *= tl.load(scale_b_ptr + offs_n * STRIDE_SCALE_B)
+    store_sums(acc, m, offs_n, y_ptr, bias_ptr, residual_ptr, N)
 
 
 def empty_product(y: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:

@@ -1,7 +1,6 @@
 """Grouped GEMMs as Triton kernels: with row scales, with scales that vary along K, and weight-only."""
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,24 +10,25 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.qtensor import Granularity
-from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, find_tile, readable_scale, sum_groups
-from octavo.ops.kernels.block_scaled_gemm import Tiling as BlockTiling
+from octavo.ops.kernels.block_scaled_gemm import NEIGHBOURS, SMALL_M, Tiling, find_tile, readable_scale, sum_groups
 from octavo.ops.kernels.block_scaled_gemm import choose as choose_blocks
+from octavo.ops.kernels.gemm import MAX_BLOCK_M, store_sums, sum_products
 from octavo.ops.kernels.gemm import Tiling as WeightTiling
-from octavo.ops.kernels.gemm import store_sums
-from octavo.ops.kernels.weight_only import MAX_BLOCK_M, dequantize, sum_products, widened_mm
 from octavo.ops.kernels.weight_only import choose as choose_weight_tiling
+from octavo.ops.kernels.weight_only import dequantize, widened_mm
 from octavo.ops.kernels.weight_only import readable_scale as readable_weight_scale
 from octavo.ops.launching import Operands, allocate, cdiv, has_kernels, power_of_two_above, shared_memory
 from octavo.ops.registration import launcher
 
-# ---- The grouped GEMM with row scales, as Triton kernels: of rows in groups, and of a reduction in groups.
+# ---- The grouped GEMM as Triton kernels: of rows in groups, and of a reduction in groups.
 #
 #     y[m,N]    = (b[e] @ a[m]^T)^T * s_a[m] * s_b[e]     for the rows m of group e
 #     dw[e,N,K] = (a[:,M_e] @ b[:,M_e]^T) * scale[e]      for the columns M_e of group e
 #
-# Programs find their group from the offsets, so nothing is read on the host. Groups of y have tiles as with
-# scales that vary along K, below. The number of tiles of dw does not depend on the groups.
+# Programs find their group from the offsets, so nothing is read on the host. A group of rows of y has tiles of its own,
+# the last of them in part empty. Groups of any size, empty ones too, take one launch, whose number of programs is the
+# largest that M rows in E groups can need. The number of tiles of dw does not depend on the groups. With scales that
+# vary along the reduction, the sums are those of `kernels/block_scaled_gemm.py`.
 #
 # The tensor cores of Ada and Hopper keep about 14 bits of a sum of FP8 products (SageAttention2, arXiv:2411.10958;
 # DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Without fast accumulation a step's product of 128 elements is added to
@@ -41,88 +41,65 @@ from octavo.ops.registration import launcher
 DEPTH = 128  # elements of the reduction in a step, between additions in float32
 LARGE = 768  # rows from which a tile of fast sums has 256 of the right operand, and not of the left
 SHORT = 2048  # mean columns of a group up to which small tiles overlap the ends of the reduction in dw
-
-
-class Tiling(NamedTuple):
-    """Rows of the left and of the right operand in a tile, loads in flight, and warps."""
-
-    left: int
-    right: int
-    stages: int
-    warps: int
+DESCRIBED = Tiling(256, 128, 1, 4, 8)  # of fast sums that the copy engine loads
 
 
 def grouped_mm(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    scale_b: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-    tiling: Tiling | None = None,
+    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, fast: bool, tiling: Tiling | None = None
 ) -> Tensor:
-    """Same as `grouped_mm` of the operation, for row scales. Rows behind the groups are not written.
-
-    tiling: None chooses one. Its left operand is b.
-    """
-    (m, k), (e, n, _) = a.shape, b.shape
+    """Same as `grouped_mm` of the operation, for row scales, a in groups along K and b in the same groups, or in square
+    blocks. Rows behind the groups are not written. tiling: None chooses one; its split_k has no effect."""
+    a, b, scale_a, scale_b, by_a, by_b = operands
+    (m, k), (e, n, _), group = a.shape, b.shape, by_a.cols or 0
     a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
-    described = tiling is None and fast and take_descriptors(a, b)
-    block_n, block_m, stages, warps = DESCRIBED if described else tiling or choose(likely_rows(m, e), fast, a.device)
-    y = allocate(a, (m, n), out_dtype)
-    tiles_m = most_tiles(m, e, block_m)
+    rows = likely_rows(m, e)
+    described = tiling is None and fast and not group and take_descriptors(a, b)
     if described:
-        of_a, of_b, row_step, column_step = descriptors(a, b)
-        launcher(_described_kernel, (cdiv(n, block_n) * tiles_m,))(
-            of_a, of_b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
-            tiles_m, e, n, k, row_step, column_step,
-            BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS,
-            NUM_STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+        tiling = DESCRIBED
+    elif tiling is None:
+        tiling = choose_blocks(rows, n, k, group, a.device) if group else choose(rows, fast, a.device)
+    block_n, block_m, groups, stages, warps, _ = tiling
+    y, tiles_m, step = allocate(a, (m, n), out_dtype), most_tiles(m, e, block_m), group or DEPTH
+    scales = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
+    given = *scales, offsets.contiguous(), y, tiles_m, e, n, k
+    tile = {
+        "BLOCK_E": power_of_two_above(e), "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": step,
+        "NEIGHBOURS": NEIGHBOURS, "NUM_STAGES": stages, "num_warps": warps,
+    }  # fmt: skip
+    grid = (cdiv(n, block_n) * tiles_m,)
+    if described:
+        of_a, of_b, *steps = descriptors(a, b)
+        launcher(_described_kernel, grid)(of_a, of_b, *given, *steps, **tile)
         return y
-    launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
-        a, b, scale_a.contiguous(), scale_b.contiguous(), offsets.contiguous(), y,
-        tiles_m, e, n, k, b.stride(0), b.stride(1),
-        GROUP=0, ROWS_B=1, GROUPS=1, FAST=fast, EVEN_K=k % DEPTH == 0, BLOCK_E=power_of_two_above(e), BLOCK_N=block_n,
-        BLOCK_M=block_m, BLOCK_K=DEPTH, NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
+    launcher(_rows_kernel, grid)(
+        a, b, *given, b.stride(0), b.stride(1), GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups,
+        PROMOTE=0 if fast or group else DEPTH, EVEN_K=k % (groups * step) == 0, **tile,
     )  # fmt: skip
     return y
 
 
 def grouped_mm_dw(
-    a: Tensor,
-    scale_a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast: bool,
-    tiling: Tiling | None = None,
-    scale_b: Tensor | None = None,
-    group: int = 0,
+    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, fast: bool, tiling: Tiling | None = None
 ) -> Tensor:
     """Same as `grouped_mm_dw` of the operation, for offsets in multiples of `DEPTH`. A group may be empty.
 
     tiling: None chooses one. Its left operand is a.
-    scale_b, group: with scales along M, those of b, and the columns that share one.
     """
-    (n, m), k, e = a.shape, b.shape[0], len(offsets)
-    if tiling is None and scale_b is not None:
-        left, right, _, *others, _ = choose_blocks(k, n, m, group, a.device, DEPTH // group)
-        tiling = Tiling(left, right, *others)
-    block_n, block_k, stages, warps = tiling or choose_dw(k, m, e, fast, a.device)
-    if scale_b is not None:
-        scale_a, scale_b = readable_scale(scale_a, block_k), readable_scale(scale_b, block_k)
+    a, b, scale_a, scale_b, by, _ = operands
+    (n, m), k, e, group = a.shape, b.shape[0], len(offsets), by.cols or 0
+    if tiling is None and group:
+        tiling = choose_blocks(k, n, m, group, a.device, DEPTH // group)
+    elif tiling is None:
+        tiling = choose_dw(k, m, e, fast, a.device)
+    block_n, block_k, _, stages, warps, _ = tiling
     dw = allocate(a, (e, n, k), out_dtype)
     launcher(_reduction_kernel, (cdiv(n, block_n) * cdiv(k, block_k), e))(
-        a.contiguous(), b.contiguous(), scale_a.contiguous(), scale_b, offsets.contiguous(), dw, n, k, m,
-        GROUP=group, FAST=fast, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH, NEIGHBOURS=NEIGHBOURS,
-        NUM_STAGES=stages, num_warps=warps,
+        a.contiguous(), b.contiguous(), readable_scale(scale_a, block_k),
+        readable_scale(scale_b, block_k) if group else None, offsets.contiguous(), dw, n, k, m,
+        GROUP=group, PROMOTE=0 if fast else DEPTH, BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=DEPTH,
+        NEIGHBOURS=NEIGHBOURS, NUM_STAGES=stages, num_warps=warps,
     )  # fmt: skip
     return dw
-
-
-DESCRIBED = Tiling(256, 128, 4, 8)
 
 
 def take_descriptors(a: Tensor, b: Tensor) -> bool:
@@ -145,8 +122,8 @@ def descriptors(a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescripto
     layout = _layout(b)
     assert layout is not None
     matrix = b.flatten(0, 1) if layout[0] else b.transpose(0, 1).flatten(1)
-    of_a = TensorDescriptor.from_tensor(a, [DESCRIBED.right, DEPTH])
-    return of_a, TensorDescriptor.from_tensor(matrix, [DESCRIBED.left, DEPTH]), *layout
+    of_a = TensorDescriptor.from_tensor(a, [DESCRIBED.block_m, DEPTH])
+    return of_a, TensorDescriptor.from_tensor(matrix, [DESCRIBED.block_n, DEPTH]), *layout
 
 
 @cache
@@ -158,7 +135,7 @@ def choose(rows: int, fast: bool, device: torch.device) -> Tiling:
 def choose_dw(rows: int, columns: int, groups: int, fast: bool, device: torch.device) -> Tiling:
     """The tiling of dw for so many rows of the right operand, and columns in so many groups, on `device`."""
     if columns <= SHORT * groups and not fast:
-        return Tiling(64, 128, 3, 4)
+        return Tiling(64, 128, 1, 3, 4)
     return choose(rows, fast, device)
 
 
@@ -169,7 +146,7 @@ def tiling_for(rows: int, fast: bool, memory: int) -> Tiling:
         left, right, warps = 64, max(16, power_of_two_above(rows)), 4
     elif fast and memory >= 3 * _bytes(128, 256):  # promoted sums need a second set of registers
         left, right = (128, 256) if rows >= LARGE else (256, 128)
-    return Tiling(left, right, min(4, memory // _bytes(left, right)), warps)
+    return Tiling(left, right, 1, min(4, memory // _bytes(left, right)), warps)
 
 
 def _bytes(left: int, right: int) -> int:
@@ -180,7 +157,7 @@ def _bytes(left: int, right: int) -> int:
 @triton.jit
 def _rows_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, y_ptr, tiles_m, E, N, K, stride_e, stride_n,
-    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, FAST: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP: tl.constexpr, ROWS_B: tl.constexpr, GROUPS: tl.constexpr, PROMOTE: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -200,11 +177,11 @@ def _rows_kernel(
         else:
             a_rows = a_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end of a and b are not
             b_rows = b_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * stride_n  # stored
-            acc = _sum_products(b_rows, a_rows, 0, K, FAST, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
+            acc = sum_products(b_rows, a_rows, None, 0, K, K, EVEN_K, PROMOTE, 0, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES)
             acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[None, :]
             acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[:, None]
-        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
-                   mask_n[:, None] & mask_m[None, :])  # fmt: skip
+        mask = mask_n[:, None] & mask_m[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, N, mask)
 
 
 @triton.jit
@@ -235,14 +212,14 @@ def _described_kernel(
         mask_m, mask_n = offs_m < end_m, offs_n < N
         acc *= tl.load(scale_a_ptr + offs_m, mask_m, other=0.0)[:, None]
         acc *= tl.load(scale_b_ptr + e.to(tl.int64) * N + offs_n, mask_n, other=0.0)[None, :]
-        store_sums(acc, offs_m.to(tl.int64)[:, None], offs_n[None, :], y_ptr, None, None, None, N, 0,
-                   mask_m[:, None] & mask_n[None, :])  # fmt: skip
+        mask = mask_m[:, None] & mask_n[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[:, None], offs_n[None, :], y_ptr, None, None, N, mask)
 
 
 @triton.jit
 def _reduction_kernel(
     a_ptr, b_ptr, scale_a_ptr, scale_b_ptr, offsets_ptr, dw_ptr, N, K, M,
-    GROUP: tl.constexpr, FAST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr, PROMOTE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     pid_n, pid_k = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K), NEIGHBOURS)
@@ -262,64 +239,9 @@ def _reduction_kernel(
     else:
         a_rows = a_ptr + tl.minimum(offs_n, N - 1).to(tl.int64) * M
         b_rows = b_ptr + tl.minimum(offs_k, K - 1).to(tl.int64) * M
-        acc = _sum_products(a_rows, b_rows, start, end, FAST, True, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
+        acc = sum_products(a_rows, b_rows, None, start, end, M, True, PROMOTE, 0, BLOCK_N, BLOCK_K, BLOCK_M, NUM_STAGES)
         acc *= tl.load(scale_a_ptr + rows, mask_n, other=0.0)[:, None]
-    store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, None, K, 0, mask_n[:, None] & mask_k[None, :])
-
-
-@triton.jit
-def _sum_products(
-    left_rows, right_rows, start, end, FAST: tl.constexpr, EVEN: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, DEPTH: tl.constexpr, NUM_STAGES: tl.constexpr,
-):  # fmt: skip
-    """The sums [LEFT, RIGHT] of products over the reduction from `start` to `end`, for pointers to rows."""
-    offs = tl.arange(0, DEPTH)
-    acc = tl.zeros((LEFT, RIGHT), tl.float32)
-    for at in tl.range(start, end, DEPTH, num_stages=NUM_STAGES):
-        if EVEN:
-            left = tl.load(left_rows[:, None] + (at + offs)[None, :])
-            right = tl.load(right_rows[None, :] + (at + offs)[:, None])
-        else:
-            mask = at + offs < end
-            left = tl.load(left_rows[:, None] + (at + offs)[None, :], mask[None, :], other=0.0)
-            right = tl.load(right_rows[None, :] + (at + offs)[:, None], mask[:, None], other=0.0)
-        if FAST:
-            acc = tl.dot(left, right, acc)  # [LEFT,DEPTH] @ [DEPTH,RIGHT]
-        else:
-            # Triton makes one product of a sum and a product, unless the product has a limit.
-            acc += tl.dot(left, right, max_num_imprecise_acc=DEPTH)
-    return acc
-
-
-# ---- The grouped GEMM with scales that vary along K, as a Triton kernel.
-#
-# A group of rows of y has tiles of its own, the last of them in part empty. A program finds its group and its rows from
-# the offsets, so nothing is read on the host. Groups of any size, empty ones too, take one launch, whose number of
-# programs is the largest that M rows in E groups can need. The sums are those of
-# `octavo.ops.kernels.block_scaled_gemm`.
-
-
-def block_scaled_grouped_mm(
-    operands: Operands, offsets: Tensor, out_dtype: torch.dtype, tiling: BlockTiling | None = None
-) -> Tensor:
-    """Same as `grouped_mm` of the operation, for a in groups along K and b in the same groups, or in square blocks.
-
-    Rows behind the groups are not written. tiling: None chooses one; its split_k has no effect.
-    """
-    a, b, scale_a, scale_b, _, by_b = operands
-    (m, k), (e, n, _), group = a.shape, b.shape, by_b.cols or 1
-    a, b = a.contiguous(), b if b.stride(2) == 1 else b.contiguous()
-    block_n, block_m, groups, stages, warps, _ = tiling or choose_blocks(likely_rows(m, e), n, k, group, a.device)
-    scale_a, scale_b = readable_scale(scale_a, block_m), readable_scale(scale_b, block_m)
-    y = allocate(a, (m, n), out_dtype)
-    tiles_m = most_tiles(m, e, block_m)
-    launcher(_rows_kernel, (cdiv(n, block_n) * tiles_m,))(
-        a, b, scale_a, scale_b, offsets.contiguous(), y, tiles_m, e, n, k, b.stride(0), b.stride(1),
-        GROUP=group, ROWS_B=by_b.rows or 1, GROUPS=groups, FAST=False, EVEN_K=k % (groups * group) == 0,
-        BLOCK_E=power_of_two_above(e), BLOCK_N=block_n, BLOCK_M=block_m, BLOCK_K=group, NEIGHBOURS=NEIGHBOURS,
-        NUM_STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    return y
+    store_sums(acc, rows[:, None], offs_k[None, :], dw_ptr, None, None, K, mask_n[:, None] & mask_k[None, :])
 
 
 def dequantized_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -404,12 +326,13 @@ def _weight_only_kernel(
     if start_m < end_m:
         offs_m = start_m + tl.arange(0, BLOCK_M)
         offs_n = tl.minimum(tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), N - 1)
-        scale_ptr += e.to(tl.int64) * stride_scales
+        scale_ptrs = scale_ptr + e.to(tl.int64) * stride_scales + offs_n // SCALE_ROWS * STRIDE_SCALE
+        w_rows = w_ptr + e.to(tl.int64) * N * K + offs_n.to(tl.int64) * K
+        x_rows = x_ptr + tl.minimum(offs_m, end_m - 1).to(tl.int64) * K  # rows behind the end are not stored
         acc = sum_products(
-            x_ptr, w_ptr + e.to(tl.int64) * N * K, scale_ptr, offs_m, offs_n, end_m, 0, K,
-            K, BLOCK_M, SCALE_ROWS, STRIDE_SCALE, GROUP, BLOCK_N, BLOCK_K, NUM_STAGES,
-        )  # fmt: skip
+            w_rows, x_rows, scale_ptrs, 0, K, K, K % BLOCK_K == 0, 0, GROUP, BLOCK_N, BLOCK_M, BLOCK_K, NUM_STAGES
+        )
         if not GROUP:
-            acc *= tl.load(scale_ptr + offs_n // SCALE_ROWS * STRIDE_SCALE)[:, None]
-        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, None, N, 0,
-                   (offs_m < end_m)[None, :])  # fmt: skip
+            acc *= tl.load(scale_ptrs)[:, None]
+        mask = (offs_m < end_m)[None, :]
+        store_sums(acc, offs_m.to(tl.int64)[None, :], offs_n[:, None], y_ptr, None, None, N, mask)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.kernels.block_scaled_gemm import find_tile
 from octavo.ops.kernels.device_math import add
 from octavo.ops.kernels.gemm import COMBINE_BLOCK_N, choose_split, cut, empty_product, largest_block_k
 from octavo.ops.launching import allocate, cdiv, multiprocessors, power_of_two_above, shared_memory
@@ -123,11 +124,7 @@ def _tile_kernel(
     K: tl.constexpr, K_PER_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, ROWS_OF_B: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    first_m = pid // (GROUP_M * tiles_n) * GROUP_M
-    rows = tl.minimum(tiles_m - first_m, GROUP_M)
-    pid_m, pid_n = first_m + pid % (GROUP_M * tiles_n) % rows, pid % (GROUP_M * tiles_n) // rows
+    pid_n, pid_m = find_tile(tl.cdiv(N, BLOCK_N), tl.cdiv(M, BLOCK_M), GROUP_M)
     offs_m, offs_n = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m, mask_n = offs_m < M, offs_n < N
     offs_m, offs_n = tl.minimum(offs_m, M - 1), tl.minimum(offs_n, N - 1)  # the others are computed, and not stored

@@ -59,15 +59,16 @@ def quantize(
 
 
 def quantize_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Quantize the transpose of x [M, K]: data [K, M]. In groups along M, x is transposed in the same pass, and so are
-    rows of it that a program can hold. `place` gives columns their rows."""
+    """Quantize the transpose of x [M, K]: data [K, M]. By row and in groups along M, the pass that quantizes x also
+    transposes it. `place` gives columns their rows."""
     m, k = len(x if place is None else place), x.shape[1]
-    whole = cast.by_row and not cast.relative_floor and m <= LONGEST_COLUMN
+    whole = cast.by_row and not cast.relative_floor
     if not whole and (cast.granularity.rows != 1 or cast.granularity.cols is None):
         rows = x if place is None else F.pad(x, (0, 0, 0, 1))[place]
         return quantize(rows.t().contiguous(), cast, None, None, seed)
     data, scale = allocate(x, (k, m), cast.fmt.dtype), _new_scale(x, (k, m), cast)
-    quantize_groups_transposed(x.contiguous(), data, scale, cast, seed, place)
+    by_column = quantize_columns if whole and m > LONGEST_COLUMN else quantize_groups_transposed
+    by_column(x.contiguous(), data, scale, cast, seed, place)
     return data, _as_scale(scale)
 
 
@@ -203,7 +204,7 @@ def _load(x_ptr, column_scale_ptr, mantissa_of_ptr, offs_m, offs_k, mask_m, K):
 
 
 TRANSPOSED_BLOCK, TRANSPOSED_WARPS = 4096, 2  # elements and warps of a program that also transposes
-LONGEST_COLUMN = 8192  # that such a program can hold; above 512 it has 8 times as many elements, and more warps
+LONGEST_COLUMN = 512  # that such a program holds beside enough other columns to read whole lines of memory
 
 
 def quantize_blocks(x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None) -> None:
@@ -244,12 +245,11 @@ def quantize_groups_transposed(
     k, m = data.shape
     group_size = cast.granularity.cols or m
     block_m = power_of_two_above(group_size)
-    large = block_m > 512
-    block_k = max(1, TRANSPOSED_BLOCK * (8 if large else 1) // block_m)
+    block_k = max(1, TRANSPOSED_BLOCK // block_m)
     launcher(_group_transposed_kernel, (cdiv(k, block_k), scale.shape[1]))(
         x, data, scale, seed, place, m, k, group_size,
         FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
-        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=32 if large else TRANSPOSED_WARPS,
+        BLOCK_M=block_m, BLOCK_K=block_k, num_warps=TRANSPOSED_WARPS,
     )  # fmt: skip
 
 
@@ -263,16 +263,75 @@ def _group_transposed_kernel(
     offs_m = tl.program_id(1).to(tl.int64) * group_size + inner_m
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask_m, mask_k = (offs_m < M) & (inner_m < group_size), (offs_k < K)[None, :]
-    row, there = offs_m, mask_m
-    if place_ptr is not None:
-        row = tl.load(place_ptr + offs_m, mask_m, other=-1).to(tl.int64)
-        there = row >= 0
-    x = tl.load(x_ptr + row[:, None] * K + offs_k[None, :], there[:, None] & mask_k, other=0.0).to(tl.float32)
+    x = _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K)
     scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
     index = offs_k[None, :] * M + offs_m[:, None]
     q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
     tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask_m[:, None] & mask_k))
     store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
+
+
+@triton.jit
+def _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K):
+    """A tile of x as float32, or of its rows at their places; zeros where the place is -1."""
+    row, there = offs_m, mask_m
+    if place_ptr is not None:
+        row = tl.load(place_ptr + offs_m, mask_m, other=-1).to(tl.int64)
+        there = row >= 0
+    mask = there[:, None] & (offs_k < K)[None, :]
+    return tl.load(x_ptr + row[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+
+
+# ---- Quantization of long columns, transposed, in two launches: the amax of each column, then one tile a program.
+
+
+STRIP = 256  # rows of a program that finds the amax of columns
+
+
+def quantize_columns(
+    x: Tensor, data: Tensor, scale: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None
+) -> None:
+    """Quantize the transpose of a contiguous x [M, K] by row: data [K, M], scale [K, 1]."""
+    k, m = data.shape
+    bits = x.new_zeros(k, dtype=torch.int32)
+    launcher(_column_amax_kernel, (cdiv(k, 512), cdiv(m, STRIP)))(
+        x, bits, place, m, k, STRIP=STRIP, BLOCK_M=16, BLOCK_K=512, num_warps=4
+    )
+    launcher(_column_kernel, (cdiv(k, 64), cdiv(m, 128)))(
+        x, data, scale, bits, seed, place, m, k,
+        FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, E8M0=cast.scale == "e8m0",
+        BLOCK_M=128, BLOCK_K=64, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _column_amax_kernel(
+    x_ptr, bits_ptr, place_ptr, M, K, STRIP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    largest = tl.zeros((BLOCK_M, BLOCK_K), tl.int32)
+    for start in range(0, STRIP, BLOCK_M):
+        offs_m = tl.program_id(1).to(tl.int64) * STRIP + start + tl.arange(0, BLOCK_M)
+        x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
+        largest = tl.maximum(largest, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(bits_ptr + offs_k, tl.max(largest, 0), offs_k < K)
+
+
+@triton.jit
+def _column_kernel(
+    x_ptr, data_ptr, scale_ptr, bits_ptr, seed_ptr, place_ptr, M, K,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, E8M0: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
+    x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
+    scale = scale_from_amax(tl.load(bits_ptr + offs_k, offs_k < K, other=0), FORMAT_MAX, POWER_OF_TWO)
+    index = offs_k[None, :] * M + offs_m[:, None]
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    store_scale(scale_ptr + offs_k, scale, (offs_k < K) & (tl.program_id(1) == 0), E8M0)
 
 
 # ---- Quantization by a scale of the whole tensor: its own, or one known beforehand.

@@ -1,4 +1,4 @@
-"""Rotary embedding and the storing of keys and values as one Triton kernel.
+"""Rotary embedding and the storing of keys and values as one Triton kernel. Without queries and angles it only stores.
 
 A program takes some tokens of one head of q, k or v. It loads a head twice, the second time with its halves exchanged:
 cheaper than an exchange between threads, since the second load comes from the cache.
@@ -33,9 +33,9 @@ def rotate_append(
     kept = allocate(k, (batch, tokens, kv_heads, dim)) if keep_k else None
     block_d = max(power_of_two_above(dim), 16)
     block_t = max(1, min(power_of_two_above(tokens), BLOCK // block_d))
-    launcher(_rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
+    launcher(rotate_append_kernel, (batch * (heads + 2 * kv_heads), cdiv(tokens, block_t)))(
         q, k, v, cos, sin, turn.q_norm, turn.k_norm, *cache, clipped, rotated, kept,
-        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], tokens, capacity,
+        *q.stride()[:2], k.stride(0), dim, k.stride(1), v.stride(0), dim, v.stride(1), tokens, capacity,
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=dim, ONE_TABLE=cos.shape[0] == 1, EPS=float(np.float32(turn.eps)),
         LARGEST=largest, LIMIT=limit, BLOCK_T=block_t, BLOCK_D=block_d,
         num_warps=max(1, min(4, block_t * block_d // 128)),
@@ -44,10 +44,10 @@ def rotate_append(
 
 
 @triton.jit
-def _rotate_append_kernel(
+def rotate_append_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, keys_ptr, values_ptr, k_scale_ptr, v_scale_ptr,
     length_ptr, clipped_ptr, q_out_ptr, k_out_ptr,
-    stride_qb, stride_qt, stride_kb, stride_kt, stride_vb, stride_vt, num_new, capacity,
+    stride_qb, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, num_new, capacity,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ONE_TABLE: tl.constexpr, EPS: tl.constexpr,
     LARGEST: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -59,26 +59,29 @@ def _rotate_append_kernel(
     if not ONE_TABLE:
         cos_ptr += batch * num_new * HEAD_DIM
         sin_ptr += batch * num_new * HEAD_DIM
-    if head < HEADS:
-        source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
-        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
-        offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(q_out_ptr + offs, y, mask)
-    elif head < HEADS + KV_HEADS:
+    if head >= HEADS + KV_HEADS:
+        kv_head = head - HEADS - KV_HEADS
+        source_ptr = v_ptr + batch * stride_vb + kv_head * stride_vh
+        y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
+        _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
+                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+    elif head >= HEADS:
         kv_head = head - HEADS
-        source_ptr = k_ptr + batch * stride_kb + kv_head * HEAD_DIM
-        y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        source_ptr = k_ptr + batch * stride_kb + kv_head * stride_kh
+        if cos_ptr is None:
+            y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_kt + offs_d[None, :], mask, other=0.0)
+        else:
+            y = _rotated(source_ptr, stride_kt, k_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
         if k_out_ptr is not None:
             offs = ((batch * num_new + offs_t) * KV_HEADS + kv_head)[:, None] * HEAD_DIM + offs_d[None, :]
             tl.store(k_out_ptr + offs, y, mask)
         _append(y, keys_ptr, k_scale_ptr, clipped_ptr, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
                 capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
-    else:
-        kv_head = head - HEADS - KV_HEADS
-        source_ptr = v_ptr + batch * stride_vb + kv_head * HEAD_DIM
-        y = tl.load(source_ptr + offs_t.to(tl.int64)[:, None] * stride_vt + offs_d[None, :], mask, other=0.0)
-        _append(y, values_ptr, v_scale_ptr, clipped_ptr + 1, length_ptr, batch * KV_HEADS + kv_head, kv_head, num_new,
-                capacity, offs_t, offs_d, mask, HEAD_DIM, LARGEST, LIMIT)  # fmt: skip
+    elif cos_ptr is not None:
+        source_ptr = q_ptr + batch * stride_qb + head * HEAD_DIM
+        y = _rotated(source_ptr, stride_qt, q_norm_ptr, cos_ptr, sin_ptr, offs_t, offs_d, mask, HEAD_DIM, EPS)
+        offs = ((batch * num_new + offs_t) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(q_out_ptr + offs, y, mask)
 
 
 @triton.jit
