@@ -10,7 +10,7 @@ from torch import nn
 import octavo
 from octavo.models import GPT2Config, LlamaConfig, MixtureConfig, build, vision
 from octavo.nn import use_fp8_attention
-from octavo.plan.memory import plan_memory, saved_bytes
+from octavo.plan.memory import block_bytes, plan_memory, saved_bytes
 from octavo.plan.model_shape import describe_architecture
 from octavo.plan.setup import Setup, make_setup, states_of
 from octavo.rates.measured import find_gpu
@@ -164,8 +164,8 @@ def test_a_block_on_images_saves_queries_keys_and_values_once():
     fields |= {"num_hidden_layers": 2, "image_size": 32, "patch_size": 4, "num_channels": 3}
     model = replace(describe_architecture("vit", fields), fused=True)
     config = Config().change(**{"context": model.context, "batch": 1, "optimizer.weights": "bf16"})
-    block = saved_bytes(make_setup(model, config, find_gpu("h200"), 1), model.blocks[0])
-    assert block == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
+    block = block_bytes(make_setup(model, config, find_gpu("h200"), 1), model.blocks[0])
+    assert block * TOKENS == pytest.approx((alive(4) - alive(2)) / 2, rel=0.03)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo reads it
