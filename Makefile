@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations lint bench bench-smoke bench-gpus bench-cpu docs size clean
+.PHONY: help demo test test-slow test-kernels test-gpu test-vllm test-compressor test-integrations test-oldest lint bench bench-smoke bench-gpus bench-cpu docs size clean
 
 # A process writes the bytecode of what it imports, and the next process reads it, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
@@ -81,6 +81,15 @@ test-compressor: .venv-compressor/installed  ## open folders that llm-compressor
 test-integrations: .venv-integrations/installed  ## train with torchtitan, Lightning, Accelerate, the Trainer of transformers, PEFT and TRL
 	.venv-integrations/bin/python -m pytest tests/integrations
 
+# The oldest torch that pyproject.toml allows: its Dynamo refuses what that of newer ones takes.
+.venv-oldest/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --no-compile torch==2.11.0 -e ".[hf]" accelerate ml_dtypes scipy pytest pytest-xdist
+	touch $@
+
+test-oldest: .venv-oldest/installed  ## run the tests of layers and operations with the oldest torch, in an environment of its own
+	.venv-oldest/bin/python -m pytest -m "not gpu and not slow and not triton" -n 2 --dist worksteal tests/nn tests/ops
+
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
 BENCHES := ceilings kernels stack whole_step lora layer moe grouped_rows serve generate start linears attention vision \
 	compile_time watch recipes
@@ -126,4 +135,4 @@ size:  ## print the lines and files of src, tests, bench and docs
 	@$(PYTHON) tests/support/sizes.py
 
 clean:  ## remove the environments, the runs and the build
-	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations .venv-site runs build
+	rm -rf .venv .venv-vllm .venv-compressor .venv-integrations .venv-oldest .venv-site runs build

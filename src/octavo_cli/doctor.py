@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,14 +17,12 @@ if TYPE_CHECKING:
 
     from octavo.numerics.formats import Format
     from octavo.ops.launching import Place
-    from octavo.recipe import Recipe
 
 
 def doctor_command(
     recipe: Annotated[list[str] | None, option("RECIPE", "A preset or a file, repeatable. Default: presets.")] = None,
     gpu: Annotated[str, option("NAME", f"Of a GPU that is not here: {', '.join(GPUS)}. Default: this machine.")] = "",
     as_json: AsJson = False,
-    measure: Annotated[bool, option("--measure", "Time the GEMM of each recipe for a few sizes.")] = False,
     measure_layers: Annotated[bool, option("--measure-layers", "Time layers for convert(only_if_faster=True)")] = False,
 ) -> None:
     """Show this machine, its problems and its GEMMs.
@@ -40,7 +37,6 @@ def doctor_command(
     Examples:
 
       octavo doctor
-      octavo doctor --measure
       octavo doctor --recipe mine.json
       octavo doctor --gpu rtx4090
     """
@@ -48,8 +44,8 @@ def doctor_command(
 
     if recipe and measure_layers:
         raise ValueError("--measure-layers times every preset for one table: leave --recipe out")
-    if gpu and (measure or measure_layers):
-        raise ValueError("--measure and --measure-layers time the GPU of this machine: leave --gpu out")
+    if gpu and measure_layers:
+        raise ValueError("--measure-layers times the GPU of this machine: leave --gpu out")
     device = choose_device("auto")
     place, report = find_machine(gpu, device)
     chosen = {found.name: found for each in recipe or RECIPES for found in [choose_recipe(each, place)]}
@@ -57,8 +53,6 @@ def doctor_command(
     report["recipes"] = {name: {gemm: vars(b) for gemm, b in each.items()} for name, each in gemms.items()}
     report["schemes"] = scheme_backends(place)
     report["fixes"] = {name: fix for name, each in chosen.items() if (fix := find_fix(each, place))}
-    if measure:
-        report["gemms"] = measure_gemms(chosen, device)
     if measure_layers:
         report["machine"]["table_of_gains"] = str(measure_gains(device))
     if as_json:
@@ -91,25 +85,6 @@ def _print(report: dict[str, Any]) -> None:
         say(f"{problem['name']}: {problem['found']}. Fix: {problem['fix']}", "red")
     if not report.get("problems", True):
         say("no problem found")
-    timed = [
-        {
-            "size": " x ".join(map(str, each["shape"])), "recipe": each["recipe"], "backend": each["backend"],
-            "ms": f"{each['milliseconds']:.3f}", "TFLOP/s": f"{each['tflops']:.4g}",
-            "vs BF16": f"{each['speedup']:.2f}x",
-        }
-        for each in report.get("gemms", ())
-    ]  # fmt: skip
-    if timed:
-        print_rows(timed, title="GEMM of y, without quantization: M x K x N")
-
-
-def measure_gemms(recipes: Mapping[str, Recipe], device: torch.device) -> list[dict[str, Any]]:
-    """The times of a few GEMMs, as JSON values."""
-    from octavo.inspection.doctor import CPU_SHAPES, GPU_SHAPES, time_gemms
-
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    with progress("timing") as advance:
-        return [asdict(each) | {"tflops": each.tflops} for each in time_gemms(recipes, device, shapes, advance)]
 
 
 def measure_gains(device: torch.device) -> Path:

@@ -318,9 +318,9 @@ def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> li
     """For each case with GPUs that wait for the host: how long, and the settings that train on more tokens."""
     found = []
     for label, plan in zip(labels, plans, strict=True):
-        if plan.time.waiting:
+        if waiting := plan.time.parts["waiting"]:
             faster = [f"{setting} ({speed:.2f}x)" for setting, speed in plan.faster_settings.items()]
-            found.append(f"{label}: the GPU waits for the host: {_digits(plan.time.waiting * 1e3, 1)} ms of a step.")
+            found.append(f"{label}: the GPU waits for the host: {_digits(waiting * 1e3, 1)} ms of a step.")
             found[-1] += f" Tokens/s with other settings: {', '.join(faster)}." if faster else ""
     return found
 

@@ -223,5 +223,5 @@ def _print_dtypes(source: Path, module: str | None, changes: dict[str, Any], as_
         return
     say(f"{flow.model} of {source}: a forward and backward pass, autocast {flow.autocast}")
     show([flow.operation_table()] if module is not None else flow.tables())
-    for remark in flow.remarks():
+    for remark in flow.remarks:
         say(remark)

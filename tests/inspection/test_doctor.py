@@ -1,44 +1,11 @@
-"""Timing of GEMMs: each GEMM once."""
+"""The rules of octavo doctor: each fires on the combination that it names, and none on a machine without it."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from octavo.inspection import doctor as gemms
-from octavo.inspection.doctor import Facts, Timing, driver_version, find_problems, judge, read_versions, time_gemms
-from octavo.recipe import PRESETS
-
-SHAPES = ((32, 128, 128), (64, 128, 256))
-RECIPES = {name: PRESETS[name]() for name in ("bf16", "rowwise", "rowwise_dw_bf16", "tensorwise")}
-CPU = torch.device("cpu")
-
-
-def test_each_gemm_is_timed_once_beside_bf16(monkeypatch):
-    monkeypatch.setattr(gemms, "_SECONDS", 1e-3)
-    reported = []
-    found = time_gemms(RECIPES, CPU, SHAPES, lambda *each: reported.append(each))
-    assert [(each.recipe, each.shape) for each in found] == [
-        (name, shape) for shape in SHAPES for name in ("bf16", "rowwise", "tensorwise")
-    ]  # rowwise_dw_bf16 has the y of rowwise
-    assert {each.backend for each in found} == {"torch.mm", "emulated"}
-    bf16 = {each.shape: each.milliseconds for each in found if each.recipe == "bf16"}
-    assert [each.speedup for each in found] == pytest.approx([bf16[each.shape] / each.milliseconds for each in found])
-    assert reported[0] == (0, 6, "bf16 32 x 128 x 128")
-
-
-def test_the_rate_counts_a_multiplication_and_an_addition():
-    assert Timing("bf16", "torch.mm", (1000, 1000, 1000), 2.0, 1.0).tflops == pytest.approx(1.0)
-
-
-@pytest.mark.gpu
-def test_a_gpu_times_its_own_gemms():
-    found = time_gemms({name: preset() for name, preset in PRESETS.items()}, torch.device("cuda", 0), SHAPES)
-    assert "emulated" not in {each.backend for each in found}
-
-
-# ---- The rules of octavo doctor: each fires on the combination that it names, and none on a machine without it
-
+from octavo.inspection.doctor import Facts, driver_version, find_problems, judge, read_versions
 
 FINE = Facts(environment={}, driver="580.159.03", cuda="13.0", sees_gpu=True, interfaces=("lo", "eth0"))
 BAD = [

@@ -95,17 +95,6 @@ def test_problems_are_shown_with_their_fix(octavo, monkeypatch):
     assert "environment" in [each["name"] for each in json.loads(octavo("doctor", "--json")[1])["problems"]]
 
 
-def test_gemms_are_timed(octavo, monkeypatch):
-    monkeypatch.setattr("octavo.inspection.doctor.CPU_SHAPES", ((32, 128, 128),))
-    monkeypatch.setattr("octavo.inspection.doctor.GPU_SHAPES", ((32, 128, 128),))
-    code, out, err = octavo("doctor", "--measure")
-    assert (code, err) == (0, "")
-    assert "32 x 128 x 128" in out
-    assert "1.00x" in out
-    found = json.loads(octavo("doctor", "--measure", "--json")[1])
-    assert {"bf16", "rowwise"} <= {each["recipe"] for each in found["gemms"]}
-
-
 @pytest.mark.parametrize("gpu", GPUS)
 def test_a_gpu_that_is_not_here(octavo, gpu):
     code, out, err = octavo("doctor", "--gpu", gpu, "--json")
@@ -147,7 +136,7 @@ def test_a_recipe_that_does_not_run_has_a_fix(octavo, tmp_path):
 
 
 def test_only_the_gpu_of_this_machine_is_timed(refused):
-    assert "leave --gpu out" in refused("doctor", "--gpu", "rtx4090", "--measure")
+    assert "leave --gpu out" in refused("doctor", "--gpu", "rtx4090", "--measure-layers")
     assert "the nearest is rtx4090" in refused("doctor", "--gpu", "rtx409")
 
 

@@ -18,22 +18,17 @@ from octavo.train.config import Config, write_settings
 from octavo.train.settings import load_config
 
 
-def test_a_file_of_settings(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text('layers = 2\nwidth = 64\nheads = 4\nbatch = 3\n[optimizer]\nstate = "8bit"\n')
-    plan = Case(str(path), ("--context", "128")).training()
-    assert plan.setup.tokens == 3 * 128
-    assert plan.setup.model.depth == 2
-    assert plan.memory.optimizer == pytest.approx((2 + 8 / 256) * plan.setup.model.parameters)
-
-
-def test_a_run_has_its_settings(tmp_path):
-    run = RunFolder(tmp_path)
+def test_a_file_of_settings_and_a_run_have_their_own(tmp_path):
+    path, run = tmp_path / "run.toml", RunFolder(tmp_path)
+    path.write_text('layers = 2\nwidth = 64\nheads = 4\nbatch = 3\nrecipe = "bf16"\n[optimizer]\nstate = "8bit"\n')
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
-    write_settings(load_config(None, ("--layers", "2", "--width", "64", "--batch", "3", "--recipe", "bf16")), run)
-    setup = Case(str(tmp_path), ("--context", "128")).training().setup
-    assert (setup.model.depth, setup.model.width, setup.tokens, setup.recipe.name) == (2, 64, 3 * 128, "bf16")
+    write_settings(load_config(str(path), ()), run)
+    for source in (path, tmp_path):
+        plan = Case(str(source), ("--context", "128")).training()
+        setup = plan.setup
+        assert (setup.model.depth, setup.model.width, setup.tokens, setup.recipe.name) == (2, 64, 3 * 128, "bf16")
+        assert plan.memory.parts["optimizer"] == pytest.approx((2 + 8 / 256) * setup.model.parameters)
 
 
 def test_a_preset_of_training():
@@ -164,41 +159,33 @@ def test_experts_count_once_in_memory_and_by_use_in_time():
     assert mixtral.active_parameters / 1e9 == pytest.approx(12.75, rel=1e-2)  # arXiv:2401.04088 says 13 billion active
 
 
-@pytest.mark.parametrize("config", [OURS, GPT2Config(**SMALL)])
-def test_octavos_own_models_are_counted_exactly(config):
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (OURS, {}),
+        (GPT2Config(**SMALL), {"model": "gpt2"}),
+        *(
+            (
+                MixtureConfig(**SMALL, kv_heads=2, mlp_width=96, experts=4, top_k=2, shared_width=shared),
+                {"model": "mixture", "experts": {"count": 4, "top_k": 2, "shared_width": shared}},
+            )
+            for shared in (0, 48)
+        ),
+    ],
+)
+def test_octavos_own_models_are_counted_exactly(config, settings, tmp_path):
     with torch.device("meta"):
         model = build(config)
-    architecture = describe_architecture("ours", config.to_hf())
-    assert architecture.parameters == count(model)
-    linears = [m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
-    assert architecture.block_weights == sum(linears)
-
-
-def test_a_folder_and_a_file_are_read(tmp_path):
-    fields = OURS.to_hf()
+    fields = config.to_hf()
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    expected = describe_architecture("x", fields).parameters
-    for path in (tmp_path, tmp_path / "config.json"):
-        assert find_architecture(str(path), Config()).parameters == expected
-
-
-def test_settings_give_octavos_own_model():
-    config = Config(layers=3, width=64, heads=4, kv_heads=2, mlp_width=128, tokenizer="bpe", vocabulary=512)
-    with torch.device("meta"):
-        model = build(LlamaConfig(512, 3, 64, 4, 2, 128, config.context))
-    assert find_architecture("", config).parameters == count(model)
-
-
-@pytest.mark.parametrize("shared", [0, 48])
-def test_settings_give_octavos_mixture(shared):
-    sizes = {"layers": 3, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 32}
-    experts = {"count": 4, "top_k": 2, "shared_width": shared}
-    config = Config.from_dict(sizes | {"model": "mixture", "experts": experts, "tokenizer": "bpe", "vocabulary": 512})
-    described = MixtureConfig(**sizes, vocabulary=512, context=config.context, experts=4, top_k=2, shared_width=shared)
-    with torch.device("meta"):
-        parameters = count(build(described))
-    assert find_architecture("", config).parameters == parameters
-    assert describe_architecture("ours", described.to_hf()).parameters == parameters
+    architecture = describe_architecture("ours", fields)
+    own = Config.from_dict(SMALL | {"kv_heads": 2, "mlp_width": 96, "tokenizer": "bpe"} | settings)
+    found = [architecture, find_architecture("", own)]
+    found += [find_architecture(str(path), Config()) for path in (tmp_path, tmp_path / "config.json")]
+    assert {each.parameters for each in found} == {count(model)}
+    if not isinstance(config, MixtureConfig):
+        linears = [m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+        assert architecture.block_weights == sum(linears)
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,14 @@ import pytest
 
 from bench.gpu.plan import planned_again
 from octavo.plan.cases import Case, TrainingPlan
-from octavo.plan.step_time import HOP, NETWORK_HOP, Links, StepTime, Training
+from octavo.plan.step_time import HOP, NETWORK_HOP, Links, Training
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
-FULL = ("--activation-checkpointing.mode", "full")
 
 
-def plan(*settings: str, model: str = "llama-3.2-1b", gpus: int = 2) -> TrainingPlan:
+def plan(*settings: str, gpus: int = 2) -> TrainingPlan:
     """Of 2,048 tokens a GPU, and so of little work for it."""
-    return Case(model, ("--context", "2048", *settings), gpus=gpus).training()
-
-
-def time(*settings: str, gpus: int = 2) -> StepTime:
-    return plan(*settings, gpus=gpus).time
+    return Case("llama-3.2-1b", ("--context", "2048", *settings), gpus=gpus).training()
 
 
 ROWS = [
@@ -43,17 +38,17 @@ def test_the_measured_hosts_of_two_gpus(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("mode", "ms"), [("bf16", 4.0), ("rowwise", 9.4)])
 def test_the_measured_stack_of_four_blocks_on_one_gpu(mode: str, ms: float) -> None:
     """bench/log.md, on the host of an H100: without an optimizer."""
-    one, two = (time("--recipe", mode, "--accumulate", n, gpus=1).host for n in ("1", "2"))
+    one, two = (plan("--recipe", mode, "--accumulate", n, gpus=1).time.host for n in ("1", "2"))
     assert 1e3 * (two - one) / 16 == pytest.approx(ms / 4, rel=0.15)
 
 
 def test_a_setting_that_does_not_fit_is_not_named() -> None:
     """All of them take more memory here."""
-    waiting = plan("--batch", "2", *FULL)
+    waiting = plan("--batch", "2", "--activation-checkpointing.mode", "full")
     small = replace(waiting.setup.gpu, memory=1.001 * waiting.memory.peak)
     full = replace(waiting, setup=replace(waiting.setup, gpu=small))
     assert full.fits
-    assert full.time.waiting
+    assert full.time.parts["waiting"]
     assert full.faster_settings == {}
 
 

@@ -13,11 +13,7 @@ from octavo.inference.packed_linear import PackedLinear
 from octavo.ops import quantize
 from octavo.plan.cases import Case, find_architecture
 from octavo.plan.model_shape import Architecture, Layer
-from octavo.plan.serving import (
-    ServingPlan,
-    find_speeds,
-    weight_bytes,
-)
+from octavo.plan.serving import ServingPlan, find_speeds, weight_bytes
 from octavo.rates.measured import find_gpu, measured_expert_speeds
 from octavo.train.config import Config
 
@@ -36,19 +32,14 @@ def test_the_weights_take_the_measured_memory(scheme, key):
 
 
 def test_keys_and_values_by_context_and_batch():
-    # 32 blocks, keys and values, 8 heads of 128 features, 2 bytes
-    assert serve("bf16", 3, 1000).cache == 3 * 1000 * 32 * 2 * 8 * 128 * 2
-    assert serve("bf16", 3, 1000, "fp8").cache == 3 * 1000 * 32 * 2 * 8 * 128
-
-
-def test_latent_attention_caches_the_latents():
+    # 32 blocks, keys and values, 8 heads of 128 features, 2 bytes; of MLA the latents and the rotary features
+    assert serve("bf16", 3, 1000).cache == 2 * serve("bf16", 3, 1000, "fp8").cache == 3 * 1000 * 32 * 2 * 8 * 128 * 2
     assert Case("deepseek-v3").serving().cache_a_token == 61 * (512 + 64) * 2
 
 
 def test_the_largest_batch_fits_and_one_more_does_not():
     most = serve("bf16", 1, 8192).largest_batch
-    assert serve("bf16", most, 8192).fits
-    assert not serve("bf16", most + 2, 8192).fits
+    assert [serve("bf16", batch, 8192).fits for batch in (most, most + 2)] == [True, False]
 
 
 # ---- The bytes of packed weights, and the speed of each scheme where it was measured and where it was not
@@ -89,8 +80,6 @@ def test_the_speed_of_experts_is_that_of_the_layer_of_the_nearest_size():
 
 
 def test_the_usual_scheme_is_that_of_the_recipe():
-    assert Case("llama-3.1-8b").serving().scheme == "channel"
-    assert Case("llama-3.1-8b", ("--recipe", "bf16")).serving().scheme == "bf16"
-    for recipe, scheme in SCHEME_OF.items():
+    for recipe, scheme in {"auto": "channel", "bf16": "bf16", **SCHEME_OF}.items():
         assert Case("llama-3.1-8b", ("--recipe", recipe)).serving().scheme == scheme
     assert Case("llama-3.1-8b", ("--recipe", "rowwise"), scheme="int8").serving().scheme == "int8"

@@ -1,7 +1,6 @@
 """Folders to verify, changes to their files, and what a report must hold."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,11 @@ from octavo.evaluation import PromptOptions
 from octavo.verification import verify
 from octavo.verification.findings import Report
 
-Damage = Callable[[Path], None]
-"""Damages a folder."""
-
 
 def run_verify(packed: Path, model: Path, **options: Any) -> Report:
     """Verify with nine prompts."""
     text = write_text(packed.parent / "prompts.txt")
     return verify(packed, model, [str(text)], prompts=PromptOptions(16, batch=4), **options)
-
-
-def damaged(folder: Path, target: Path, damage: Damage) -> Path:
-    """A copy of the folder, with damage."""
-    shutil.copytree(folder, target)
-    damage(target)
-    return target
 
 
 def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -37,16 +26,6 @@ def change_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
         content = json.loads(path.read_text())
         change(content)
         path.write_text(json.dumps(content))
-
-
-def expect(report: Report, kind: str, where: str, message: str) -> None:
-    """The report has this finding and at most one more, and nothing was run."""
-    findings = [str(finding) for finding in report.findings]
-    assert any(f.kind == kind and f.where == where and message in f.message for f in report.findings), findings
-    assert len(findings) <= 2, findings
-    assert not report.ok
-    assert report.not_run
-    assert not report.readers
 
 
 def remarks(report: Report) -> list[str]:

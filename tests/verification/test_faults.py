@@ -1,59 +1,53 @@
-"""Faults, each planted in a right folder: `verify` finds it, and names the tensor, the layer or the setting.
+"""Faults, each planted in a right folder: `verify` finds it, names the tensor, the layer or the setting, and runs
+nothing.
 
 The folders have no checksums, so each is found by what the bytes and the settings mean.
 """
 
+import json
+import os
+import pickle
+import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import (
-    cast_again,
-    coded,
-    cut,
-    labelled,
-    layers_swapped,
-    moved,
-    no_inputs,
-    noisy,
-    one_bit,
-    put,
-    replaced,
-    rope,
-    rows_swapped,
-    scaled,
-    setting,
-    shifted_ids,
-    swapped,
-    thousandth,
-    times,
-    truncated,
-)
-from tiny_models import TEXT, make_model
-from verify_examples import change_config, change_json, damaged
+from packed_examples import small_shards
+from safetensors.torch import load_file, save_file
+from tiny_models import TEXT, Folders, make_model
+from torch import Tensor
+from verify_examples import change_config, change_json, change_tensors
 
 from octavo.calibration import calibrate
 from octavo.evaluation import PromptOptions
 from octavo.packing import pack
+from octavo.verification import verifier as pipeline
 from octavo.verification import verify
-from octavo.verification.verifier import Verification
 
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 Q, K, V, OUT = (f"{ATTENTION}.{leaf}_proj" for leaf in "qkvo")
 DOWN, UP, GATE = (f"{MLP}.{leaf}_proj" for leaf in ("down", "up", "gate"))
 EXPERT = "model.layers.0.block_sparse_moe.experts.{}.w1"
 ROUTER = "model.layers.0.block_sparse_moe.gate"
+NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+E4M3 = torch.float8_e4m3fn
 Models = Callable[[str], tuple[Path, Path, Path | None]]
+Damage = Callable[[Path, Path], Any]
+"""Damages a folder; the second path is MODEL."""
 # Name -> the model of tiny_models, its sizes, and options of `pack`.
 WIDE = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "channel": ("llama", WIDE, {"scheme": "channel"}),
     "tensor": ("llama", WIDE, {"scheme": "tensor", "share": False}),
     "block": ("llama", WIDE, {"scheme": "block"}),
+    "fp8": ("llama", WIDE, {"scheme": "block", "layout": "fp8"}),
     "mx": ("llama", WIDE, {"scheme": "mx"}),
     "static": ("llama", WIDE, {"scheme": "static", "kv_cache": "fp8"}),
+    "shards": ("llama", WIDE, {"scheme": "channel"}),
     "biases": ("qwen2", {"tie_word_embeddings": False}, {"scheme": "channel"}),
     "softcap": ("gemma2", {}, {"scheme": "channel"}),
     "experts": ("mixtral", {}, {"scheme": "channel", "experts": True}),
@@ -66,137 +60,475 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     root = tmp_path_factory.mktemp("faults")
     (root / "text.txt").write_text(TEXT)
 
+    @cache
     def make(name: str) -> tuple[Path, Path, Path | None]:
         kind, sizes, options = FOLDERS[name]
-        model, folder, calibration = root / kind, root / f"{name} packed", root / f"{name} calibrated"
-        stores = options["scheme"] == "static"
+        model, folder, calibration = root / kind, root / f"{name} packed", None
         if not model.exists():
             make_model(model, kind, **sizes)
-        if stores and not calibration.exists():
+        if options["scheme"] == "static":
+            calibration = root / f"{name} calibrated"
             calibrate(model, [str(root / "text.txt")], calibration, prompts=PromptOptions(16, 64))
-        if not folder.exists():
-            pack(model, folder, calibration=calibration if stores else None, **options)
-        return folder, model, calibration if stores else None
+        with small_shards(100_000 if name == "shards" else 10**9):
+            pack(model, folder, calibration=calibration, **options)
+        return folder, model, calibration
 
     return make
 
 
+@pytest.fixture(autouse=True)
+def _no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "try_readers", lambda *_: iter(()))
+
+
+# ---- Faults.
+
+
+def edit(change: Callable[[dict[str, Tensor]], Any]) -> Damage:
+    return lambda folder, model: change_tensors(folder, change)
+
+
+def replaced(name: str, function: Callable[[Tensor], Tensor]) -> Damage:
+    return edit(lambda tensors: tensors.update({name: function(tensors[name].clone())}))
+
+
+def renamed(old: str, new: str) -> Damage:
+    return edit(lambda tensors: tensors.update({new: tensors.pop(old)}))
+
+
+def times(name: str, factor: float, place: Any = ...) -> Damage:
+    """Multiply a scale, or a part of it."""
+
+    def change(scale: Tensor) -> Tensor:
+        scale[place] *= factor
+        return scale
+
+    return replaced(name, change)
+
+
+def put(name: str, place: Any, value: float) -> Damage:
+    def change(tensor: Tensor) -> Tensor:
+        tensor.view(torch.uint8 if tensor.dtype == E4M3 else tensor.dtype)[place] = value
+        return tensor
+
+    return replaced(name, change)
+
+
+def moved(name: str, exponent: int) -> Damage:
+    """Add to the exponent of one block."""
+
+    def change(scale: Tensor) -> Tensor:
+        scale[9, 1] += exponent
+        return scale
+
+    return replaced(name, change)
+
+
+def coded(name: str, change: Callable[[Tensor], Tensor], step: int = 1) -> Damage:
+    """Change every `step`-th byte of a weight."""
+
+    def function(weight: Tensor) -> Tensor:
+        codes = weight.view(torch.uint8).view(-1)[::step]
+        codes.copy_(change(codes))
+        return weight
+
+    return replaced(f"{name}.weight", function)
+
+
+def swapped(*names: tuple[str, str]) -> Damage:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for a, b in names:
+            tensors[a], tensors[b] = tensors[b].clone(), tensors[a].clone()
+
+    return edit(change)
+
+
+def layers_swapped(a: str, b: str) -> Damage:
+    return swapped(*((a + leaf, b + leaf) for leaf in (W, SCALE)))
+
+
+def rows_swapped(t: Tensor) -> Tensor:
+    """An eight-bit tensor cannot be indexed."""
+    rows = t.view(torch.uint8)[[1, 0, *range(2, len(t))]]
+    return rows.view(t.dtype)
+
+
+def cast_again(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Damage:
+    """Write the bytes e4m3(change(w, s)) of MODEL's weight w, with the scale s that the folder has."""
+
+    def damage(folder: Path, model: Path) -> None:
+        w = load_file(model / SINGLE)[f"{name}.weight"].float()
+
+        def edit_bytes(tensors: dict[str, Tensor]) -> None:
+            s = tensors[f"{name}.weight_scale"]
+            tensors[f"{name}.weight"] = change(w, s).clamp(-448, 448).to(E4M3)
+
+        change_tensors(folder, edit_bytes)
+
+    return damage
+
+
+def noisy(share: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Another checkpoint of the model."""
+
+    def change(w: Tensor, s: Tensor) -> Tensor:
+        return (w + share * w.std() * torch.randn(w.shape, generator=torch.Generator().manual_seed(0))) / s
+
+    return change
+
+
+def truncated(w: Tensor, s: Tensor) -> Tensor:
+    """Toward zero: the next number down where rounding to nearest goes up."""
+    x = w / s
+    q = x.clamp(-448, 448).to(E4M3)
+    up = q.float().abs() > x.abs()
+    return (q.view(torch.uint8) - up.to(torch.uint8)).view(E4M3).float()
+
+
+def in_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return lambda folder, model: change_json(folder / name, change)
+
+
+def setting(**values: Any) -> Damage:
+    return in_json(CONFIG, lambda config: config.update(values))
+
+
+def quantization(**settings: Any) -> Damage:
+    """Change settings in quantization_config; None removes one."""
+    return lambda folder, model: change_config(folder, **settings)
+
+
+def group(change: Callable[[dict[str, Any]], Any]) -> Damage:
+    return in_json(CONFIG, lambda config: change(config["quantization_config"]["config_groups"]["group_0"]))
+
+
+def labelled(**weights: Any) -> Damage:
+    return group(lambda found: found["weights"].update(weights))
+
+
+def index(change: Callable[[dict[str, str]], Any]) -> Damage:
+    """Change the files of tensors that the index lists."""
+    return in_json(INDEX, lambda content: change(content["weight_map"]))
+
+
+def placed(file: str) -> Damage:
+    """The index lists a tensor for another file."""
+    return index(lambda files: files.update({Q + W: file}))
+
+
+def shifted_ids(tokenizer: dict[str, Any]) -> None:
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {token: (i + 1) % len(vocabulary) for token, i in vocabulary.items()}
+
+
+def removed(name: str) -> Damage:
+    """The first file whose name matches is removed."""
+    return lambda folder, model: min(folder.glob(name)).unlink()
+
+
+def written(name: str, content: bytes) -> Damage:
+    return lambda folder, model: (folder / name).write_bytes(content)
+
+
+def cut(folder: Path, model: Path) -> None:
+    path = folder / SINGLE
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def written_twice(folder: Path, model: Path) -> None:
+    """All tensors of the first shard are in the second, too."""
+    [first, second, *_] = sorted(folder.glob("model-*"))
+    names = json.loads((folder / INDEX).read_text())["weight_map"]
+    save_file({name: torch.zeros(1) for name, file in names.items() if file in (first.name, second.name)}, second)
+
+
 W, SCALE = ".weight", ".weight_scale"
-# What fails -> the folder, the damage, what a finding is about, and what its message says.
-FAULTS: dict[str, tuple[str, Any, str, str]] = {
-    # what c1755f76 missed
-    "a row's scale +2 %": ("channel", scaled(DOWN, 1.02, 5), DOWN + W, "1 of 256 scales are not: [5, 0] is"),
-    "a layer's scales +2 %": ("channel", scaled(DOWN, 1.02), DOWN + W, "256 of 256 scales are not"),
-    "a tensor's scale +2 %": ("tensor", scaled(Q, 1.02), Q + W, "1 of 1 scales are not"),
-    "a block's scale +2 %": ("block", scaled(DOWN, 1.02, (0, 1)), DOWN + W, "1 of 4 scales are not: [0, 1] is"),
-    "a layer's scales +10 %": ("channel", scaled(DOWN, 1.1), DOWN + W, "256 of 256 scales are not"),
-    "block scales transposed": ("block", replaced(OUT + SCALE, lambda s: s.T), OUT + W, "scales are not"),
+BAD_FILE, MISSING = "is truncated or not a safetensors file", "is missing, and the model needs it"
+# What fails -> the folder, the damage, the kind of finding, what it is about, and what its message says.
+FAULTS: dict[str, tuple[str, Damage, str, str, str]] = {
+    # files
+    "a pickle as tensors": ("channel", written(SINGLE, b"\x80\x02}q\x00."), "file", SINGLE, BAD_FILE),
+    "bytes as tensors": ("channel", written(SINGLE, b"\xff" * 64), "file", SINGLE, BAD_FILE),
+    "the file is cut": ("channel", cut, "file", SINGLE, BAD_FILE),
+    "no tensors": ("channel", removed(SINGLE), "file", SINGLE, "the folder has no tensors"),
+    "half of config.json": ("channel", written(CONFIG, b"{"), "file", CONFIG, "is not valid JSON"),
+    "another encoding": ("channel", written(CONFIG, b"\xff\xfe{"), "file", CONFIG, "is not valid JSON"),
+    "a list": ("channel", written(CONFIG, b"[]"), "file", CONFIG, "must hold a JSON object, it holds list"),
+    "no model": ("channel", written(CONFIG, b'{"a": 1}'), "config", CONFIG, "transformers cannot build the model"),
+    "no config.json": ("channel", removed(CONFIG), "file", CONFIG, "is missing"),
+    "a pickle": ("channel", written("training.bin", b"x"), "pickle", "training.bin", "not opened: move it elsewhere"),
+    "an empty index": ("shards", written(INDEX, b"{}"), "file", INDEX, "must map the name of each tensor"),
+    "a file above": (
+        "shards", placed("../../s.safetensors"), "file", INDEX, "'../../s.safetensors', which is outside of the",
+    ),
+    "a file elsewhere": ("shards", placed("/etc/passwd"), "file", INDEX, "'/etc/passwd', which is outside"),
+    "a pickle in the index": ("shards", placed("model.bin"), "file", INDEX, "'model.bin', which is not a safetensors"),
+    "a tensor not listed": ("shards", index(lambda files: files.pop(NORM)), "tensor", NORM, "does not list it"),
+    "a tensor listed alone": (
+        "shards", index(lambda files: files.update({"model.extra": files[NORM]})), "tensor", "model.extra",
+        "is missing in model-",
+    ),
+    "a shard is missing": (
+        "shards", removed("model-*"), "file", "model-00001-of-00016.safetensors", f"is missing, and {INDEX} names it",
+    ),
+    "a shard is written twice": ("shards", written_twice, "tensor", EMBEDDING, "is in two files, model-00001"),
+    # scales and bytes
+    "a row's scale +2 %": ("channel", times(DOWN + SCALE, 1.02, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
+    "a layer's scales +2 %": ("channel", times(DOWN + SCALE, 1.02), "weights", DOWN + W, "256 of 256 scales are not"),
+    "a tensor's scale +2 %": ("tensor", times(Q + SCALE, 1.02), "weights", Q + W, "1 of 1 scales are not"),
+    "a block's scale +2 %": (
+        "block", times(DOWN + SCALE, 1.02, (0, 1)), "weights", DOWN + W, "1 of 4 scales are not: [0, 1] is",
+    ),
+    "block scales x 0.7": ("block", times(DOWN + SCALE, 0.7), "weights", DOWN + W, "4 of 4 scales are"),
+    "a layer's scales +10 %": ("channel", times(DOWN + SCALE, 1.1), "weights", DOWN + W, "256 of 256 scales are not"),
+    "a row's scale +30 %": ("channel", times(DOWN + SCALE, 1.3, 5), "weights", DOWN + W, "1 of 256 scales are not: [5"),
+    "huge scales": ("channel", times(Q + SCALE, 1e31), "weights", Q + W, "256 of 256 scales are"),
+    "an exponent of MX + 1": ("mx", moved(Q + SCALE, 1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
+    "an exponent of MX - 1": ("mx", moved(Q + SCALE, -1), "weights", Q + W, "1 of 2048 scales are not: [9, 1] is"),
+    "block scales transposed": ("block", replaced(OUT + SCALE, lambda s: s.T), "weights", OUT + W, "scales are not"),
+    "reciprocal scales": ("channel", replaced(Q + SCALE, lambda s: 1 / s), "weights", Q + W, "the scale is reciprocal"),
+    "reciprocal exponents": ("mx", replaced(Q + SCALE, lambda s: 254 - s), "weights", Q + W, "the scale is reciprocal"),
+    "reciprocal scales of blocks": (
+        "fp8", replaced(f"{Q}.weight_scale_inv", lambda s: 1 / s), "weights", Q + W, "the scale is reciprocal",
+    ),
     "1 byte in 1000 off by a code": (
-        "channel", coded(DOWN, thousandth(lambda codes: codes ^ 1)), DOWN + W,
+        "channel", coded(DOWN, lambda codes: codes ^ 1, 1000), "weights", DOWN + W,
         "66 of 65536 bytes are not MODEL's weight / scale rounded to nearest: [",
     ),
-    "1 sign in 1000": ("channel", coded(Q, thousandth(lambda codes: codes ^ 128)), Q + W, "66 of 65536 bytes are not"),
-    "an exponent's bit": ("channel", coded(Q, one_bit), Q + W, "1 of 65536 bytes are not MODEL's weight / scale"),
-    "all bytes off by a code": ("mx", coded(Q, lambda codes: codes.sub_((codes & 127).clamp(max=1))), Q + W, "are not"),
-    "truncated": ("channel", cast_again(Q, truncated), Q + W, "scales are not"),
-    "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), Q + W, "bytes are not MODEL's"),
-    "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), Q + W, "bytes are not MODEL's"),
-    "k_scale / 2": ("static", times(f"{ATTENTION}.k_scale", 0.5), f"{ATTENTION}.k_scale", "by the rule amax the"),
-    "k_scale x 1.3": ("static", times(f"{ATTENTION}.k_scale", 1.3), f"{ATTENTION}.k_scale", "the calibration gives"),
-    "v_scale x 10": ("static", times(f"{ATTENTION}.v_scale", 10), f"{ATTENTION}.v_scale", "the calibration gives"),
+    "1 sign in 1000": (
+        "channel", coded(Q, lambda codes: codes ^ 128, 1000), "weights", Q + W, "66 of 65536 bytes are not",
+    ),
+    "an exponent's bit": (
+        "channel", coded(Q, lambda codes: codes ^ 8, 65536), "weights", Q + W, "1 of 65536 bytes are not MODEL's",
+    ),
+    "all bytes off by a code": (
+        "mx", coded(Q, lambda codes: codes - (codes & 127).clamp(max=1)), "weights", Q + W, "are not",
+    ),
+    "truncated": ("channel", cast_again(Q, truncated), "weights", Q + W, "scales are not"),
+    "a checkpoint with 1 % of noise": ("channel", cast_again(Q, noisy(0.01)), "weights", Q + W, "bytes are not"),
+    "a checkpoint with 10 % of noise": ("channel", cast_again(Q, noisy(0.1)), "weights", Q + W, "bytes are not"),
+    # stored scales
+    "k_scale / 2": ("static", times(f"{ATTENTION}.k_scale", 0.5), "scale", f"{ATTENTION}.k_scale", "by the rule amax"),
+    "k_scale x 1.3": ("static", times(f"{ATTENTION}.k_scale", 1.3), "scale", f"{ATTENTION}.k_scale", "the calibration"),
+    "v_scale x 10": ("static", times(f"{ATTENTION}.v_scale", 10), "scale", f"{ATTENTION}.v_scale", "calibration gives"),
     "k_scale and v_scale swapped": (
-        "static", swapped((f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")), f"{ATTENTION}.k_scale",
+        "static", swapped((f"{ATTENTION}.k_scale", f"{ATTENTION}.v_scale")), "scale", f"{ATTENTION}.k_scale",
         f"{ATTENTION}.v: keys and values are swapped",
     ),
-    "input_scale +2 %": ("static", times(Q + ".input_scale", 1.02), f"{Q}.input_scale", "the calibration gives"),
-    "input_scale / 4": ("static", times(Q + ".input_scale", 0.25), f"{Q}.input_scale", "the calibration gives"),
-    "input_scale x 16": ("static", times(Q + ".input_scale", 16), f"{Q}.input_scale", "the calibration gives"),
-    "rope_theta": ("channel", rope, "config.json", "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0"),
-    "rms_norm_eps": ("channel", setting(rms_norm_eps=1e-3), "config.json", "rms_norm_eps is 0.001, MODEL has 1e-06"),
-    "hidden_act": ("channel", setting(hidden_act="gelu"), "config.json", "hidden_act is 'gelu', MODEL has 'silu'"),
+    "input_scale +2 %": ("static", times(f"{Q}.input_scale", 1.02), "scale", f"{Q}.input_scale", "calibration gives"),
+    "input_scale / 4": ("static", times(f"{Q}.input_scale", 0.25), "scale", f"{Q}.input_scale", "calibration gives"),
+    "input_scale x 16": ("static", times(f"{Q}.input_scale", 16), "scale", f"{Q}.input_scale", "calibration gives"),
+    # what the folder says about its model
+    "rope_theta": (
+        "channel", in_json(CONFIG, lambda config: config["rope_parameters"].update(rope_theta=100_000.0)), "config",
+        CONFIG, "rope_parameters.rope_theta is 100000.0, MODEL has 10000.0",
+    ),
+    "rms_norm_eps": ("channel", setting(rms_norm_eps=1e-3), "config", CONFIG, "rms_norm_eps is 0.001, MODEL has 1e-06"),
+    "hidden_act": ("channel", setting(hidden_act="gelu"), "config", CONFIG, "hidden_act is 'gelu', MODEL has 'silu'"),
     "head count": (
-        "channel", setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16), "config.json",
+        "channel", setting(num_attention_heads=16, num_key_value_heads=16, head_dim=16), "config", CONFIG,
         "num_attention_heads is 16, MODEL has 8",
     ),
-    "softcap": ("softcap", setting(attn_logit_softcapping=5.0), "config.json", "attn_logit_softcapping is 5.0, MODEL"),
-    "tokenizer's ids shifted": ("channel", shifted_ids, "tokenizer.json", "256 entries are not MODEL's"),
+    "softcap": (
+        "softcap", setting(attn_logit_softcapping=5.0), "config", CONFIG, "attn_logit_softcapping is 5.0, MODEL",
+    ),
+    "an own head is tied": ("channel", setting(tie_word_embeddings=True), "config", CONFIG, "tie_word_embeddings"),
+    "tokenizer's ids shifted": (
+        "channel", in_json("tokenizer.json", shifted_ids), "config", "tokenizer.json", "256 entries are not MODEL's",
+    ),
     "eos of generation": (
-        "channel", lambda folder: change_json(folder / "generation_config.json", lambda g: g.update(eos_token_id=7)),
+        "channel", in_json("generation_config.json", lambda found: found.update(eos_token_id=7)), "config",
         "generation_config.json", "eos_token_id is 7, MODEL has 0",
     ),
     "a label without inputs, a legal scheme": (
-        "channel", no_inputs, "", "was packed by channel, and config.json says weight",
+        "channel", group(lambda found: found.update(input_activations=None)), "", "",
+        "was packed by channel, and config.json says weight",
     ),
-    # what it found
-    "a row's scale +30 %": ("channel", scaled(DOWN, 1.3, 5), DOWN + W, "1 of 256 scales are not: [5, 0] is"),
-    "an exponent of MX + 1": ("mx", moved(Q, 1), Q + W, "1 of 2048 scales are not: [9, 1] is"),
-    "an exponent of MX - 1": ("mx", moved(Q, -1), Q + W, "1 of 2048 scales are not: [9, 1] is"),
-    "rows swapped": ("channel", replaced(Q + W, rows_swapped), Q + W, "bytes are not MODEL's weight / scale"),
-    "a weight too small": ("channel", replaced(DOWN + W, lambda w: w[:128]), DOWN + W, "must have shape [256, 256]"),
-    "scales too few": ("channel", replaced(Q + SCALE, lambda s: s[:64]), Q + SCALE, "must have shape [256, 1]"),
+    # tensors
+    "rows swapped": ("channel", replaced(Q + W, rows_swapped), "weights", Q + W, "bytes are not MODEL's weight"),
+    "a weight too small": (
+        "channel", replaced(DOWN + W, lambda w: w[:128]), "tensor", DOWN + W, "must have shape [256, 256]",
+    ),
+    "scales too few": (
+        "channel", replaced(Q + SCALE, lambda s: s[:64]), "scale", Q + SCALE, "must have shape [256, 1]",
+    ),
+    "scales in float64": ("channel", replaced(Q + SCALE, Tensor.double), "scale", Q + SCALE, "it is F64"),
     "labelled block": (
-        "channel", labelled(strategy="block", block_structure=[64, 64]), Q + SCALE, "must have shape [4, 4]",
+        "channel", labelled(strategy="block", block_structure=[64, 64]), "scale", Q + SCALE, "must have shape [4, 4]",
     ),
-    "labelled tensor": ("channel", labelled(strategy="tensor"), Q + SCALE, "must have shape [1]"),
-    "q and k swapped": ("channel", layers_swapped(Q, K), Q + W, "the bytes are not MODEL's weight"),
-    "k and v swapped": ("channel", layers_swapped(K, V), K + W, "the bytes are not MODEL's weight"),
-    "gate and up swapped": ("channel", layers_swapped(GATE, UP), UP + W, "the bytes are not MODEL's weight"),
+    "labelled tensor": ("channel", labelled(strategy="tensor"), "scale", Q + SCALE, "must have shape [1]"),
+    "labelled int8": ("channel", labelled(type="int"), "tensor", Q + W, "must be I8, it is F8_E4M3"),
+    "labelled exponents": (
+        "channel", labelled(scale_dtype="torch.uint8"), "scale", Q + SCALE, "must be U8 or F8_E8M0, it is F32",
+    ),
+    "labelled groups of 48": (
+        "channel", labelled(strategy="group", group_size=48), "tensor", Q + W, "not a multiple of its blocks of 1 x 48",
+    ),
+    "q and k swapped": ("channel", layers_swapped(Q, K), "weights", Q + W, "the bytes are not MODEL's weight"),
+    "k and v swapped": ("channel", layers_swapped(K, V), "weights", K + W, "the bytes are not MODEL's weight"),
+    "gate and up swapped": ("channel", layers_swapped(GATE, UP), "weights", UP + W, "the bytes are not MODEL's weight"),
     "layers swapped": (
-        "channel", layers_swapped(DOWN, DOWN.replace("1", "0")), DOWN + W, "the bytes are not MODEL's weight",
+        "channel", layers_swapped(DOWN, DOWN.replace("1", "0")), "weights", DOWN + W, "bytes are not MODEL's weight",
     ),
     "experts swapped": (
-        "experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), EXPERT.format(1) + W, "the bytes are not",
+        "experts", layers_swapped(EXPERT.format(1), EXPERT.format(2)), "weights", EXPERT.format(1) + W,
+        "the bytes are not",
     ),
-    "biases swapped": ("biases", swapped((Q + ".bias", K + ".bias")), Q + ".bias", "is not MODEL's, rounded to"),
-    "a bias": ("biases", put(V + ".bias", 3, 1.0), V + ".bias", "is not MODEL's, rounded to"),
-    "the head": ("channel", replaced("lm_head.weight", lambda w: w * 1.01), "lm_head.weight", "is not MODEL's"),
-    "an element of a norm": ("channel", put("model.norm.weight", 4, 1.5), "model.norm.weight", "is not MODEL's"),
-    "rows of the embedding": (
-        "channel", replaced("model.embed_tokens.weight", rows_swapped), "model.embed_tokens.weight", "is not MODEL's",
+    "biases swapped": ("biases", swapped((f"{Q}.bias", f"{K}.bias")), "weights", f"{Q}.bias", "is not MODEL's"),
+    "a bias": ("biases", put(f"{V}.bias", 3, 1.0), "weights", f"{V}.bias", "is not MODEL's, rounded to"),
+    "the head": ("channel", replaced("lm_head.weight", lambda w: w * 1.01), "weights", "lm_head.weight", "not MODEL's"),
+    "an element of a norm": ("channel", put(NORM, 4, 1.5), "weights", NORM, "is not MODEL's"),
+    "rows of the embedding": ("channel", replaced(EMBEDDING, rows_swapped), "weights", EMBEDDING, "is not MODEL's"),
+    "the router": ("experts", replaced(ROUTER + W, rows_swapped), "weights", ROUTER + W, "is not MODEL's, rounded to"),
+    "e5m2": (
+        "channel", replaced(Q + W, lambda w: w.float().to(torch.float8_e5m2)), "tensor", Q + W, "must be F8_E4M3",
     ),
-    "the router": ("experts", replaced(ROUTER + W, rows_swapped), ROUTER + W, "is not MODEL's, rounded to"),
-    "the head is not ignored": (
-        "channel", lambda folder: change_config(folder, ignore=[]), "", "the list of ignored modules lacks lm_head",
+    "no norm": ("channel", renamed(NORM, "model.norm.w"), "tensor", NORM, MISSING),
+    "no weight": ("channel", renamed(Q + W, f"{Q}.w"), "tensor", Q + W, MISSING),
+    "the scale of another layout": (
+        "channel", renamed(Q + SCALE, f"{Q}.weight_scale_inv"), "scale", Q + SCALE, "another layout",
     ),
+    "no scale": ("fp8", renamed(f"{Q}.weight_scale_inv", f"{Q}.scale"), "scale", f"{Q}.weight_scale_inv", "is missing"),
+    "no input_scale": ("static", renamed(f"{Q}.input_scale", f"{Q}.s"), "scale", f"{Q}.input_scale", "is missing"),
+    "a weight in BF16": (
+        "channel", replaced(Q + W, lambda w: w.float().bfloat16()), "config", Q + W,
+        f"is stored in BF16, and the list of ignored modules lacks {Q}",
+    ),
+    # numbers
+    "a byte is NaN": ("channel", put(Q + W, (5, 5), 0xFF), "tensor", Q + W, "must be finite: 1 of 65536 are NaN"),
+    "a scale is NaN": ("channel", put(Q + SCALE, (3, 0), torch.nan), "scale", Q + SCALE, "1 of 256 are NaN"),
+    "a scale is inf": ("channel", put(Q + SCALE, (3, 0), torch.inf), "scale", Q + SCALE, "1 of 256 are inf"),
+    "a scale is zero": ("channel", put(Q + SCALE, (3, 0), 0), "scale", Q + SCALE, "1 of 256 are zero"),
+    "a scale is tiny": (
+        "channel", put(Q + SCALE, (3, 0), 1e-44), "scale", Q + SCALE,
+        "1 of 256 are below 2^-127, and 1 / scale overflows",
+    ),
+    "a scale is negative": ("block", put(DOWN + SCALE, (0, 1), -1), "scale", DOWN + SCALE, "1 of 4 are negative"),
+    "an exponent is NaN": ("mx", put(Q + SCALE, (0, 0), 255), "scale", Q + SCALE, "1 of 2048 are NaN (255)"),
+    "an input_scale is zero": ("static", put(f"{Q}.input_scale", 0, 0), "scale", f"{Q}.input_scale", "1 of 1 are zero"),
+    "a norm is inf": ("channel", put(NORM, 4, torch.inf), "tensor", NORM, "must be finite: 1 of 256"),
+    # quantization_config
+    "the head is not ignored": ("channel", quantization(ignore=[]), "", "", "list of ignored modules lacks lm_head"),
     "a packed layer is ignored": (
-        "channel", lambda folder: change_config(folder, ignore=["lm_head", Q]), Q + W, "list of ignored modules has",
+        "channel", quantization(ignore=["lm_head", Q]), "config", Q + W, "list of ignored modules has",
+    ),
+    "no such layer is ignored": (
+        "channel", quantization(ignore=["lm_head", "model.layers.7.o"]), "config", CONFIG,
+        "has 'model.layers.7.o', which is not a linear layer",
+    ),
+    "ignore is a word": ("channel", quantization(ignore="lm_head"), "config", CONFIG, "must be a list of names of"),
+    "the scheme of the KV cache removed": (
+        "static", quantization(kv_cache_scheme=None), "tensor", f"{ATTENTION}.k_scale", "has no place",
     ),
     "status": (
-        "channel", lambda folder: change_config(folder, quantization_status="frozen"), "config.json",
-        "quantization_status must be",
+        "channel", quantization(quantization_status="frozen"), "config", CONFIG, "quantization_status must be",
     ),
-    "a byte is NaN": ("channel", put(Q + W, (5, 5), 0xFF), Q + W, "must be finite: 1 of 65536 are NaN"),
-    "a scale is NaN": ("channel", put(Q + SCALE, (3, 0), torch.nan), Q + SCALE, "1 of 256 are NaN"),
-    "a scale is zero": ("channel", put(Q + SCALE, (3, 0), 0), Q + SCALE, "1 of 256 are zero"),
-    "scales are reciprocal": ("channel", replaced(Q + SCALE, lambda s: 1 / s), Q + W, "the scale is reciprocal"),
-    "e5m2": ("channel", replaced(Q + W, lambda w: w.float().to(torch.float8_e5m2)), Q + W, "must be F8_E4M3, it is"),
-    "the file is cut": ("channel", cut, "model.safetensors", "is truncated or not a safetensors file"),
-    "a head of its own is tied": ("channel", setting(tie_word_embeddings=True), "config.json", "tie_word_embeddings"),
-    "the scheme of the KV cache removed": (
-        "static", lambda folder: change_config(folder, kv_cache_scheme=None), f"{ATTENTION}.k_scale", "has no place",
+    "gptq": (
+        "channel", quantization(quant_method="gptq"), "config", CONFIG,
+        "quant_method must be one of compressed-tensors, fp8, modelopt, torchao, it is 'gptq'",
+    ),
+    "no method": ("channel", quantization(quant_method=None), "config", CONFIG, "it is None"),
+    "AutoFP8": (
+        "channel", quantization(quant_method="fp8", activation_scheme="dynamic"), "config", CONFIG,
+        "must state a weight_block_size, or null: this is AutoFP8",
+    ),
+    "NVFP4": (
+        "channel", quantization(quant_method="modelopt", quant_algo="NVFP4"), "config", CONFIG,
+        "quant_algo must be one of FP8, ",
+    ),
+    "torchao's int4": (
+        "channel", quantization(quant_method="torchao", quant_type={"default": {"_type": "Int4", "_data": 3}}),
+        "config", CONFIG, "must be one Float8Dyn",
+    ),
+    "torchao's int8": (
+        "channel", quantization(quant_method="torchao", quant_type="int8"), "config", CONFIG,
+        "PerRow or PerTensor; it is 'int8'",
+    ),
+    "packed words": (
+        "channel", quantization(format="pack-quantized"), "config", CONFIG, "format must be one of float-quantized",
+    ),
+    "no groups": ("channel", quantization(config_groups={}), "config", CONFIG, "must hold groups, it is {}"),
+    "a group that is none": (
+        "channel", quantization(config_groups={"g": 3}), "config", CONFIG,
+        "config_groups.g must have targets (names) and weights, it is 3",
+    ),
+    "four bits": (
+        "channel", labelled(num_bits=4), "config", CONFIG,
+        "must have num_bits 8, type float or int, and symmetric true; it has 4",
+    ),
+    "an unknown strategy": (
+        "channel", labelled(strategy="diagonal"), "config", CONFIG, "strategy must be tensor, channel, group",
     ),
 }  # fmt: skip
+# Of several layers or settings: they have more than two findings.
+SPREAD = {name for name in FAULTS if name.startswith("labelled ")}
+SPREAD |= {"a shard is written twice", "head count", "the scheme of the KV cache removed"}
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_found_and_named(
-    models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Verification, "try_readers", lambda self: None)
-    kind, damage, where, message = FAULTS[name]
-    folder, model, calibration = models(kind)
-    bad = damaged(folder, tmp_path / "bad", lambda f: damage(f, *[model] * (damage.__code__.co_argcount - 1)))
+def test_each_fault_is_found_and_named(models: Models, name: str, tmp_path: Path) -> None:
+    made, damage, kind, where, message = FAULTS[name]
+    folder, model, calibration = models(made)
+    bad = shutil.copytree(folder, tmp_path / "bad")
+    damage(bad, model)
     report = verify(bad, model, calibration=calibration)
-    if where:
-        found = [finding.message for finding in report.findings if finding.where == where]
-        assert any(message in each for each in found), [str(finding) for finding in report.findings]
-    else:  # a setting that some programs take: reported
+    if not kind:  # a setting that some programs take: reported
         assert any(message in remark for remark in report.remarks), report.remarks
+        return
+    found = [f"{finding.kind} {finding}" for finding in report.findings]
+    assert any(line.startswith(f"{kind} {where}: ") and message in line for line in found), found
+    assert len(found) <= 2 or name in SPREAD, found
+    assert report.not_run
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_the_folders_are_right_before(models: Models, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Verification, "try_readers", lambda self: None)
+def test_the_folders_are_right_before(models: Models, kind: str) -> None:
     folder, model, calibration = models(kind)
     report = verify(folder, model, calibration=calibration)
     assert (report.findings, report.remarks) == ([], [])
+
+
+class Evil:
+    """Its pickle makes a directory when it is loaded."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_a_pickle_is_never_loaded(models: Models, tmp_path: Path) -> None:
+    folder, model, _ = models("channel")
+    bad = shutil.copytree(folder, tmp_path / "bad")
+    (bad / SINGLE).unlink()
+    (bad / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(str(tmp_path / "harm"))))
+    found = verify(bad, model).findings
+    assert "pytorch_model.bin: is a pickle, which can run code, and was not opened" in str(found[0])
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_damaged_model_is_the_users_error(models: Models, tmp_path: Path) -> None:
+    folder, model, _ = models("channel")
+    bad = shutil.copytree(model, tmp_path / "model")
+    cut(bad, bad)
+    with pytest.raises(ValueError, match=BAD_FILE):
+        verify(folder, bad)
+    with pytest.raises(FileNotFoundError, match=f"there is no folder {tmp_path / 'none'}: give a packed folder"):
+        verify(tmp_path / "none", model)
+
+
+def test_another_model(models: Models, made: Folders, tmp_path: Path) -> None:
+    """It has the same sizes, other sizes, or another architecture, or is not packed."""
+    folder, model, _ = models("block")
+    for other, message in (
+        (make_model(tmp_path / "seed", "llama", seed=1, **WIDE), "the bytes are not MODEL's weight"),
+        (
+            make_model(tmp_path / "wide", "llama", **WIDE, intermediate_size=384),
+            "MODEL has shape [384, 256], the folder",
+        ),
+        (made("opt"), "MODEL has no such tensor: the folder is of another model"),
+    ):
+        assert any(message in str(finding) for finding in verify(folder, other).findings)
+    (finding,) = verify(model, model).findings
+    assert str(finding) == "config.json: quantization_config: config.json must have a quantization_config, it has None"

@@ -38,8 +38,13 @@ from octavo.verification.verifier import verify
 
 
 @pytest.fixture
-def packed(good: dict[str, Path]) -> Path:
-    return good["channel"]
+def model(made: Folders) -> Path:
+    return made("llama")
+
+
+@pytest.fixture
+def packed(made: Folders) -> Path:
+    return made("llama", scheme="channel")
 
 
 def results(model: Path, packed: Path) -> dict[str, ReaderResult]:

@@ -234,13 +234,6 @@ def test_stored_scales_by_an_unknown_rule_are_a_remark(made: Folders, tmp_path: 
     assert remark.startswith("model.layers.1.self_attn.k_scale is ")
 
 
-def test_a_folder_by_itself(made: Folders) -> None:
-    """Without MODEL its settings, its tensors and its readers are judged."""
-    report = verify(made("llama", scheme="channel"))
-    check_agreement(report)
-    assert report.against is None
-
-
 def test_a_device_or_a_model_that_is_not_there(made: Folders, tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="device cuda was asked for"):

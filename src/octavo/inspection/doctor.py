@@ -1,4 +1,4 @@
-"""The doctor of a machine: versions, known problems with their fixes, and the speed of its GEMMs."""
+"""The doctor of a machine: versions, and known problems with their fixes."""
 
 import os
 import platform
@@ -6,20 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
-from octavo.ops import quantize, scaled_mm
-from octavo.ops.dispatch import gemm_backends
 from octavo.ops.launching import find_architecture
-from octavo.recipe import Recipe
-from octavo.util import Progress, installed, no_progress
+from octavo.util import installed
 from octavo.version import __version__
 
 # ---- Combinations of versions and settings that fail or are slow, each with its fix.
@@ -210,77 +206,3 @@ def _output(*words: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-# ---- The speed of the forward GEMM of each recipe, beside that of BF16.
-
-
-# [M, K, N] of y[M,N] = x[M,K] @ w[N,K]^T: 8,192 tokens through layers of Llama-3-8B, a square, and a small layer.
-GPU_SHAPES = ((8192, 4096, 14336), (8192, 14336, 4096), (4096, 4096, 4096), (8192, 1024, 1024))
-CPU_SHAPES = ((512, 512, 512), (256, 1024, 1024))  # FP8 is emulated there
-_SECONDS = 0.2  # of a GEMM
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The time of one GEMM y[M,N] = x[M,K] @ w[N,K]^T on quantized operands."""
-
-    recipe: str  # whose GEMM of y it is; "bf16" is torch's product of BF16
-    backend: str  # that ran it
-    shape: tuple[int, int, int]  # M, K, N
-    milliseconds: float  # the median of several turns
-    speedup: float  # over BF16 in the same run
-
-    @property
-    def tflops(self) -> float:
-        """10^12 FLOP/s, where a multiplication and an addition count 2."""
-        m, k, n = self.shape
-        return 2 * m * k * n / self.milliseconds / 1e9
-
-
-def time_gemms(
-    recipes: Mapping[str, Recipe],
-    device: torch.device,
-    shapes: Sequence[tuple[int, int, int]],
-    progress: Progress = no_progress,
-) -> list[Timing]:
-    """Time the GEMM of y of each recipe that `device` runs, for each shape.
-
-    Quantization is left out: `octavo doctor --measure-layers` times whole layers. Recipes with the same GEMM are timed
-    once, under the name of the first.
-    """
-    found, bf16 = [], 0.0
-    work = [(name, shape) for shape in shapes for name in ("bf16", *_different(recipes, device))]
-    for done, (name, shape) in enumerate(work):
-        progress(done, len(work), f"{name} {' x '.join(map(str, shape))}")
-        recipe = None if name == "bf16" else recipes[name]
-        ms = _median_milliseconds(_gemm(recipe, shape, device))
-        bf16 = ms if recipe is None else bf16
-        backend = "torch.mm" if recipe is None else gemm_backends(recipe, device)["y"].name
-        found.append(Timing(name, backend, shape, ms, bf16 / ms))
-    return found
-
-
-def _different(recipes: Mapping[str, Recipe], device: torch.device) -> list[str]:
-    """The recipes with a GEMM of y that runs on `device`, each GEMM once; on a GPU none that is emulated."""
-    left, first = {"none", "emulated"} if device.type == "cuda" else {"none"}, dict[str, str]()
-    for name, recipe in recipes.items():
-        if recipe.y is not None and gemm_backends(recipe, device)["y"].name not in left:
-            first.setdefault(f"{recipe.y.a.spec} {recipe.y.b.spec}", name)
-    return list(first.values())
-
-
-def _gemm(recipe: Recipe | None, shape: tuple[int, int, int], device: torch.device) -> Callable[[], object]:
-    m, k, n = shape
-    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
-    if recipe is None or recipe.y is None:
-        return lambda: x @ w.t()  # [M, K] x [K, N]
-    x_q, w_q = quantize(x, recipe.y.a), quantize(w, recipe.y.b)
-    return lambda: scaled_mm(x_q, w_q)
-
-
-@torch.no_grad()
-def _median_milliseconds(call: Callable[[], object]) -> float:
-    """The median over turns in a fifth of a second, after a warm-up. The timer waits for a GPU."""
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return 1e3 * timer.blocked_autorange(min_run_time=_SECONDS).median

@@ -72,16 +72,6 @@ class LeftOut:
     reason: str  # why `octavo.convert` leaves it, or that it would convert it
 
 
-@dataclass(frozen=True)
-class NeverCalled:
-    """Modules with parameters whose `forward` does not run in the pass, so that hooks and conversion have no effect."""
-
-    module: str  # with * for the indices of repeated modules
-    count: int  # of modules
-    what: str  # the class
-    read: bool  # an operation reads the parameters all the same
-
-
 def find_left_out(
     model: nn.Module, operations: Sequence[Operation], patterns: Mapping[str, str]
 ) -> tuple[LeftOut, ...]:
@@ -106,14 +96,19 @@ def find_left_out(
 
 def find_never_called(
     model: nn.Module, called: set[str], operations: Sequence[Operation], patterns: Mapping[str, str]
-) -> tuple[NeverCalled, ...]:
-    """The modules with parameters of their own that are not in `called`."""
+) -> tuple[str, ...]:
+    """Sentences on the modules with parameters of their own that are not in `called`: hooks and conversion have no
+    effect there."""
     read = {name.rpartition(".")[0] for each in operations for name in each.parameters}
     groups = Counter[tuple[str, str, bool]]()
     for name, module in model.named_modules():
         if name not in called and next(module.parameters(recurse=False), None) is not None:
             groups[patterns[name], type(module).__name__, name in read] += 1
-    return tuple(NeverCalled(pattern, count, what, used) for (pattern, what, used), count in groups.items())
+    how = {True: "another module reads its parameters directly", False: "no operation reads its parameters"}
+    return tuple(
+        f"{pattern} ({what}{f', {count} times' if count > 1 else ''}) is never called: {how[used]}"
+        for (pattern, what, used), count in groups.items()
+    )
 
 
 def _skip_reasons(model: nn.Module) -> dict[str, str]:
@@ -232,9 +227,8 @@ class DtypeFlow:
     autocast: str  # "BF16", "FP16", or "off"
     operations: tuple[Operation, ...]  # as they ran, without views and operations on no floating tensor
     left_out: tuple[LeftOut, ...]  # products that do not run in FP8, the largest share of the FLOPs first
-    never_called: tuple[NeverCalled, ...]  # modules whose `forward` does not run
+    remarks: tuple[str, ...]  # on modules whose `forward` does not run
     patterns: Mapping[str, str]  # the name of each module, with * for the index in a list of modules of one class
-    notes: tuple[str, ...]  # what differs between the trace and a run
 
     @property
     def flops(self) -> dict[str, dict[str, int]]:
@@ -279,15 +273,6 @@ class DtypeFlow:
         columns = ("phase", "module", "operation", "count", "dtypes", "sums in", "FLOPs", "why")
         return Table("operations", columns, found, ("count", "FLOPs"), ("why",))
 
-    def remarks(self) -> list[str]:
-        """Sentences on modules that are never called, and on what differs between the trace and a run."""
-        said = []
-        for each in self.never_called:
-            of = f"{each.module} ({each.what}{f', {each.count} times' if each.count > 1 else ''})"
-            how = "another module reads its parameters directly" if each.read else "no operation reads its parameters"
-            said.append(f"{of} is never called: {how}")
-        return [*said, *self.notes]
-
     def to_dict(self) -> dict[str, Any]:
         """JSON values: totals, the rows, the products outside of FP8 and the remarks."""
         rows = [asdict(row.operation) | {"count": row.count, "flops": row.flops} for row in self.rows]
@@ -297,13 +282,12 @@ class DtypeFlow:
             "flops": self.flops,
             "operations": [{key: row[key] for key in row if key not in ("weight", "rows")} for row in rows],
             "left_out": [asdict(each) for each in self.left_out],
-            "never_called": [asdict(each) for each in self.never_called],
-            "notes": list(self.notes),
+            "remarks": list(self.remarks),
         }
 
     def __repr__(self) -> str:
         tables = [str(table) for table in self.tables() if table.rows]
-        return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks()])
+        return "\n\n".join([f"{self.model}, autocast {self.autocast}", *tables, *self.remarks])
 
 
 # ---- Tracing a model: one forward and backward pass on fake tensors, under the autocast of a GPU.
@@ -317,7 +301,6 @@ def dtype_flow(
     *inputs: Any,
     autocast: torch.dtype | None = torch.bfloat16,
     loss: Callable[[Any], Tensor] | None = None,
-    backward: bool = True,
     **keywords: Any,
 ) -> DtypeFlow:
     """Show in which dtypes the operations of a model run in a forward and backward pass, and why.
@@ -333,7 +316,6 @@ def dtype_flow(
         autocast: `torch.bfloat16` or `torch.float16`; None runs without autocast.
         loss: makes a scalar from the output of the model. By default the gradients start at the output, or at
             `output.loss` where the model computes that.
-        backward: False runs the forward pass alone, without gradients, as inference does.
 
     Returns:
         The operations, with totals and tables; `print` it.
@@ -355,40 +337,28 @@ def dtype_flow(
         raise ValueError(f"autocast must be torch.bfloat16, torch.float16 or None, got {autocast!r}")
     tracer = Tracer(model, autocast)
     given = tracer.fake((inputs, keywords))
-    both, tensors = _Pass(model, loss, tracer, backward), {f"model.{name}": t for name, t in tracer.tensors.items()}
-    with torch.set_grad_enabled(backward), tracer:
+    both, tensors = _Pass(model, loss, tracer), {f"model.{name}": t for name, t in tracer.tensors.items()}
+    with torch.enable_grad(), tracer:
         torch.func.functional_call(both, tensors, *given)
     operations, patterns = tuple(tracer.operations), patterns_of(model)
     left_out = find_left_out(model, operations, patterns)
-    never_called = find_never_called(model, tracer.called, operations, patterns)
+    remarks = find_never_called(model, tracer.called, operations, patterns)
     name = "off" if autocast is None else NAMES[autocast]
-    notes = () if backward or autocast is not None else _notes_on_inference(model)
-    return DtypeFlow(type(model).__name__, name, operations, left_out, never_called, patterns, notes)
-
-
-def _notes_on_inference(model: nn.Module) -> tuple[str, ...]:
-    fast = [name for name, m in model.named_modules() if type(m) is nn.TransformerEncoderLayer and not m.training]
-    if not fast:
-        return ()
-    return (
-        f"in evaluation mode without autocast and gradients, PyTorch runs {fast[0]} ({len(fast)} such) on a fast path, "
-        "one operation that never calls its layers; the trace shows the layers. octavo.convert leaves the fast path",
-    )
+    return DtypeFlow(type(model).__name__, name, operations, left_out, remarks, patterns)
 
 
 class _Pass(nn.Module):
     """A forward and backward pass, as one module: recomputation in the backward pass needs the fake parameters too."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, tracer: Tracer, backward: bool) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None, tracer: Tracer) -> None:
         super().__init__()
-        self.model, self.loss, self.tracer, self.backward = model, loss, tracer, backward
+        self.model, self.loss, self.tracer = model, loss, tracer
 
     def forward(self, *inputs: Any, **keywords: Any) -> None:
         with self.tracer.autocast():
             output = self.model(*inputs, **keywords)
             output = output if self.loss is None else self.loss(output)
-        if self.backward:
-            _run_backward(self.model, output)
+        _run_backward(self.model, output)
 
 
 def _run_backward(model: nn.Module, output: Any) -> None:
@@ -400,6 +370,6 @@ def _run_backward(model: nn.Module, output: Any) -> None:
     if not found:
         raise ValueError(
             f"the output of {type(model).__name__} has no gradient, so there is no backward pass: give a model whose "
-            "parameters require one, or backward=False"
+            "parameters require one"
         )
     torch.autograd.backward(found, [torch.empty_like(t) for t in found])

@@ -162,7 +162,7 @@ class TrainingPlan:
             "--no-parallel.fp8-all-gather": {"parallel.fp8_all_gather": False},
             "--recipe bf16": {"recipe": "bf16"},
         }
-        for option, change in changes.items() if self.time.waiting else ():
+        for option, change in changes.items() if self.time.parts["waiting"] else ():
             other = self.changed(**change)
             if other and other.fits and other.tokens_per_second >= WORTHWHILE * self.tokens_per_second:
                 found[option] = other.tokens_per_second / self.tokens_per_second

@@ -13,7 +13,7 @@ Two moments can be the peak. At the start of the backward pass all activations a
 The context of CUDA is not counted. It takes about as much as a GPU has beyond the memory of its data sheet.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from octavo.numerics.qtensor import ROW, TENSOR, Granularity
 from octavo.ops.dispatch import COLUMNS
@@ -25,25 +25,12 @@ from octavo.train.processes import unit_size
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU by part, at the moment of the peak; `offloaded` is in the CPU's memory. `moment` names it:
-    "start of backward" or "end of backward"."""
+    """Bytes on one GPU by part, at the moment of the peak, "start of backward" or "end of backward". The CPU's memory
+    has the bytes `offloaded`."""
 
-    weights: float
-    fp8_copies: float
-    gradients: float
-    optimizer: float
-    activations: float
-    block: float
-    head: float
-    buffers: float
+    parts: dict[str, float]
     offloaded: float
     moment: str
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts on the GPU."""
-        others = ("offloaded", "moment")
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
 
     @property
     def peak(self) -> float:
@@ -66,18 +53,18 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     first = max(saved_bytes(setup, block) for block in model.blocks)
     loss, passing = head_bytes(setup), _again_bytes(setup, largest) + passing_bytes(setup, largest)
     in_head = start and loss > passing
-    return Memory(
-        weights=on_gpu * states.weight,
-        fp8_copies=states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
-        gradients=on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
-        optimizer=on_gpu * states.moments,
-        activations=saved if start else first,
-        block=0.0 if in_head else passing if start else max(passing, _unreduced_bytes(setup, largest)),
-        head=loss if in_head else 0.0,
-        buffers=buffer_bytes(setup, largest, start=start),
-        offloaded=own * (states.total - states.copies) if states.offloaded else 0.0,
-        moment=f"{'start' if start else 'end'} of backward",
-    )
+    parts = {
+        "weights": on_gpu * states.weight,
+        "fp8_copies": states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
+        "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
+        "optimizer": on_gpu * states.moments,
+        "activations": saved if start else first,
+        "block": 0.0 if in_head else passing if start else max(passing, _unreduced_bytes(setup, largest)),
+        "head": loss if in_head else 0.0,
+        "buffers": buffer_bytes(setup, largest, start=start),
+    }
+    offloaded = own * (states.total - states.copies) if states.offloaded else 0.0
+    return Memory(parts, offloaded, f"{'start' if start else 'end'} of backward")
 
 
 def _holds_copies(setup: Setup) -> bool:

@@ -14,7 +14,7 @@ waiting         by how much the host's time exceeds all of these, which are the 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from octavo.numerics.qtensor import ROW, TENSOR
 from octavo.plan.memory import is_fused
@@ -36,22 +36,11 @@ CPU_RATE = 50e9  # bytes a second of AdamW on the CPU, of which a server has man
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step (all its micro-batches) on one GPU, by part; `host` is no part: what the host needs for it."""
+    """Seconds of a step (all its micro-batches) on one GPU, by the parts that add up to it; `host` is no part: what the
+    host needs for it."""
 
-    linear_layers: float
-    attention: float
-    head: float
-    memory: float
-    recomputation: float
-    optimizer: float
-    communication: float
-    waiting: float
+    parts: dict[str, float]
     host: float
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts that add up to the step."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "host"}
 
     @property
     def total(self) -> float:
@@ -61,19 +50,14 @@ class StepTime:
 def plan_step(setup: Setup, network: float) -> StepTime:
     """The time of an optimizer step; `network`: bytes a second of a GPU's network card, beyond one node."""
     blocks = [(block.count, block_seconds(setup, block)) for block in setup.model.blocks]
-    parts = {name: sum(count * each[name] for count, each in blocks) for name in blocks[0][1]}
-    micro = setup.config.accumulate
-    head, optimizer = head_seconds(setup), optimizer_seconds(setup)
-    alone = sum(parts.values()) + head
-    whole, host = micro * _with_communication(setup, alone - head, head, network), host_seconds(setup)
-    return StepTime(
-        **{name: micro * seconds for name, seconds in parts.items()},
-        head=micro * head,
-        optimizer=optimizer,
-        communication=whole - micro * alone,
-        waiting=max(0.0, host - whole - optimizer),
-        host=host,
-    )
+    inside = {name: sum(count * each[name] for count, each in blocks) for name in blocks[0][1]}
+    micro, head, optimizer = setup.config.accumulate, head_seconds(setup), optimizer_seconds(setup)
+    alone = sum(inside.values())
+    whole, host = micro * _with_communication(setup, alone, head, network), host_seconds(setup)
+    in_order = {"linear_layers": 0.0, "attention": 0.0, "head": head} | inside
+    parts = {name: micro * seconds for name, seconds in in_order.items()}
+    parts |= {"optimizer": optimizer, "communication": whole - micro * (alone + head)}
+    return StepTime(parts | {"waiting": max(0.0, host - whole - optimizer)}, host)
 
 
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:

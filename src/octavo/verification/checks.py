@@ -235,23 +235,23 @@ class Judgement(NamedTuple):
 def check_weights(
     files: CheckpointFiles,
     layers: Mapping[str, LayerSpec],
-    shapes: Mapping[str, Shape],
+    tensors: Mapping[str, Tensor],
     get: Callable[[str], Tensor],
     rounded: Collection[str],
     progress: Progress,
 ) -> dict[str, float]:
-    """Add the tensors that differ from MODEL's (of `shapes`, read by `get`) to `files.findings`, and return the SQNR of
-    each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to nearest; bytes of others
-    that are not are a remark."""
+    """Add the tensors that differ from MODEL's (`tensors` without data, read by `get`) to `files.findings`, and return
+    the SQNR of each packed weight in dB. Bytes of the layers `rounded` must be MODEL's weight, rounded to nearest;
+    bytes of others that are not are a remark."""
     found: dict[str, Judgement] = {}
     scales = {f"{name}.{leaf}" for name, spec in layers.items() for leaf in (spec.scale, spec.input_scale)}
     names = {name for name in files.shapes if name.rpartition(".")[2] not in (*_UNUSED, *_CACHE_SCALES)} - scales
-    for name in sorted(names - shapes.keys()):
+    for name in sorted(names - tensors.keys()):
         files.add_finding("weights", name, "MODEL has no such tensor: the folder is of another model")
-    common = sorted(names & shapes.keys())
+    common = sorted(names & tensors.keys())
     for done, name in enumerate(common, start=1):
         progress(done, len(common), "comparing weights")
-        expected, actual = list(shapes[name]), list(files.shapes[name])
+        expected, actual = list(tensors[name].shape), list(files.shapes[name])
         module = name.removesuffix(".weight")
         if expected != actual:
             error = f"MODEL has shape {expected}, the folder {actual}: it is of another model"

@@ -103,24 +103,10 @@ class Report:
 
     def to_dict(self, invocation: Invocation) -> dict[str, Any]:
         """The report for JSON. JSON has no inf and no NaN, so they become None."""
-        fields = {
-            **asdict(invocation),
-            "octavo_version": __version__,
-            "model": self.architecture,
-            "packed": str(self.packed),
-            "against": self.against and str(self.against),
-            "ok": self.ok,
-            "findings": [asdict(finding) for finding in self.findings],
-            "not_run": self.not_run or None,
-            "remarks": self.remarks,
-            "data": self.data and self.data.to_dict(),
-            "readers": [asdict(reader) for reader in self.readers],
-            "quality": self.quality and self.quality.to_dict(),
-            "int8": self.int8 and self.int8.to_dict(),
-            "layers": [asdict(layer) for layer in self.layers],
-            "bytes": self.sizes and asdict(self.sizes),
-        }
-        found: dict[str, Any] = finite(fields)
+        fields = asdict(invocation) | {"octavo_version": __version__, "ok": self.ok} | asdict(self)
+        fields |= {"model": fields.pop("architecture"), "bytes": fields.pop("sizes"), "packed": str(self.packed)}
+        fields |= {"against": self.against and str(self.against), "not_run": self.not_run or None}
+        found: dict[str, Any] = finite(fields | {"data": self.data and self.data.to_dict()})
         return found
 
     def tables(self) -> Iterator[Table]:

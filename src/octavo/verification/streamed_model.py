@@ -5,14 +5,12 @@ bytes of a packed folder, and the INT8 baseline, which differ only in what a lin
 """
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from octavo.checkpoint.files import model_tensors
 from octavo.hf.meta_model import (
     ExpertMatrices,
     MetaModel,
@@ -21,9 +19,7 @@ from octavo.hf.meta_model import (
     model_outputs,
     predicts_tokens,
     tied_names,
-    transformers_meta_model,
 )
-from octavo.hf.source import Source, open_source
 from octavo.util import cache_argument
 from octavo.verification.checks import Required
 
@@ -103,12 +99,6 @@ def required_by(meta_model: MetaModel) -> Required:
     return Required(shapes, linears, tied_names(model))
 
 
-def settings_of(meta_model: MetaModel) -> dict[str, Any]:
-    """The config.json of a model of transformers, with its defaults."""
-    model: Any = meta_model.model
-    return dict(model.config.to_dict())
-
-
 def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], device: torch.device) -> None:
     """Read all tensors that are not streamed; tied parameters are read once."""
     for group in {id(group): group for group in tied_names(model).values()}.values():
@@ -124,43 +114,6 @@ def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], dev
         if buffer.is_meta and name in stored:
             module, _, leaf = name.rpartition(".")
             model.get_submodule(module)._buffers[leaf] = get(name).to(device)
-
-
-class BaselineModel:
-    """The model that a folder was packed from, MODEL: a Hugging Face folder or a run of `octavo train`, of which the
-    checkpoint of `step` counts, or the newest.
-
-    `folder` has its config.json and its tokenizer. `shapes` are by the names of tensors in files. `folded` says what
-    `octavo pack --smooth` or `--rotate` folded into it. A calibration knows it by one of the folders `calibrated`.
-    """
-
-    def __init__(self, path: Path, step: int | None) -> None:
-        self._source: Source = open_source(path, step)
-        self.folder = self._source.description
-        self.meta_model = self._source.meta_model
-        self.logits = predicts_tokens(self.meta_model.model)
-        metas = self.meta_model.experts.split(model_tensors(self.meta_model.model))
-        self.shapes = {name: tuple(t.shape) for name, t in metas.items()}
-        self._dtypes = {name: t.dtype for name, t in metas.items()}
-        self.folded = self._source.folded().get("folded")
-        self.calibrated = self._source.origin, self.folder
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Its config.json, as transformers completes it."""
-        return settings_of(transformers_meta_model(self._source.config, self.folder))
-
-    def get(self, name: str) -> Tensor:
-        return self._source.get_from_file(name)
-
-    def get_served(self, name: str) -> Tensor:
-        """Read a tensor, in the dtype in which the model is served: BF16 for all weights of linear layers."""
-        return self.get(name).to(self._dtypes[name])
-
-    def streamed(self, compute: LinearFn, device: str) -> StreamedModel:
-        """The model in float32 with weights as they are served, whose linear layers are computed by `compute`."""
-        meta_model = transformers_meta_model(self._source.config, self.folder)
-        return StreamedModel(meta_model, self.get_served, self.shapes, compute, device)
 
 
 # ---- The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x)).

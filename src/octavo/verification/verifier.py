@@ -22,12 +22,14 @@ from torch.nn.functional import linear
 
 from octavo.calibration.calibrator import Calibration, load_calibration
 from octavo.calibration.site_statistics import Statistics
+from octavo.checkpoint.files import model_tensors
 from octavo.checkpoint.folder import RunFolder, has_tokenizer, refuse_run
 from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
+from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import Required, check_folder, check_weights
 from octavo.verification.findings import LayerReport, Report, measure_sizes
@@ -47,7 +49,7 @@ from octavo.verification.layer_spec import (
 )
 from octavo.verification.readers import Probe, try_readers
 from octavo.verification.stored_files import CheckpointFiles, Finding, check_description, read_files
-from octavo.verification.streamed_model import BaselineModel, StreamedModel, required_by, settings_of
+from octavo.verification.streamed_model import StreamedModel, required_by
 
 
 def verify(
@@ -101,15 +103,15 @@ def verify(
     verification = Verification(read_files(packed), device, progress, report)
     if report.against is not None:
         files = verification.files
-        baseline = BaselineModel(report.against, _packed_step(files.record.get("source"), report.against))
-        check_budgets(budgets, language_model=baseline.logits)
+        source = open_source(report.against, _packed_step(files.record.get("source"), report.against))
+        check_budgets(budgets, language_model=predicts_tokens(source.meta_model.model))
         if data:
-            read_prompts = open_prompts(data, baseline.folder, prompts, baseline.meta_model, on_read)
+            read_prompts = open_prompts(data, source.description, prompts, source.meta_model, on_read)
             report.data, verification.batches = read_prompts.report, read_prompts.batches(prompts.batch, shortest=2)
-        verification.baseline, record = baseline, files.record.get("folded")
-        files.folded = folded or (bool(record) and record != baseline.folded)
+        verification.source, record = source, files.record.get("folded")
+        files.folded = folded or (bool(record) and record != source.folded().get("folded"))
         if calibration is not None:
-            verification.calibration = load_calibration(calibration, *baseline.calibrated)
+            verification.calibration = load_calibration(calibration, source.origin, source.description)
     verification.check_bytes()
     if report.findings:
         report.not_run = "nothing was run on this folder, since its bytes are wrong"
@@ -129,7 +131,7 @@ class Verification:
     device: str
     progress: Progress
     report: Report
-    baseline: BaselineModel | None = None
+    source: Source | None = None  # MODEL
     calibration: Calibration | None = None
     batches: list[Tensor] = field(default_factory=list)
     layers: dict[str, LayerSpec] = field(default_factory=dict)
@@ -155,14 +157,14 @@ class Verification:
                 f"{self.layers[others[0]]}: a legal scheme, by which inputs are cast in another way"
             )
         ratios: dict[str, float] = {}
-        if self.baseline is not None:
-            settings = settings_of(self._meta_model())
-            check_description(files, settings, self.baseline.settings, self.baseline.folder)
-        if self.baseline is None or files.folded:
+        if (source := self.source) is not None:
+            ours, theirs = (_completed(meta_model) for meta_model in (self._meta_model(), _as_served(source)))
+            check_description(files, ours, theirs, source.description)
+        if source is None or files.folded:
             _check_plausible(files, self.layers)
         else:
-            baseline = self.baseline
-            ratios = check_weights(files, self.layers, baseline.shapes, baseline.get, packed, self.progress)
+            read = source.get_from_file
+            ratios = check_weights(files, self.layers, _tensors(source), read, packed, self.progress)
         if files.folded:
             report.remarks.append(
                 "something was folded into the weights: they are not compared with MODEL's. To compare them, give the "
@@ -223,9 +225,16 @@ class Verification:
         """Measure the quality on the prompts, and compare it with the budgets."""
         if cache_names(self.files):
             self.report.remarks.append("keys and values are rounded by the folder's scales, as its cache does")
-        assert self.baseline is not None  # `verify` takes prompts with MODEL alone
-        layers = BaselineLayers(self.baseline, PackedLayers(self.files, self.layers, self.device))
-        packed, reference = self._packed_model(), self.baseline.streamed(layers, self.device)
+        assert self.source is not None  # `verify` takes prompts with MODEL alone
+        metas, read = _tensors(self.source), self.source.get_from_file
+
+        def get(name: str) -> Tensor:
+            """A tensor of MODEL, in the dtype in which it is served: BF16 for all weights of linear layers."""
+            return read(name).to(metas[name].dtype)
+
+        layers = BaselineLayers(get, PackedLayers(self.files, self.layers, self.device))
+        packed = self._packed_model()
+        reference = StreamedModel(_as_served(self.source), get, metas, layers, self.device)
         packed_sums, int8_sums = (LogitSums() if reference.logits else EmbeddingSums() for _ in range(2))
         for done, ids in enumerate(self.batches):
             self.progress(done, len(self.batches), "running prompts")
@@ -255,6 +264,22 @@ class Verification:
 
     def _meta_model(self) -> MetaModel:
         return transformers_meta_model(self.files.config, self.files.folder)
+
+
+def _as_served(source: Source) -> MetaModel:
+    """MODEL as transformers builds it."""
+    return transformers_meta_model(source.config, source.description)
+
+
+def _completed(meta_model: MetaModel) -> dict[str, Any]:
+    """The config.json of a model, with the defaults of transformers."""
+    model: Any = meta_model.model
+    return dict(model.config.to_dict())
+
+
+def _tensors(source: Source) -> dict[str, Tensor]:
+    """A tensor on the meta device for each of MODEL, by its name in files, in the dtype in which it is served."""
+    return source.meta_model.experts.split(model_tensors(source.meta_model.model))
 
 
 def _packed_step(source: Any, against: Path) -> int | None:
@@ -409,7 +434,7 @@ class PackedError(LayerError):
 class BaselineLayers:
     """The linear layers of MODEL, y = x @ w^T. Each packed layer is given the same input, and compared."""
 
-    baseline: BaselineModel
+    get: Callable[[str], Tensor]
     packed: PackedLayers
     errors: dict[str, PackedError] = field(default_factory=dict)
 
@@ -433,4 +458,4 @@ class BaselineLayers:
         return linear(round_input(x, _INT8), round_input(weight, _INT8))  # [T,K] @ [N,K]^T
 
     def _weight(self, name: str) -> Tensor:
-        return self.baseline.get_served(f"{name}.weight").to(self.packed.device)
+        return self.get(f"{name}.weight").to(self.packed.device)
