@@ -1,4 +1,4 @@
-"""The classes of the commands, and the options and names that several commands share."""
+"""The classes of the commands, the words of other tools, and the options and names that several commands share."""
 
 from __future__ import annotations
 
@@ -93,6 +93,12 @@ class Commands(TyperGroup):
             with formatter.section(group):
                 formatter.write_dl([(name, command.get_short_help_str(100)) for name, command in members])
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of the first word; that of another tool is answered with the command that does it."""
+        if (advice := OTHER_COMMANDS.get(args[0].lower())) and args[0] not in self.commands:
+            ctx.fail(f"No such command {args[0]!r}. {advice}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Ctrl-C and a closed pipe end it as they end other Unix tools."""
         try:
@@ -103,6 +109,46 @@ class Commands(TyperGroup):
         except BrokenPipeError:
             discard_output(sys.stdout)
             raise typer.Exit(CLOSED_PIPE) from None
+
+
+# ---- The words that other tools have for a command of Octavo, and the command that does it.
+
+
+_PACK, _VERIFY = "octavo pack MODEL OUT", "octavo verify PACKED --against MODEL"
+_EVALUATE, _LAYOUT = "octavo evaluate SOURCE --data TEXT", "octavo unpack PACKED OUT --layout NAME"
+_GGUF, _SMOOTH, _ROTATE = f"{_PACK}.gguf --layout gguf", f"{_PACK} --smooth CALIBRATION", f"{_PACK} --rotate"
+_SERVE = """vLLM serves a packed folder: vllm serve FOLDER
+and answers: curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' \
+-d '{"model": "FOLDER", "prompt": "Once upon a time", "max_tokens": 50}'"""
+_WORDS = {
+    _SERVE: "serve",
+    "octavo pack MODEL FOLDER, then vllm serve FOLDER": "deploy",
+    _PACK: "quantize compress",
+    f"{_PACK}, and {_LAYOUT} for another layout": "convert",
+    _LAYOUT: "convert-layout",
+    f"{_GGUF} for llama.cpp; octavo unpack PACKED OUT for BF16": "export",
+    _GGUF: "export-gguf gguf",
+    "octavo unpack PACKED OUT": "dequantize",
+    "octavo generate SOURCE --prompt TEXT": "sample chat run infer complete",
+    _EVALUATE: "eval perplexity",
+    f"{_EVALUATE}, or {_VERIFY}": "test",
+    _VERIFY: "validate",
+    f"{_VERIFY} for a folder, octavo doctor for this machine": "check",
+    "octavo train --model FOLDER --data TEXT": "finetune fine-tune",
+    "octavo train --data TEXT": "pretrain",
+    "octavo train --resume RUN": "resume",
+    "octavo plan MODEL": "estimate cost",
+    "octavo generate SOURCE --time": "bench benchmark",
+    "octavo report RUN": "plot dashboard",
+    "octavo inspect PACKED": "show",
+    "octavo inspect PACKED for a folder, octavo doctor for this machine": "info",
+    "octavo compare RUN RUN": "diff",
+    "octavo formats RECIPE": "recipe",
+    f"{_SMOOTH}, or {_ROTATE}": "fold",
+    _SMOOTH: "smoothquant",
+    _ROTATE: "rotate",
+}
+OTHER_COMMANDS = {word: advice for advice, words in _WORDS.items() for word in words.split()}
 
 
 # ---- The names that help texts list. They are repeated here because the library that defines them imports PyTorch.

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,6 +66,14 @@ ANSWERS: list[tuple[list[str], int, str]] = [
     (["help", "verify"], 0, "octavo verify packed/qwen --against models/qwen"),
     (["pakc"], 2, "No such command 'pakc'. Did you mean 'pack'"),
     (["help", "pakc"], 2, "Did you mean 'pack'"),
+    (["serve"], 2, "No such command 'serve'. vLLM serves a packed folder: vllm serve FOLDER\n"),
+    (["help", "quantize"], 2, "octavo pack MODEL OUT"),
+    (["export"], 2, "octavo pack MODEL OUT.gguf --layout gguf"),
+    (["Chat"], 2, "octavo generate SOURCE --prompt TEXT"),
+    (["bench", "packed"], 2, "octavo generate SOURCE --time"),
+    (["convert-layout", "a", "b"], 2, "octavo unpack PACKED OUT --layout NAME"),
+    (["recipe", "rowwise"], 2, "octavo formats RECIPE"),
+    (["fold", "a", "b"], 2, "octavo pack MODEL OUT --smooth CALIBRATION"),
     (["pack", "a", "b", "--shceme", "block"], 2, "--scheme"),
     (["plan", "gpt2", "--network", "nan"], 2, "--network must be a finite number; got nan"),
     (["inspect"], 2, "Missing argument"),
@@ -85,6 +94,12 @@ def test_help_and_typing_mistakes_are_answered_without_pytorch() -> None:
 def test_the_commands_are_listed_in_groups(octavo: Octavo) -> None:
     lines = octavo("--help")[1].splitlines()
     assert [line.split()[0] for line in lines[lines.index("Train:") :] if line.startswith("  ")] == list(COMMANDS)
+
+
+def test_every_other_word_stands_for_a_command_that_exists() -> None:
+    named = {name for advice in choices.OTHER_COMMANDS.values() for name in re.findall(r"octavo ([a-z-]+)", advice)}
+    assert named <= set(COMMANDS)
+    assert not choices.OTHER_COMMANDS.keys() & set(COMMANDS)
 
 
 @pytest.mark.parametrize(
