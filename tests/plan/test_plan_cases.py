@@ -105,7 +105,7 @@ def test_no_number_of_gpus_ends_in_time():
 # ---- The parameters that a plan counts, against models of transformers and Octavo on the meta device
 
 
-SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 64}
+SMALL = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocabulary": 320}
 OURS = LlamaConfig(**SMALL, kv_heads=2, mlp_width=96)
 
 
