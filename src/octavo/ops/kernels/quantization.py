@@ -258,12 +258,10 @@ def _group_transposed_kernel(
     inner_m = tl.arange(0, BLOCK_M)
     offs_m = tl.program_id(1).to(tl.int64) * group_size + inner_m
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask_m, mask_k = (offs_m < M) & (inner_m < group_size), (offs_k < K)[None, :]
+    mask_m = (offs_m < M) & (inner_m < group_size)
     x = _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K)
     scale = scale_from_amax(amax_bits(x, 0), FORMAT_MAX, POWER_OF_TWO)
-    index = offs_k[None, :] * M + offs_m[:, None]
-    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask_m[:, None] & mask_k))
+    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K)
     store_scale(scale_ptr + offs_k * tl.num_programs(1) + tl.program_id(1), scale, offs_k < K, E8M0)
 
 
@@ -276,6 +274,15 @@ def _load_placed(x_ptr, place_ptr, offs_m, mask_m, offs_k, K):
         there = row >= 0
     mask = there[:, None] & (offs_k < K)[None, :]
     return tl.load(x_ptr + row[:, None] * K + offs_k[None, :], mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, mask_m, offs_k, M, K):
+    """Store a tile of x [M, K] in data [K, M], divided by the scales of its columns and rounded."""
+    index = offs_k[None, :] * M + offs_m[:, None]
+    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
+    mask = mask_m[:, None] & (offs_k < K)[None, :]
+    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
 
 
 # ---- Quantization of long columns, transposed, in two launches: the amax of each column, then one tile a program.
@@ -321,12 +328,9 @@ def _column_kernel(
 ):  # fmt: skip
     offs_m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_k = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
     x = _load_placed(x_ptr, place_ptr, offs_m, offs_m < M, offs_k, K)
     scale = scale_from_amax(tl.load(bits_ptr + offs_k, offs_k < K, other=0), FORMAT_MAX, POWER_OF_TWO)
-    index = offs_k[None, :] * M + offs_m[:, None]
-    q = round_to_data(x * inverse(scale)[None, :], data_ptr.dtype.element_ty, index, seed_ptr)
-    tl.store(data_ptr + offs_k[:, None] * M + offs_m[None, :], tl.trans(q), tl.trans(mask))
+    _store_transposed(x, scale, data_ptr, seed_ptr, offs_m, offs_m < M, offs_k, M, K)
     store_scale(scale_ptr + offs_k, scale, (offs_k < K) & (tl.program_id(1) == 0), E8M0)
 
 
