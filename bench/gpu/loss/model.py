@@ -1,6 +1,7 @@
 """The models and the modes of training runs: BF16, recipes of Octavo, and recipes of torchao.
 
-A mode may end with `_if_faster`, for `only_if_faster`, and with ` + FP8 attention`, for attention in FP8.
+A mode may end with `_if_faster`, for `only_if_faster`, and with ` + FP8 attention` or ` + FP8 head`, for attention or
+the products of the head in FP8.
 
 The model of the study is Octavo's Llama, with a norm on the queries and keys of each head (QK-norm: Dehghani et al.,
 arXiv:2302.05442), which keeps a small model stable at a high learning rate. Two others, with GELU and with experts,
@@ -39,7 +40,7 @@ def read_configs() -> dict[str, Config]:
 
 CONFIGS = read_configs()
 TORCHAO = {"torchao": "rowwise", "torchao_rowwise": "rowwise", "torchao_tensorwise": "tensorwise"}
-IF_FASTER, FP8_ATTENTION = "_if_faster", " + FP8 attention"
+IF_FASTER, FP8_ATTENTION, FP8_HEAD = "_if_faster", " + FP8 attention", " + FP8 head"
 IN_BF16 = ("bf16", "twin")  # a twin is BF16 whose weights were disturbed once, as it branched
 
 
@@ -59,7 +60,8 @@ OWN: dict[str, Callable[[], Recipe]] = {
     **{f"rowwise_{gemm}_only": partial(only, gemm) for gemm in GEMMS},
     "rowwise_exact": exact,
 }
-MODES = (*IN_BF16, *TORCHAO, *OWN, f"rowwise{FP8_ATTENTION}", *(name for name in VARIANTS if name not in IN_BF16))
+IN_PARTS = tuple(f"rowwise{part}" for part in (FP8_ATTENTION, FP8_HEAD))
+MODES = (*IN_BF16, *TORCHAO, *OWN, *IN_PARTS, *(name for name in VARIANTS if name not in IN_BF16))
 
 
 class NormedAttention(Attention):
@@ -87,21 +89,24 @@ class NormedLlama(Llama):
 def make_model(mode: str, config: Config, device: torch.device, *, normed: bool = True) -> tuple[nn.Module, int]:
     """The model of a mode on `device`, its blocks compiled if `config` says so, and the number of layers in FP8.
 
-    The weights are drawn from torch's seed. The head is in BF16 in every mode. A Llama is `normed` or Octavo's own.
+    The weights are drawn from torch's seed. A Llama is `normed` or Octavo's own. The model of a mode with ` + FP8 head`
+    returns the inputs of its head, whose weight is that of the embedding: `linear_cross_entropy` computes the loss.
     """
     model = normed_llama(config) if normed and config.model == "llama" else build(config, padded(config), Path())
     model.to(device)
-    name = mode.removesuffix(FP8_ATTENTION).removesuffix(IF_FASTER)
-    converted = 0
+    layers = mode.removesuffix(FP8_ATTENTION).removesuffix(FP8_HEAD)
+    name, converted = layers.removesuffix(IF_FASTER), 0
     if name in TORCHAO:
         converted = use_torchao(model, TORCHAO[name])
     elif name not in IN_BF16:
-        recipe, faster = OWN[name]() if name in OWN else recipe_of(name), name != mode.removesuffix(FP8_ATTENTION)
+        recipe, faster = OWN[name]() if name in OWN else recipe_of(name), name != layers
         tokens = config.batch * config.context
         report = convert(model, recipe, device=device, emulate=True, only_if_faster=faster, tokens=tokens)
         converted = len(report.converted)
     if mode.endswith(FP8_ATTENTION):
         use_fp8_attention(model, shortest=1, device=device)
+    if mode.endswith(FP8_HEAD):
+        model.lm_head = nn.Identity()
     prepare_blocks(model, config)
     return model, converted
 

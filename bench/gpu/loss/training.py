@@ -27,6 +27,7 @@ from bench.gpu.loss.model import IN_BF16, make_model
 from bench.gpu.loss.text import read_tokens, reading_order, write_whole
 from octavo.models.mixture import Mixture
 from octavo.nn.attention_layers import GradientScales
+from octavo.nn.fused_loss import linear_cross_entropy
 from octavo.scales import load_scale_state, scale_state, update_scales
 from octavo.train.config import Config
 from octavo.train.optimizer import learning_rate, make_optimizer, optimizer_state, set_learning_rate
@@ -118,10 +119,12 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return matrices
 
-    def forward(self, model: nn.Module, sequences: Tensor) -> Tensor:
+    def forward(self, model: Any, sequences: Tensor) -> Tensor:
         tokens = sequences.long()
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = model(tokens[:, :-1])
+            if isinstance(model.lm_head, nn.Identity):
+                return linear_cross_entropy(logits, model.embedding.weight, tokens[:, 1:], recipe="rowwise")
         return self.loss(logits, tokens[:, 1:])
 
     @torch.no_grad()
