@@ -1,7 +1,5 @@
 """The engine: sessions that stay, and texts of models of ours."""
 
-from pathlib import Path
-
 import model_examples
 import pytest
 import torch
@@ -9,6 +7,7 @@ from generation_examples import answers, batch, pair, sessions
 from kv_cache_examples import DTYPES, model_of
 from metrics import sqnr
 from model_examples import GQA, lively, tokens
+from tiny_models import Folders
 
 from octavo import load
 from octavo.inference import engine as engine_module
@@ -189,16 +188,16 @@ def test_a_cache_serves_in_inference_mode_and_outside_of_it() -> None:
 # ---- Prompts: the head reads the last row of each, once; padding on the right changes nothing
 
 
-def served(name: str, folders: dict[str, Path]) -> torch.nn.Module:
+def served(name: str, made: Folders) -> torch.nn.Module:
     """A model of ours, of transformers or of a packed folder."""
     if name == "packed":
-        return load(folders["llama"])  # type: ignore[no-any-return]
+        return load(made("llama", scheme="channel"))  # type: ignore[no-any-return]
     return lively_model({"ours": LLAMA, "gpt2": GPT}[name]) if name in ("ours", "gpt2") else model_of(name)
 
 
 @pytest.mark.parametrize(("name", "own"), [("ours", 0), ("gpt2", 0), ("llama", 0), ("packed", 0), ("llama", 1)])
-def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, own, folders):
-    model, seen = served(name, folders), []
+def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, own, made):
+    model, seen = served(name, made), []
     model.lm_head.register_forward_pre_hook(lambda _, args: seen.append((args[0].shape, args[0].is_contiguous())))
     engine, prompts = Engine(model, context=16, own_cache=bool(own)), pad_prompts([prompt(13), prompt(11)], CPU)
     for piece in (None, 5):
@@ -208,11 +207,11 @@ def test_the_head_reads_contiguous_rows_once_for_all_pieces_of_a_prompt(name, ow
 
 @pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("name", ["ours", "gpt2", "llama", "qwen3", "packed"])
-def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, folders, monkeypatch):
+def test_tokens_that_pad_a_prompt_on_its_right_change_no_bit(name, kv_cache, made, monkeypatch):
     """A GPU replays such prompts as CUDA graphs. Here they run eagerly, and the text goes on behind each prompt. The
     GEMMs of a CPU round in another order for another number of rows, so the prompt alone has close logits."""
     monkeypatch.setattr("octavo.inference.session.FEWEST", 8)
-    model, scale, found = served(name, folders), torch.tensor([0.05]), []
+    model, scale, found = served(name, made), torch.tensor([0.05]), []
     scales = [(scale, scale)] * 2 if kv_cache == "fp8" else None
     for padding in (None, 0, 3):
         session = Engine(model, context=16, kv_cache=kv_cache, kv_scales=scales)._session(2, 16)

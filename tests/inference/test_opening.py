@@ -178,27 +178,27 @@ def test_other_schemes_run_from_their_bytes_layer_by_layer(made: Folders, scheme
     assert distance(logits(packed), logits(open_theirs(made("llama"), torch.float32))) < 0.15
 
 
-def test_generation_settings_of_the_folder_count(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_generation_settings_of_the_folder_count(made: Folders, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    convert_layout(folders["qwen2"], out)
+    convert_layout(made("qwen2", scheme="channel"), out)
     (out / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3, "eos_token_id": [7, 8]}))
     model = octavo.load(out)
     assert (model.generation_config.max_new_tokens, model.generation_config.eos_token_id) == (3, [7, 8])
 
 
 @pytest.mark.slow
-def test_compiled_with_a_static_cache_it_gives_the_same(folders: dict[str, Path]) -> None:
+def test_compiled_with_a_static_cache_it_gives_the_same(made: Folders) -> None:
     torch.compiler.reset()
-    model = octavo.load(folders["qwen3"])
+    model = octavo.load(made("qwen3", scheme="channel"))
     required = static_steps(model, model)
     assert distance(required, logits(model, tokens(8))) < 0.03
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(static_steps(model, compiled), required)
 
 
-def test_the_code_of_one_layer_is_the_code_of_all(folders: dict[str, Path]) -> None:
+def test_the_code_of_one_layer_is_the_code_of_all(made: Folders) -> None:
     torch.compiler.reset()
-    model = octavo.load(folders["llama"])
+    model = octavo.load(made("llama", scheme="channel"))
     required = logits(model)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
@@ -233,22 +233,20 @@ def test_the_small_model_takes_the_prompts(
     run(small, CPU, kv_cache)
 
 
-def test_loading_leaves_no_tensor_to_the_garbage_collector(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_leaves_no_tensor_to_the_garbage_collector(made: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with kernels, of which the CPU plays the part: a small model compiles them meanwhile."""
     ran: list[int] = []
     monkeypatch.setattr(opening, "run", lambda *args: (ran.append(1), run(*args)))
-    octavo.load(folders["llama"])
+    octavo.load(made("llama", scheme="channel"))
     assert ran == []  # on a CPU there is nothing to compile
     monkeypatch.setattr(opening, "is_gpu", lambda device: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    octavo.load(folders["llama"])  # imports leave garbage
+    octavo.load(made("llama", scheme="channel"))  # imports leave garbage
     gc.collect()
     gc.disable()
     try:
-        model = octavo.load(folders["llama"])
+        model = octavo.load(made("llama", scheme="channel"))
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         left = [each for each in gc.garbage if isinstance(each, torch.Tensor) and not each.is_meta]

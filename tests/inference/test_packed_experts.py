@@ -5,8 +5,7 @@ import torch
 from gpu_memory import poison
 from hopper import ONLY_HOPPER
 from metrics import sqnr
-from mixtures import packed_mixtral
-from packed_experts import K, oracle, packed_experts, routed
+from packed_experts import K, oracle, packed_experts, packed_mixtral, routed
 
 import octavo
 from octavo.checkpoint.scheme import SCHEMES

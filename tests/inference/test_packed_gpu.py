@@ -1,6 +1,7 @@
 """`octavo.load` on CUDA: against training, against the layers one by one, compiled, and in CUDA graphs."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ import torch
 from gpu_memory import no_waits, poison
 from hopper import ONLY_HOPPER
 from metrics import distance
-from mixtures import packed_mixtral
 from packed_examples import write_run
-from packed_experts import packed_experts, routed
+from packed_experts import packed_experts, packed_mixtral, routed
 from packed_layers import gradients, packed_layer, worst_row
-from runtime_examples import layer_by_layer, logits, make_decoder, static_steps, tokens
+from runtime_examples import layer_by_layer, logits, static_steps, tokens
 from safetensors.torch import save_file
+from tiny_models import folder_maker, open_theirs
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import LlamaForCausalLM, StaticCache
 
 import octavo
 from octavo import convert, models
@@ -30,24 +31,16 @@ from octavo.scales import scale_state, update_scales
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's own
 
-SIZES = {
-    "vocab_size": 99, "hidden_size": 512, "intermediate_size": 1104, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 256,
-}  # fmt: skip
+SIZES = {"hidden_size": 512, "intermediate_size": 1104, "num_hidden_layers": 3, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 128, "max_position_embeddings": 256}
 Pair = tuple[LlamaForCausalLM, Path]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A model in BF16, and its packed folder."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-    for p in model.parameters():  # and not the rotary frequencies
-        p.data = (p + torch.randn_like(p) * 0.2 if p.ndim == 1 else p * 2).detach().bfloat16()
-    root = tmp_path_factory.mktemp("model")
-    model.save_pretrained(root / "model")
-    pack(root / "model", root / "packed")
-    return model, root / "packed"
+    make = folder_maker(tmp_path_factory.mktemp("model"), **SIZES)
+    return open_theirs(make("llama")), make("llama", scheme="channel")
 
 
 def ids(batch: int, length: int) -> Tensor:
@@ -242,29 +235,25 @@ def test_blocks_of_a_mixtral_give_the_numbers_of_a_cpu(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("model")
-    make_decoder("llama with biases", hidden_size=256, intermediate_size=544, head_dim=64).save_pretrained(
-        root / "model"
-    )
-    for scheme in ("weight", "channel"):
-        pack(root / "model", root / scheme, scheme=scheme)
-    return root
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """packed(scheme): a folder."""
+    make = folder_maker(tmp_path_factory.mktemp("model"), hidden_size=256, intermediate_size=544, head_dim=64)
+    return lambda scheme: make("llama with biases", scheme=scheme)
 
 
 @pytest.mark.parametrize("length", [1, 13, 300])  # one row, tiles, the widened weight
-def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed: Path, length: int) -> None:
-    models = [octavo.load(packed / "weight", device) for device in ("cuda", "cpu")]
-    text = tokens(length).clamp(max=98)[:1]
+def test_the_gpu_gives_what_the_cpu_gives_weight_only_model(packed: Callable[[str], Path], length: int) -> None:
+    models = [octavo.load(packed("weight"), device) for device in ("cuda", "cpu")]
+    text = tokens(length)[:1]
     gpu, cpu = logits(models[0], text.cuda()).cpu(), logits(models[1], text)
     assert distance(gpu, cpu) < 0.02  # BF16's own
     apart = logits(layer_by_layer(models[0]), text.cuda()).cpu()
     assert distance(gpu, apart) < 0.02
 
 
-def test_compiled_it_gives_the_same(packed: Path) -> None:
+def test_compiled_it_gives_the_same(packed: Callable[[str], Path]) -> None:
     torch.compiler.reset()
-    model = octavo.load(packed / "weight", "cuda")
+    model = octavo.load(packed("weight"), "cuda")
     text = tokens(7).cuda()
     eager = logits(model, text)
     for layer in model.model.layers:
@@ -272,18 +261,20 @@ def test_compiled_it_gives_the_same(packed: Path) -> None:
     assert distance(logits(model, text), eager) < 0.02
 
 
-def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed: Path) -> None:
-    model = octavo.load(packed / "weight", "cuda")
+def test_generate_takes_the_tokens_of_the_whole_forward_pass(packed: Callable[[str], Path]) -> None:
+    model = octavo.load(packed("weight"), "cuda")
     ids = model.generate(tokens(9)[:1].cuda(), max_new_tokens=8, do_sample=False)
     scores = logits(model, ids[:, :-1])[0, 8:].float()
     chosen = scores.gather(1, ids[0, 9:, None]).squeeze(1)
     assert (scores.amax(1) - chosen < 0.05 * scores.std()).all()  # but for ties within BF16's rounding
 
 
-def test_a_gpu_without_an_fp8_gemm_runs_a_channel_folder_so(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = logits(octavo.load(packed / "weight", "cuda"), tokens(5).cuda())
+def test_a_gpu_without_an_fp8_gemm_runs_a_channel_folder_so(
+    packed: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(octavo.load(packed("weight"), "cuda"), tokens(5).cuda())
     monkeypatch.setattr("octavo.checkpoint.scheme.product_backend", lambda *args: Backend("none", "an Ampere"))
     monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
     with pytest.warns(UserWarning, match="of the scheme channel .an Ampere: weight-only."):
-        model = octavo.load(packed / "channel", "cuda")
+        model = octavo.load(packed("channel"), "cuda")
     assert torch.equal(logits(model, tokens(5).cuda()), expected)

@@ -1,6 +1,5 @@
 """Packed models whose GEMMs are weight-only: by their scheme, or because a GPU has no FP8 GEMM for it."""
 
-import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from metrics import distance
 from operation_counts import operations
 from packed_experts import packed_experts, routed
 from packed_layers import gradients, packed_layer, worst_row
-from runtime_examples import ARCHITECTURES, layer_by_layer, logits, make_model
+from runtime_examples import ARCHITECTURES, layer_by_layer, logits
+from tiny_models import Folders, open_theirs
 
 import octavo
 from octavo.checkpoint.scheme import CHANNEL, INT8, MX, SCHEMES, STATIC, TENSORWISE, WEIGHT, Scheme, find_gemm
@@ -24,20 +24,10 @@ from octavo.numerics import ROW, Cast, Granularity, group
 from octavo.ops import Backend, dispatch
 from octavo.ops.dispatch import find_int8_backend
 from octavo.ops.launching import ARCHITECTURES as GPUS
-from octavo.packing import pack, unpack
+from octavo.packing import unpack
 from octavo.rates.measured import measured_expert_speeds, measured_speeds, slower_experts_note, slower_note
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, folders: dict[str, Path]) -> Path:
-    """Each architecture, packed by the scheme `weight`, and unpacked again."""
-    root = tmp_path_factory.mktemp("weight")
-    for name, folder in folders.items():
-        pack(folder.with_name(name), root / f"{name} packed", scheme="weight")
-        unpack(root / f"{name} packed", root / f"{name} unpacked")
-    return root
 
 
 @pytest.fixture
@@ -47,26 +37,19 @@ def no_fp8_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_path, "_find_cached", gemm_path._input_cast)
 
 
-def unpacked(models: Path, name: str) -> Any:
-    """The model with the widened weights, which are those of the packed one rounded to BF16."""
-    model = copy.deepcopy(make_model(name))
-    model.load_state_dict(type(model).from_pretrained(models / f"{name} unpacked").state_dict())
-    return model.bfloat16()
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_only_the_weight_is_rounded(models: Path, name: str) -> None:
-    model = octavo.load(models / f"{name} packed")
-    exact = logits(make_model(name))
-    wide = logits(unpacked(models, name))
+def test_only_the_weight_is_rounded(made: Folders, tmp_path: Path, name: str) -> None:
+    model = octavo.load(made(name, scheme="weight"))
+    unpack(made(name, scheme="weight"), tmp_path / "unpacked")
+    exact, wide = (logits(open_theirs(folder)) for folder in (made(name), tmp_path / "unpacked"))
     assert distance(logits(model), wide) < 0.03  # both round activations to BF16
     assert distance(logits(model.half()), exact) < 0.15
     assert distance(logits(model.float()), exact) < 0.15
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(models: Path, name: str) -> None:
-    model = octavo.load(models / f"{name} packed")
+def test_stacked_layers_run_as_one_gemm_and_nothing_is_quantized(made: Folders, name: str) -> None:
+    model = octavo.load(made(name, scheme="weight"))
     seen = operations(lambda: logits(model))
     assert seen["octavo::weight_only_mm"] == 8
     assert not {f"octavo::{op}" for op in ("scaled_mm", "quantize", "norm_quantize", "activation_quantize")} & set(seen)
@@ -85,13 +68,13 @@ def test_the_gradient_is_that_of_the_widened_weight() -> None:
 
 
 def test_a_folder_of_eight_bit_inputs_runs_weight_only_where_no_fp8_gemm_is(
-    folders: dict[str, Path], models: Path, no_fp8_gemm: None, monkeypatch: pytest.MonkeyPatch
+    made: Folders, no_fp8_gemm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.inference.opening.is_gpu", lambda device: True)
     with pytest.warns(UserWarning, match=r"14 layers of the scheme channel \(no FP8 GEMM here: weight-only\)"):
-        model = octavo.load(folders["llama"])
+        model = octavo.load(made("llama", scheme="channel"))
     assert operations(lambda: logits(model))["octavo::weight_only_mm"] == 8
-    assert torch.equal(logits(model), logits(octavo.load(models / "llama packed")))
+    assert torch.equal(logits(model), logits(octavo.load(made("llama", scheme="weight"))))
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name not in ("static", "int8")])
@@ -189,8 +172,8 @@ def test_the_choice_is_traced_and_makes_no_cast_meanwhile(scheme: Scheme, monkey
         assert found[0, 0, 0].item() == 2 - weight_only - no_experts
 
 
-def test_a_compiled_layer_gives_the_same(models: Path) -> None:
-    model = octavo.load(models / "llama packed")
+def test_a_compiled_layer_gives_the_same(made: Folders) -> None:
+    model = octavo.load(made("llama", scheme="weight"))
     eager = logits(model)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend="aot_eager")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from metrics import sqnr
 from operation_counts import operations
-from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, make_decoder, tokens
+from runtime_examples import ARCHITECTURES, Doubled, layer_by_layer, tokens
+from tiny_models import built
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +23,7 @@ EXACT_DB = 18  # of logits against the unconverted model
 EXACT_GRADIENTS_DB = 5
 QUANTIZED_DB = 40  # nothing quantized reaches it
 
+make_decoder = partial(built, gain=0.64, num_key_value_heads=2)
 each = pytest.mark.parametrize("name", ARCHITECTURES)
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from bits import bits
-from same_bits_examples import NEW, Folders, answer, folder_maker, forward, pair, prompts
-from tiny_models import open_theirs
+from same_bits_examples import NEW, answer, forward, pair, prompts
+from tiny_models import Folders, folder_maker, open_theirs
 from torch import Tensor
 
 import octavo
@@ -18,7 +18,7 @@ RECIPES = ["rowwise", "rowwise_forward"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return folder_maker(tmp_path_factory.mktemp("models"))
+    return folder_maker(tmp_path_factory.mktemp("models"), num_key_value_heads=2)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -98,7 +98,7 @@ def test_the_gradient_is_within_the_error_of_training_in_fp8(folders, recipe):
     trained, _ = pair(folders, "qwen3", recipe)
     ids = torch.randint(1, 256, (4, 32))
     ordinary = gradients(trained, ids)
-    exact = gradients(open_theirs(folders("qwen3")[0], torch.float32), ids)
+    exact = gradients(open_theirs(folders("qwen3"), torch.float32), ids)
     with same_bits(trained):
         found = gradients(trained, ids)
     assert found.keys() == exact.keys()
@@ -143,10 +143,10 @@ def test_steps_and_pushes_within_the_mode(folders):
 
 
 REFUSED = {
-    "sliding window": lambda make: octavo.load(make("mistral")[1]),
-    "does not multiply E4M3": lambda make: open_theirs(make("llama")[0]),
-    "kv_cache='bf16'": lambda make: octavo.load(make("llama")[1], kv_cache="fp8"),
-    "head='bf16'": lambda make: octavo.load(make("llama")[1], head="rowwise"),
+    "sliding window": lambda make: octavo.load(make("mistral", scheme="channel")),
+    "does not multiply E4M3": lambda make: open_theirs(make("llama")),
+    "kv_cache='bf16'": lambda make: octavo.load(make("llama", scheme="channel"), kv_cache="fp8"),
+    "head='bf16'": lambda make: octavo.load(make("llama", scheme="channel"), head="rowwise"),
     "without fuse_loss": lambda make: converted(make, fuse_loss=True),
     "attention_dropout": lambda make: converted(make, attention_dropout=0.1),
     "not by model.bfloat16": lambda make: converted(make).bfloat16(),
@@ -159,7 +159,7 @@ REFUSED = {
 
 
 def converted(make: Any, fuse_loss: bool = False, skip: list[str] | None = None, **config: Any) -> Any:
-    model = open_theirs(make("llama")[0])
+    model = open_theirs(make("llama"))
     for name, value in config.items():
         setattr(model.config, name, value)
     octavo.convert(model, "rowwise", fuse_loss=fuse_loss, skip=skip or [])

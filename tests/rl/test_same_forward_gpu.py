@@ -9,7 +9,8 @@ from bits import bits, on_gpu
 from gemm_examples import operands, wide, wide_in_bf16, worst_row
 from gpu_memory import poison
 from hopper import ONLY_HOPPER
-from same_bits_examples import NEW, Folders, answer, folder_maker, forward, pair, prompts
+from same_bits_examples import NEW, answer, forward, pair, prompts
+from tiny_models import Folders, folder_maker
 from torch import Tensor
 
 from octavo.ops.attention import ordered_attention
@@ -83,7 +84,7 @@ def test_a_query_has_the_same_result_in_every_pass(heads, kv_heads, dim, padded)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     sizes = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "max_position_embeddings": 512}
-    return folder_maker(tmp_path_factory.mktemp("models"), **sizes)
+    return folder_maker(tmp_path_factory.mktemp("models"), num_key_value_heads=2, **sizes)
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("qwen3", "rowwise_forward"), ("llama", "rowwise")])

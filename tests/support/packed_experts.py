@@ -1,7 +1,11 @@
 """Packed experts and their mathematics in float64, token by token."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from tiny_models import folder_maker, open_theirs
 from torch import Tensor
 
 from octavo.checkpoint.scheme import Scheme, get_scheme
@@ -32,6 +36,13 @@ def packed_experts(names: tuple[str, str], device: str = "cpu") -> tuple[PackedE
     w_in, w_out = w_in.bfloat16(), w_out.bfloat16()
     layers = (packed_matrices(w, get_scheme(name)) for w, name in zip((w_in, w_out), names, strict=True))
     return PackedExperts(*layers).to(device), w_in, w_out
+
+
+def packed_mixtral(root: Path, scheme: str = "channel") -> tuple[Any, Path]:
+    """A Mixtral of transformers, and its folder packed with its experts."""
+    make = folder_maker(root, hidden_size=256, num_attention_heads=2, num_key_value_heads=2, head_dim=128)
+    layout = "fp8" if scheme == "block" else "compressed-tensors"
+    return open_theirs(make("mixtral of 128")), make("mixtral of 128", scheme=scheme, layout=layout, experts=True)
 
 
 def routed(experts: int = E) -> tuple[Tensor, Tensor, Tensor]:

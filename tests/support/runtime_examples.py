@@ -1,49 +1,17 @@
-"""Small decoders of transformers, trained or packed, and their outputs."""
+"""Decoders of `tiny_models`, trained or packed, and their outputs."""
 
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import StaticCache
 
 from octavo.inference.packed_linear import PackedLinear
 from octavo.inference.transformers_cache import CACHE
 
-SIZES = {
-    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
-}  # fmt: skip
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": 8}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
-}
-
-
-def make_decoder(name: str, **more: Any) -> Any:
-    """A model in float32 whose norms and biases are far from ones and zeros."""
-    torch.manual_seed(0)
-    kind, settings = ARCHITECTURES[name]
-    config = getattr(transformers, f"{kind}Config")(**SIZES | settings | more)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            p.copy_(p + torch.randn_like(p) * 0.3 if p.ndim == 1 else p if "embed" in key else 4 * p)
-    return model
-
-
-def make_model(name: str) -> Any:
-    """A model for evaluation whose parameters are BF16 numbers."""
-    model = make_decoder(name).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.bfloat16())
-    return model
+ARCHITECTURES = ("llama", "llama with biases", "mistral", "qwen2", "qwen3")  # of `tiny_models`, fused where they run
 
 
 def tokens(length: int = 21, vocabulary: int = 99) -> Tensor:

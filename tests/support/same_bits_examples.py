@@ -1,42 +1,25 @@
 """A trained model, the served one of its weights, texts that the latter generates, and logits of both."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import make_model, open_theirs
+from tiny_models import Folders, open_theirs
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import octavo
-from octavo.packing import pack
 
 NEW = 9  # tokens of an answer
 LENGTHS = [11, 4, 16, 1, 9, 16, 2]  # of prompts, again and again
-Folders = Callable[[str], tuple[Path, Path]]
-
-
-def folder_maker(root: Path, **sizes: Any) -> Folders:
-    """A function make: make(name) is a model of two layers, whose heads share keys, and its packing."""
-
-    def make(name: str) -> tuple[Path, Path]:
-        model, packed = root / name, root / f"{name} packed"
-        if not model.exists():
-            pack(make_model(model, name, num_key_value_heads=2, **sizes), packed, scheme="channel")
-        return model, packed
-
-    return make
 
 
 def pair(
     make: Folders, name: str, recipe: str = "rowwise", dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> tuple[Any, Any]:
     """A trained model, and the served one of its weights."""
-    model, packed = make(name)
-    trained = open_theirs(model, dtype).to(device).train()
+    trained = open_theirs(make(name), dtype).to(device).train()
     octavo.convert(trained, recipe)
-    return trained, octavo.load(packed, device)
+    return trained, octavo.load(make(name, scheme="channel"), device)
 
 
 class Recorder(LogitsProcessor):

@@ -43,7 +43,11 @@ SOUNDS = {
 }  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
-    "mistral": ("MistralForCausalLM", {}),
+    "llama with biases": (
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    ),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 8}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {}),
     "opt": ("OPTForCausalLM", {"ffn_dim": 256, "word_embed_proj_dim": 128, "activation_function": "gelu"}),
@@ -91,8 +95,8 @@ TEXT = "\n".join(f"{i} times {j} is {i * j}, said the clerk to the clerk." for i
 Folders = Callable[..., Path]
 
 
-def built(name: str, seed: int = 0, **sizes: Any) -> Any:
-    """A model in float32 whose outputs are large."""
+def built(name: str, seed: int = 0, gain: float = 1.0, **sizes: Any) -> Any:
+    """A model in float32 whose outputs are large. A layer's outputs have `gain` times the deviation of its inputs."""
     architecture, settings = (MODELS | IMAGE_MODELS)[name]
     cls = getattr(transformers, architecture)
     torch.manual_seed(seed)
@@ -103,7 +107,7 @@ def built(name: str, seed: int = 0, **sizes: Any) -> Any:
                 fan = p[0].numel() if p.ndim == 4 else p.shape[-1]
                 if key.endswith("Attention.q.weight"):
                     fan *= model.config.d_kv  # T5 does not divide its scores by the root of this
-                p.copy_(torch.randn_like(p) * fan**-0.5)
+                p.copy_(torch.randn_like(p) * (gain * fan**-0.5))
             elif p.ndim == 1:
                 p.add_(torch.randn_like(p) * 0.1)
     return model
@@ -122,9 +126,9 @@ def write_text(path: Path) -> Path:
     return path
 
 
-def folder_maker(root: Path) -> Folders:
-    """A function make: make(name) is a model, make(name, "calibrated") its calibration, make(name, scheme=...) a
-    packing. Each is made once."""
+def folder_maker(root: Path, **sizes: Any) -> Folders:
+    """A function make: make(name) is a model of these sizes, make(name, "calibrated") its calibration,
+    make(name, scheme=...) a packing. Each is made once."""
     text = write_text(root / "text.txt")
 
     def make(name: str, what: str = "", **how: Any) -> Path:
@@ -139,7 +143,7 @@ def folder_maker(root: Path) -> Folders:
             elif what:
                 calibrate(make(name), [str(text)], folder, prompts=PromptOptions(16, 64))
             else:
-                make_model(folder, name)
+                make_model(folder, name, **sizes)
         return folder
 
     return make
