@@ -16,7 +16,6 @@ COPY_SHARE = 0.85  # of a copy's bandwidth: what a kernel aims at
 ONLY_IF_FASTER = 0.98  # of BF16's speed: what a layer aims at that is converted only if FP8 is faster
 GRAPHS = {OCTAVO: SERVE, FP8_CACHE: SERVE_FP8_CACHE, STATIC: BASE}  # the graph, captured by hand, of a way
 SCOPES = {"whole": "`torch.compile(model)`", "block": "`block.compile()` for each block"}
-KERNELS = ("bf16", "cutlass, promoted", "triton, promoted", "cutlass, fast", "triton, fast")
 EXPERTS = {"mixtral": "Mixtral's", "small experts": "small experts"}
 
 Rows = Iterator[Row]
@@ -29,36 +28,6 @@ REPLACED = "ours plain: delayed, compile"
 def current(stack: Result) -> list[Result]:
     """The modes of the stack that were measured with the code of today."""
     return [row for row in stack["modes"] if row["mode"] != REPLACED]
-
-
-# --- Whole steps -----------------------------------------------------------------------------------------------
-
-
-def whole_steps(result: Result) -> Rows:
-    """A row a cell and a mode."""
-    for cell, found in result.items():
-        for mode, row in found.get("modes", {}).items():
-            yield {"cell": cell, "mode": mode, **row}
-
-
-def losses_alone(result: Result, names: Iterable[str]) -> Rows:
-    """A row for each of these losses."""
-    for name in names:
-        yield {"name": name} | {part: result["losses"][part].get(name) for part in ("ms", "peak_gib", "errors")}
-
-
-def lora_steps(result: Result) -> Rows:
-    """A row a mode: its step, and its body."""
-    step, body = result["step"], result["body"]
-    for mode, peak in result["peak_gib"].items():
-        of_step = {"ms": step["ms"][mode]["median"], "speed": step["speed"][mode]}
-        yield {
-            "mode": mode,
-            **of_step,
-            "body": body["ms"][mode]["median"],
-            "body_speed": body["speed"][mode],
-            "peak": peak,
-        }
 
 
 # --- Generating text -------------------------------------------------------------------------------------------
@@ -227,15 +196,6 @@ def flat(rows: list[Result]) -> Rows:
 def expert_shapes(shapes: dict[str, Result]) -> list[Result]:
     """The measured shapes of experts, with their names."""
     return [{**shapes[key], "experts": name} for key, name in EXPERTS.items()]
-
-
-def expert_rates(shapes: dict[str, Result], ways: Iterable[str]) -> Rows:
-    """TFLOP/s of the grouped GEMMs y, dx and dw, a row for each way."""
-    for found in expert_shapes(shapes):
-        rates = found["gemm_tflops"]
-        for gemm in dict.fromkeys(key.split(", ")[0] for key in rates):
-            for way in ways:
-                yield {"experts": found["experts"], "gemm": gemm, "way": way, "tflops": rates.get(f"{gemm}, {way}")}
 
 
 def serve_medians(results: dict[str, Result], part: str) -> dict[str, float]:
