@@ -8,16 +8,8 @@ import pytest
 import torch
 
 import octavo
+from octavo import util
 from octavo.checkpoint.files import ArtifactError
-from octavo.util import (
-    check_kinds,
-    choose_device,
-    hub_hint,
-    import_extra,
-    open_local,
-    parse_object,
-    reading,
-)
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,7 +36,7 @@ class PanicException(BaseException):
 )
 def test_a_fault_in_a_file_names_it(fault, essential):
     def read():
-        with reading("model/config.json", "the description of a model", ArtifactError):
+        with util.reading("model/config.json", "the description of a model", ArtifactError):
             raise fault
 
     with pytest.raises(ArtifactError) as caught:
@@ -66,7 +58,7 @@ def test_a_fault_in_a_file_names_it(fault, essential):
 )
 def test_what_names_the_file_or_is_no_fault_of_it_is_raised_as_it_is(fault):
     def read():
-        with reading("model/config.json", "the description of a model"):
+        with util.reading("model/config.json", "the description of a model"):
             raise fault
 
     with pytest.raises(type(fault)) as caught:
@@ -78,10 +70,10 @@ def test_what_names_the_file_or_is_no_fault_of_it_is_raised_as_it_is(fault):
 def test_damaged_text_is_refused_and_a_byte_order_mark_is_not(form):
     text, deep = {"JSON": ('{"a": 1}', "[" * 100_000), "TOML": ("a = 1", "a = " + "[" * 100_000)}[form]
     for given in (text, text.encode(), text.encode("utf-8-sig")):
-        assert parse_object(given, "f", toml=form == "TOML") == {"a": 1}
+        assert util.parse_object(given, "f", toml=form == "TOML") == {"a": 1}
     for damaged in (b"{", b"\xff", deep.encode()):
         with pytest.raises(ArtifactError, match=rf"^f is not valid {form} \(.+\)$"):
-            parse_object(damaged, "f", ArtifactError, toml=form == "TOML")
+            util.parse_object(damaged, "f", ArtifactError, toml=form == "TOML")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +88,10 @@ def test_damaged_text_is_refused_and_a_byte_order_mark_is_not(form):
 )
 def test_each_value_is_of_its_kind(kind, right, wrong, shown):
     for value in right:
-        check_kinds({"a": value, "b": 3}, {"a": kind})
+        util.check_kinds({"a": value, "b": 3}, {"a": kind})
     for value in wrong:
         with pytest.raises(ArtifactError) as caught:
-            check_kinds({"a": value}, {"a": kind}, "f: ", ArtifactError)
+            util.check_kinds({"a": value}, {"a": kind}, "f: ", ArtifactError)
         assert str(caught.value) == f"f: a must be {shown}, got {value!r}"
 
 
@@ -107,11 +99,11 @@ def test_each_value_is_of_its_kind(kind, right, wrong, shown):
 
 
 def test_a_missing_module_says_what_needs_it_and_how_to_install_it_from_a_clone():
-    assert import_extra("math", "hf", "sums need math") is math
+    assert util.import_extra("math", "hf", "sums need math") is math
     with pytest.raises(
         ImportError, match=r"^text needs nowhere, and nowhere cannot be imported .*No module named 'nowhere'.*"
     ) as raised:
-        import_extra("nowhere", "hf", "text needs nowhere")
+        util.import_extra("nowhere", "hf", "text needs nowhere")
     assert 'pip install ".[hf]"' in str(raised.value)
 
 
@@ -125,21 +117,21 @@ def test_a_folder_that_needs_its_own_code_is_refused_without_a_question(tmp_path
     (tmp_path / "code.py").write_text("raise SystemExit('this code was run')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("transformers asks whether to run the code"))
     with pytest.raises(ValueError, match="octavo runs no code of a model folder"):
-        open_local(getattr(transformers, auto), tmp_path)
+        util.open_local(getattr(transformers, auto), tmp_path)
 
 
 def test_a_model_that_transformers_implements_is_opened_beside_an_auto_map(tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "auto_map": {"AutoConfig": "code.C"}}))
-    assert open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"
+    assert util.open_local(transformers.AutoConfig, tmp_path).model_type == "phi3"
 
 
 def test_a_name_of_the_hub_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in hub_hint("Qwen/Qwen3-0.6B")
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in util.hub_hint("Qwen/Qwen3-0.6B")
     (tmp_path / "runs").mkdir()
     for path in ("runs/first", "./nowhere", "models", "/data/models/qwen", "a/b/c", tmp_path / "none"):
-        assert hub_hint(path) == ""
+        assert util.hub_hint(path) == ""
 
 
 @pytest.fixture
@@ -156,13 +148,13 @@ def gpus(monkeypatch):
 @pytest.mark.parametrize(("count", "chosen"), [(0, "cpu"), (2, "cuda")])
 def test_auto_is_the_gpu_where_there_is_one(gpus, count, chosen):
     gpus(count)
-    assert choose_device("auto") == torch.device(chosen)
+    assert util.choose_device("auto") == torch.device(chosen)
 
 
 def test_a_device_that_is_there_is_taken(gpus):
     gpus(2)
     for device in ("cpu", "meta", "cuda", "cuda:1", torch.device("cuda", 0)):
-        assert choose_device(device) == torch.device(device)
+        assert util.choose_device(device) == torch.device(device)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +169,7 @@ def test_a_device_that_is_there_is_taken(gpus):
 def test_a_device_that_is_not_there_is_refused_by_name(gpus, device, count, message):
     gpus(count)
     with pytest.raises(ValueError, match=message):
-        choose_device(device)
+        util.choose_device(device)
 
 
 def test_load_refuses_it_before_it_reads_the_folder(gpus, tmp_path):

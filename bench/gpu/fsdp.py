@@ -33,20 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import octavo
 from bench import record
-from bench.gpu import llama, ranks
-from bench.gpu.harness import (
-    DEVICE,
-    Options,
-    Results,
-    allocated,
-    benchmark,
-    draw_matrices,
-    interleaved,
-    medians,
-    once,
-    peak_of,
-    summary,
-)
+from bench.gpu import harness, llama, ranks
 from bench.gpu.llama import Fused, LanguageModel, Plain
 from bench.gpu.modes import BASE, OURS, TORCHAO, WIDE, speedup
 from bench.gpu.peers import update_torchao, use_torchao
@@ -98,9 +85,9 @@ class Runner:
 
     def __init__(self, name: str, config: LlamaConfig, tokens: int, network: ranks.Network | None = None) -> None:
         self.mode = mode = MODES[name]
-        with torch.device(DEVICE):
+        with torch.device(harness.DEVICE):
             self.model = LanguageModel(config, mode.stack)
-            draw_matrices(self.model)  # the matrices of all models come in the same order
+            harness.draw_matrices(self.model)  # the matrices of all models come in the same order
         if mode.convert is not None:
             mode.convert(self.model)
         if mode.compiled:
@@ -114,9 +101,11 @@ class Runner:
         self.network = network or ranks.Network()
         self.network.carry(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        generator = torch.Generator(DEVICE).manual_seed(1 + distributed.get_rank())  # each rank has its own batch
+        generator = torch.Generator(harness.DEVICE).manual_seed(
+            1 + distributed.get_rank()
+        )  # each rank has its own batch
         shape = 2, 1, tokens
-        self.batch = torch.randint(config.vocabulary, shape, device=DEVICE, generator=generator).unbind()
+        self.batch = torch.randint(config.vocabulary, shape, device=harness.DEVICE, generator=generator).unbind()
 
     def step(self) -> None:
         self.model(*self.batch).backward()
@@ -141,7 +130,7 @@ class Runner:
         """Milliseconds of the optimizer's step alone."""
         self.model(*self.batch).backward()
         self.optimizer.step()
-        found = min(ranks.slowest([once(self.optimizer.step, REPEAT) for _ in range(2)]))
+        found = min(ranks.slowest([harness.once(self.optimizer.step, REPEAT) for _ in range(2)]))
         self.optimizer.zero_grad()
         return found
 
@@ -150,7 +139,7 @@ def gradient_error(name: str, expected: list[Tensor], actual: list[Tensor]) -> f
     """The largest relative error of a gradient, over all matrices and ranks; a wrong one, or one that is not of FP8,
     is a RuntimeError."""
     parts = [[float((a - e).square().sum()), float(e.square().sum())] for e, a in zip(expected, actual, strict=True)]
-    sums = torch.tensor(parts, dtype=torch.float64, device=DEVICE)
+    sums = torch.tensor(parts, dtype=torch.float64, device=harness.DEVICE)
     distributed.all_reduce(sums)  # the shards of a matrix are on all ranks
     error = float((sums[:, 0] / sums[:, 1]).sqrt().max())
     least, most = GRADIENT_ERRORS if MODES[name].convert else (0.0, GRADIENT_ERRORS[0])
@@ -173,7 +162,7 @@ class Bench:
     expected: list[Tensor] = field(default_factory=list)
     base: Runner | None = None
 
-    def run(self, names: list[str]) -> Results:
+    def run(self, names: list[str]) -> harness.Results:
         """Measure the modes; the result after each."""
         file = f"gpu_fsdp_{self.config.layers}_layers_{distributed.get_world_size()}_gpus"
         links = {"bytes_per_second": ranks.bandwidth()} if distributed.get_world_size() > 1 else {}
@@ -192,13 +181,13 @@ class Bench:
     def measure(self, name: str) -> ranks.Row:
         """The row of a mode."""
         error = self.gradient_error(name)
-        before = allocated()
+        before = harness.allocated()
         runner = Runner(name, self.config, self.tokens)
         for _ in range(2):
             runner.step()
         network = runner.network
         network.gathered = network.reduced = 0
-        row: ranks.Row = {"gradient_error": error, "peak_bytes": peak_of(runner.step, before, warmup=0)}
+        row: ranks.Row = {"gradient_error": error, "peak_bytes": harness.peak_of(runner.step, before, warmup=0)}
         row |= {"gathered_bytes": network.gathered, "reduced_bytes": network.reduced}
         row |= self.times(name, runner)
         row |= {"kernels": ranks.profiled(runner.step), "optimizer_ms": runner.optimizer_ms()}
@@ -219,10 +208,10 @@ class Bench:
     def times(self, name: str, runner: Runner) -> ranks.Row:
         """The milliseconds of a step, and its speed as a multiple of that of BF16."""
         beside = {} if self.base is None else {BASE: self.base.step}
-        found = interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
+        found = harness.interleaved({**beside, name: runner.step}, rounds=self.rounds, repeat=REPEAT, warmup=1)
         times = {mode: ranks.slowest(each) for mode, each in found.items()}
         speed = self.tokens * 1e3 / statistics.median(times[name])
-        row: ranks.Row = {**summary(times[name]), "tokens_per_second": speed, "rounds": times}
+        row: ranks.Row = {**harness.summary(times[name]), "tokens_per_second": speed, "rounds": times}
         if name != BASE and beside:
             row["ratio"] = speedup(row, name, BASE)
         return row
@@ -237,7 +226,7 @@ class Bench:
 
 
 def room_for_two(peak: int) -> bool:
-    if DEVICE == "cpu":
+    if harness.DEVICE == "cpu":
         return True
     whole = torch.cuda.get_device_properties().total_memory
     return bool(ranks.agreed(2 * peak < ROOM * whole))
@@ -246,7 +235,7 @@ def room_for_two(peak: int) -> bool:
 # --- Links of several bandwidths -------------------------------------------------------------------------------
 
 
-def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> Results:
+def over_links(modes: list[str], config: LlamaConfig, tokens: int, channels: list[int], rounds: int) -> harness.Results:
     """Time `modes` over a link of each number of channels, the fastest first; the result after each."""
     network = ranks.Network()
     runners = {name: Runner(name, config, tokens, network) for name in modes}
@@ -266,22 +255,25 @@ def link(channels: int, runners: dict[str, Runner], network: ranks.Network, roun
     network.group = group(channels)
     rate = ranks.bandwidth(network.group)
     steps = {name: runner.step for name, runner in runners.items()}
-    times = {name: ranks.slowest(each) for name, each in interleaved(steps, rounds=rounds, repeat=2, warmup=1).items()}
-    ranks.say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", medians(times))
+    times = {
+        name: ranks.slowest(each)
+        for name, each in harness.interleaved(steps, rounds=rounds, repeat=2, warmup=1).items()
+    }
+    ranks.say(f"{channels} channels, {rate / 1e9:.2f} GB/s:", harness.medians(times))
     return {"channels": channels, "bytes_per_second": rate, "rounds": times}
 
 
 def group(channels: int) -> distributed.ProcessGroup:
     """A group of all ranks whose NCCL uses at most so many channels."""
-    if DEVICE == "cpu":
+    if harness.DEVICE == "cpu":
         return distributed.new_group()  # type: ignore[no-any-return]
     options = distributed.ProcessGroupNCCL.Options()
     options.config.max_ctas = channels
     return distributed.new_group(pg_options=options)  # type: ignore[no-any-return]
 
 
-@benchmark(layers=llama.CONFIG.layers // 2, rounds=6, channels="", only="")
-def main(options: Options) -> Results:
+@harness.benchmark(layers=llama.CONFIG.layers // 2, rounds=6, channels="", only="")
+def main(options: harness.Options) -> harness.Results:
     ranks.start()
     config, chosen = replace(llama.CONFIG, layers=options.layers), ranks.chosen(MODES, BASE, options.only)
     if options.channels:

@@ -4,24 +4,12 @@ import tempfile
 from dataclasses import replace
 
 import pytest
+import tensor_parallel_examples as examples
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from metrics import sqnr
 from ranks import run_ranks
-from tensor_parallel_examples import (
-    batch,
-    converted,
-    difference,
-    difference_of_all,
-    logits_of,
-    make_model,
-    mesh_of,
-    parameters_of,
-    train,
-    two_layers,
-    whole,
-)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -43,11 +31,11 @@ CLOSE = 1e-6
 def orders(rank):
     """In both orders of conversion and cutting two layers compute what one rank computes, and send eight bits."""
     for convert_first in (True, False):
-        one, model = two_layers(), two_layers()
+        one, model = examples.two_layers(), examples.two_layers()
         octavo.convert(one)
         if convert_first:
             octavo.convert(model)
-        parallelize_module(model, mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
+        parallelize_module(model, examples.mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
         if not convert_first:
             octavo.convert(model)
         x = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -62,8 +50,8 @@ def orders(rank):
         # PyTorch keeps the memory of an exchange whose result nobody waits for.
         assert torch._C._distributed_c10d._get_work_registry_size() == 0
         pairs = {"y": (y_own, y.chunk(2, dim=1)[rank]), "dx": (own.grad, x.grad.chunk(2, dim=1)[rank])}
-        pairs |= {name: (whole(p.grad), one.get_parameter(name).grad) for name, p in model.named_parameters()}
-        differences = {name: difference(*pair) for name, pair in pairs.items()}
+        pairs |= {name: (examples.whole(p.grad), one.get_parameter(name).grad) for name, p in model.named_parameters()}
+        differences = {name: examples.difference(*pair) for name, pair in pairs.items()}
         assert max(differences.values()) < CLOSE, differences
         tokens = 3 * 32  # of this rank
         ratio = sum(sent.of("all_gather")) / (2 * tokens * (96 + 96 + 96))  # of x, x again, dy
@@ -76,7 +64,7 @@ def orders(rank):
 
 def parts(rank):
     """Bytes and scales of the parts of two weights, in one exchange, are those of the whole weights."""
-    ranks = Ranks.of(mesh_of(2), sequence=True)
+    ranks = Ranks.of(examples.mesh_of(2), sequence=True)
     w = torch.randn(2, 32, 48, generator=torch.Generator().manual_seed(1))
     w[0, 20], w[1, 3], w[1, 7, 5] = 0, 1e-9, torch.nan
     cast = octavo.recipe.rowwise().w
@@ -97,11 +85,11 @@ def parts(rank):
 def pytorchs_style():
     model = nn.Sequential(nn.Linear(8, 8))
     octavo.convert(model)
-    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})(torch.ones(3, 8))
+    parallelize_module(model, examples.mesh_of(2), {"0": ColwiseParallel()})(torch.ones(3, 8))
 
 
 def cut_layer(layer, style, *sizes):
-    return parallelize_module(layer, mesh_of(*(sizes or (2,))), style)
+    return parallelize_module(layer, examples.mesh_of(*(sizes or (2,))), style)
 
 
 REFUSED = [
@@ -129,22 +117,22 @@ def refusals(rank):
 
 def restored(rank):
     """Restored layers are still parallel."""
-    model, norm = two_layers(), nn.LayerNorm(96)
-    parallelize_module(model, mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
+    model, norm = examples.two_layers(), nn.LayerNorm(96)
+    parallelize_module(model, examples.mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
     octavo.convert(model)
     assert octavo.restore(model) == ["0", "2"]
     assert model(torch.ones(2, 96)).shape == (2, 96)
     assert all(type(layer) is ParallelLinear and isinstance(layer.weight, DTensor) for layer in (model[0], model[2]))
-    parallelize_module(norm, mesh_of(2), NormParallel())
+    parallelize_module(norm, examples.mesh_of(2), NormParallel())
     assert all(p.placements == (Replicate(),) for p in norm.parameters())
 
 
 def rotations(rank):
     """Each rank rotates its own part, which cancels as the whole does: the SQNR is that of one rank."""
-    plain, one, two = two_layers(), two_layers(), two_layers()
+    plain, one, two = examples.two_layers(), examples.two_layers(), examples.two_layers()
     for model in (one, two):
         octavo.convert(model, replace(rowwise(), name="rotated", rotate=GEMMS))
-    parallelize_module(two, mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
+    parallelize_module(two, examples.mesh_of(2), {"0": ColumnParallel(), "2": RowParallel()})
     x, dy = (torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
     found = []
     for model in (plain, one, two):
@@ -153,7 +141,7 @@ def rotations(rank):
         y = model(x_own)
         y.backward(dy_own)
         by_rows = [t if model is two else t.chunk(2, dim=1)[rank] for t in (y.detach(), x_own.grad)]
-        found.append([*by_rows, *(whole(p.grad) for p in model.parameters())])
+        found.append([*by_rows, *(examples.whole(p.grad) for p in model.parameters())])
     for exact, a, b in zip(*found, strict=True):
         assert sqnr(exact, b) > min(sqnr(exact, a), 100) - 1
 
@@ -167,10 +155,12 @@ def tensor_scales(rank):
     dy[:, 7] *= 100  # the largest gradient, and the only ones of an input, come from one rank's part
     x[:, 60] *= 100
     for recipe, step in (("tensorwise", 0), ("delayed", 0), ("delayed", 1)):
-        one, two = two_layers(), two_layers()
+        one, two = examples.two_layers(), examples.two_layers()
         for model in (one, two):
             octavo.convert(model, recipe)
-        parallelize_module(two, mesh_of(2), {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)})
+        parallelize_module(
+            two, examples.mesh_of(2), {"0": ColumnParallel(sequence=False), "2": RowParallel(sequence=False)}
+        )
         for _ in range(step + 1):
             for model in (one, two):
                 model.zero_grad()
@@ -179,9 +169,9 @@ def tensor_scales(rank):
         here, there = octavo.scales.scale_state(two), octavo.scales.scale_state(one)
         assert all(torch.equal(here[name], there[name]) for name in there)
         assert torch.equal(two[0](x), one[0](x).chunk(2, dim=1)[rank])
-        pairs = [(whole(two.get_parameter(name).grad), p.grad) for name, p in one.named_parameters()]
+        pairs = [(examples.whole(two.get_parameter(name).grad), p.grad) for name, p in one.named_parameters()]
         assert all(torch.equal(*pair) for pair in pairs)
-        assert difference(two(x), one(x)) < CLOSE
+        assert examples.difference(two(x), one(x)) < CLOSE
 
 
 @pytest.mark.parametrize("check", [orders, parts, refusals, restored, rotations, tensor_scales])
@@ -211,18 +201,20 @@ OTHERS += [("Qwen3ForCausalLM", "rowwise", True, True)]
 
 def differences(rank, cases):
     """Of the first logits, the first gradients, and the parameters after three steps; None where those are wrong."""
-    mesh, results = mesh_of(2), []
+    mesh, results = examples.mesh_of(2), []
     for kind, recipe, sequence, first in cases:
-        one = converted(kind, recipe)
-        model = converted(kind, recipe, lambda m, cut=sequence: tensor_parallel(m, mesh, sequence=cut), first=first)
+        one = examples.converted(kind, recipe)
+        model = examples.converted(
+            kind, recipe, lambda m, cut=sequence: tensor_parallel(m, mesh, sequence=cut), first=first
+        )
         assert all(isinstance(p, DTensor) for p in model.parameters())
         assert model.state_dict().keys() == one.state_dict().keys()
-        (logits, gradients), (expected, expected_gradients) = train(model), train(one)
+        (logits, gradients), (expected, expected_gradients) = examples.train(model), examples.train(one)
         results.append(
             (
-                difference(logits, expected),
-                difference_of_all(gradients, expected_gradients),
-                difference_of_all(parameters_of(model), parameters_of(one)),
+                examples.difference(logits, expected),
+                examples.difference_of_all(gradients, expected_gradients),
+                examples.difference_of_all(examples.parameters_of(model), examples.parameters_of(one)),
             )
         )
     return results
@@ -284,54 +276,54 @@ def refused_models(rank):
     for make, words in REFUSED_MODELS:
         model = make()
         with pytest.raises(ValueError, match=words):
-            tensor_parallel(model, mesh_of(2))
+            tensor_parallel(model, examples.mesh_of(2))
         assert not any(isinstance(p, DTensor) for p in model.parameters())
     with pytest.raises(ValueError, match="takes a mesh of one dimension"):
-        tensor_parallel(make_model("llama"), mesh_of(2, 1))
+        tensor_parallel(examples.make_model("llama"), examples.mesh_of(2, 1))
     with pytest.raises(TypeError, match="takes a DeviceMesh"):
-        tensor_parallel(make_model("llama"), 2)
-    model = make_model("LlamaForCausalLM")
-    tensor_parallel(model, mesh_of(2))
-    for again in (model, fully_shard(make_model("llama"))):
+        tensor_parallel(examples.make_model("llama"), 2)
+    model = examples.make_model("LlamaForCausalLM")
+    tensor_parallel(model, examples.mesh_of(2))
+    for again in (model, fully_shard(examples.make_model("llama"))):
         with pytest.raises(ValueError, match="is a DTensor already: call tensor_parallel once for a model, and before"):
-            tensor_parallel(again, mesh_of(2))
+            tensor_parallel(again, examples.mesh_of(2))
     with pytest.raises(ValueError, match=r"length of a sequence must be a multiple of 2.* got tokens \[2, 7\]: pad"):
         model(torch.zeros(2, 7, dtype=torch.int64))
 
 
 def on_meta(rank):
     """A model that was made, converted and cut on the meta device, then loaded."""
-    one = converted("llama", "rowwise")
+    one = examples.converted("llama", "rowwise")
     with torch.device("meta"):
-        model = make_model("llama")
+        model = examples.make_model("llama")
     octavo.convert(model)
-    tensor_parallel(model, mesh_of(2))
+    tensor_parallel(model, examples.mesh_of(2))
     model.to_empty(device="cpu")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         source = one.get_parameter(name)
         part = source.chunk(2, parameter.placements[0].dim)[rank] if parameter.placements[0].is_shard() else source
         parameter.to_local().data.copy_(part)
-    tokens, _ = batch()
-    assert difference(logits_of(model, tokens), logits_of(one, tokens)) < 1e-6
-    assert whole(model.model.norm.weight).shape == (64,)
+    tokens, _ = examples.batch()
+    assert examples.difference(examples.logits_of(model, tokens), examples.logits_of(one, tokens)) < 1e-6
+    assert examples.whole(model.model.norm.weight).shape == (64,)
 
 
 def in_bf16(rank):
     """BF16 weights lose nothing more: the SQNR of logits and gradients is that of one rank's FP8."""
     results = []
     for recipe, ranks in ((None, 1), ("rowwise", 1), ("rowwise", 2)):
-        model = make_model("llama").bfloat16()
+        model = examples.make_model("llama").bfloat16()
         with torch.no_grad():
             for p in model.model.layers.parameters():
                 p.copy_(p if p.ndim == 1 else 10 * p)  # so that the layers decide over the stream, as wide ones do
         if recipe is not None:
             octavo.convert(model, recipe)
         if ranks > 1:
-            tensor_parallel(model, mesh_of(ranks))
-        logits = logits_of(model, batch()[0])
+            tensor_parallel(model, examples.mesh_of(ranks))
+        logits = examples.logits_of(model, examples.batch()[0])
         logits.float().square().mean().backward()
-        results.append([whole(logits), *(whole(p.grad) for p in model.parameters())])
+        results.append([examples.whole(logits), *(examples.whole(p.grad) for p in model.parameters())])
     expected, *found = results
     one, two = ([sqnr(*pair) for pair in zip(expected, result, strict=True)] for result in found)
     assert abs(one[0] - two[0]) < 0.3
@@ -342,14 +334,14 @@ def in_bf16(rank):
 
 
 def cut(mesh):
-    model = converted("llama", "rowwise")
+    model = examples.converted("llama", "rowwise")
     tensor_parallel(model, mesh)
     return model
 
 
 def shard_twice(rank):
     """In two dimensions the parameters after three steps are those of a wide gather, and nearly those of one rank."""
-    mesh, results = mesh_of(2, 2), []
+    mesh, results = examples.mesh_of(2, 2), []
     for gathers in (False, True):
         model = cut(mesh["tp"])
         model.checkpoint_activations = True
@@ -358,35 +350,35 @@ def shard_twice(rank):
         if gathers:
             report = fp8_all_gather(model)
             assert len(report.gathered) == 7, str(report)
-        train(model)
-        results.append(parameters_of(model))
-    one = converted("llama", "rowwise")
-    train(one)
+        examples.train(model)
+        results.append(examples.parameters_of(model))
+    one = examples.converted("llama", "rowwise")
+    examples.train(one)
     wide, gathered = results
     assert all(torch.equal(wide[name], gathered[name]) for name in wide)
-    assert difference_of_all(gathered, parameters_of(one)) < 1e-3
+    assert examples.difference_of_all(gathered, examples.parameters_of(one)) < 1e-3
 
 
 def settings(rank):
     """Cached weights and recomputed activations change nothing; one rank reads a checkpoint of two."""
-    mesh = mesh_of(2)
+    mesh = examples.mesh_of(2)
     plain, cached, recomputed = (cut(mesh) for _ in range(3))
     recomputed.checkpoint_activations = True
-    tokens, _ = batch()
-    train(plain)
-    train(recomputed)
+    tokens, _ = examples.batch()
+    examples.train(plain)
+    examples.train(recomputed)
     with octavo.scales.cast_once(cached):
-        train(cached)
+        examples.train(cached)
         with Traffic() as once:
-            logits_of(cached, tokens)
+            examples.logits_of(cached, tokens)
         optimizer = torch.optim.SGD(cached.parameters(), lr=0.0)
         for p in cached.parameters():
             p.grad = torch.zeros_like(p)
         with Traffic() as step:
             optimizer.step()
     with Traffic() as every_time:
-        logits_of(cached, tokens)
-    one = make_model("llama")
+        examples.logits_of(cached, tokens)
+    one = examples.make_model("llama")
     state = one.state_dict()
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
@@ -396,20 +388,22 @@ def settings(rank):
         dist.barrier()
     one.load_state_dict(state)
     for model in (cached, recomputed, one):
-        assert all(torch.equal(t, parameters_of(plain)[name]) for name, t in parameters_of(model).items())
+        assert all(
+            torch.equal(t, examples.parameters_of(plain)[name]) for name, t in examples.parameters_of(model).items()
+        )
     counts = [len(seen.of("all_reduce")) for seen in (once, step, every_time)]
     assert counts == [counts[0], 1, counts[0] + 4]  # a step has one for all weights; q, k, v; o; gate, up; down
 
 
 def compiled(rank):
     """A compiled layer has the gradients of an eager one, and saves its own rows for the backward pass."""
-    tokens, saved, results = batch()[0], [], []
+    tokens, saved, results = examples.batch()[0], [], []
     for backend in (None, "aot_eager_decomp_partition"):
-        model = cut(mesh_of(2))
+        model = cut(examples.mesh_of(2))
         (layer,) = model.model.layers
         if backend is not None:
             layer.compile(fullgraph=True, backend=backend)
-        logits_of(model, tokens).square().mean().backward()
+        examples.logits_of(model, tokens).square().mean().backward()
         results.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})
     assert all(torch.equal(results[0][name], g) for name, g in results[1].items())
     x = torch.randn(2, 16, 64, requires_grad=True)

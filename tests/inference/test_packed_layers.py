@@ -20,18 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import octavo
 from octavo.checkpoint.scheme import CHANNEL, INT8, SCHEMES, Scheme, find_gemm, scheme_on
+from octavo.inference import packed_linear
 from octavo.inference.opening import load_packed
-from octavo.inference.packed_linear import (
-    PackedLinear,
-    PackedMLP,
-    PackedNormLinear,
-    Stacked,
-    fnuz_data,
-    fuse,
-    quantize_head,
-    swap_linears,
-    use_formats_of,
-)
 from octavo.models.decoder import logits_of
 from octavo.ops import quantize
 from octavo.ops.launching import ARCHITECTURES as GPUS
@@ -61,7 +51,7 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
     model = built(name).bfloat16() if name in ARCHITECTURES else lively(GQA if name == "ours" else GPT)
     model = model.float().eval()
     wide, ids = copy.deepcopy(model), tokens(17, 61)
-    quantize_head(model)
+    packed_linear.quantize_head(model)
     weight, kept = model.lm_head.packed_weight().dequantize(), dict(wide.named_parameters())
     assert all(torch.equal(p, kept[key]) for key, p in model.named_parameters())
     wide.lm_head = nn.Linear(*weight.shape[::-1], bias=False)
@@ -70,19 +60,19 @@ def test_a_head_in_eight_bits_has_the_logits_of_its_dequantized_weight(name):
     assert sqnr(required, found) > 25  # that of the input's cast
     assert not sqnr(required, found) > 60
     with pytest.raises(ValueError, match="must have a linear layer as its head, got PackedLinear"):
-        quantize_head(model)
+        packed_linear.quantize_head(model)
 
 
 def test_load_quantizes_the_head_on_request(made: Folders) -> None:
     model, wide = opened(made, head="rowwise"), opened(made)
-    quantize_head(wide)
+    packed_linear.quantize_head(wide)
     assert torch.equal(logits(model), logits(wide))
     assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 24)
 
 
 def test_an_input_of_another_width_names_the_layer():
     model = nn.Sequential(nn.Linear(32, 16, bias=False), nn.Linear(24, 8, bias=False))
-    swap_linears(model, {"1": SCHEMES["channel"]})
+    packed_linear.swap_linears(model, {"1": SCHEMES["channel"]})
     what = "the layer '1', a PackedLinear with a weight [8, 24], takes an input [..., 24], got [3, 16]: give"
     with pytest.raises(ValueError, match=re.escape(what)):
         model(torch.randn(3, 32))
@@ -178,7 +168,7 @@ def mi300(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_byte_is_half_the_number() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    wide, half = codes.float(), fnuz_data(codes).float()
+    wide, half = codes.float(), packed_linear.fnuz_data(codes).float()
     assert torch.equal(half.isnan(), wide.isnan())
     finite = ~wide.isnan()
     assert torch.equal(2 * half[finite], wide[finite])
@@ -187,7 +177,7 @@ def test_every_byte_is_half_the_number() -> None:
 @pytest.mark.parametrize("scheme", OUTER)
 def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300: None, scheme: str) -> None:
     layer, model = packed_layer(scheme), nn.Sequential(packed_layer(scheme))
-    use_formats_of(model, CPU)
+    packed_linear.use_formats_of(model, CPU)
     own = model[0]
     assert own.weight.dtype == torch.float8_e4m3fnuz
     assert torch.equal(own.packed_weight().dequantize(), layer.packed_weight().dequantize())
@@ -205,7 +195,7 @@ def test_a_layer_holds_the_same_weight_and_computes_in_fnuz(mi300: None, scheme:
 @pytest.mark.parametrize("scheme", OUTER)
 def test_a_frozen_layer_is_static(mi300: None, scheme: str) -> None:
     layer = packed_layer(scheme)
-    use_formats_of(nn.Sequential(layer), CPU)
+    packed_linear.use_formats_of(nn.Sequential(layer), CPU)
     x = torch.randn(16, layer.in_features)
     before = layer(x)
     layer.freeze_input(x.abs().max())
@@ -245,7 +235,7 @@ def test_the_layers_bytes_are_views_of_one_buffer_and_keep_their_names(made: Fol
     assert same_bits(state, load_file(folder / "model.safetensors"))
     stack = model.model.layers[1].mlp.stacked.weight
     layer = model.model.layers[1].mlp.up_proj
-    assert isinstance(layer, PackedLinear)
+    assert isinstance(layer, packed_linear.PackedLinear)
     assert layer.weight.untyped_storage().data_ptr() == stack.data.untyped_storage().data_ptr()
     assert torch.equal(layer.weight.view(torch.uint8), stack.data[256:].view(torch.uint8))
     assert "stack" not in " ".join(state)
@@ -260,11 +250,11 @@ def test_a_stack_is_its_layers_side_by_side_whichever_has_a_bias(scheme: Scheme)
         q = quantize(linear.weight.detach(), scheme.weight)
         state |= {f"{name}.weight": q.data, f"{name}.weight_scale": q.scale}
         state |= {f"{name}.bias": linear.bias.bfloat16()} if name != "b" else {}
-    swap_linears(model, dict.fromkeys(model, scheme))
+    packed_linear.swap_linears(model, dict.fromkeys(model, scheme))
     model.load_state_dict(state, assign=True)
     x = torch.randn(9, 48)
     apart = [layer(x) for layer in model.values()]
-    stack = Stacked()
+    stack = packed_linear.Stacked()
     assert stack.update(list(model.values()))
     assert stack.cast == scheme.inputs
     y = stack.product(quantize(x, scheme.inputs), torch.float32)
@@ -413,10 +403,10 @@ def test_what_a_library_puts_in_a_layers_place_runs(made: Folders, path: str) ->
 def test_fusing_twice_is_fusing_once(made: Folders) -> None:
     model = opened(made)
     classes = [type(m) for m in model.modules()]
-    fuse(model)
+    packed_linear.fuse(model)
     assert [type(m) for m in model.modules()] == classes
-    assert sum(isinstance(m, PackedNormLinear) for m in model.modules()) == 2
-    assert len({type(m) for m in model.modules() if isinstance(m, PackedMLP)}) == 1
+    assert sum(isinstance(m, packed_linear.PackedNormLinear) for m in model.modules()) == 2
+    assert len({type(m) for m in model.modules() if isinstance(m, packed_linear.PackedMLP)}) == 1
 
 
 def test_no_tokens_and_a_vector(made: Folders) -> None:

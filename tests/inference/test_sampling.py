@@ -5,14 +5,8 @@ import random
 import pytest
 import tokenizers
 import torch
+import transformers
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from octavo.inference.sampling import Sampling, TextStream, draw
 from octavo.models.tokenizer import BpeTokenizer, ByteTokenizer, CharacterTokenizer, Tokenizer
@@ -32,15 +26,15 @@ SETTINGS = [
 
 def processors(
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, repetition_penalty: float = 1.0
-) -> LogitsProcessorList:
+) -> transformers.LogitsProcessorList:
     """In the order of transformers' generate, and only those that it makes."""
     made = (
-        repetition_penalty != 1 and RepetitionPenaltyLogitsProcessor(repetition_penalty),
-        temperature != 1 and TemperatureLogitsWarper(temperature),
-        top_k > 0 and TopKLogitsWarper(top_k),
-        top_p < 1 and TopPLogitsWarper(top_p),
+        repetition_penalty != 1 and transformers.RepetitionPenaltyLogitsProcessor(repetition_penalty),
+        temperature != 1 and transformers.TemperatureLogitsWarper(temperature),
+        top_k > 0 and transformers.TopKLogitsWarper(top_k),
+        top_p < 1 and transformers.TopPLogitsWarper(top_p),
     )
-    return LogitsProcessorList(filter(None, made))
+    return transformers.LogitsProcessorList(filter(None, made))
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:

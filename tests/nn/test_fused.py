@@ -4,32 +4,9 @@ name (`fused_oracle`), and against the layers that they replace.
 
 import copy
 
+import fused_oracle as oracle
 import pytest
 import torch
-from fused_oracle import (
-    AUTOCAST_DB,
-    BFLOAT16_DB,
-    BUILDERS,
-    FLOAT32_DB,
-    NEAR_UNQUANTIZED_DB,
-    QUANTIZED_DB,
-    SAME_BYTES_DB,
-    Block,
-    NormThenLinears,
-    NormThenMLP,
-    check,
-    check_equal,
-    exact,
-    exact_unquantized,
-    gelu,
-    is_fused,
-    linears,
-    make_norm,
-    output_gradients,
-    run,
-    swiglu,
-    tokens,
-)
 from metrics import sqnr
 from operation_counts import operations
 from torch import Tensor, nn
@@ -42,7 +19,11 @@ from octavo.recipe import rowwise
 
 @pytest.mark.parametrize(
     ("dtype", "autocast", "least"),
-    [(torch.float32, False, FLOAT32_DB), (torch.bfloat16, False, BFLOAT16_DB), (torch.float32, True, AUTOCAST_DB)],
+    [
+        (torch.float32, False, oracle.FLOAT32_DB),
+        (torch.bfloat16, False, oracle.BFLOAT16_DB),
+        (torch.float32, True, oracle.AUTOCAST_DB),
+    ],
     ids=["fp32", "bf16", "autocast"],
 )
 @pytest.mark.parametrize(
@@ -55,7 +36,7 @@ from octavo.recipe import rowwise
         ("layer without bias", (1, 40, 24), True, True),
     ],
 )
-@BUILDERS
+@oracle.BUILDERS
 def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
     build, norm: str, size: tuple[int, int, int], bias: bool, with_residual: bool,
     dtype: torch.dtype, autocast: bool, least: float,
@@ -64,43 +45,43 @@ def test_outputs_and_gradients_are_the_formulas_of_their_bytes(
     if autocast:  # so that each norm is tested with and without bias and residual
         bias, with_residual = not bias, not with_residual
     block = build(norm, k, f, bias).to(dtype)
-    x, residual = tokens(t, k, dtype), tokens(t, k, dtype) if with_residual else None
+    x, residual = oracle.tokens(t, k, dtype), oracle.tokens(t, k, dtype) if with_residual else None
     octavo.convert(block)
-    assert is_fused(block, x)
-    actual = run(block, block, x, residual, autocast=autocast)
-    check(exact(block, x, residual, torch.bfloat16 if autocast else dtype), actual, least)
+    assert oracle.is_fused(block, x)
+    actual = oracle.run(block, block, x, residual, autocast=autocast)
+    oracle.check(oracle.exact(block, x, residual, torch.bfloat16 if autocast else dtype), actual, least)
     if with_residual:
         assert torch.equal(actual["d x"], actual["d residual"])
 
 
 @pytest.mark.parametrize("size", [(1, 40, 24), (7, 64, 33), (33, 130, 97), (130, 64, 112)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("build", [swiglu, gelu])
+@pytest.mark.parametrize("build", [oracle.swiglu, oracle.gelu])
 def test_an_mlp_without_a_norm(build, size: tuple[int, int, int], bias: bool) -> None:
     t, k, f = size
-    for dtype, least in ((torch.float32, FLOAT32_DB), (torch.bfloat16, BFLOAT16_DB)):
-        block, x = build("none", k, f, bias).to(dtype), tokens(t, k, dtype)
+    for dtype, least in ((torch.float32, oracle.FLOAT32_DB), (torch.bfloat16, oracle.BFLOAT16_DB)):
+        block, x = build("none", k, f, bias).to(dtype), oracle.tokens(t, k, dtype)
         octavo.convert(block)
-        check(exact(block, x, None, dtype), run(block, block, x), least)
+        oracle.check(oracle.exact(block, x, None, dtype), oracle.run(block, block, x), least)
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_near_the_exact_function_and_nearer_to_the_layers_it_replaces(build) -> None:
     """In float32, where nothing is rounded on the way from one operation to the next."""
-    block, x, residual = build(), tokens(130), tokens(130)
-    unquantized = exact_unquantized(block, x, residual)
+    block, x, residual = build(), oracle.tokens(130), oracle.tokens(130)
+    unquantized = oracle.exact_unquantized(block, x, residual)
     octavo.convert(block)
-    actual = run(block, block, x, residual)
-    check(unquantized, actual, NEAR_UNQUANTIZED_DB)
-    assert sqnr(unquantized["output 0"], actual["output 0"]) < QUANTIZED_DB
-    check(run(block, block.separate, x, residual), actual, SAME_BYTES_DB)
+    actual = oracle.run(block, block, x, residual)
+    oracle.check(unquantized, actual, oracle.NEAR_UNQUANTIZED_DB)
+    assert sqnr(unquantized["output 0"], actual["output 0"]) < oracle.QUANTIZED_DB
+    oracle.check(oracle.run(block, block.separate, x, residual), actual, oracle.SAME_BYTES_DB)
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_any_rank(build) -> None:
     block = build()
     octavo.convert(block)
-    x, residual = tokens(30).view(2, 3, 5, 64), tokens(30).view(2, 3, 5, 64)
+    x, residual = oracle.tokens(30).view(2, 3, 5, 64), oracle.tokens(30).view(2, 3, 5, 64)
     flat = block(x.view(30, 64), residual.view(30, 64))
     for y, y_flat in zip(block(x, residual), flat, strict=True):
         assert torch.equal(y, y_flat.view(*x.shape[:-1], -1))
@@ -108,10 +89,10 @@ def test_any_rank(build) -> None:
         torch.testing.assert_close(y, y_flat[0])
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_gradients_that_are_expanded_or_absent(build) -> None:
     """A sum's gradient has strides of zero; an output that nobody used has none."""
-    block, x, residual = build(), tokens(7).requires_grad_(), tokens(7)
+    block, x, residual = build(), oracle.tokens(7).requires_grad_(), oracle.tokens(7)
     octavo.convert(block)
     (summed,) = torch.autograd.grad(block(x, residual)[0].sum(), x)
     y, *_ = block(x, residual)
@@ -123,10 +104,14 @@ def test_gradients_that_are_expanded_or_absent(build) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
-@BUILDERS
+@oracle.BUILDERS
 def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int, ...]) -> None:
     """They are equal, but must not be one tensor: leaves add later gradients in place."""
-    block, x, residual = build(), tokens(6).view(shape).requires_grad_(), tokens(6).view(shape).requires_grad_()
+    block, x, residual = (
+        build(),
+        oracle.tokens(6).view(shape).requires_grad_(),
+        oracle.tokens(6).view(shape).requires_grad_(),
+    )
     octavo.convert(block)
     for _ in range(3):
         block(x, residual)[0].square().sum().backward()
@@ -135,12 +120,14 @@ def test_gradients_of_x_and_of_the_residual_add_up_apart(build, shape: tuple[int
     torch.testing.assert_close(residual.grad, 3 * once)
 
 
-@pytest.mark.parametrize(("build", "bad"), [(linears, torch.inf), (swiglu, torch.nan), (gelu, torch.inf)])
+@pytest.mark.parametrize(
+    ("build", "bad"), [(oracle.linears, torch.inf), (oracle.swiglu, torch.nan), (oracle.gelu, torch.inf)]
+)
 def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None:
-    block, x = build(), tokens(33)
+    block, x = build(), oracle.tokens(33)
     octavo.convert(block)
     x[2, 3] = bad
-    y = run(block, block, x)["output 0"]
+    y = oracle.run(block, block, x)["output 0"]
     assert not y[2].isfinite().any()
     assert y[[0, 1, *range(3, 33)]].isfinite().all()
     x[2, 3] = 0
@@ -155,15 +142,15 @@ def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None
 
 
 def test_layers_with_and_without_a_bias_side_by_side() -> None:
-    block = NormThenLinears(make_norm("rms", 64), 64, (40, 17, 1), (False, True, False))
+    block = oracle.NormThenLinears(oracle.make_norm("rms", 64), 64, (40, 17, 1), (False, True, False))
     octavo.convert(block)
-    x = tokens(7)
-    check(exact(block, x, None, torch.float32), run(block, block, x), FLOAT32_DB)
+    x = oracle.tokens(7)
+    oracle.check(oracle.exact(block, x, None, torch.float32), oracle.run(block, block, x), oracle.FLOAT32_DB)
 
 
 def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
     """As plain PyTorch adds, whichever of the two is the wider, and whichever is called residual."""
-    block, wide, narrow = swiglu(), tokens(7), tokens(7, dtype=torch.bfloat16)
+    block, wide, narrow = oracle.swiglu(), oracle.tokens(7), oracle.tokens(7, dtype=torch.bfloat16)
     octavo.convert(block)
     with torch.autocast("cpu", torch.bfloat16):
         for pair in ((wide, narrow), (narrow, wide)):
@@ -175,11 +162,11 @@ def test_a_low_precision_delta_leaves_the_stream_as_precise_as_it_was() -> None:
 # ---- The fused modules as a program uses them: compiled, checkpointed, copied, frozen, with hooks
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
-    block, x = build(), tokens(33)
+    block, x = build(), oracle.tokens(33)
     octavo.convert(block)
-    expected = run(block, block, x)
+    expected = oracle.run(block, block, x)
     for frozen in ["x", *dict(block.named_parameters())]:
         block.requires_grad_(True).zero_grad()
         leaf = x.clone().requires_grad_()
@@ -187,7 +174,7 @@ def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
         leaves[frozen].requires_grad_(False)
         *outputs, total = block(leaf)
         outputs = [*outputs, total] if frozen != "x" else outputs
-        torch.autograd.backward(outputs, output_gradients(tuple(outputs)))
+        torch.autograd.backward(outputs, oracle.output_gradients(tuple(outputs)))
         actual = {f"d {name}": p.grad for name, p in leaves.items()}
         assert actual.pop(f"d {frozen}") is None
         for name, gradient in actual.items():
@@ -196,7 +183,7 @@ def test_frozen_parts_get_no_gradient_and_change_none(build) -> None:
 
 def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() -> None:
     """And the parameters, and scales: no bytes of n, h or w."""
-    block, x, residual = swiglu(), tokens(33), tokens(33)
+    block, x, residual = oracle.swiglu(), oracle.tokens(33), oracle.tokens(33)
     octavo.convert(block)
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -206,17 +193,17 @@ def test_saved_for_backward_are_the_stream_and_the_output_of_the_inner_layers() 
     assert sorted((tuple(t.shape), t.element_size()) for t in large) == [((33, 64), 4), ((33, 192), 4)]
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_a_layer_that_is_replaced_in_its_model_is_replaced_here(build) -> None:
     """As `octavo.inference` puts packed layers, and adapters wrap theirs, in place of linear ones."""
-    block, x = build(), tokens(7)
+    block, x = build(), oracle.tokens(7)
     name = next(name for name, m in block.named_modules() if isinstance(m, nn.Linear))
     parent, _, leaf = name.rpartition(".")
     setattr(block.get_submodule(parent), leaf, nn.Linear(64, block.get_submodule(name).out_features))
-    check_equal(run(block, block.separate, x), run(block, block, x))
+    oracle.check_equal(oracle.run(block, block.separate, x), oracle.run(block, block, x))
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_hooks_of_the_layers_are_called(build) -> None:
     block = build()
     octavo.convert(block)
@@ -224,7 +211,7 @@ def test_hooks_of_the_layers_are_called(build) -> None:
     called: list[str] = []
     for name, layer in layers.items():
         layer.register_forward_hook(lambda *_, name=name: called.append(name))
-    block(tokens(7))
+    block(oracle.tokens(7))
     assert called == list(layers)
 
 
@@ -235,28 +222,28 @@ UNFUSABLE = [name for name in octavo.recipe.PRESETS if name != "rowwise"]
 GRADIENTS_E5M2_DB = 40  # of two ways through the same bytes
 
 
-@BUILDERS
+@oracle.BUILDERS
 def test_unconverted_it_is_plain_pytorch(build) -> None:
-    block, x, residual = build(), tokens(7), tokens(7)
+    block, x, residual = build(), oracle.tokens(7), oracle.tokens(7)
     assert not any(name.startswith("octavo::") for name in operations(lambda: block(x, residual)))
-    check_equal(run(block, block.separate, x, residual), run(block, block, x, residual))
-    check_equal(run(block, block.separate, x), run(block, block, x))
+    oracle.check_equal(oracle.run(block, block.separate, x, residual), oracle.run(block, block, x, residual))
+    oracle.check_equal(oracle.run(block, block.separate, x), oracle.run(block, block, x))
 
 
-def check_unfused(block: Block) -> None:
-    other, x, residual = copy.deepcopy(block), tokens(33), tokens(33)
-    assert not is_fused(copy.deepcopy(block), x)
+def check_unfused(block: oracle.Block) -> None:
+    other, x, residual = copy.deepcopy(block), oracle.tokens(33), oracle.tokens(33)
+    assert not oracle.is_fused(copy.deepcopy(block), x)
     for seed in range(2):  # the second pass of `delayed` scales by its history
         torch.manual_seed(seed)
-        expected = run(other, other.separate, x, residual)
+        expected = oracle.run(other, other.separate, x, residual)
         torch.manual_seed(seed)
-        check_equal(expected, run(block, block, x, residual))
+        oracle.check_equal(expected, oracle.run(block, block, x, residual))
         octavo.scales.update_scales(block)
         octavo.scales.update_scales(other)
 
 
 @pytest.mark.parametrize("recipe", UNFUSABLE)
-@pytest.mark.parametrize("build", [linears, swiglu])
+@pytest.mark.parametrize("build", [oracle.linears, oracle.swiglu])
 def test_a_recipe_that_is_not_fusable_runs_layer_by_layer(build, recipe: str) -> None:
     block = build()
     octavo.convert(block, recipe)
@@ -275,7 +262,7 @@ def test_a_recipe_that_is_not_fusable_runs_layer_by_layer(build, recipe: str) ->
     ],
 )
 def test_layers_that_are_not_all_alike_run_one_by_one(odd: str, other: str) -> None:
-    block = {"layers": linears, "mlp.fc": gelu}.get(odd[:6], swiglu)()
+    block = {"layers": oracle.linears, "mlp.fc": oracle.gelu}.get(odd[:6], oracle.swiglu)()
     octavo.convert(block, skip=(odd,))
     if other != "skipped":
         holder, _, name = odd.rpartition(".")
@@ -285,10 +272,12 @@ def test_layers_that_are_not_all_alike_run_one_by_one(odd: str, other: str) -> N
 
 
 def test_gradients_in_e5m2_are_fused_too() -> None:
-    block, x, residual = swiglu(), tokens(130), tokens(130)
+    block, x, residual = oracle.swiglu(), oracle.tokens(130), oracle.tokens(130)
     octavo.convert(block, rowwise("e5m2"))
-    assert is_fused(block, x)
-    check(run(block, block.separate, x, residual), run(block, block, x, residual), GRADIENTS_E5M2_DB)
+    assert oracle.is_fused(block, x)
+    oracle.check(
+        oracle.run(block, block.separate, x, residual), oracle.run(block, block, x, residual), GRADIENTS_E5M2_DB
+    )
 
 
 class OwnNorm(nn.Module):
@@ -300,7 +289,7 @@ class OwnNorm(nn.Module):
     "norm", [OwnNorm(), nn.LayerNorm(64, elementwise_affine=False), nn.RMSNorm(64, elementwise_affine=False)]
 )
 def test_a_norm_of_another_kind_runs_by_itself(norm: nn.Module) -> None:
-    for block in (NormThenLinears(norm, 64, (40, 17), (True, True)), NormThenMLP(norm, SwiGLU(64, 96))):
+    for block in (oracle.NormThenLinears(norm, 64, (40, 17), (True, True)), oracle.NormThenMLP(norm, SwiGLU(64, 96))):
         octavo.convert(block)
         check_unfused(block)
 

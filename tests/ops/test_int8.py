@@ -9,14 +9,8 @@ from operation_counts import operations
 from packed_layers import packed_layer, worst_row
 from torch import Tensor, nn
 
+from octavo import ops
 from octavo.numerics import ROW, Cast, QTensor
-from octavo.ops import (
-    activation_quantize,
-    activation_quantize_scaled,
-    activation_scales,
-    norm_quantize_inference,
-    quantize,
-)
 from octavo.ops.int8_gemm import int8_mm
 
 INT8 = Cast("int8", ROW)
@@ -40,7 +34,7 @@ def product(x: Tensor, w: Tensor) -> np.ndarray:
 def test_rows_are_integers_times_a_scale(dtype: torch.dtype) -> None:
     x = (torch.randn(7, 4096) * torch.logspace(-3, 3, 7)[:, None]).to(dtype)
     data, scale = integers(x)
-    q = quantize(x, INT8)
+    q = ops.quantize(x, INT8)
     assert q.data.dtype == torch.int8
     assert np.array_equal(q.data.numpy(), data)
     assert np.array_equal(q.scale.numpy(), scale)
@@ -49,7 +43,7 @@ def test_rows_are_integers_times_a_scale(dtype: torch.dtype) -> None:
 
 
 def test_ties_go_to_even_and_zeros_stay() -> None:
-    q = quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0]]), INT8)
+    q = ops.quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0, 0, 0, 0]]), INT8)
     assert q.data.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0]]
     assert q.scale.flatten().tolist() == [1, 2.0**-126]
 
@@ -58,19 +52,19 @@ def test_ties_go_to_even_and_zeros_stay() -> None:
 def test_a_row_that_is_not_finite_gives_a_row_of_nan(bad: float) -> None:
     x, w = torch.randn(3, 64), torch.randn(5, 64)
     x[1, 7] = bad
-    q = quantize(x, INT8)
+    q = ops.quantize(x, INT8)
     assert q.scale.isnan().flatten().tolist() == [False, True, False]
-    y = int8_mm(q, quantize(w, INT8))
+    y = int8_mm(q, ops.quantize(w, INT8))
     assert y.isnan().all(1).tolist() == [False, True, False]
 
 
 def test_the_gemm_is_integer_arithmetic() -> None:
     x, w, b = torch.randn(10, 4096) * 3, torch.randn(48, 4096), torch.randn(48)
     expected = product(x, w)
-    y = int8_mm(quantize(x, INT8), quantize(w, INT8), bias=b, out_dtype=torch.float32)
+    y = int8_mm(ops.quantize(x, INT8), ops.quantize(w, INT8), bias=b, out_dtype=torch.float32)
     assert np.array_equal(y.numpy(), expected + b.numpy())
     residual = torch.randn(10, 48).bfloat16()
-    y = int8_mm(quantize(x, INT8), quantize(w, INT8), residual=residual)
+    y = int8_mm(ops.quantize(x, INT8), ops.quantize(w, INT8), residual=residual)
     assert torch.equal(y, torch.from_numpy(expected).bfloat16() + residual)
 
 
@@ -100,7 +94,7 @@ def test_a_norm_is_rounded_to_integers(center: bool) -> None:
     x, weight = torch.randn(6, 64), torch.rand(64) + 0.5
     norm: Any = nn.LayerNorm(64, eps=1e-6) if center else nn.RMSNorm(64, eps=1e-6)
     norm.weight.data.copy_(weight)
-    total, q = norm_quantize_inference(x, x, weight, None, 1e-6, INT8, center=center)
+    total, q = ops.norm_quantize_inference(x, x, weight, None, 1e-6, INT8, center=center)
     assert torch.equal(total, x + x)
     check_fused(q, norm(x + x).detach())
 
@@ -109,9 +103,9 @@ def test_a_norm_is_rounded_to_integers(center: bool) -> None:
 def test_an_activation_is_rounded_to_integers(kind: str) -> None:
     torch.manual_seed(0)
     u = torch.randn(6, 64)
-    q = activation_quantize(u, kind, INT8)
+    q = ops.activation_quantize(u, kind, INT8)
     check_fused(q, nn.functional.silu(u[:, :32]) * u[:, 32:] if kind == "swiglu" else nn.functional.gelu(u))
-    again = activation_quantize_scaled(u, kind, activation_scales(u, kind, INT8), INT8)
+    again = ops.activation_quantize_scaled(u, kind, ops.activation_scales(u, kind, INT8), INT8)
     assert torch.equal(again.data, q.data)
 
 

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
+import weight_only_examples as examples
 from grouped_examples import SIZES as GROUPS
-from weight_only_examples import (
-    CASTS,
-    GROUPED_CASTS,
-    assert_close,
-    assert_close_in_groups,
-    grouped_operands,
-    operands,
-)
 
 from octavo.numerics import ROW, Cast, QTensor
 from octavo.ops import Backend, grouped_weight_only_mm, weight_only_mm
@@ -21,25 +14,25 @@ SIZES = [(1, 32, 1), (3, 160, 7), (17, 256, 129)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", examples.CASTS)
 def test_every_element_is_rounded_once(cast, size, dtype):
     m, k, n = size
-    x, w = operands(cast, m, k, n, dtype)
+    x, w = examples.operands(cast, m, k, n, dtype)
     bias = torch.randn(n).to(dtype)
     y = weight_only_mm(x, w, bias=bias)
     assert (y.shape, y.dtype) == ((m, n), dtype)
-    assert_close(y, x, w, bias)
+    examples.assert_close(y, x, w, bias)
     residual = torch.randn(m, n).to(dtype)
     assert torch.equal(weight_only_mm(x, w, bias=bias, residual=residual), y + residual)
 
 
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("cast", GROUPED_CASTS)
+@pytest.mark.parametrize("cast", examples.GROUPED_CASTS)
 def test_each_row_times_the_matrix_of_its_group(cast, sizes):
-    x, w, offsets = grouped_operands(cast, sizes, 160, 136)
+    x, w, offsets = examples.grouped_operands(cast, sizes, 160, 136)
     y = grouped_weight_only_mm(x, w, offsets)
     assert (y.shape, y.dtype) == ((len(x), 136), torch.bfloat16)
-    assert_close_in_groups(y, x, w, sizes)
+    examples.assert_close_in_groups(y, x, w, sizes)
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(0, 64, 32), (3, 64, 0), (3, 0, 32)])
@@ -49,7 +42,7 @@ def test_empty_operands(m, k, n):
 
 
 def test_a_row_with_nan_gives_nan_and_no_other_does():
-    x, w = operands("row", 3, 64, 5)
+    x, w = examples.operands("row", 3, 64, 5)
     w.data.view(torch.uint8)[2, 7] = 0x7F
     y = weight_only_mm(x, w)
     assert y[:, 2].isnan().all()
@@ -57,18 +50,18 @@ def test_a_row_with_nan_gives_nan_and_no_other_does():
 
 
 def test_autocast_does_not_change_the_product():
-    x, w = operands("row", 3, 64, 5, torch.float32)
+    x, w = examples.operands("row", 3, 64, 5, torch.float32)
     expected = weight_only_mm(x, w)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(weight_only_mm(x, w), expected)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", examples.CASTS)
 def test_without_a_kernel_the_widened_weight_is_multiplied(cast, monkeypatch):
     """The path of GPUs before Ampere, which also runs on a CPU."""
     monkeypatch.setattr(op, "find_weight_only_backend", lambda *_: Backend("dequantized", ""))
-    x, w = operands(cast, 3, 256, 130)
+    x, w = examples.operands(cast, 3, 256, 130)
     bias, residual = torch.randn(130).bfloat16(), torch.randn(3, 130).bfloat16()
     y = weight_only_mm(x, w, bias=bias)
-    assert_close(y, x, w, bias, rounded_weight=True)
+    examples.assert_close(y, x, w, bias, rounded_weight=True)
     assert torch.equal(weight_only_mm(x, w, bias=bias, residual=residual), y + residual)

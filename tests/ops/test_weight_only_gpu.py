@@ -5,16 +5,9 @@ E4M3 is widened by the GPU's own conversion, and by the integer instructions of 
 
 import pytest
 import torch
+import weight_only_examples as examples
 from gemm_examples import on_gpu
 from gpu_memory import no_waits, poison
-from weight_only_examples import (
-    CASTS,
-    GROUPED_CASTS,
-    assert_close,
-    assert_close_in_groups,
-    grouped_operands,
-    operands,
-)
 
 from octavo.numerics import QTensor
 from octavo.ops import grouped_weight_only_mm, weight_only_mm
@@ -50,7 +43,7 @@ def test_all_256_codes(dtype, native):
     codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(2)
     w, one = codes.view(torch.float8_e4m3fn), torch.ones(1, 1, device="cuda")
     expected = w.float().to(dtype)
-    by = CASTS["tensor"].granularity
+    by = examples.CASTS["tensor"].granularity
     x = torch.ones(1, 1, dtype=dtype, device="cuda")
     y = kernel.weight_only_mm(x, w.view(-1, 1), one, by, None, None, native=native)
     assert torch.equal(y[0].nan_to_num(999), expected.nan_to_num(999))
@@ -66,38 +59,38 @@ def test_all_256_codes(dtype, native):
 
 GIVEN = [  # a cast, m, k, n and the dtype of x
     *(("row", m, *size, torch.bfloat16) for size in SIZES for m in (1, 2, 16, 33, 128, 200)),
-    *((cast, m, 1056 if cast != "block" else 1000, 515, torch.float16) for cast in CASTS for m in (1, 5, 64)),
+    *((cast, m, 1056 if cast != "block" else 1000, 515, torch.float16) for cast in examples.CASTS for m in (1, 5, 64)),
 ]
 
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_every_element_with_bias_and_residual(given):
     *_, m, _, n, dtype = given
-    x, w = operands(*given)
+    x, w = examples.operands(*given)
     bias, residual = torch.randn(n).to(dtype), torch.randn(m, n).to("cuda", dtype)
     for native in ways():
         y = product(x.cuda(), on_gpu(w), native=native)
         assert (y.shape, y.dtype, y.is_contiguous()) == ((m, n), dtype, True)
-        assert_close(y, x, w)
+        examples.assert_close(y, x, w)
         assert torch.equal(product(x.cuda(), on_gpu(w), native=native), y)
         y = product(x.cuda(), on_gpu(w), bias.cuda(), native=native)
-        assert_close(y, x, w, bias)
+        examples.assert_close(y, x, w, bias)
         assert torch.equal(product(x.cuda(), on_gpu(w), bias.cuda(), residual, native=native), y + residual)
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
 def test_every_way_to_cut_it_up(splits):
     for cast, m, k in (("row", 16, 1056), ("row", 33, 14336), ("group32", 5, 4096)):
-        x, w = operands(cast, m, k, 515)
+        x, w = examples.operands(cast, m, k, 515)
         tiling = (64, 32 if cast == "group32" else 128, 3, 4, splits)
-        assert_close(product(x.cuda(), on_gpu(w), tiling=tiling), x, w)
+        examples.assert_close(product(x.cuda(), on_gpu(w), tiling=tiling), x, w)
 
 
-@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cast", examples.CASTS)
 def test_dequantize(cast):
     from octavo.ops.kernels import weight_only as kernel
 
-    _, w = operands(cast, 1, 1056 if cast != "block" else 1000, 515)
+    _, w = examples.operands(cast, 1, 1056 if cast != "block" else 1000, 515)
     for native in ways():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             poison()
@@ -106,17 +99,17 @@ def test_dequantize(cast):
 
 
 @pytest.mark.parametrize("sizes", [[7, 0, 33, 16, 1], [0, 0, 300], [1, 1, 1], [129, 0, 64]], ids=str)
-@pytest.mark.parametrize("cast", GROUPED_CASTS)
+@pytest.mark.parametrize("cast", examples.GROUPED_CASTS)
 def test_every_element_of_groups_of_rows(cast, sizes):
     from octavo.ops.kernels import grouped_gemm as kernel
 
-    x, w, offsets = grouped_operands(cast, sizes, 1056 if cast != "block" else 1000, 515, torch.float16)
+    x, w, offsets = examples.grouped_operands(cast, sizes, 1056 if cast != "block" else 1000, 515, torch.float16)
     on_device = x.cuda(), w.data.cuda(), w.scale.cuda(), w.granularity, offsets.cuda()
     for native in ways():
         poison()
         y = kernel.grouped_weight_only_mm(*on_device, native=native)
         assert (y.shape, y.dtype, y.is_contiguous()) == ((sum(sizes) + 3, 515), torch.float16, True)
-        assert_close_in_groups(y, x, w, sizes)
+        examples.assert_close_in_groups(y, x, w, sizes)
         assert torch.equal(kernel.grouped_weight_only_mm(*on_device, native=native)[:-3], y[:-3])
     with no_waits():
         grouped_weight_only_mm(on_device[0], QTensor(*on_device[1:3], w.format, w.granularity), on_device[4])
@@ -125,19 +118,19 @@ def test_every_element_of_groups_of_rows(cast, sizes):
 @pytest.mark.parametrize("cast", ["row", "block", "mx"])
 def test_many_rows_of_groups_multiply_the_widened_weight(cast):
     sizes = [MAX_MEAN_ROWS + 200, MAX_MEAN_ROWS - 100]
-    x, w, offsets = grouped_operands(cast, sizes, 256, 384)
+    x, w, offsets = examples.grouped_operands(cast, sizes, 256, 384)
     poison()
     y = grouped_weight_only_mm(x.cuda(), on_gpu(w), offsets.cuda())
-    assert_close_in_groups(y, x, w, sizes, rounded_weight=True)
+    examples.assert_close_in_groups(y, x, w, sizes, rounded_weight=True)
 
 
 @pytest.mark.parametrize("m", [1, MAX_M, MAX_M + 1])
 def test_the_operation_eager_compiled_and_in_a_graph(m):
     torch.compiler.reset()
-    x, w = operands("row", m, 4096, 512)
+    x, w = examples.operands("row", m, 4096, 512)
     on_device, packed = x.cuda(), on_gpu(w)
     y = weight_only_mm(on_device, packed)
-    assert_close(y, x, w, rounded_weight=m > MAX_M)
+    examples.assert_close(y, x, w, rounded_weight=m > MAX_M)
     compiled = torch.compile(lambda x: weight_only_mm(x, packed), fullgraph=True)
     assert torch.equal(compiled(on_device), y)
     graph = torch.cuda.CUDAGraph()

@@ -26,16 +26,7 @@ from octavo.models import GPT2, GPT2Config, Llama, LlamaConfig
 from octavo.nn import Linear
 from octavo.numerics import TENSOR, Cast, History, group
 from octavo.ops import quantize
-from octavo.packing import PackReport, pack
-from octavo.packing.scale_search import (
-    FACTORS,
-    INTEGER_FACTORS,
-    POWER_OF_TWO_FACTORS,
-    SearchedScale,
-    cast_by,
-    search_scale,
-    search_shared_scale,
-)
+from octavo.packing import PackReport, pack, scale_search
 from octavo.recipe import delayed
 from octavo.scales import update_scales
 from octavo.train.saving import TrainState, load_checkpoint
@@ -280,8 +271,8 @@ def rounding_error(w: Tensor, scale: float, cast: Cast) -> float:
     return float(((q - exact) ** 2).sum()) * scale**2
 
 
-def search(w: Tensor, cast: Cast) -> SearchedScale:
-    return search_scale(w, quantize(w, cast).scale.float(), cast)
+def search(w: Tensor, cast: Cast) -> scale_search.SearchedScale:
+    return scale_search.search_scale(w, quantize(w, cast).scale.float(), cast)
 
 
 @pytest.mark.slow
@@ -291,9 +282,9 @@ def test_no_scale_of_the_grid_is_better(name, dtype):
     cast = CASTS[name]
     w = (torch.randn(256, 384) * torch.logspace(-2, 1, 256)[:, None]).to(dtype)
     first = quantize(w, cast).scale.float()
-    found = search_scale(w, first, cast)
-    factors = INTEGER_FACTORS if cast.format == "int8" else FACTORS
-    factors = POWER_OF_TWO_FACTORS if cast.power_of_two else factors
+    found = scale_search.search_scale(w, first, cast)
+    factors = scale_search.INTEGER_FACTORS if cast.format == "int8" else scale_search.FACTORS
+    factors = scale_search.POWER_OF_TWO_FACTORS if cast.power_of_two else factors
     before = after = 0.0
     for place, block in blocks(w, first, cast):
         errors = [rounding_error(block, float(first[place]) * factor, cast) for factor in factors]
@@ -302,7 +293,7 @@ def test_no_scale_of_the_grid_is_better(name, dtype):
         before, after = before + errors[0], after + chosen
     assert float(found.before) == pytest.approx(before, rel=1e-5)
     assert float(found.after) == pytest.approx(after, rel=1e-5)
-    error = (cast_by(w, found.scale, cast).dequantize().double() - w.double()).square().sum()
+    error = (scale_search.cast_by(w, found.scale, cast).dequantize().double() - w.double()).square().sum()
     assert float(error) == pytest.approx(after, rel=1e-5)
 
 
@@ -310,8 +301,8 @@ def test_one_scale_for_several_is_the_best_for_all_of_them():
     weights = [torch.randn(64, 96), torch.randn(32, 96) * 0.7]
     cast = Cast(granularity=TENSOR)
     scale = quantize(weights[0], cast).scale
-    found = search_shared_scale(iter(weights), scale, cast)
-    together = search_scale(torch.cat(weights), scale, cast)
+    found = scale_search.search_shared_scale(iter(weights), scale, cast)
+    together = scale_search.search_scale(torch.cat(weights), scale, cast)
     assert torch.equal(found.scale, together.scale)
     assert found.before.shape == found.after.shape == (2,)
     assert float(found.after.sum()) == pytest.approx(float(together.after), rel=1e-6)
@@ -323,7 +314,7 @@ def test_the_cast_by_the_first_scale_is_the_quantizer(name):
     w = torch.randn(256, 384) * torch.logspace(-3, 1, 256)[:, None]
     w[3], w[4, :5] = 0, 1e-30
     q = quantize(w, cast)
-    again = cast_by(w, q.scale.float(), cast)
+    again = scale_search.cast_by(w, q.scale.float(), cast)
     assert torch.equal(again.data.view(torch.uint8), q.data.view(torch.uint8))
 
 
@@ -336,4 +327,4 @@ def test_the_ends_of_float32(fill):
         assert found.scale.isfinite().all()
         assert found.before.isfinite().all()
         assert (found.after <= found.before).all()
-        assert not cast_by(w, found.scale, cast).data.float().isnan().any()
+        assert not scale_search.cast_by(w, found.scale, cast).data.float().isnan().any()

@@ -7,38 +7,24 @@ import pytest
 from report_examples import layers_of, operands_of, watched_of
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.report.heat_maps import (
-    LAST,
-    METRICS,
-    MISSING,
-    WRONG,
-    Columns,
-    Metric,
-    check_records,
-    code_points,
-    encode_grid,
-    histograms_at,
-    metric_grids,
-    sampled_steps,
-    spread,
-)  # fmt: skip
+from octavo.report import heat_maps
 from octavo.watching.storage import BINADES, LAYER, OPERAND, Watched
 
 STEPS = np.arange(5, 105, 5)
-BY_KEY = {metric.key: metric for metric in METRICS}
+BY_KEY = {metric.key: metric for metric in heat_maps.METRICS}
 
 
-def decoded(grid: dict, metric: Metric) -> np.ndarray:
+def decoded(grid: dict, metric: heat_maps.Metric) -> np.ndarray:
     """The values of a grid as the page computes them."""
     codes = np.frombuffer(base64.b64decode(grid["codes"]), "<u2").astype(np.float64)
     low, high = grid["low"], grid["high"]
     if metric.log and low == 0:  # no value is above 0
         values = np.zeros_like(codes)
     elif metric.log:
-        values = np.where(codes == 0, 0, low * (high / low) ** ((codes - 1) / (LAST - 1)))
+        values = np.where(codes == 0, 0, low * (high / low) ** ((codes - 1) / (heat_maps.LAST - 1)))
     else:
-        values = low + codes / LAST * (high - low)
-    values[codes == MISSING], values[codes == WRONG] = np.nan, np.inf
+        values = low + codes / heat_maps.LAST * (high - low)
+    values[codes == heat_maps.MISSING], values[codes == heat_maps.WRONG] = np.nan, np.inf
     return values
 
 
@@ -46,7 +32,7 @@ def decoded(grid: dict, metric: Metric) -> np.ndarray:
 @pytest.mark.parametrize("key", ["saturated", "sqnr", "amax"])
 def test_a_column_holds_the_worst_of_its_samples(key, columns):
     watched, metric = watched_of(5, STEPS), BY_KEY[key]
-    found = metric_grids(watched, Columns(STEPS, columns))[key]
+    found = heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, columns))[key]
     cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[key].astype(np.float64)
     parts = np.array_split(cube, columns)
     worst = np.nanmax if metric.worst == "highest" else np.nanmin
@@ -57,21 +43,21 @@ def test_a_column_holds_the_worst_of_its_samples(key, columns):
 
 
 def test_the_spans_of_the_columns_cover_all_steps():
-    spans = Columns(STEPS, 7).spans
+    spans = heat_maps.Columns(STEPS, 7).spans
     assert (spans[0][0], spans[-1][1]) == (5, 100)
     assert [first for first, _ in spans[1:]] == [last + 5 for _, last in spans[:-1]]
-    assert Columns(STEPS, 20).spans == [(step, step) for step in STEPS]
-    assert sampled_steps(watched_of(5, STEPS)).tolist() == STEPS.tolist()
-    assert spread(STEPS, 3) == [5, 55, 100]
-    assert spread(STEPS, 99) == STEPS.tolist()
+    assert heat_maps.Columns(STEPS, 20).spans == [(step, step) for step in STEPS]
+    assert heat_maps.sampled_steps(watched_of(5, STEPS)).tolist() == STEPS.tolist()
+    assert heat_maps.spread(STEPS, 3) == [5, 55, 100]
+    assert heat_maps.spread(STEPS, 99) == STEPS.tolist()
 
 
 @pytest.mark.parametrize("log", [True, False])
 def test_codes_give_the_values_again(log):
-    metric = Metric("amax", "amax", log=log)
+    metric = heat_maps.Metric("amax", "amax", log=log)
     values = np.concatenate([[0.0], np.exp2(np.linspace(-20, 20, 997)), [np.nan, np.inf]])
-    found = decoded(encode_grid(values, metric), metric)
-    bound = 5e-4 * values if log else np.full_like(values, 2.0**20 / LAST)
+    found = decoded(heat_maps.encode_grid(values, metric), metric)
+    bound = 5e-4 * values if log else np.full_like(values, 2.0**20 / heat_maps.LAST)
     assert np.isnan(found[-2])
     assert np.isinf(found[-1])
     assert (np.abs(found[:-2] - values[:-2]) <= bound[:-2]).all()
@@ -81,39 +67,41 @@ def test_codes_give_the_values_again(log):
 def test_grids_of_one_value_or_none_are_encoded_too(values):
     array = np.array(values)
     for log in (True, False):
-        metric = Metric("gap", "gap", log=log)
+        metric = heat_maps.Metric("gap", "gap", log=log)
         expected = np.maximum(array, 0) if log else array
-        np.testing.assert_allclose(decoded(encode_grid(array, metric), metric), expected[0], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(
+            decoded(heat_maps.encode_grid(array, metric), metric), expected[0], rtol=1e-4, atol=1e-4
+        )
 
 
 def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
     watched = watched_of(5, STEPS)
     watched.operands["amax"][3] = np.nan
-    found = metric_grids(watched, Columns(STEPS, 20))
+    found = heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, 20))
     assert np.isinf(found["amax"]["x"][1, 0])
     assert "gap" not in found  # no scale was fixed before
     assert "nonfinite" not in found
     assert list(found["shift_lost"]) == ["dy"]
     assert "alignment" not in found  # there is no SwiGLU
     watched.operands["nonfinite"][3] = 0.5
-    assert "nonfinite" in metric_grids(watched, Columns(STEPS, 20))
+    assert "nonfinite" in heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, 20))
 
 
 def test_records_of_unknown_layers_are_refused():
     records = np.zeros(1, OPERAND)
     watched = Watched(1, layers_of(3), records, np.zeros(1, LAYER), [])
-    check_records(watched)
+    heat_maps.check_records(watched)
     records["operand"] = 3
     with pytest.raises(ArtifactError, match="one is of layer 0 and operand 3, and there are 3 layers and 3 operands"):
-        check_records(watched)
+        heat_maps.check_records(watched)
     records["operand"], watched.layer_records["layer"] = 0, 3
     with pytest.raises(ArtifactError, match="one is of layer 3"):
-        check_records(watched)
+        heat_maps.check_records(watched)
 
 
 def test_histograms_are_those_of_their_steps():
     watched = watched_of(5, STEPS)
-    found = histograms_at(watched, [10, 100])
+    found = heat_maps.histograms_at(watched, [10, 100])
     cube = operands_of(STEPS, 5).reshape(len(STEPS), 5, 3)[[1, 19]]
     dy = found["operands"]["dy"]
     shares = np.frombuffer(base64.b64decode(dy["shares"]), "<u2").reshape(2, 5, BINADES)
@@ -126,7 +114,7 @@ def test_histograms_are_those_of_their_steps():
 
 
 def test_the_code_points_are_those_of_the_formats():
-    points = code_points("e4m3")
+    points = heat_maps.code_points("e4m3")
     assert (len(points), points[0], points[-1]) == (126, 2.0**-9, 448.0)
-    assert (len(code_points("e5m2")), code_points("e5m2")[-1]) == (123, 57344.0)
+    assert (len(heat_maps.code_points("e5m2")), heat_maps.code_points("e5m2")[-1]) == (123, 57344.0)
     assert points == sorted(points)
