@@ -189,22 +189,18 @@ def test_both_passes_run_in_fp8_and_are_near_bf16(name):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["llama", "transformers"])
-def test_short_texts_stay_in_bf16(name):
+PADDED = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(3), 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "options"),
+    [("llama", {}, {}), ("transformers", {}, {}), ("transformers", PADDED, {"shortest": 16})],
+)
+def test_short_and_padded_texts_stay_in_bf16(name, inputs, options):
     model = make(name)
-    expected = results(model)
-    use_fp8_attention(model)
-    for one, other in zip(expected, results(model), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_padding_stays_in_bf16():
-    model, mask = make("transformers"), torch.ones_like(IDS)
-    mask[0, :3] = 0
-    expected = results(model, attention_mask=mask)
-    use_fp8_attention(model, shortest=16)
-    for one, other in zip(expected, results(model, attention_mask=mask), strict=True):
-        assert torch.equal(one, other)
+    expected = results(model, **inputs)
+    use_fp8_attention(model, **options)
+    assert all(map(torch.equal, expected, results(model, **inputs)))
 
 
 def test_the_flow_of_dtypes_counts_as_many_flops_in_fp8():

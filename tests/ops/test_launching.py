@@ -75,15 +75,8 @@ def test_another_key_is_searched(args, constants, grid):
     assert [kind for kind, *_ in kernel.calls] == ["searched", "searched"]
 
 
-def test_what_is_no_compiled_kernel_is_not_kept():
-    kernel = Kernel(returns=False)
-    for _ in range(2):
-        launch(kernel, (1,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
-    assert [kind for kind, *_ in kernel.calls] == ["searched", "searched"]
-
-
-def test_another_interface_falls_back():
-    kernel = Kernel(fails=True)
+@pytest.mark.parametrize("kernel", [Kernel(returns=False), Kernel(fails=True)], ids=["not compiled", "interface"])
+def test_what_is_no_compiled_kernel_of_triton_is_searched_again(kernel):
     for _ in range(3):
         launch(kernel, (1,), torch.zeros(8), None, 5, BLOCK=4, EVEN=True)
     assert [kind for kind, *_ in kernel.calls] == ["searched"] * 3

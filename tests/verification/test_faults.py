@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,10 @@ import pytest
 import torch
 from packed_examples import small_shards
 from safetensors.torch import load_file, save_file
-from tiny_models import TEXT, Folders, make_model
+from tiny_models import Folders, folder_maker, make_model
 from torch import Tensor
 from verify_examples import change_config, change_json, change_tensors
 
-from octavo.calibration import calibrate
-from octavo.evaluation import PromptOptions
-from octavo.packing import pack
 from octavo.verification import verifier as pipeline
 from octavo.verification import verify
 
@@ -57,23 +53,14 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """models(name) is one of FOLDERS, MODEL, and its calibration if the folder has stored scales. Each is made once."""
-    root = tmp_path_factory.mktemp("faults")
-    (root / "text.txt").write_text(TEXT)
+    makers = {name: folder_maker(tmp_path_factory.mktemp(name), **sizes) for name, (_, sizes, _) in FOLDERS.items()}
 
-    @cache
-    def make(name: str) -> tuple[Path, Path, Path | None]:
-        kind, sizes, options = FOLDERS[name]
-        model, folder, calibration = root / kind, root / f"{name} packed", None
-        if not model.exists():
-            make_model(model, kind, **sizes)
-        if options["scheme"] == "static":
-            calibration = root / f"{name} calibrated"
-            calibrate(model, [str(root / "text.txt")], calibration, prompts=PromptOptions(16, 64))
+    def find(name: str) -> tuple[Path, Path, Path | None]:
+        (kind, _, how), make = FOLDERS[name], makers[name]
         with small_shards(100_000 if name == "shards" else 10**9):
-            pack(model, folder, calibration=calibration, **options)
-        return folder, model, calibration
+            return make(kind, **how), make(kind), make(kind, "calibrated") if how["scheme"] == "static" else None
 
-    return make
+    return find
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,16 @@ def check(rules, sample):
     return rules.check(operands.ravel(), layers)
 
 
+def found_in(rules, samples, change, values):
+    """The rule, the layer and the operand of each event in samples whose operands `change` has given a value."""
+    found = []
+    for value in values:
+        [sample] = samples(1)
+        change(sample[0], value)
+        found.append([(event.rule, event.layer, event.operand) for event in check(rules, sample)])
+    return found
+
+
 # rule, operand, field, a value within the limit, one above it, and the number that the event has
 OPERAND_FAULTS = [
     ("non_finite", X, "nonfinite", 0.0, 1e-6, 1e-6),
@@ -75,11 +85,10 @@ def test_a_number_above_its_limit_is_found_once_and_again_when_it_returns(
 
 
 def test_saturation_is_found_where_the_largest_elements_lose_much(rules, samples):
-    found = []
-    for saturated, gap in ((0.5, -0.4), (0.049, -0.6), (0.051, -0.6)):
-        [sample] = samples(1)
-        sample[0]["saturated"][2, X], sample[0]["gap"][2, X] = saturated, gap
-        found.append([(event.rule, event.layer, event.operand) for event in check(rules, sample)])
+    def change(operands, numbers):
+        operands["saturated"][2, X], operands["gap"][2, X] = numbers
+
+    found = found_in(rules, samples, change, ((0.5, -0.4), (0.049, -0.6), (0.051, -0.6)))
     assert found == [[], [], [("saturation_spike", "blocks.2.up", "x")]]
 
 
@@ -93,47 +102,41 @@ def test_saturation_is_found_where_the_largest_elements_lose_much(rules, samples
     ],
 )
 def test_a_number_far_above_the_last_samples_is_found(rules, samples, rule, field, operand, before, limit):
-    found = []
-    for number in [before] * 16 + [0.99 * limit * before, 1.01 * limit * 0.99 * limit * before]:
-        [sample] = samples(1)
-        sample[0][field][2, operand] = number
-        found.append([(event.rule, event.layer) for event in check(rules, sample)])
-    assert found == [*[[]] * 17, [(rule, "blocks.2.up")]]
+    def change(operands, number):
+        operands[field][2, operand] = number
+
+    numbers = [before] * 16 + [0.99 * limit * before, 1.01 * limit * 0.99 * limit * before]
+    found = found_in(rules, samples, change, numbers)
+    assert found == [*[[]] * 17, [(rule, "blocks.2.up", ("x", "w", "dy")[operand])]]
 
 
-def make_zero(records):
-    records["amax"], records["binades"], records["flushed"] = 0, 0, 0
+def make_zero(records, zero=True):
+    if zero:
+        records["amax"], records["binades"], records["flushed"] = 0, 0, 0
 
 
 def test_an_operand_that_becomes_zero_is_found_at_once_by_one_rule(rules, samples):
     """It is all zero, or becomes so in eight bits: underflow and the gap of its scale do not repeat it."""
-    found = []
-    for _ in range(3):
-        [sample] = samples(1)
-        make_zero(sample[0][0, DY : DY + 1])
-        sample[0]["flushed"][2, X] = 0.5
-        sample[0]["gap"][2, X] = 40
-        found.append([(event.rule, event.layer, event.operand) for event in check(rules, sample)])
+
+    def change(operands, flushed):
+        make_zero(operands[0, DY : DY + 1])
+        operands["flushed"][2, X], operands["gap"][2, X] = flushed, 40
+
+    found = found_in(rules, samples, change, [0.5] * 3)
     assert sorted(found[0]) == [("dead_scale", "blocks.0.up", "dy"), ("dead_scale", "blocks.2.up", "x")]
     assert found[1:] == [[], []]
 
 
 def test_a_batch_without_targets_is_no_fault_and_two_samples_without_are(rules, samples):
-    found = []
-    for zero in (True, False, True, True, True):
-        [sample] = samples(1)
-        if zero:
-            make_zero(sample[0][:, DY])
-        found.append([(event.rule, event.operand) for event in check(rules, sample)])
-    assert found == [[], [], [], [("dead_scale", "dy")] * LAYERS, []]
+    zero = (True, False, True, True, True)
+    found = found_in(rules, samples, lambda operands, value: make_zero(operands[:, DY], value), zero)
+    assert found == [[], [], [], [("dead_scale", f"blocks.{i}.up", "dy") for i in range(LAYERS)], []]
 
 
 def test_an_operand_that_is_zero_from_the_start_is_found_at_the_second_sample(samples):
-    rules, found = SampleRules(watched_layers(LAYERS)), []
-    for sample in samples(3):
-        make_zero(sample[0][0, DY : DY + 1])
-        found.append([(event.rule, event.layer) for event in check(rules, sample)])
-    assert found == [[], [("dead_scale", "blocks.0.up")], []]
+    rules = SampleRules(watched_layers(LAYERS))
+    found = found_in(rules, samples, lambda operands, _: make_zero(operands[0, DY : DY + 1]), range(3))
+    assert found == [[], [("dead_scale", "blocks.0.up", "dy")], []]
 
 
 def test_a_layer_is_found_by_its_gradient_and_by_the_alignment_of_its_weights(rules, samples):
@@ -172,12 +175,7 @@ def test_the_first_samples_are_not_compared_with_others(samples):
 
 
 def test_every_rule_has_a_fault_here():
-    tested = {fault[0] for fault in OPERAND_FAULTS} | {
-        "amax_jump",
-        "kurtosis_growth",
-        "saturation_spike",
-        "swiglu_alignment",
-    }
+    tested = {"amax_jump", "kurtosis_growth", "saturation_spike", "swiglu_alignment", *(f[0] for f in OPERAND_FAULTS)}
     assert tested == {rule.name for rule in RULES}
 
 
