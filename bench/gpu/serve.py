@@ -32,7 +32,7 @@ from bench.gpu import serve_models as models
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
 from bench.gpu.kernels import copy_ms
 from bench.gpu.llama import GEMMS, SHAPES, TOKENS
-from octavo.checkpoint.scheme import WEIGHT
+from octavo.checkpoint.scheme import CHANNEL, WEIGHT
 from octavo.inference.engine import Engine
 from octavo.inference.kv_cache import DTYPES, LayerKVCache, fp8_prompt_attention
 from octavo.inference.packed_linear import fuse
@@ -107,19 +107,23 @@ def decode(wide: Any, packed: Any, batch: int, context: int) -> Result:
     """Decoding steps of BF16, and of the packed model with caches in BF16 and in FP8."""
     ids = tokens(wide, batch)
     stores = models.random_stores(wide.config, batch, context, DEVICE, "bf16", "fp8")
-    plain = [models.PlainCache(store) for store in stores["bf16"]]
+    plain = models.plain_caches(stores["bf16"])
     torch._dynamo.reset()
     steps: dict[str, Step] = {}
     for name, model in ((modes.BASE, wide), (modes.SERVE, packed)):
         models.compile_layers(model)
-        steps[name] = harness.Captured(partial(models.forward, model, ids, context - 1, plain))
+        steps[name] = captured(model, ids, plain)
     attention = packed.config._attn_implementation
-    caches = models.octavo_caches(packed, stores["fp8"])
-    steps[modes.SERVE_FP8_CACHE] = harness.Captured(partial(models.forward_again, packed, ids, context - 1, caches))
+    steps[modes.SERVE_FP8_CACHE] = captured(packed, ids, models.octavo_caches(packed, stores["fp8"]))
     packed.set_attn_implementation(attention)  # for the measurements after this one
     backend = " and ".join(sorted({runs(batch, n) for n, _ in GEMMS.values()}))
     found = harness.turns(modes.BASE, steps, rounds=8, repeat=8, warmup=2)
     return {"batch": batch, "context": context, "gemm": backend, **found}
+
+
+def captured(model: Any, ids: Tensor, caches: Any) -> harness.Captured:
+    """A decoding step of the model as a CUDA graph."""
+    return harness.Captured(partial(models.forward, model, ids, caches))
 
 
 def runs(m: int, n: int) -> str:
@@ -131,23 +135,15 @@ def weight_only_step(layers: int) -> Result:
     """A decoding step of one text: BF16, W8A8 and weight-only; and weight-only in eager code."""
     wide = models.build_bf16(replace(llama.CONFIG, layers=layers), DEVICE)
     ids = tokens(wide, 1)
-    caches = [
-        models.PlainCache(store) for store in models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"]
-    ]
-    packed = {
-        modes.W8A8: models.build_fp8(wide, DEVICE),
-        modes.WEIGHT_ONLY: models.build_fp8(wide, DEVICE, WEIGHT),
-    }
+    caches = models.plain_caches(models.random_stores(wide.config, 1, CONTEXT, DEVICE, "bf16")["bf16"])
+    schemes = {modes.W8A8: CHANNEL, modes.WEIGHT_ONLY: WEIGHT}
+    packed = {name: models.build_fp8(wide, DEVICE, scheme) for name, scheme in schemes.items()}
     for model in packed.values():
         fuse(model)
-
-    def captured(model: Any) -> harness.Captured:
-        return harness.Captured(partial(models.forward, model, ids, CONTEXT - 1, caches))
-
-    steps: dict[str, Step] = {modes.WEIGHT_ONLY_EAGER: captured(packed[modes.WEIGHT_ONLY])}
+    steps: dict[str, Step] = {modes.WEIGHT_ONLY_EAGER: captured(packed[modes.WEIGHT_ONLY], ids, caches)}
     for name, model in {modes.BASE: wide, **packed}.items():
         models.compile_layers(model)
-        steps[name] = captured(model)
+        steps[name] = captured(model, ids, caches)
     return {"context": CONTEXT, **harness.turns(modes.BASE, steps, rounds=8, repeat=8, warmup=2)}
 
 
@@ -281,13 +277,11 @@ def decode_caches(layers: int) -> Result:
     torch.cuda.empty_cache()  # the caches below take 52 GB
     fuse(model)
     models.compile_layers(model)
-    ids, last = tokens(model, LONG_BATCH), LONG_CONTEXT - 1
+    ids = tokens(model, LONG_BATCH)
     stores = models.random_stores(model.config, LONG_BATCH, LONG_CONTEXT, DEVICE, "bf16", "fp8")
-    plain = [models.PlainCache(store) for store in stores["bf16"]]
-    steps: dict[str, Step] = {modes.CACHE_TORCH: harness.Captured(partial(models.forward, model, ids, last, plain))}
+    steps: dict[str, Step] = {modes.CACHE_TORCH: captured(model, ids, models.plain_caches(stores["bf16"]))}
     for name, dtype in ((modes.CACHE_BF16, "bf16"), (modes.CACHE_FP8, "fp8")):
-        caches = models.octavo_caches(model, stores[dtype])
-        steps[name] = harness.Captured(partial(models.forward_again, model, ids, last, caches))
+        steps[name] = captured(model, ids, models.octavo_caches(model, stores[dtype]))
     found = harness.turns(modes.CACHE_BF16, steps, rounds=8, repeat=4, warmup=2)
     rows = [
         {"mode": name, **ms, "tokens_per_second": 1e3 * LONG_BATCH / ms["median"]}

@@ -50,8 +50,8 @@ class PlainCache:
     """The BF16 keys and values [B, G, S, D] of a store, full but for the last token, as in a StaticCache."""
 
     def __init__(self, store: LayerKVCache) -> None:
-        self.keys, self.values = store.keys, store.values
-        self.position = torch.tensor([store.max_tokens - 1], device=store.keys.device)
+        self.keys, self.values, self.last = store.keys, store.values, store.max_tokens - 1
+        self.position = torch.tensor([self.last], device=store.keys.device)
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Write k and v [B, G, 1, D] to the last place; return all."""
@@ -64,12 +64,17 @@ class OctavoCache:
     """One layer's store as the cache that the attention "octavo" reads."""
 
     def __init__(self, store: LayerKVCache) -> None:
-        self.store = store
+        self.store, self.last = store, store.max_tokens - 1
 
     def update(self, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Appended, Appended]:
         appended = Appended(self.store, k, v, self.store.empty)
         self.store.append(k, v)
         return appended, appended
+
+
+def plain_caches(stores: Sequence[LayerKVCache]) -> list[PlainCache]:
+    """A cache for each layer, which transformers' own attention reads."""
+    return [PlainCache(store) for store in stores]
 
 
 def octavo_caches(model: Any, stores: Sequence[LayerKVCache]) -> list[OctavoCache]:
@@ -140,30 +145,24 @@ def compile_layers(model: Any, **options: Any) -> None:
 
 
 @torch.no_grad()
-def forward(model: Any, ids: Tensor, first: int = 0, kept: Sequence[Any] | None = None) -> Tensor:
-    """Logits [B, V] after the tokens `ids` [B, T], of which the first is at position `first`.
+def forward(model: Any, ids: Tensor, kept: Sequence[PlainCache] | Sequence[OctavoCache] = ()) -> Tensor:
+    """Logits [B, V] after the tokens `ids` [B, T]; with caches, which all layers have, after the last that these hold.
 
-    This is transformers' forward for tokens without padding and a full cache, where no mask is needed.
+    This is transformers' forward for tokens without padding and a full cache, where no mask is needed. Octavo's caches
+    forget the tokens, so that the next call or replay writes to the same places: by one kernel for all layers, where
+    `crop` takes two a layer. The layers must be compiled: eager code would check the host's count of tokens, which this
+    does not set back.
     """
     trunk = model.model
     x = trunk.embed_tokens(ids)
+    first = kept[0].last if kept else 0
     positions = torch.arange(first, first + ids.shape[1], device=ids.device)[None]
     rotary = trunk.rotary_emb(x, position_ids=positions)
     for i, layer in enumerate(trunk.layers):
-        x = layer(x, attention_mask=None, position_embeddings=rotary, **{CACHE: None if kept is None else kept[i]})
+        x = layer(x, attention_mask=None, position_embeddings=rotary, **{CACHE: kept[i] if kept else None})
     logits: Tensor = model.lm_head(trunk.norm(x[:, -1]))
-    return logits
-
-
-@torch.no_grad()
-def forward_again(model: Any, ids: Tensor, first: int, kept: Sequence[OctavoCache]) -> Tensor:
-    """`forward`, after which the caches forget its tokens, so that the next call or replay writes to the same places.
-
-    This is one kernel for all layers; `crop` takes two a layer. The layers must be compiled: eager code would check the
-    host's count of tokens, which this does not set back.
-    """
-    logits = forward(model, ids, first, kept)
-    torch._foreach_sub_([layer.store.length for layer in kept], ids.shape[1])
+    if lengths := [cache.store.length for cache in kept if isinstance(cache, OctavoCache)]:
+        torch._foreach_sub_(lengths, ids.shape[1])
     return logits
 
 

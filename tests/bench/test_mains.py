@@ -282,7 +282,7 @@ def ids(length: int) -> Tensor:
 @pytest.mark.slow
 def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None:
     text, stores = ids(16), models.random_stores(wide.config, 2, 16, "cpu", "bf16")["bf16"]
-    kept = [models.PlainCache(each) for each in stores]
+    kept = models.plain_caches(stores)
     assert torch.equal(models.forward(wide, text), wide(text, use_cache=False, logits_to_keep=1).logits[:, 0])
     expected = models.forward(wide, text)
     for number, each in enumerate(wide.model.layers):
@@ -290,7 +290,7 @@ def test_the_served_model_computes_what_transformers_computes(wide: Any) -> None
     filled = wide(text[:, :15], use_cache=True)[CACHE]
     for ours, theirs in zip(kept, filled.layers, strict=True):
         ours.keys[:, :, :15], ours.values[:, :, :15] = theirs.keys, theirs.values
-    assert decibels(expected, models.forward(wide, text[:, 15:], 15, kept)) > 30
+    assert decibels(expected, models.forward(wide, text[:, 15:], kept)) > 30
 
 
 @pytest.mark.slow
@@ -310,9 +310,9 @@ def test_keys_and_values_in_octavos_caches_are_those_of_the_plain_ones(
     wide: Any, dtype: str, least: float, most: float
 ) -> None:
     text, kept = ids(1), models.random_stores(wide.config, 2, 16, "cpu", "bf16", dtype)
-    exact = models.forward(wide, text, 15, [models.PlainCache(store) for store in kept["bf16"]])
+    exact = models.forward(wide, text, models.plain_caches(kept["bf16"]))
     caches = models.octavo_caches(wide, kept[dtype])
-    again = partial(models.forward_again, wide, text, 15, caches)
+    again = partial(models.forward, wide, text, caches)
     assert least < decibels(exact, again()) <= most
     assert {each.store.keys.dtype for each in caches} == {DTYPES[dtype]}
     assert {int(each.store.length) for each in caches} == {15}
