@@ -11,6 +11,8 @@ NAMES = {
     "twin": "BF16, a twin",
     "rowwise_y_only": "`rowwise`, y alone in FP8",
     "rowwise_exact": "`rowwise` without fast accumulation",
+    "rowwise + FP8 attention": "`rowwise`, attention in FP8",
+    "rowwise + FP8 head": "`rowwise`, head in FP8",
     "tensorwise_e4m3": "`tensorwise`, gradients in E4M3",
     "delayed_e5m2_margin_1": "`delayed`, gradients in E5M2, margin 1",
     "torchao_rowwise": "torchao `rowwise`",
@@ -27,7 +29,7 @@ def studies(results: Mapping[str, Result]) -> list[Fields]:
         if "_loss_" in name and "branch" in result
     ]
     shown = [study for study in found if study.machine.gpu] or found
-    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters))
+    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
 
 
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
@@ -67,6 +69,12 @@ def label(study: Any) -> str:
     at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
     faster = "" if rate == 1 else f", {rate:g}x of the rate"
     return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
+
+
+def shares(results: Mapping[str, Result]) -> str:
+    """The shares of a run after which branches leave, as "60%, 30% or 10%"."""
+    *others, last = dict.fromkeys(f"{study.branch.share:.0%}" for study in studies(results))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def where(machine: Fields) -> str:
@@ -134,7 +142,7 @@ def peers(results: Mapping[str, Result]) -> str:
 def concludes(results: Mapping[str, Result]) -> bool:
     """True if the largest study ran on a GPU and has the recipes that the page's conclusions name."""
     study = studies(results)[0]
-    named = {"rowwise", "rowwise_y_only", "groupwise", "tensorwise", "tensorwise_e4m3"}
+    named = {"rowwise", "rowwise_y_only", "rowwise + FP8 head", "groupwise", "tensorwise", "tensorwise_e4m3"}
     return bool(study.machine.gpu) and study.modes.keys() >= named
 
 
