@@ -118,7 +118,7 @@ def sentence(study: Fields) -> str:
     """What a study says about `rowwise`: the cost of training, and the cost of serving with and without it."""
     modes = study.modes
     row, twin, base = modes["rowwise"], modes.get("twin"), modes["bf16"]
-    by_chance = f" BF16 beside BF16 differs by {interval(twin.bf16)}." if twin is not None else ""
+    by_chance = f" Two runs in BF16 differ by {interval(twin.bf16)}." if twin is not None else ""
     return (
         f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
         f"({study.parameters / 1e6:.1f}M parameters, {where(study.machine)}; weights evaluated in BF16). Serving in "
