@@ -303,7 +303,7 @@ class ScaleBuffers(nn.Module):
         return result
 
 
-# ---- Layers in adapters (LoRA), which `octavo.nn.adapters` computes.
+# ---- Layers in adapters (LoRA), which `octavo.nn.fused` computes.
 
 
 class Adapter(NamedTuple):
