@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.experts import LEAST_SIDE
+from octavo.nn.module_tools import call_arguments
 from octavo.ops import Backend
 from octavo.recipe import Recipe
 from octavo.tracing import Operation, Tracer
@@ -65,9 +66,7 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
     for name, parameter in named.items():
         if parameter.is_floating_point():
             tracer.tensors[name].requires_grad_()  # a frozen layer in evaluation mode would take a fast path
-    args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    args = (args,) if isinstance(args, Tensor) else tuple(args)
-    given = tracer.fake((args, keywords))
+    given = tracer.fake(call_arguments(batch))
     with torch.enable_grad(), tracer, tracer.autocast():
         torch.func.functional_call(model, tracer.tensors, *given)
     names = {id(parameter): name for name, parameter in named.items()}
