@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, replayed, show, sized
 from octavo.numerics import TENSOR, Cast
-from octavo.ops import activation, norm, quantization, quantize, requantization, rotation, transposition
+from octavo.ops import activation, norm, quantization, quantize, rotation, transposition
 from octavo.ops.registration import Operation
 from octavo.recipe import BLOCK_W, BLOCK_X, MX_GROUPS, ROW_W, ROW_X
 
@@ -67,7 +67,7 @@ def kernels(k: int) -> Iterator[Kernel]:
     for seed in (None, torch.tensor(2**40 + 1, device=DEVICE)):
         yield from quantizations(x, seed)
     yield Kernel("rotate", rotation._rotate, (x, None), n, 4)
-    q, again = quantize(x, ROW_X), requantization._requantize
+    q, again = quantize(x, ROW_X), quantization._requantize
     shift = torch.randint(0, 4, (T,), device=DEVICE, dtype=torch.int32)
     for name, places in (("transpose", None), ("transpose, exponents shifted", shift)):
         yield Kernel(name, transposition._transpose, (q.data, places, None, None), n, 2)
@@ -108,7 +108,7 @@ def norms(x: Tensor) -> Iterator[Kernel]:
         yield Kernel(f"{name} + residual + quantize", norm._norm_quantize, arguments, x.numel(), 7)
         total, _, scale, mean, rstd = norm._norm_quantize(*arguments)
         cast_again = total, mean if center else None, rstd, weight, beta, scale, ROW_X.format
-        yield Kernel(f"{name}, cast again, transposed", requantization._requantize_norm, cast_again, x.numel(), 3)
+        yield Kernel(f"{name}, cast again, transposed", quantization._requantize_norm, cast_again, x.numel(), 3)
         backward = x, residual, weight, mean, rstd, x, center
         yield Kernel(f"{name} + residual, backward", norm._norm_backward, backward, x.numel(), 8)
 

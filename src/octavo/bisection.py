@@ -41,7 +41,7 @@ from octavo.train.processes import mean_of_ranks, on_first, own_device, rank
 from octavo.train.run_records import different_settings
 from octavo.train.saving import load_checkpoint
 from octavo.train.trainer import RunData, Trainer, prepare_run, read_data, settle
-from octavo.util import finite
+from octavo.util import finite, reading
 
 # ---- The gap of the loss between a run with parts in FP8 and the run in BF16, over several seeds.
 #
@@ -405,17 +405,13 @@ class ShortRuns:
 
 
 def _from_line(line: str, where: str) -> ShortRun:
-    try:
+    with reading(where, "a short run: move that line to another file, and the run is made again", ArtifactError):
         fields = json.loads(line)
         layers, gemms = fields.pop("layers"), tuple(fields.pop("gemms"))
         part = Part(gemms, None if layers is None else tuple(layers))
         losses = tuple(math.inf if loss is None else float(loss) for loss in fields.pop("losses"))
         converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
         return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{where} is damaged ({error}): move that line to another file, and the run is made again"
-        ) from error
 
 
 def _check_same(found: dict[str, Any], given: dict[str, Any], out: Path) -> None:

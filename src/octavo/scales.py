@@ -14,8 +14,9 @@ With constant scales an input is quantized to the same bytes in every call, what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from octavo.nn.delayed import histories, load_scale_state, scale_state, update_scales, weight_amax
 from octavo.nn.linear import WeightCache
-from octavo.nn.module_tools import check_module, is_fsdp_module
+from octavo.nn.module_tools import call_arguments, check_module, is_fsdp_module
 from octavo.nn.parallel_weights import parallel_of
 from octavo.numerics.qtensor import Cast
 
@@ -37,22 +38,6 @@ __all__ = [
     "seed_scales",
     "update_scales",
 ]
-
-
-@runtime_checkable
-class ScalesInput(Protocol):
-    """A layer that scales its input by the input's own amax, or by a scale that it holds."""
-
-    @property
-    def freezable(self) -> bool:
-        """True if `freeze_input` can make the scale constant."""
-
-    @property
-    def input_limit(self) -> Tensor | None:
-        """The largest magnitude, 0-dim, that does not saturate; None where the input's own amax gives the scale."""
-
-    def freeze_input(self, amax: Tensor) -> Tensor:
-        """Take the scale, float32 [1], that follows from `amax` of the input, 0-dim, from now on; return it."""
 
 
 @contextmanager
@@ -193,7 +178,8 @@ def seed_scales(model: nn.Module, calibration: Any) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, ScalesInput)}
+    """The layers that scale their input by its own amax, or by a scale that they hold."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "freeze_input")}
 
 
 def _run(
@@ -201,36 +187,22 @@ def _run(
 ) -> None:
     """Run `model` in evaluation mode on `batches`, and call note(name, input) for each call of one of `layers`."""
 
-    def hook_of(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else kwargs["input"]
-            if isinstance(x, Tensor) and x.numel():
-                note(name, x.detach())
-
-        return hook
+    def see(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs["input"]
+        if isinstance(x, Tensor) and x.numel():
+            note(name, x.detach())
 
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(f"{type(model).__name__} takes a list of batches, got {type(batches).__name__}: give [batch]")
-    modes = {module: module.training for module in model.modules()}
-    hooks = [layer.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(layer.register_forward_pre_hook(partial(see, name), with_kwargs=True))
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
         model.eval()
         for batch in batches:
-            _call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
-
-
-def _call(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
+            args, keywords = call_arguments(batch)
+            model(*args, **keywords)
 
 
 # ---- Weights cast once an optimizer step instead of once a micro-batch, by caching their quantized bytes.

@@ -13,7 +13,7 @@ import typer
 
 from octavo.util import discard_output, printable
 from octavo.version import __version__
-from octavo_cli.command import Command, Commands, SettingsCommand
+from octavo_cli.command import Command, Commands
 from octavo_cli.display import CLOSED_PIPE, say
 from octavo_cli.doctor import doctor_command, formats_command
 from octavo_cli.generate import evaluate_command, generate_command
@@ -42,8 +42,7 @@ for _group, _commands in _GROUPS.items():
     for _command in _commands:
         _name = _command.__name__.removesuffix("_command")
         _context = _CONTEXTS.get(_name)
-        _class = SettingsCommand if _context is _SETTINGS else Command
-        app.command(_name, cls=_class, context_settings=_context, rich_help_panel=_group)(_command)
+        app.command(_name, cls=Command, context_settings=_context, rich_help_panel=_group)(_command)
 
 
 def _show_version(asked: bool) -> None:

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from collections.abc import Collection, Iterator
-from importlib import import_module
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,22 +58,6 @@ class Command(TyperCommand):
             else:
                 missing -= not more
                 yield from (DATA, word) if more else (word,)
-
-
-class SettingsCommand(Command):
-    """A command that takes settings of training in addition to its options."""
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """The options and settings that begin with `incomplete`, for the completion of a shell."""
-        found = super().shell_complete(ctx, incomplete)
-        if not incomplete.startswith("--"):
-            return found
-        from octavo.train.settings import describe
-
-        # Typer brings its own copy of click in some versions.
-        completion = import_module(f"{TyperCommand.__mro__[1].__module__.rpartition('.')[0]}.shell_completion")
-        names = [f"--{name.replace('_', '-')}" for name, *_ in describe()]
-        return found + [completion.CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 class Commands(TyperGroup):

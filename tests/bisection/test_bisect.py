@@ -153,7 +153,7 @@ def test_a_folder_of_something_else(settings, tmp_path):
     search(r"short runs of other settings: batch is 4 there and 2 here. Choose another", batch=2)
     search("other settings: steps is 1 there and 2 here", steps=2)
     log.write_text('{"gemms": ["y"]}\n' + log.read_text())
-    search(r"runs.jsonl, line 1 is damaged .* move that line to another file")
+    search(r"runs.jsonl, line 1 is not .* move that line to another file")
     (tmp_path / "out" / "bisect.json").write_text("{")
     search("bisect.json")
 

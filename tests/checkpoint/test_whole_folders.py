@@ -276,9 +276,9 @@ def test_folders_of_modules_are_copied_with_their_tensors(source: Path) -> None:
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
-        ("{", "must be a list of modules"),
-        ("3", "must be a list of modules"),
-        ('[{"idx": 0}]', "must be a list of modules, each with a path"),
+        ("{", "is not a list of modules"),
+        ("3", "is not a list of modules"),
+        ('[{"idx": 0}]', "is not a list of modules, each with a path"),
         ('[{"path": "../secret"}]', "names '../secret': the folders of modules must lie in the folder itself"),
         ('[{"path": "/etc"}]', "must lie in the folder itself"),
     ],

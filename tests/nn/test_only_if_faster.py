@@ -210,7 +210,7 @@ def test_a_cached_table_that_cannot_be_read_says_which_and_what_to_do(
     pretend(H100)
     folder.mkdir()
     cache_path(H100).write_text(text)
-    with pytest.raises(ValueError, match="move it elsewhere, or measure anew with `octavo doctor") as error:
+    with pytest.raises(ValueError, match="move it elsewhere, or measure anew with octavo doctor") as error:
         octavo.convert(nn.Sequential(nn.Linear(8, 8)), only_if_faster=True)
     assert str(cache_path(H100)) in str(error.value)
 

@@ -110,7 +110,7 @@ def test_state_round_trips_and_is_checked() -> None:
     assert all(torch.equal(t, state[name]) for name, t in octavo.scales.scale_state(other).items())
     with pytest.raises(ValueError, match="missing"):
         octavo.scales.load_scale_state(other, {})
-    with pytest.raises(ValueError, match="belongs to no layer"):
+    with pytest.raises(ValueError, match="has no place"):
         octavo.scales.load_scale_state(other, state | {"9.histories.x.scale": torch.ones(1)})
     with pytest.raises(ValueError, match="shape"):
         octavo.scales.load_scale_state(make(History(length=5))[0], state)

@@ -106,12 +106,11 @@ def test_every_other_word_stands_for_a_command_that_exists() -> None:
     ("words", "offered"),
     [
         ("tr", {"train"}),
-        ("train --parallel.t", {"--parallel.tp", "--parallel.timeout"}),
         ("train --res", {"--resume"}),
         ("pack --sch", {"--scheme"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_settings(
+def test_a_shell_completes_commands_and_options(
     octavo: Octavo, monkeypatch: pytest.MonkeyPatch, words: str, offered: set[str]
 ) -> None:
     given = ["octavo", *words.split()]

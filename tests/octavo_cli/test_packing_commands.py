@@ -196,7 +196,7 @@ REFUSED = {
     "pack {opt} {out} --layout gguf --pow2": "--pow2 does nothing with --layout gguf: leave one of them out",
     "pack {opt} {out} --no-tokenizer": "--no-tokenizer is for --layout gguf, which is not given: add it",
     "pack {opt} {out} --smooth {out}": "calibration.json is missing",
-    "calibrate {opt} {out} --data {bad}": "bad.jsonl, line 2: not valid JSON",
+    "calibrate {opt} {out} --data {bad}": "bad.jsonl, line 2 is not valid JSON",
     "calibrate {opt} {out} --data {out}": "there is no such file",
     "calibrate {opt} {out} --data {data} --samples 0": "samples, context and batch must be at least 1",
 }

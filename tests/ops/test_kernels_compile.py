@@ -122,7 +122,7 @@ def calls_of_training() -> Iterator[Call]:
     yield "transposition", "transpose", (on_cpu(M, 4096), shift, None)
     for s_w in (None, ones(4096, 1)):
         yield "transposition", "fold_scales", (row, row, s_w)
-    yield "requantization", "requantize", ([rows(4096)], row, Cast().fmt, ROW, True)
+    yield "quantization", "requantize", ([rows(4096)], row, Cast().fmt, ROW, True)
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
         yield "rotation", "rotate", (on_cpu(M, columns, dtype=dtype),)

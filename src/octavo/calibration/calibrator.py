@@ -30,7 +30,7 @@ from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.block_by_block import BlockModel
 from octavo.hf.source import open_source
 from octavo.nn import select_linears
-from octavo.util import Progress, choose_device, no_progress
+from octavo.util import Progress, choose_device, no_progress, reading
 from octavo.version import __version__
 
 # ---- The result of a calibration, on disk and in memory.
@@ -147,16 +147,13 @@ def to_tensors(observed: Mapping[str, Observed]) -> dict[str, Tensor]:
 
 def from_tensors(described: Any, tensors: Mapping[str, Tensor], where: Path) -> dict[str, Observed]:
     """The inverse of `describe` and `to_tensors`. Raises an ArtifactError whose message begins with `where`."""
-    observed = {}
-    leaves = Statistics("").to_tensors().keys()
-    try:
+    observed, leaves = {}, Statistics("").to_tensors().keys()
+    with reading(where, "a description of these tensors", ArtifactError):
         for name, site in described.items():
             if site["kind"] not in KINDS:
                 raise ValueError(f"{name} has the unknown kind {site['kind']!r}")
             found = {leaf: tensors[f"{name}.{leaf}"] for leaf in leaves if f"{name}.{leaf}" in tensors}
             observed[name] = Observed(site["kind"], Statistics.from_tensors(name, found), list(site["layers"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{where}: the sites and their tensors do not fit together ({error})") from error
     return observed
 
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from octavo.checkpoint.files import SUFFIX, ArtifactError, check_path, read_json, replace_file
-from octavo.util import build, hub_hint
+from octavo.util import build, hub_hint, reading
 
 # ---- One writer a folder: a run or an output folder belongs to one program at a time.
 #
@@ -283,11 +283,8 @@ def _modules(source: Path) -> Iterator[str]:
     listed = source / MODULES
     if not listed.is_file():
         return
-    try:
-        modules: Any = json.loads(listed.read_text(encoding="utf-8"))
-        names = [str(module["path"]) for module in modules]
-    except (ValueError, TypeError, KeyError) as error:
-        raise ArtifactError(f"{listed} must be a list of modules, each with a path ({error!r})") from error
+    with reading(listed, "a list of modules, each with a path", ArtifactError):
+        names = [str(module["path"]) for module in json.loads(listed.read_text(encoding="utf-8"))]
     for name in names:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise ArtifactError(f"{listed} names {name!r}: the folders of modules must lie in the folder itself")
@@ -406,13 +403,11 @@ class RunFolder:
         if not path.is_file():
             return Actions()
         found = read_json(path)
-        try:
+        with reading(path, "a list of promotions and rollbacks", ArtifactError):
             return Actions(
                 [build(Promotion, each) for each in found["promotions"]],
                 [build(Rollback, each) for each in found["rollbacks"]],
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
     def write_actions(self, actions: Actions) -> None:
         """Replace actions.json."""

@@ -389,10 +389,8 @@ def _rows(path: Path, text: str, report: ReadReport) -> Iterator[Row]:
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        try:
+        with reading(where, "valid JSON", DataError):
             row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not valid JSON ({error})") from error
         name = next((name for name in ROW_FIELDS if isinstance(row, dict) and name in row), None)
         if name is None:
             got = f"the keys {', '.join(row)}" if isinstance(row, dict) else type(row).__name__

@@ -11,7 +11,7 @@ The weight itself is a constant. dx[T,K] = dy[T,N] @ w[N,K] reads its bytes, tra
 
 s_w lies along the reduction, so it is folded into dy before dy is quantized, as in training
 (`octavo.nn.linear_function`).
-Layers of the scheme `channel` that run as one, and those in adapters, run as `octavo.nn.adapters` says (`packed_call`).
+Layers of the scheme `channel` that run as one, and those in adapters, run as `octavo.nn.fused` says (`packed_call`).
 """
 
 from typing import Any

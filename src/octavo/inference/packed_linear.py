@@ -22,8 +22,7 @@ from octavo.inference.kv_cache import ModelKVCache
 from octavo.inference.packed_gradient import PackedProduct, packed_call, wants_gradient
 from octavo.models.decoder import Decoder
 from octavo.nn import FusedMLP, NormLinear
-from octavo.nn.adapters import NO_PAIR, reads, stack_adapters
-from octavo.nn.fused import Norm, Stack, rows, run_fused, wider_first
+from octavo.nn.fused import NO_PAIR, Norm, Stack, reads, rows, run_fused, stack_adapters, wider_first
 from octavo.nn.fused_modules import FusedModule, child, fuse_decoder_layers, is_fusable, read_norm
 from octavo.nn.linear import ROUNDED, compute_dtype
 from octavo.nn.linear_function import FusedCall
@@ -122,7 +121,7 @@ class PackedLinear(PackedModule):
         return y
 
     def frozen(self, x: Tensor) -> tuple[Stack, FusedCall] | None:
-        """The layer and its call for the input x, as `octavo.nn.adapters` takes them; None unless its scheme is
+        """The layer and its call for the input x, as `octavo.nn.fused` takes them; None unless its scheme is
         `channel` and the device has its GEMM."""
         if self.scheme != CHANNEL or self.input_cast is None:
             return None
@@ -346,7 +345,7 @@ class Stacked:
         self.views = _buffers_of(layers)
 
     def stack(self) -> Stack:
-        """The layers as `octavo.nn.adapters` takes them."""
+        """The layers as `octavo.nn.fused` takes them."""
         return Stack(self.views[0::3], self.views[2::3], self.weight)  # type: ignore[arg-type]
 
     def product(self, x: QTensor | Tensor, dtype: torch.dtype) -> Tensor:
@@ -367,7 +366,7 @@ def _buffers_of(layers: Sequence[PackedLinear]) -> list[Tensor | None]:
 #
 # This holds for layers of the schemes `channel`, `int8` and `weight`, in our models and in the decoder layers of
 # transformers that `octavo.architectures` names. All other layers run one by one. Where autograd records, and with
-# adapters around them, layers of the scheme `channel` run as `octavo.nn.adapters` says, others one by one. The
+# adapters around them, layers of the scheme `channel` run as `octavo.nn.fused` says, others one by one. The
 # operations and their order are those of training, so the packed model of a run gives the same bits as the run. Where
 # the GEMM is weight-only, PyTorch computes norms and activations.
 

@@ -5,7 +5,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from html import escape
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from octavo.nn.experts import LEAST_SIDE
+from octavo.nn.module_tools import call_arguments
 from octavo.ops import Backend
 from octavo.recipe import Recipe
 from octavo.tracing import Operation, Tracer
@@ -65,9 +65,7 @@ def trace_forward(model: nn.Module, batch: Any) -> ForwardPass:
     for name, parameter in named.items():
         if parameter.is_floating_point():
             tracer.tensors[name].requires_grad_()  # a frozen layer in evaluation mode would take a fast path
-    args, keywords = ((), batch) if isinstance(batch, Mapping) else (batch, {})
-    args = (args,) if isinstance(args, Tensor) else tuple(args)
-    given = tracer.fake((args, keywords))
+    given = tracer.fake(call_arguments(batch))
     with torch.enable_grad(), tracer, tracer.autocast():
         torch.func.functional_call(model, tracer.tensors, *given)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -303,28 +301,16 @@ class Conversion:
             "in BF16)"
         )
 
-    def _table(self) -> list[tuple[str, str, int, str]]:
-        """The name, [E x] N, K and the outcome of each row. A layer alone has no name."""
-        table = []
+    def __repr__(self) -> str:
+        """The summary, and the name, [E x] N, K and the outcome of each row. A layer alone has no name."""
+        lines = [self.summary()]
+        width = max(len(row.name or "(model)") for row in (*self.rows, *self.experts))
         for row in (*self.rows, *self.experts):
             *first, k = row.shape
             speedup = "" if row.speedup is None else f", {row.speedup:.2f}x"
             outcome = f"skipped: {row.reason}" if row.reason else f"converted{speedup}"
-            table.append((row.name or "(model)", " x ".join(map(str, first)), k, outcome))
-        return table
-
-    def __repr__(self) -> str:
-        table = self._table()
-        width = max(len(name) for name, *_ in table)
-        return "\n".join(
-            [self.summary(), *(f"  {name:<{width}}  {n:>6} x {k:<6}  {what}" for name, n, k, what in table)]
-        )
-
-    def _repr_html_(self) -> str:
-        """The table, as a notebook shows it."""
-        rows = [f"<tr><td>{escape(name)}<td>{n} x {k}<td>{escape(what)}</tr>" for name, n, k, what in self._table()]
-        head = "<tr><th>layer<th>shape<th>outcome</tr>"
-        return f"<pre>{escape(self.summary())}</pre><table>{head}{''.join(rows)}</table>"
+            lines.append(f"  {row.name or '(model)':<{width}}  {' x '.join(map(str, first)):>6} x {k:<6}  {outcome}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values: `layers` are the rows of linear layers, then of others, then of experts."""

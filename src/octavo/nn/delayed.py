@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octavo.checkpoint.files import check_match
 from octavo.nn.module_tools import ScaleBuffers, check_module
 from octavo.numerics.qtensor import Cast
 from octavo.numerics.scaling import History, scale_from_amax
@@ -168,18 +169,7 @@ def load_scale_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> model.load_state_dict(saved["model"])
         >>> octavo.scales.load_scale_state(model, saved["scales"])
     """
-    required = scale_state(model)
-    if missing := sorted(required.keys() - state.keys()):
-        raise ValueError(
-            f"no scale history for {missing[0]} ({len(missing)} missing): was the run trained with this recipe?"
-        )
-    if extra := sorted(state.keys() - required.keys()):
-        raise ValueError(f"scale history {extra[0]} belongs to no layer of this model ({len(extra)} left over)")
-    for name, tensor in required.items():
-        if state[name].shape != tensor.shape:
-            raise ValueError(
-                f"scale history {name} must have shape {list(tensor.shape)}, got {list(state[name].shape)}"
-            )
+    check_match(state, scale_state(model), "the scale histories are of another recipe or model")
     for name, history in histories(model):
         for part, buffer in history.named_buffers():
             buffer.copy_(state[f"{name}.{part}"])

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo.architectures import ARCHITECTURES, LLAMA
-from octavo.nn.adapters import NO_PAIR, Pair, is_frozen, reads, stack_adapters
-from octavo.nn.fused import ALONE, Exchange, Norm, NormSpec, run_fused
+from octavo.nn.fused import ALONE, NO_PAIR, Exchange, Norm, NormSpec, Pair, is_frozen, reads, run_fused, stack_adapters
 from octavo.nn.linear import Linear, WeightCache, compute_dtype
 from octavo.nn.linear_function import FusedCall, LinearCall
 from octavo.nn.module_tools import (

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.nn.adapters import NO_PAIR, is_frozen, reads, stack_adapters
 from octavo.nn.delayed import ScaleHistories, ScaleHistory, weight_amax
-from octavo.nn.fused import Stack, run_fused
+from octavo.nn.fused import NO_PAIR, Stack, is_frozen, reads, run_fused, stack_adapters
 from octavo.nn.linear_function import FusedCall, LinearCall, linear
 from octavo.nn.module_tools import (
     AdaptedLayer,

@@ -49,6 +49,13 @@ def check_initialized(model: nn.Module) -> None:
         raise ValueError(f"{lazy[0]} ({len(lazy)} such tensors) has no shape yet: run the model on one batch first")
 
 
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that a batch has for a model: keywords of a mapping, those of a tuple or list, or itself as one."""
+    if hasattr(batch, "keys"):
+        return (), dict(batch)
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+
+
 def check_call(layer: Any, x: Tensor, *weights: Tensor) -> None:
     """Raise an error if this forward pass of `layer` cannot run. `check_input` comes first.
 
@@ -303,7 +310,7 @@ class ScaleBuffers(nn.Module):
         return result
 
 
-# ---- Layers in adapters (LoRA), which `octavo.nn.adapters` computes.
+# ---- Layers in adapters (LoRA), which `octavo.nn.fused` computes.
 
 
 class Adapter(NamedTuple):

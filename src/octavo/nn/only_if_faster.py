@@ -27,7 +27,7 @@ from octavo.nn.linear import Linear, RecipeLayer, convert_layer
 from octavo.ops import Backend
 from octavo.rates.measured import LEAST_SPEEDUP, Machine, Measurement, Shape, Table
 from octavo.recipe import PRESETS, Recipe
-from octavo.util import Progress
+from octavo.util import Progress, reading
 from octavo.version import __version__
 
 
@@ -206,13 +206,8 @@ def cache_path(machine: Machine) -> Path:
 
 def read_table(path: Path) -> Table:
     """The table in the file `path`. A ValueError names the file if it does not hold one."""
-    try:
+    with reading(path, "a table of speedups: move it elsewhere, or measure anew with octavo doctor --measure-layers"):
         return Table.from_json(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{path} must be a table of speedups, and cannot be read ({error}): move it elsewhere, or "
-            "measure anew with `octavo doctor --measure-layers`"
-        ) from error
 
 
 def write_table(path: Path, table: Table) -> None:

@@ -44,9 +44,11 @@ if TYPE_CHECKING:
         quantize_scaled,
         quantize_stack,
         quantize_transposed,
+        requantize,
+        requantize_norm,
+        requantize_transposed,
         row_scales,
     )
-    from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
     from octavo.ops.rotary import rotate_append
     from octavo.ops.rotation import rotate
     from octavo.ops.transposition import FoldedScales, fold_scales, transpose
@@ -65,7 +67,7 @@ __all__ = [
 ]  # fmt: skip
 _FILES = (
     "activation", "attention", "attention_fp8", "dispatch", "gemm", "grouped_gemm", "largest", "norm", "permutation",
-    "quantization", "requantization", "rotary", "rotation", "transposition", "weight_only",
+    "quantization", "rotary", "rotation", "transposition", "weight_only",
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import torch
 
 from octavo.checkpoint.scheme import Scheme
 from octavo.recipe import Gemm, Recipe, get_recipe
-from octavo.util import plural
+from octavo.util import plural, reading
 
 # ---- GPUs: memory and rates of the data sheet, and the rates that were measured on them. A data sheet's rate of matrix
 # products is a peak that none reaches: where nothing was measured, the plan takes the share that an H100 reaches for
@@ -203,12 +203,10 @@ class Table:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The table that `to_json` wrote. Other text is a ValueError, which names the fault."""
-        fields = json.loads(text)
-        try:
+        with reading("the text", "a table of speedups"):
+            fields = json.loads(text)
             grid, shapes = (tuple(Measurement(**row) for row in fields.pop(name)) for name in ("grid", "shapes"))
             return cls(Machine(**fields.pop("machine")), grid=grid, shapes=shapes, **fields)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"it is not a table of speedups: {type(error).__name__}: {error}") from error
 
 
 def interpolate(grid: Mapping[Shape, float], shape: Shape) -> float:

@@ -28,7 +28,7 @@ from octavo.comparison import Call, has_gradient, seen_calls
 from octavo.hf.meta_model import arguments_of, random_inputs, transformers_meta_model
 from octavo.inspection.dtype_report import patterns_of
 from octavo.nn.linear import RecipeLayer
-from octavo.nn.module_tools import check_initialized, check_module, plain_name
+from octavo.nn.module_tools import call_arguments, check_initialized, check_module, plain_name
 from octavo.tracing import compute_dtype, floating, flops_of, kind_of, names_of
 from octavo.util import Table, plural
 from octavo.verification.layer_spec import LayerSpec, PackedLayers, numbers_of, read_specs, scale_values, widen
@@ -133,9 +133,7 @@ def _arguments(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     if batch is None:
         inputs = random_inputs(model, getattr(model.config, "max_position_embeddings", 32) or 32)
         batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
-    if hasattr(batch, "keys"):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
+    return call_arguments(batch)
 
 
 # ---- One pass, which compares the y of each linear layer when it runs, and its dx when the gradient comes.

@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
 from octavo.checkpoint.folder import writing
-from octavo.util import build
+from octavo.util import build, reading
 
 # ---- The records of a watched run.
 #
@@ -349,10 +349,8 @@ def _read_layers(run: Path) -> tuple[int, list[WatchedLayer]]:
             f"{path} has version {version!r} of the schema, and this version of octavo reads version {VERSION}: read "
             "it with the octavo that wrote it"
         )
-    try:
+    with reading(path, "a description of layers", ArtifactError):
         return int(described["interval"]), [WatchedLayer.from_dict(layer) for layer in described["layers"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
 def _read_records(path: Path, dtype: np.dtype[Any]) -> Records:
