@@ -67,7 +67,7 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
         yield "quantize_scaled", (x, torch.full((1, 1), scale), fmt, seed)
     yield "rotate", (x, None)
     for s_w in (None, column.t().contiguous()):
-        yield "fold_scales", (row, row.exp2(), s_w)
+        yield "fold_scales", (row, row.exp2(), s_w, None)
     for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
         for stored in (True, False):
             yield "quantize_stack", ([x, x[: m // 2]], cast.spec, stored)
@@ -159,6 +159,7 @@ def of_experts() -> Iterator[Example]:
     yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, "emulated", True)
     scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
     yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
+    yield "fold_scales", (a.scale, a.scale.exp2(), b.scale, offsets)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)

@@ -37,8 +37,8 @@ from octavo.observation.operand_statistics import (
     constant,
     sampled_rows,
 )
-from octavo.ops.permutation import group_of_rows, group_shifts
 from octavo.ops.registration import OPERATIONS
+from octavo.ops.transposition import group_of_rows, group_shifts
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.
 #

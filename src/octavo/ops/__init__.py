@@ -33,8 +33,6 @@ if TYPE_CHECKING:
         combine,
         combine_weight_gradient,
         gather_quantize,
-        group_of_rows,
-        group_shifts,
         sort_by_expert,
     )
     from octavo.ops.quantization import (
@@ -49,7 +47,7 @@ if TYPE_CHECKING:
     from octavo.ops.requantization import requantize, requantize_norm, requantize_transposed
     from octavo.ops.rotary import rotate_append
     from octavo.ops.rotation import rotate
-    from octavo.ops.transposition import FoldedScales, fold_scales, transpose
+    from octavo.ops.transposition import FoldedScales, fold_scales, group_of_rows, group_shifts, transpose
     from octavo.ops.weight_only import grouped_weight_only_mm, weight_only_mm
 
 __all__ = [
