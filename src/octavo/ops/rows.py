@@ -100,26 +100,22 @@ def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [tensors]: of each, the sum of its words of 64 bits modulo 2^64, each multiplied by a number of its place.
 
-    A place has an odd number of its own, so a word that changes alone changes the sum, and so do words that change
-    places. Zeros fill up the last word. On a GPU all tensors take one launch.
+    These numbers are odd, so a word that changes alone always changes the sum. They differ from place to place, so
+    words that are exchanged nearly always do. Zeros fill up the last word. On a GPU all tensors take one launch.
     """
     device = tensors[0].device
     if not has_kernels(device, (8, 0)) or any(t.device != device for t in tensors):
-        return word_sums_reference(tensors)
+        return torch.stack([word_sum_reference(t).to(device) for t in tensors])
     from octavo.ops.kernels import rows as kernel
 
     with torch.cuda.device(device):
         return kernel.word_sums(tensors)
 
 
-def word_sums_reference(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([_word_sum(t).to(tensors[0].device) for t in tensors])
-
-
 WORDS = 2**19  # that the reference adds up at a time, in 4 MiB
 
 
-def _word_sum(tensor: Tensor) -> Tensor:
+def word_sum_reference(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1).view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for start in range(0, len(data), 8 * WORDS):

@@ -83,16 +83,6 @@ def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offsets, every, right=True, out_int32=True)
 
 
-def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The largest exponent of each group, int32 [E], and how far below it the exponent of each row is, int32 [M].
-
-    `exponent` is int32 [M], and `group` [M] the group of each row, from 0 to E = `groups`; E for rows of none.
-    """
-    lowest = torch.full((groups + 1,), -(2**30), dtype=torch.int32, device=exponent.device)
-    largest = lowest.scatter_reduce(0, group.long(), exponent, "amax")
-    return largest[:groups], largest[group] - exponent
-
-
 def fold_scales_reference(
     s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,8 +92,10 @@ def fold_scales_reference(
         largest = exponent.amax().view(1, 1) if len(exponent) else exponent.new_zeros(1, 1)
         shift = largest.view(1) - exponent
     else:
-        of_groups, shift = group_shifts(exponent, group_of_rows(offsets, len(exponent)), len(offsets))
-        largest = of_groups.view(-1, 1, 1)
+        group = group_of_rows(offsets, len(exponent)).long()
+        lowest = exponent.new_full((len(offsets) + 1,), -(2**30))  # the last one of rows of no group
+        each = lowest.scatter_reduce(0, group, exponent, "amax")
+        largest, shift = each[:-1].view(-1, 1, 1), each[group] - exponent
     c_max = torch.exp2(largest.float())
     return quotient(s_g, scale_mantissa(s_x)), shift, c_max if s_w is None else quotient(c_max, s_w)
 

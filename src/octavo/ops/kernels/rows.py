@@ -129,7 +129,7 @@ FACTOR = tl.constexpr(0x1E3779B97F4A7C15)  # 2^61 times the golden ratio: multip
 
 
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Same as `word_sums_reference`, for tensors of one device."""
+    """Same as `octavo.ops.rows.word_sums`, for tensors of one device."""
     placed = [t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.flatten().clone() for t in tensors]
     table = torch.tensor([(t.data_ptr(), t.nbytes) for t in placed], dtype=torch.int64, device=placed[0].device)
     sums = torch.zeros(len(placed), dtype=torch.int64, device=table.device)
