@@ -198,7 +198,7 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
         if not runs_experts(recipe):
             return f"experts do not run {recipe.name}"
         if self.config.only_if_faster and (slow := reason_if_slower((config.dim, config.hidden_dim), recipe, device)):
-            return slow
+            return f"{slow}: left in BF16"
         return skipped_by_name(name, config.hidden_dim, config.dim, self.config.skip)
 
 
