@@ -22,8 +22,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 
 import octavo
-from bench import record
-from bench.gpu.harness import DEVICE, kernels_of, parser_of, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, kernels_of, show, sized
 from bench.gpu.rl import HEADS, SHAPES, live, trained
 from octavo.inference.session import PIECE
 from octavo.inference.transformers_generate import accelerate_generate
@@ -35,35 +34,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 SIZES: dict[str, Any] = {**HEADS, **sized(SHAPES["0.6b"], SMALL), "tie_word_embeddings": True}
 BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4), sized((4, 2048), (2, 16))
-
-
 WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
 TEXTS = sized((4, 24), (2, 12))
-
-
-def main() -> None:
-    if parser_of(__doc__, parity=False).parse_args().parity:
-        print(record.write(f"{'gpu' if DEVICE == 'cuda' else 'cpu'}_rl_parity", distances()))
-        return
-    began = time.perf_counter()
-    model, served = open_models()
-    result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
-    octavo.convert(model.train(), "rowwise_forward")
-    outside = measured(model, served)
-    with same_bits(model, served):
-        inside = measured(model, served)
-        texts = generate(served, 2, NEW)
-        with torch.no_grad():
-            logits = model(texts).logits[:, PROMPT - 1 : -1].float()
-        assert torch.equal(index_of_largest(logits.flatten(0, 1)), texts[:, PROMPT:].flatten())
-        for batch in BATCHES:
-            generate(served, batch, 4)
-            show(f"kernels of decoding {batch}", kernels_of(partial(generate, served, batch, 4), 1)[:12])
-    result["rows"] = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
-                      for name, ms in outside.items()]  # fmt: skip
-    record.write("gpu_rl_same_bits", result)
-    show(*result["rows"], f"{time.perf_counter() - began:.0f} s in all")
 
 
 def open_models() -> tuple[Any, Any]:
@@ -83,9 +56,7 @@ def rollouts(model: Any, served: Any) -> dict[str, Any]:
         found[name] = timed(partial(generate, each, BATCHES[-1], NEW))
         show(f"rollouts by {name}: {found[name]:.0f} ms")
     sizes = {"texts": BATCHES[-1], "prompt": PROMPT, "new": NEW}
-    made = {**sizes, **found, "speed": found["transformers"] / found["served"]}
-    record.write("gpu_rl_same_bits", {"rows": [], "rollouts": made})
-    return made
+    return {**sizes, **found, "speed": found["transformers"] / found["served"]}
 
 
 def measured(model: Any, served: Any) -> dict[str, float]:
@@ -151,5 +122,26 @@ def timed(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-if __name__ == "__main__":
-    main()
+@benchmark(parity=False)
+def main(options: Options) -> Results:
+    if options.parity:
+        yield f"{'gpu' if DEVICE == 'cuda' else 'cpu'}_rl_parity", distances()
+        return
+    model, served = open_models()
+    result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
+    yield "gpu_rl_same_bits", result
+    octavo.convert(model.train(), "rowwise_forward")
+    outside = measured(model, served)
+    with same_bits(model, served):
+        inside = measured(model, served)
+        texts = generate(served, 2, NEW)
+        with torch.no_grad():
+            logits = model(texts).logits[:, PROMPT - 1 : -1].float()
+        assert torch.equal(index_of_largest(logits.flatten(0, 1)), texts[:, PROMPT:].flatten())
+        for batch in BATCHES:
+            generate(served, batch, 4)
+            show(f"kernels of decoding {batch}", kernels_of(partial(generate, served, batch, 4), 1)[:12])
+    result["rows"] = [{"work": name, "outside": ms, "inside": inside[name], "speed": ms / inside[name]}
+                      for name, ms in outside.items()]  # fmt: skip
+    show(*result["rows"])
+    yield "gpu_rl_same_bits", result

@@ -11,12 +11,18 @@ GPU.
 "ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. At the end the
 profiler sums the kernels of BF16 and "ours" by kind.
 
-    python -m bench.gpu.vision
+The part `whole` takes steps of whole models with AdamW: timm's ViT-H/14, and a U-Net of SDXL's shape of diffusers.
+Their blocks are compiled one by one. The modes in BF16 share their parameters. The largest batch is that of a step that
+ran with ROOM bytes: the peaks of two batches say where to look.
+
+    python -m bench.gpu.vision [--only blocks] [--model ViT-H/14]
 """
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +31,7 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
 from bench.gpu.stack import categories
@@ -147,12 +153,155 @@ def measure(shape: Shape) -> dict[str, Any]:
     return result
 
 
-@benchmark()
-def main(_: Options) -> Results:
+# --- Whole models ----------------------------------------------------------------------------------------------
+
+ROOM = 80 * 10**9  # bytes that a step may take
+FP32 = "fp32 (TF32)"
+WHOLE: dict[str, Callable[[nn.Module], Any]] = {  # what prepares a model
+    FP32: lambda model: None,
+    "bf16": lambda model: None,
+    "ours": octavo.convert,
+    "torchao tensorwise": lambda model: use_torchao(model, "tensorwise"),
+}
+
+
+class VisionTransformer:
+    """timm's ViT-H/14 and its images."""
+
+    library, block, batches = "timm", "Block", sized((64, 128), (2, 4))
+
+    @staticmethod
+    def make() -> nn.Module:
+        timm: Any = importlib.import_module("timm")
+        small = sized({}, {"img_size": 28, "embed_dim": 128, "depth": 2, "num_heads": 4})
+        return timm.create_model("vit_huge_patch14_224", **small)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def inputs(model: Any, batch: int, **options: Any) -> dict[str, Any]:
+        return {"x": torch.randn(batch, 3, *model.patch_embed.img_size, **options)}
+
+
+class UNet:
+    """diffusers' U-Net of SDXL's shape (Podell et al. 2023, arXiv:2307.01952), and latents of 1,024 x 1,024 pixels."""
+
+    library, block, batches = "diffusers", "BasicTransformerBlock", sized((4, 8), (1, 2))
+
+    @staticmethod
+    def make() -> nn.Module:
+        diffusers: Any = importlib.import_module("diffusers")
+        attends = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
+        return diffusers.UNet2DConditionModel(  # type: ignore[no-any-return]
+            down_block_types=("DownBlock2D", attends[0], attends[0]),
+            up_block_types=(attends[1], attends[1], "UpBlock2D"),
+            block_out_channels=sized((320, 640, 1280), (32, 64, 64)),
+            transformer_layers_per_block=sized((1, 2, 10), (1, 1, 2)),
+            attention_head_dim=sized((5, 10, 20), (1, 2, 2)),
+            cross_attention_dim=sized(2048, 64),
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        )
+
+    @staticmethod
+    def inputs(model: Any, batch: int, **options: Any) -> dict[str, Any]:
+        side = sized(128, 16)
+        return {
+            "sample": torch.randn(batch, 4, side, side, **options),
+            "timestep": torch.randint(1000, (batch,), device=options["device"]),
+            "encoder_hidden_states": torch.randn(batch, 77, model.config.cross_attention_dim, **options),
+            "added_cond_kwargs": {
+                "text_embeds": torch.randn(batch, 1280, **options),
+                "time_ids": torch.zeros(batch, 6, **options),
+            },
+        }
+
+
+MODELS: dict[str, type[VisionTransformer | UNet]] = {"ViT-H/14": VisionTransformer, "SDXL's U-Net": UNet}
+
+
+class Training:
+    """The steps of a mode with AdamW. The loss is the mean square of the outputs."""
+
+    def __init__(self, kind: Any, mode: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.kind, self.optimizer = kind, optimizer
+        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+        self.dtype = next(model.parameters()).dtype
+        WHOLE[mode](self.model)
+        for module in [m for m in self.model.modules() if any(c.__name__ == kind.block for c in type(m).__mro__)]:
+            module.compile()
+
+    def __call__(self, batch: int = 0) -> None:
+        y: Any = self.model(
+            **self.kind.inputs(self.model, batch or self.kind.batches[0], device=DEVICE, dtype=self.dtype)
+        )
+        getattr(y, "sample", y).float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def memory(self) -> dict[str, Any]:
+        """The peaks of two batches, in bytes, and the largest batch that runs, as if no other model were there."""
+        batches, own = self.kind.batches, 3 * sum(p.nbytes for p in self.model.parameters())  # with AdamW's moments
+        before = max(harness.allocated() - own, 0)
+        peaks = [harness.peak_of(partial(self, batch), before) for batch in batches]
+        if DEVICE == "cpu":
+            return {"peak_bytes": dict(zip(batches, peaks, strict=True)), "largest_batch": None}
+        each = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
+        largest = int(batches[0] + (ROOM - peaks[0]) / each)
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((ROOM + before) / torch.cuda.mem_get_info()[1])
+        while largest and made(f"{largest} at once", partial(self.runs, largest)) is None:  # memory is in pieces
+            self.optimizer.zero_grad()
+            harness.allocated()
+            largest -= max(largest // 50, 1)
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        return {"peak_bytes": dict(zip(batches, peaks, strict=True)), "largest_batch": largest}
+
+    def runs(self, batch: int) -> bool:
+        self(batch)
+        torch.cuda.synchronize()
+        return True
+
+
+def measure_whole(kind: Any) -> dict[str, Any]:
+    """Milliseconds, peaks and the largest batch of each mode."""
+    torch.set_float32_matmul_precision("high")
+    steps: dict[str, Training] = {}
+    for modes, dtype in (((FP32,), torch.float32), (tuple(WHOLE)[1:], torch.bfloat16)):
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = kind.make().to(dtype).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
+        for mode in modes:
+            if "torchao" not in mode or record.installed("torchao"):
+                steps[mode] = Training(kind, mode, model, optimizer)
+    times = harness.interleaved(steps, rounds=5, repeat=2)
+    result = {"parameters": sum(p.numel() for p in model.parameters()), "batch": kind.batches[0], "rounds": times}
+    result["modes"] = harness.rows_of(times, "bf16", "speed")
+    for mode, step in steps.items():
+        result["modes"][mode] |= step.memory()
+    show({key: result[key] for key in ("batch", "modes")})
+    return result
+
+
+@benchmark(only=("blocks", "whole"), model=tuple(MODELS))
+def main(options: Options) -> Results:
+    earlier = record.before("gpu_vision")
+    if options.only != "blocks":
+        whole = dict(earlier.get("whole", {}))
+        for name in [options.model] if options.model else MODELS:
+            if library_block(MODELS[name].library, "__version__") is None:
+                print(f"{name}: {MODELS[name].library} is not installed")
+                continue
+            whole[name] = {"machine": record.facts(), **measure_whole(MODELS[name])}
+            earlier = {"blocks": block_source(), "shapes": {}, **earlier, "whole": whole}
+            yield "gpu_vision", earlier
+    if options.only == "whole":
+        return
     found: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         if shape.text and library_block("diffusers.models.attention", "BasicTransformerBlock") is None:
             print(f"{name}: diffusers is not installed")
             continue
         found[name] = measure(shape)
-        yield "gpu_vision", {"blocks": block_source(), "shapes": found}
+        yield "gpu_vision", {"blocks": block_source(), "shapes": found, "whole": earlier.get("whole", {})}

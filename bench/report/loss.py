@@ -11,6 +11,8 @@ NAMES = {
     "twin": "BF16, a twin",
     "rowwise_y_only": "`rowwise`, y alone in FP8",
     "rowwise_exact": "`rowwise` without fast accumulation",
+    "rowwise + FP8 attention": "`rowwise`, attention in FP8",
+    "rowwise + FP8 head": "`rowwise`, head in FP8",
     "tensorwise_e4m3": "`tensorwise`, gradients in E4M3",
     "delayed_e5m2_margin_1": "`delayed`, gradients in E5M2, margin 1",
     "torchao_rowwise": "torchao `rowwise`",
@@ -27,7 +29,7 @@ def studies(results: Mapping[str, Result]) -> list[Fields]:
         if "_loss_" in name and "branch" in result
     ]
     shown = [study for study in found if study.machine.gpu] or found
-    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters))
+    return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
 
 
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
@@ -67,6 +69,12 @@ def label(study: Any) -> str:
     at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
     faster = "" if rate == 1 else f", {rate:g}x of the rate"
     return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
+
+
+def shares(results: Mapping[str, Result]) -> str:
+    """The shares of a run after which branches leave, as "60%, 30% or 10%"."""
+    *others, last = dict.fromkeys(f"{study.branch.share:.0%}" for study in studies(results))
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def where(machine: Fields) -> str:
@@ -110,7 +118,7 @@ def sentence(study: Fields) -> str:
     """What a study says about `rowwise`: the cost of training, and the cost of serving with and without it."""
     modes = study.modes
     row, twin, base = modes["rowwise"], modes.get("twin"), modes["bf16"]
-    by_chance = f" BF16 beside BF16 differs by {interval(twin.bf16)}." if twin is not None else ""
+    by_chance = f" Two runs in BF16 differ by {interval(twin.bf16)}." if twin is not None else ""
     return (
         f"Training the last {1 - study.branch.share:.0%} of a run in `rowwise` raises the loss by {interval(row.bf16)} "
         f"({study.parameters / 1e6:.1f}M parameters, {where(study.machine)}; weights evaluated in BF16). Serving in "
@@ -134,7 +142,7 @@ def peers(results: Mapping[str, Result]) -> str:
 def concludes(results: Mapping[str, Result]) -> bool:
     """True if the largest study ran on a GPU and has the recipes that the page's conclusions name."""
     study = studies(results)[0]
-    named = {"rowwise", "rowwise_y_only", "groupwise", "tensorwise", "tensorwise_e4m3"}
+    named = {"rowwise", "rowwise_y_only", "rowwise + FP8 head", "groupwise", "tensorwise", "tensorwise_e4m3"}
     return bool(study.machine.gpu) and study.modes.keys() >= named
 
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.nn import SwiGLU
+from octavo.nn.fused import bias_gradient
 from octavo.nn.fused_modules import read_norm
 from octavo.recipe import rowwise
 
@@ -152,6 +153,11 @@ def test_a_non_finite_value_never_turns_into_a_number(build, bad: float) -> None
     assert not x.grad[4].isfinite().any()
     assert x.grad[[*range(4), *range(5, 33)]].isfinite().all()
     assert not any(p.grad.isfinite().all() for name, p in block.named_parameters() if name.endswith("weight"))
+
+
+def test_the_gradient_of_a_bias_is_rounded_to_its_own_dtype_alone() -> None:
+    """The sum, 301, has no BF16."""
+    assert bias_gradient(torch.ones(301, 2, dtype=torch.bfloat16), (torch.float32,)).tolist() == [301.0, 301.0]
 
 
 def test_layers_with_and_without_a_bias_side_by_side() -> None:

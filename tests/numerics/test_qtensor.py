@@ -108,6 +108,13 @@ def test_nan_scale_poisons_its_block_and_no_other():
     assert q.dequantize()[1].isnan().all()
 
 
+@pytest.mark.parametrize(("number", "scale"), [(math.inf, 1.0), (-math.inf, 1.0), (1.0, math.inf)])
+def test_what_is_infinite_is_not_made_finite(number, scale):
+    raw = torch.tensor([[number]]).to(torch.float8_e5m2)
+    found = QTensor(raw, torch.tensor([[scale]]), FORMATS["e5m2"], TENSOR).dequantize()
+    assert found.item() == number * scale
+
+
 @pytest.mark.parametrize("granularity", [TENSOR, block(4, 4)], ids=lambda g: g.name)
 def test_t_transposes_what_it_stands_for_without_moving_bytes(granularity):
     raw = data(6, 10)
