@@ -135,6 +135,7 @@ def permutations(
     for cast in casts:
         for given in ((x, slot, top_k, *factors), (x, slot, top_k, *plain), (y, None, 1, *factors)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
+    yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     _, place = aligned_groups(offsets, rows)
     for shift in (None, torch.randint(0, 20, (rows,), dtype=torch.int32)):
         yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)
@@ -159,7 +160,6 @@ def of_experts() -> Iterator[Example]:
     yield "grouped_mm_dw", (h, x_t, b.scale, b.scale, "row", "row", offsets, torch.float32, "emulated", True)
     scales = (torch.rand(n, 1).to(torch.float8_e8m0fnu) for n in (48, 32))
     yield "grouped_mm_dw", (h, x_t, *scales, "group:32", "group:32", offsets, torch.float32, "emulated", True)
-    yield "fold_scales", (a.scale, a.scale.exp2(), b.scale, offsets)
     slot = torch.randperm(20).to(torch.int32)
     buffers = torch.zeros(1, WIDTH).double(), torch.zeros(3, HEAD).double()
     yield "observe_experts", (*buffers, "x", [x[:10]], offsets, a.data, a.scale, ROW, slot, None, None, None, None)
