@@ -7,11 +7,12 @@ GEMMs alone, in each way of accumulating; then the modes take turns.
 `packed` measures the experts of a packed folder as `octavo.load` runs them, forward, against BF16's grouped GEMMs. The
 routing of a token is drawn at random. Decoding (few tokens) runs as a CUDA graph.
 
-    python -m bench.gpu.moe [--only packed]
+    python -m bench.gpu.moe [--only layer|small|packed]
+        small: the layer of small experts, in BF16 and ours alone
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -181,15 +182,12 @@ def gemms(shape: Shape) -> dict[str, float]:
     return p.tflops(ways)
 
 
-def measure(shape: Shape) -> dict[str, Any]:
-    modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in MODES})
+def measure(shape: Shape, names: Sequence[str]) -> dict[str, Any]:
+    modes, _ = harness.built({mode: partial(Runner, mode, shape) for mode in names})
     exact = modes["bf16"].step()
-    names = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
-    db = {
-        mode: dict(zip(names, map(harness.decibels, exact, runner.step()), strict=True))
-        for mode, runner in modes.items()
-        if mode != "bf16"
-    }
+    of = ("y", "dx", *(f"d{name}" for name in Experts.matrices))
+    others = [mode for mode in modes if mode != "bf16"]
+    db = {mode: dict(zip(of, map(harness.decibels, exact, modes[mode].step()), strict=True)) for mode in others}
     del exact
     result = {"shape": vars(shape), "one_layer_db": accuracy_of_one_layer(shape), "db": db, "gemm_tflops": gemms(shape)}
     times = harness.interleaved({mode: runner.step for mode, runner in modes.items()}, rounds=15, repeat=3)
@@ -244,9 +242,10 @@ def measure_tokens(shape: Shape, ways: dict[str, Callable[..., Tensor]], tokens:
 
 @benchmark(only="")
 def main(options: Options) -> Results:
-    result = {}
-    for name, shape in SHAPES.items() if options.only in ("", "layer") else ():
-        result[name] = measure(shape)
-        yield "gpu_moe", result
+    result, small = {}, options.only == "small"
+    shapes = [] if options.only == "packed" else list(SHAPES.items())
+    for name, shape in shapes[-1:] if small else shapes:
+        result[name] = measure(shape, ("bf16", "ours") if small else tuple(MODES))
+        yield "gpu_moe_small" if small else "gpu_moe", result
     if options.only in ("", "packed"):
         yield "gpu_packed_experts", {"shapes": {name: measure_packed(shape) for name, shape in SHAPES.items()}}

@@ -39,9 +39,9 @@ def write(results: dict[str, Result]) -> None:
         (PACKAGE / name).write_text(table)
 
 
-def text(result: Result, key: str, values: Any) -> str:
+def text(result: Result, **values: Any) -> str:
     facts = {name: result["machine"][name] for name in ("gpu", "torch", "measured")}
-    return json.dumps({"machine": facts, key: values}, indent=2) + "\n"
+    return json.dumps({"machine": facts, **values}, indent=2) + "\n"
 
 
 def schemes(results: dict[str, Result]) -> str:
@@ -56,7 +56,7 @@ def schemes(results: dict[str, Result]) -> str:
     for tokens in sorted({tokens for part in parts for tokens in part}):
         found = {scheme: round(speed, 3) for part in parts for scheme, speed in part.get(tokens, {}).items()}
         speeds[str(tokens)] = dict(sorted(found.items()))
-    return text(results["gpu_schemes"], "speeds", speeds)
+    return text(results["gpu_schemes"], speeds=speeds)
 
 
 def by_scheme(rows: Iterable[Row], ways: Mapping[str, str]) -> Iterator[Row]:
@@ -76,7 +76,7 @@ def attention(result: Result) -> str:
         }
         for name, (which, mode) in PLANNED.items()
     }
-    return text(result, "speeds", speeds)
+    return text(result, speeds=speeds)
 
 
 def fastest_bf16(ms: dict[str, float]) -> str:
@@ -84,14 +84,16 @@ def fastest_bf16(ms: dict[str, float]) -> str:
 
 
 def expert_rates(result: Result) -> str:
-    """FLOP/s of grouped GEMMs over both passes, by the rows of an expert."""
+    """FLOP/s of grouped GEMMs over both passes, by the rows of an expert, and the speed of wide experts over BF16."""
     rates: dict[str, dict[str, float]] = {recipe: {} for recipe in PASSES}
     for key in EXPERTS:
         shape, tflops = result[key]["shape"], result[key]["gemm_tflops"]
         rows = shape["tokens"] * shape["top_k"] // shape["experts"]
         for recipe, ways in PASSES.items():
             rates[recipe][str(rows)] = round(1e12 * harmonic_mean([tflops[way] for way in ways]))
-    return text(result, "rates", rates)
+    wide = result["mixtral"]["speedup"]
+    speeds = {recipe: round(wide[f"ours, {recipe}"], 3) for recipe in ("blockwise", "mxfp8")}
+    return text(result, rates=rates, speeds={"rowwise": round(wide["ours"], 3), **speeds})
 
 
 def expert_speeds(result: Result) -> str:
@@ -110,7 +112,7 @@ def expert_speeds(result: Result) -> str:
         }
         for layer in result["shapes"].values()
     ]
-    return text(result, "layers", layers)
+    return text(result, layers=layers)
 
 
 # --- docs/attention.md -----------------------------------------------------------------------------------------

@@ -121,7 +121,8 @@ def calls_of_training() -> Iterator[Call]:
     shift, slot = torch.zeros(M, dtype=torch.int32), torch.zeros(M, 2, dtype=torch.int32)
     yield "transposition", "transpose", (on_cpu(M, 4096), shift, None)
     for s_w in (None, ones(4096, 1)):
-        yield "transposition", "fold_scales", (row, row, s_w)
+        yield "transposition", "fold_scales", (row, row, s_w, None)
+    yield "transposition", "fold_scales", (row, row, ones(8, 4096, 1), torch.zeros(8, dtype=torch.int32))
     yield "quantization", "requantize", ([rows(4096)], row, Cast().fmt, ROW, True)
     yield "largest", "index_of_largest", (on_cpu(M, 128256, dtype=HALF),)
     for columns, dtype in product((64, 4096, 16384), (HALF, torch.float32)):
@@ -130,6 +131,7 @@ def calls_of_training() -> Iterator[Call]:
     yield "permutation", "combine", (rows(4096), slot, ones(M, 2))
     for mean in (True, False):
         yield "rows", "add_rows", (rows(2048), torch.zeros(2048), mean)
+    yield "rows", "word_sums", ([rows(2048), ones(5)],)
     labels, one = torch.zeros(M, dtype=torch.int64), torch.tensor(1.0)
     for cap, fp8 in product((0.0, 30.0), (False, True)):
         yield "softmax_loss", "cross_entropy", (rows(128_256), labels, one, None, 1.0, cap, fp8)

@@ -261,7 +261,7 @@ def test_a_number_that_is_not_finite_stays_in_its_block(value):
 def test_fold_scales(t, n):
     s_x, s_g, s_w = scales(t, n)
     for given in (s_w, None):
-        check("fold_scales", (s_x, s_g, given))
+        check("fold_scales", (s_x, s_g, given, None))
         for one, other in zip(fold_scales(*on_gpu((s_x, s_g, given))), folded(s_x, s_g, given), strict=True):
             assert_same(one, other)
     s_g[t // 2] = torch.nan
@@ -273,7 +273,7 @@ def test_fold_scales(t, n):
 def test_powers_beyond_those_of_float32(exponents):
     s_x, s_g = (torch.full((9, 1), 2.0**e) for e in exponents)
     for s_w in (None, torch.tensor([[2.0**-126], [1.5], [2.0**127]])):
-        check("fold_scales", (s_x, s_g, s_w), repeats=1)
+        check("fold_scales", (s_x, s_g, s_w, None), repeats=1)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

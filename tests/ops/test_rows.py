@@ -1,5 +1,9 @@
-"""Rows of many matrices: quantized together with the bytes and scales of each by itself, or added up."""
+"""Rows of many matrices: quantized together with the bytes and scales of each by itself, or added up; and words."""
 
+from concurrent.futures import Executor
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 from bits import assert_same_numbers, on_gpu
@@ -10,7 +14,7 @@ from octavo.numerics import ROW, TENSOR, Cast
 from octavo.numerics.scaling import scale_from_amax
 from octavo.ops import quantize, quantize_scaled
 from octavo.ops.launching import RowBatch
-from octavo.ops.rows import add_rows, cast_rows, row_amaxes
+from octavo.ops.rows import add_rows, cast_rows, row_amaxes, word_sums
 
 CASTS = [Cast(relative_floor=2.0**-8), Cast(), Cast("e5m2", ROW, "pow2", relative_floor=0.25)]
 SIZES = (3, 0, 130, 1, 257)
@@ -132,3 +136,59 @@ def test_rows_beyond_32_bit_offsets() -> None:
     add_rows(rows, total, mean=False)
     assert total[-5:].tolist() == [7.0] * 5
     assert total[:-5].count_nonzero() == 0
+
+
+# ---- adding words
+
+
+def bytes_of(*sizes: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+
+
+def tensors() -> list[Tensor]:
+    """Of less than a word, of words and a part, of blocks of a kernel; at an odd address, and with strides."""
+    made = bytes_of(1, 7, 8, 9, 23, 24, 0, 8 * 4096, 8 * 4096 + 15, 8 * 3 * 4096 + 13)
+    odd, strided = bytes_of(100, 990)
+    return [*made, odd[3:], strided.view(33, 30).t(), torch.tensor(2.5), torch.ones(5, 3).bfloat16()]
+
+
+def sums_by_numpy(tensors: list[Tensor]) -> list[int]:
+    found = []
+    for tensor in tensors:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        words = np.frombuffer(data + b"\0" * (-len(data) % 8), np.uint64)
+        factors = np.arange(len(words), dtype=np.uint64) * np.uint64(0x1E3779B97F4A7C15)
+        factors = (factors ^ (factors.view(np.int64) >> 31).view(np.uint64)) | np.uint64(1)
+        found.append(int((words * factors).sum().view(np.int64)))
+    return found
+
+
+def interpreted_sums(tensors: list[Tensor], programs: int) -> list[int]:
+    from octavo.ops.kernels import rows as kernel
+
+    with patch.object(kernel, "PROGRAMS", programs):
+        found: list[int] = kernel.word_sums(tensors).tolist()
+    return found
+
+
+@pytest.mark.parametrize("words", [3, 5000, 1 << 19])
+def test_the_sums_of_words_by_numpy(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.ops.rows.WORDS", words)
+    assert word_sums(tensors()).tolist() == sums_by_numpy(tensors())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("programs", [1, 2, 8])
+def test_the_kernel_gives_the_sums_of_words(kernels: Executor, programs: int) -> None:
+    assert kernels.submit(interpreted_sums, tensors(), programs).result() == sums_by_numpy(tensors())
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_sums_of_words() -> None:
+    made = [*tensors(), *bytes_of(8 * 256 * 4096 * 2 + 21)]
+    moved = [t.cuda() for t in made]
+    moved[10] = bytes_of(100)[0].cuda()[3:]
+    for _ in range(3):
+        poison()
+        assert word_sums(moved).tolist() == sums_by_numpy(made)

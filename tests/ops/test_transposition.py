@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from codec_oracle import FP8, ML_DTYPES
-from fold_scales_oracle import folded, scales
+from fold_scales_oracle import folded, folded_by_group, scales
+from grouped_examples import offsets_of
 
 from octavo.numerics import FORMATS
 from octavo.ops import fold_scales, transpose
@@ -82,6 +83,40 @@ def test_they_are_rounded_once(t, n, spread, with_w):
     for actual, expected in zip(fold_scales(*given), folded(*given), strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
+
+
+SIZES = [[5, 0, 300, 1], [0, 0], [40]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_each_group_has_a_largest_of_its_own(sizes):
+    s_x, s_g, s_w = grouped_scales(sizes)
+    found = fold_scales(s_x, s_g, s_w, offsets_of(sizes))
+    for actual, expected in zip(found, folded_by_group(s_x, s_g, s_w, sizes), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def grouped_scales(sizes: list[int], n: int = 7) -> tuple[torch.Tensor, ...]:
+    s_x, s_g, s_w = scales(sum(sizes), n * len(sizes))
+    return s_x, s_g, s_w.view(len(sizes), n, 1)
+
+
+def interpreted(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    from octavo.ops.kernels.transposition import fold_scales
+
+    return fold_scales(*given)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("sizes", SIZES[:1] + SIZES[2:], ids=str)
+def test_the_kernel_folds_the_scales_of_groups(kernels, sizes):
+    *given, s_w = grouped_scales([*sizes, 1200], 1030)
+    given = *given, s_w[:-1].contiguous(), offsets_of(sizes)  # the last rows are of no group
+    for actual, expected in zip(kernels.submit(interpreted, *given).result(), fold_scales(*given), strict=True):
+        assert torch.equal(actual, expected)
+    assert torch.equal(
+        kernels.submit(interpreted, *given[:2], s_w[0], None).result()[2], fold_scales(*given[:2], s_w[0]).dw
+    )
 
 
 def test_the_scales_for_dw_undo_the_shift():

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -20,8 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.integrations.peft import support
+from octavo.ops.rows import word_sums
 from octavo.packing import pack
-from octavo.rl import checksum, push, pushing, served_weights
+from octavo.rl import checksum, push, served_weights
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -154,20 +154,24 @@ def test_one_byte_changes_the_checksum(made: Folders, name: str) -> None:
     assert checksum(served) == before
 
 
-@pytest.mark.parametrize("words", [100, 1 << 19])
-def test_the_checksum_by_numpy(made: Folders, monkeypatch: pytest.MonkeyPatch, words: int) -> None:
-    monkeypatch.setattr(pushing, "_WORDS", words)
+@pytest.mark.parametrize("rows", [False, True])
+def test_exchanges_change_the_checksum(made: Folders, rows: bool) -> None:
+    served = octavo.load(made("llama", scheme="channel"))
+    mlp = served.model.layers[0].mlp
+    pair = [layer.weight.view(torch.uint8) for layer in (mlp.gate_proj, mlp.up_proj)]
+    first, second = pair[0][:2] if rows else pair
+    before, exchanged = checksum(served), first.clone()
+    first.copy_(second)
+    second.copy_(exchanged)
+    assert checksum(served) != before
+
+
+def test_the_checksum_is_of_names_shapes_and_sums(made: Folders) -> None:
     served = octavo.load(made("qwen2", scheme="channel"))
     tensors = {name: t.detach() for name, t in served.state_dict().items() if name != "lm_head.weight"}  # tied
-    stream = b"".join((data := t.view(torch.uint8).numpy().tobytes()) + b"\0" * (-len(data) % 8)
-                      for t in tensors.values())  # fmt: skip
-    factors = np.arange(words, dtype=np.uint64) * np.uint64(0x1E3779B97F4A7C15)
-    factors = (factors ^ (factors.view(np.int64) >> 31).view(np.uint64)) | np.uint64(1)
-    parts = [(part := np.frombuffer(stream[i : i + 8 * words], np.uint64)) * factors[: len(part)]
-             for i in range(0, len(stream), 8 * words)]  # fmt: skip
     described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
-    sums = [int(part.sum().view(np.int64)) for part in parts]
-    assert checksum(served) == hashlib.blake2b(f"{described}{sums}".encode(), digest_size=8).hexdigest()
+    text = f"{described}{word_sums(list(tensors.values())).tolist()}"
+    assert checksum(served) == hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # --- Adapters

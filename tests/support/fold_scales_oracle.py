@@ -22,3 +22,11 @@ def folded(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor
         results = (g * 2.0**exponent / x).astype(np.float32), np.log2(c.max() / c), dw.astype(np.float32)
     dx, shift, dw = map(torch.from_numpy, results)
     return dx, shift.view(-1).int(), dw
+
+
+def folded_by_group(s_x: Tensor, s_g: Tensor, s_w: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for groups of so many rows, each with its line of s_w [E, n, 1]; that of no rows has zeros in dw."""
+    parts = zip(s_x.split(sizes), s_g.split(sizes), s_w, strict=True)
+    found = [folded(*part) if len(part[0]) else (part[0], part[0].view(-1).int(), 0 * part[2]) for part in parts]
+    dx, shift, dw = zip(*found, strict=True)
+    return torch.cat(dx), torch.cat(shift), torch.stack(dw)

@@ -67,7 +67,7 @@ def quantizing(x: Tensor, casts: Sequence[Cast]) -> Iterator[Example]:
         yield "quantize_scaled", (x, torch.full((1, 1), scale), fmt, seed)
     yield "rotate", (x, None)
     for s_w in (None, column.t().contiguous()):
-        yield "fold_scales", (row, row.exp2(), s_w)
+        yield "fold_scales", (row, row.exp2(), s_w, None)
     for cast in (Cast(), Cast("e5m2", relative_floor=0.25)):
         for stored in (True, False):
             yield "quantize_stack", ([x, x[: m // 2]], cast.spec, stored)
@@ -135,6 +135,7 @@ def permutations(
     for cast in casts:
         for given in ((x, slot, top_k, *factors), (x, slot, top_k, *plain), (y, None, 1, *factors)):
             yield "gather_quantize", (given[0], cast.spec, *given[1:])
+    yield "fold_scales", (factors[2] + 0.1, (factors[2] + 0.1).exp2(), torch.rand(experts, k, 1) + 0.1, offsets)
     _, place = aligned_groups(offsets, rows)
     for shift in (None, torch.randint(0, 20, (rows,), dtype=torch.int32)):
         yield "transpose", (y.to(torch.float8_e4m3fn), shift, place, None)

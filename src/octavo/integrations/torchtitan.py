@@ -36,8 +36,9 @@ from octavo.distributed import fp8_all_gather
 from octavo.distributed.parallel_layers import Column, Row
 from octavo.distributed.ranks import Ranks
 from octavo.nn import Linear
+from octavo.nn.conversion import reason_if_slower
 from octavo.nn.conversion_report import Row as ReportRow
-from octavo.nn.experts import LEAST_SIDE, grouped_linear
+from octavo.nn.experts import grouped_linear
 from octavo.nn.only_if_faster import find_speedups, skip_slower
 from octavo.nn.selection import check_globs, skipped_by_name
 from octavo.ops.dispatch import gemm_backends, runs_experts
@@ -196,8 +197,8 @@ class FP8Converter(QuantizationConverter):  # type: ignore[misc]
             return f"{type(config)._owner.__name__}, whose forward is its own"
         if not runs_experts(recipe):
             return f"experts do not run {recipe.name}"
-        if self.config.only_if_faster and (device.type != "cuda" or min(config.dim, config.hidden_dim) < LEAST_SIDE):
-            return f"emulated, or a side below {LEAST_SIDE}: left in BF16"
+        if self.config.only_if_faster and (slow := reason_if_slower((config.dim, config.hidden_dim), recipe, device)):
+            return f"{slow}: left in BF16"
         return skipped_by_name(name, config.hidden_dim, config.dim, self.config.skip)
 
 

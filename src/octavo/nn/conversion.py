@@ -53,8 +53,10 @@ from octavo.nn.selection import ATTENTION_OUTPUT, SelectedLayer, select_linears,
 from octavo.ops import Backend
 from octavo.ops.dispatch import choose_recipe, gemm_backends, grouped_backends, runs_experts
 from octavo.ops.grouped_gemm import ALIGNMENT
+from octavo.ops.launching import find_architecture
 from octavo.ops.registration import FLOATS
-from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise
+from octavo.rates.measured import LEAST_SPEEDUP, experts_speedup
+from octavo.recipe import Recipe, RecipeName, get_recipe, rowwise, similar_preset
 
 
 def convert(
@@ -174,7 +176,9 @@ def convert(
         join_loss(*loss, head)
     coverage = find_coverage(model, chosen if recipe.quantized else (), forward)
     fused, grouped = _fused_modules(model), grouped_backends(recipe, device)
-    return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped)
+    sides = [size for row in stacks if not row.reason for size in row.shape[1:]]
+    slow = reason_if_slower(sides, recipe, device) if sides and device.type == "cuda" else ""
+    return Conversion(recipe, rows, backends, coverage, speedup_source, fused, stacks, grouped, slow)
 
 
 def _input_rows(model: nn.Module, rows: Sequence[Row], tokens: int, forward: ForwardPass | None) -> dict[str, int]:
@@ -303,7 +307,8 @@ def select_experts(
         reason = next((f"skip={glob!r}" for glob in skip if fnmatchcase(name, glob)), "")
         reason = reason or _reason_of_experts(module, weights, recipe, device)
         if not reason and only_if_faster:
-            reason = _reason_if_faster(weights, recipe, device)
+            slow = reason_if_slower([size for w in weights for size in w.shape[1:]], recipe, device)
+            reason = f"{slow}: left in BF16" if slow else ""
         selected.append(SelectedLayer(name, module, reason))
     return selected
 
@@ -370,14 +375,17 @@ def _reason_of_experts(module: nn.Module, weights: Sequence[Tensor], recipe: Rec
     return ""
 
 
-def _reason_if_faster(weights: Sequence[Tensor], recipe: Recipe, device: torch.device) -> str:
-    """Why experts with these weights would not be faster in FP8, or ""."""
+def reason_if_slower(sides: Sequence[int], recipe: Recipe, device: torch.device) -> str:
+    """Why experts whose matrices have these sides would not be faster in FP8, or ""."""
     if device.type != "cuda":
-        return "FP8 is emulated here: left in BF16"
+        return "FP8 is emulated here"
     if any(backend.name == "dequantized" for backend in grouped_backends(recipe, device).values()):
-        return f"the operands of {recipe.name} are widened to BF16 here, which is not faster: left in BF16"
-    if min(size for w in weights for size in w.shape[1:]) < LEAST_SIDE:
-        return f"a side below {LEAST_SIDE}, where FP8 is slower on an H200: left in BF16"
+        return f"the operands of {recipe.name} are widened to BF16 here, which is not faster"
+    if min(sides) < LEAST_SIDE:
+        return f"a side below {LEAST_SIDE}, where FP8 is slower on an H200"
+    speedup = experts_speedup(similar_preset(recipe)) if find_architecture(device).key == "hopper" else None
+    if speedup is not None and speedup < LEAST_SPEEDUP:
+        return f"{speedup:.2f}x, measured with Mixtral's experts"
     return ""
 
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from octavo.nn.experts import LEAST_SIDE
 from octavo.nn.module_tools import call_arguments
 from octavo.ops import Backend
 from octavo.recipe import Recipe
@@ -250,6 +249,7 @@ class Conversion:
         experts: one row for each stack of the matrices of experts; its name is that of the parameter.
         expert_backends: the backends of the grouped GEMMs "y", "dx" and "dw" of experts.
         fused: the names of the modules that quantize in the pass of a norm or activation, each with a description.
+        slow_experts: why the converted experts are slower than in BF16; "" if they are not known to be.
     """
 
     recipe: Recipe
@@ -260,6 +260,7 @@ class Conversion:
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: tuple[Row, ...] = ()
     expert_backends: Mapping[str, Backend] = field(default_factory=dict)
+    slow_experts: str = ""
 
     @property
     def converted(self) -> list[str]:
@@ -278,8 +279,9 @@ class Conversion:
             return f"{self.recipe.name}: {layers} without eight-bit GEMMs: the recipe casts nothing"
         skipped = sum(bool(row.reason) for row in self.rows)
         lines = [f"{self.recipe.name}: {layers} converted, {skipped} skipped"]
+        slow = f"; {self.slow_experts} (only_if_faster=True leaves them in BF16)" if self.slow_experts else ""
         for reason, count in Counter(row.reason for row in self.experts).items():
-            outcome = f"left in high precision: {reason}" if reason else f"converted{self._slow_experts()}"
+            outcome = f"left in high precision: {reason}" if reason else f"converted{slow}"
             lines.append(f"  {plural(count, 'stack')} of experts {outcome}")
         lines += _by_backend(self.backends, "")
         lines += _by_backend(self.expert_backends, " of experts") if any(not r.reason for r in self.experts) else []
@@ -287,19 +289,6 @@ class Conversion:
         if self.speedup_source:
             lines.append(f"  only if faster: {self.speedup_source}")
         return "\n".join([*lines, *(f"  {line}" for line in str(self.coverage).splitlines())])
-
-    def _slow_experts(self) -> str:
-        """A remark on the speed of the converted experts, "" for none."""
-        narrow = any(min(row.shape[1:]) < LEAST_SIDE for row in self.experts if not row.reason)
-        found = {backend.name for backend in self.expert_backends.values()}
-        if "dequantized" in found:
-            return "; their operands are widened to BF16, which is not faster (only_if_faster=True leaves them in BF16)"
-        if not narrow or "emulated" in found:
-            return ""
-        return (
-            f"; with sides below {LEAST_SIDE} they are slower than in BF16 on an H200 (only_if_faster=True leaves them "
-            "in BF16)"
-        )
 
     def __repr__(self) -> str:
         """The summary, and the name, [E x] N, K and the outcome of each row. A layer alone has no name."""

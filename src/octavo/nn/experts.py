@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.nn.linear import compute_dtype
-from octavo.nn.linear_function import Call, LinearCall, dx_operand
+from octavo.nn.linear_function import Call, LinearCall, rescaled
 from octavo.nn.module_tools import check_call, differentiable_once
 from octavo.nn.observer import ExpertObserver, Observer, expert_observer, observe_group
 from octavo.nn.parallel_weights import GatheredWeight
 from octavo.numerics.qtensor import Cast, QTensor
-from octavo.numerics.scaling import quotient, scale_exponent, scale_mantissa, scattered_signs
+from octavo.numerics.scaling import scale_mantissa, scattered_signs
 from octavo.ops.dispatch import COLUMNS, runs_experts
 from octavo.ops.quantization import joined, matrices
 from octavo.ops.registration import check_tensor, eager_check
@@ -163,7 +163,7 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 #
 # Tokens T, each with top_k experts; rows M = T * top_k; width K, F columns inside an expert:
 #
-#     n_q = quantize(x[token of the row])                      one pass
+#     x_q = quantize(x);  n_q = x_q[token of the row]
 #     u[M,2F] = n_q @ w_in_q[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out_q[e]^T
 #     out[t] = sum over s of weight[t,s] * y[row of slot s]    one pass
 #     backward    g_q = quantize(dout[token] * weight * s_out[e] * m_h), one pass
@@ -171,7 +171,7 @@ def _by_slot(y: Tensor, row: Tensor) -> Tensor:
 #                 dx[t] = sum over s of dn[row of slot s]
 #
 # Each grouped GEMM has the backward pass of `GroupedLinear`, below. Saved are u and y in high precision and the bytes
-# of n; the bytes of h and w are computed again.
+# of x; those of h and w are computed again. A token's rows have one scale and the same bytes, quantized once.
 
 
 class _Experts(torch.autograd.Function):
@@ -189,7 +189,8 @@ class _Experts(torch.autograd.Function):
         *others: Any,
     ) -> Tensor:
         slot, row, offsets, in_data, in_scale, out_data, out_scale = others
-        n_q = ops.gather_quantize(x, recipe.x, slot=slot, top_k=row.shape[1])
+        x_q, token = ops.quantize(x, recipe.x), slot // row.shape[1]
+        n_q = rows_of(x_q, token)  # [M,K]
         in_q, out_q = quantized(w_in, in_data, in_scale, recipe.w), quantized(w_out, out_data, out_scale, recipe.w)
         u = multiply(call, recipe.y, n_q, in_q, offsets)  # [M,K] @ [2F,K]^T
         h_q = ops.activation_quantize(u, "swiglu", recipe.x)
@@ -200,7 +201,7 @@ class _Experts(torch.autograd.Function):
         observe_matrices(call.outer_observer, w_out, out_q, recipe.w, offsets)
         ctx.call, ctx.recipe, ctx.x_dtype, ctx.weight_dtype = call, recipe, x.dtype, weight.dtype
         scales = (n_q.scale, h_q.scale, in_q.scale, out_q.scale)
-        ctx.save_for_backward(n_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
+        ctx.save_for_backward(x_q.data, u, y, *scales, weight, w_in, w_out, in_data, out_data, slot, row, offsets)
         return ops.combine(y, row, weight.float())
 
     @staticmethod
@@ -208,33 +209,40 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         recipe: FusableRecipe = ctx.recipe
-        n_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
+        x_data, u, y, s_n, s_h, s_in, s_out, *saved = ctx.saved_tensors
         weight, w_in, w_out, in_data, out_data, slot, row, offsets = saved
         dout, groups = dout.contiguous(), Groups.of(offsets, len(slot))
         dweight = ops.combine_weight_gradient(dout, y, row).to(ctx.weight_dtype)
-        m_n, m_h, expert = scale_mantissa(s_n), scale_mantissa(s_h), groups.expert
+        m_n, m_h = scale_mantissa(s_n), scale_mantissa(s_h)
         factor, folded = weight.float().reshape(-1, 1)[slot], s_out.squeeze(2)
         g = ops.gather_quantize(
-            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=expert, row_scale=m_h * factor,
+            dout, recipe.dy, slot=slot, top_k=row.shape[1], column_scale=folded, group=groups.expert,
+            row_scale=m_h * factor,
         )  # fmt: skip
         observe_group(
             call.outer_observer, "dy", "dy", [dout], g, recipe.dy, offsets,
             slot=slot, factor=factor, column_scale=folded, row_scale=m_h, shift_scale=s_h,
         )  # fmt: skip
         out_t = weights_transposed(w_out, out_data, s_out, recipe.w, g.data)
-        dh = multiply(call, recipe.dx, dx_operand(g, m_h), out_t, offsets)  # [M,K] @ [F,K]^T
+        scales = ops.fold_scales(s_h, g.scale, s_out, offsets)
+        dh = multiply(call, recipe.dx, rescaled(g, scales.dx), out_t, offsets)  # [M,K] @ [F,K]^T
         du, h_q, _ = ops.activation_backward(
             dh, u, "swiglu", recipe.dy,
-            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False, group=expert,
+            column_scale=s_in.squeeze(2), row_scale=m_n, h_cast=recipe.x, h_scale=s_h, biased=False,
+            group=groups.expert,
         )  # fmt: skip
         observe_group(
             call.observer, "dy", "swiglu_gradient", [dh, u], du, recipe.dy, offsets,
             column_scale=s_in.squeeze(2), row_scale=m_n, shift_scale=s_n,
         )  # fmt: skip
-        dw_out = weight_gradient(recipe, g, s_h, s_out, h_q.data, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
+        h_t = ops.transpose(h_q.data, place=groups.place)
+        dw_out = weight_gradient(recipe, g, scales, h_t, groups, w_out.dtype)  # [K,M_e] @ [F,M_e]^T
         in_t = weights_transposed(w_in, in_data, s_in, recipe.w, du.data)
-        dn = multiply(call, recipe.dx, dx_operand(du, m_n), in_t, offsets)  # [M,2F] @ [K,2F]^T
-        dw_in = weight_gradient(recipe, du, s_n, s_in, n_data, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
+        scales = ops.fold_scales(s_n, du.scale, s_in, offsets)
+        dn = multiply(call, recipe.dx, rescaled(du, scales.dx), in_t, offsets)  # [M,2F] @ [K,2F]^T
+        tokens = torch.where(groups.place < 0, -1, slot[groups.place.clamp(min=0)] // row.shape[1])
+        n_t = ops.transpose(x_data, place=tokens)
+        dw_in = weight_gradient(recipe, du, scales, n_t, groups, w_in.dtype)  # [2F,M_e] @ [K,M_e]^T
         dx = ops.combine(dn, row).to(ctx.x_dtype)
         return None, None, dx, dweight, dw_in, dw_out, *([None] * 7)
 
@@ -366,19 +374,14 @@ def plain_grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 class Groups(NamedTuple):
     """The groups of rows in a backward pass."""
 
-    offsets: Tensor  # int32 [E], where each group ends
-    group: Tensor  # int32 [M], the group of each row, E for rows beyond the last group
+    expert: Tensor  # int32 [M], the expert of each row, the last one for rows beyond the last group
     aligned_offsets: Tensor  # as `place`, of `octavo.ops.aligned_groups`
     place: Tensor
 
     @classmethod
     def of(cls, offsets: Tensor, rows: int) -> Self:
-        return cls(offsets, ops.group_of_rows(offsets, rows), *ops.aligned_groups(offsets, rows))
-
-    @property
-    def expert(self) -> Tensor:
-        """int32 [M]: the expert of each row, the last one for rows beyond the last group."""
-        return self.group.clamp(max=len(self.offsets) - 1)
+        expert = ops.group_of_rows(offsets, rows).clamp(max=len(offsets) - 1)
+        return cls(expert, *ops.aligned_groups(offsets, rows))
 
 
 def gathered(w: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -391,6 +394,12 @@ def quantized(w: Tensor, data: Tensor | None, scale: Tensor | None, cast: Cast) 
     if data is None or scale is None:
         return ops.quantize_matrices(w, cast)
     return QTensor(data, scale, cast.fmt, cast.granularity)
+
+
+def rows_of(q: QTensor, index: Tensor) -> QTensor:
+    """Rows of a matrix that is quantized by row: the bytes and scales of each, as often as `index` [M] names it."""
+    words = q.data.view(torch.int64 if q.data.shape[1] % 8 == 0 else torch.uint8)  # an element of 8 bytes at a time
+    return QTensor(words[index].view(q.data.dtype), q.scale[index], q.format, q.granularity)
 
 
 def observe_matrices(observer: Observer | None, w: Tensor, w_q: QTensor, cast: Cast, offsets: Tensor) -> None:
@@ -421,15 +430,12 @@ def weights_transposed(w: Tensor, w_data: Tensor | None, s_w: Tensor, cast: Cast
 
 
 def weight_gradient(
-    recipe: FusableRecipe, g: QTensor, s_x: Tensor, s_w: Tensor, x_data: Tensor, groups: Groups, dtype: torch.dtype
+    recipe: FusableRecipe, g: QTensor, scales: ops.FoldedScales, x_t: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """dw [E, N, K] from g [M, N] and the bytes and scales of x [M, K]; `s_w` [E, N, 1] is taken out of the scale."""
-    exponent = (scale_exponent(s_x) + scale_exponent(g.scale)).view(-1)  # [M] of c
-    largest, shift = ops.group_shifts(exponent, groups.group, len(groups.offsets))  # [E] of c_max, [M]
-    scale = quotient(torch.exp2(largest.float()).view(-1, 1, 1), s_w)
-    h, x_t = ops.transpose(g.data, shift, place=groups.place), ops.transpose(x_data, place=groups.place)
+    """dw [E, N, K] from g [M, N], and the bytes of x, transposed and placed, [K, M']."""
+    h = ops.transpose(g.data, scales.shift, place=groups.place)
     return ops.grouped_mm_dw(
-        h, scale, x_t, groups.aligned_offsets, out_dtype=dtype,
+        h, scales.dw, x_t, groups.aligned_offsets, out_dtype=dtype,
         fast_accumulation=recipe.dw.fast_accumulation, emulate=recipe.emulate,
     )  # fmt: skip
 
@@ -491,10 +497,13 @@ class _GroupedLinear(torch.autograd.Function):
             g = ops.gather_quantize(dy, recipe.dy, column_scale=folded, group=groups.expert, row_scale=m)
             factors = {"column_scale": folded, "row_scale": m, "shift_scale": s_x}
             observe_group(ctx.observer, "dy", "dy", [dy], g, recipe.dy, offsets, **factors)
+            scales = ops.fold_scales(s_x, g.scale, s_w, offsets)
             if needs_x:
                 w_t = weights_transposed(w, w_data, s_w, recipe.w, g.data)
-                dx = multiply(call, recipe.dx, dx_operand(g, m), w_t, offsets)
-            dw = weight_gradient(recipe, g, s_x, s_w, x_data, groups, w.dtype) if needs_w else None
+                dx = multiply(call, recipe.dx, rescaled(g, scales.dx), w_t, offsets)
+            if needs_w:
+                x_t = ops.transpose(x_data, place=groups.place)
+                dw = weight_gradient(recipe, g, scales, x_t, groups, w.dtype)
         else:
             dx = _dx(dy, w, w_data, s_w, offsets, call, ctx.observer) if needs_x else None
             dw = _dw(dy, x_data, s_x, offsets, call, w.dtype) if needs_w else None

@@ -37,8 +37,8 @@ from octavo.observation.operand_statistics import (
     constant,
     sampled_rows,
 )
-from octavo.ops.permutation import group_of_rows, group_shifts
 from octavo.ops.registration import OPERATIONS
+from octavo.ops.transposition import fold_scales, group_of_rows
 
 # ---- Operations that record statistics in the steps that are sampled, and the flag of the host that says when.
 #
@@ -228,11 +228,8 @@ class Quantized:
         """
         if self.shift_scale is None:
             return None
-        bits = (self.scale.view(torch.int32), self.shift_scale.view(torch.int32))
-        exponent = ((bits[0] >> 23) + (bits[1] >> 23)).view(-1)  # of positive normal numbers
-        if self.group is None or self.sizes is None:
-            return (exponent.amax() - exponent[self.index]).unsqueeze(1)
-        return group_shifts(exponent, self.group, len(self.sizes))[1][self.index].unsqueeze(1)
+        offsets = None if self.sizes is None else self.sizes.cumsum(0).int()
+        return fold_scales(self.shift_scale, self.scale, None, offsets).shift[self.index].unsqueeze(1)
 
 
 # ---- The operands of a GEMM of one layer, or of several layers that are stacked.

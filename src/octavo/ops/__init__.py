@@ -33,8 +33,6 @@ if TYPE_CHECKING:
         combine,
         combine_weight_gradient,
         gather_quantize,
-        group_of_rows,
-        group_shifts,
         sort_by_expert,
     )
     from octavo.ops.quantization import (
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
     )
     from octavo.ops.rotary import rotate_append
     from octavo.ops.rotation import rotate
-    from octavo.ops.transposition import FoldedScales, fold_scales, transpose
+    from octavo.ops.transposition import FoldedScales, fold_scales, group_of_rows, transpose
     from octavo.ops.weight_only import grouped_weight_only_mm, weight_only_mm
 
 __all__ = [
@@ -59,7 +57,7 @@ __all__ = [
     "activation_quantize_scaled", "activation_scales", "add_product", "aligned_groups", "append_kv", "cached_attention",
     "combine", "combine_weight_gradient", "find_backend", "find_grouped_backend", "find_weight_only_backend",
     "fold_scales", "fp8_attention", "fp8_attention_backward", "fp8_attention_limit", "gather_quantize", "group_of_rows",
-    "group_shifts", "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
+    "grouped_mm", "grouped_mm_dw", "grouped_weight_only_mm", "index_of_largest", "norm_backward",
     "norm_quantize", "norm_quantize_inference", "quantize", "quantize_matrices", "quantize_matrices_transposed",
     "quantize_scaled", "quantize_stack", "quantize_transposed", "requantize", "requantize_norm",
     "requantize_transposed", "rotate", "rotate_append", "row_scales", "scaled_mm", "sort_by_expert", "transpose",

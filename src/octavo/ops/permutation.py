@@ -15,6 +15,7 @@ from octavo.ops.grouped_gemm import ALIGNMENT
 from octavo.ops.launching import has_kernels, runs_fused
 from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_matrix, check_row_cast, check_tensor, operation
+from octavo.ops.transposition import group_of_rows
 
 
 def gather_quantize_reference(
@@ -154,32 +155,13 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> Rows:
 
     A number of `num_experts` or more is an expert of another rank: its rows come after the last group.
     """
-    flat = experts.reshape(-1)
+    flat = experts.reshape(-1).int()  # a GPU sorts a byte of the keys in a pass
     sorted_experts, slot = torch.sort(flat, stable=True)
     row = torch.empty_like(slot).scatter_(0, slot, torch.arange(len(flat), device=flat.device))
     ends = torch.arange(num_experts, device=flat.device, dtype=flat.dtype)
     offsets = torch.searchsorted(sorted_experts, ends, right=True, out_int32=True)
     row = torch.where(flat < num_experts, row, -1)
     return Rows(slot.to(torch.int32), row.to(torch.int32).view(experts.shape), offsets)
-
-
-def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
-    """int32 [rows]: the number of the group of each row; E, the number of groups, for rows beyond the last group."""
-    # Inductor of PyTorch 2.11 cannot search in a slice, or searches in the tensor that it is cut from, and removes a
-    # clone. The clamp changes nothing, and its result is a tensor of its own.
-    offsets = offsets.clamp(min=0)
-    every = torch.arange(rows, device=offsets.device, dtype=torch.int32)
-    return torch.searchsorted(offsets, every, right=True, out_int32=True)
-
-
-def group_shifts(exponent: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """The largest exponent of each group, int32 [E], and how far below it the exponent of each row is, int32 [M].
-
-    `exponent` is int32 [M], and `group` [M] the group of each row, from 0 to E = `groups`; E for rows of none.
-    """
-    lowest = torch.full((groups + 1,), -(2**30), dtype=torch.int32, device=exponent.device)
-    largest = lowest.scatter_reduce(0, group.long(), exponent, "amax")
-    return largest[:groups], largest[group] - exponent
 
 
 def aligned_groups(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:

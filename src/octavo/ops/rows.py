@@ -1,4 +1,4 @@
-"""Rows of many matrices at a time: quantized by row, or added up.
+"""Rows of many matrices at a time: quantized by row, or added up; and the words of many tensors, added up.
 
 These are functions for eager code, not operations of PyTorch: they write into memory of the caller.
 
@@ -8,7 +8,10 @@ the first step writes the bytes too, and the second writes only those of other r
 byte for byte.
 """
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.numerics.formats import cast as cast_to
@@ -92,3 +95,32 @@ def add_rows(rows: Tensor, total: Tensor, *, mean: bool) -> None:
         return
     reduce = torch.mean if mean else torch.sum
     reduce(rows, 0, dtype=torch.float32, out=total)
+
+
+def word_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 [tensors]: of each, the sum of its words of 64 bits modulo 2^64, each multiplied by a number of its place.
+
+    These numbers are odd, so a word that changes alone always changes the sum. They differ from place to place, so
+    words that are exchanged nearly always do. Zeros fill up the last word. On a GPU all tensors take one launch.
+    """
+    device = tensors[0].device
+    if not has_kernels(device, (8, 0)) or any(t.device != device for t in tensors):
+        return torch.stack([word_sum_reference(t).to(device) for t in tensors])
+    from octavo.ops.kernels import rows as kernel
+
+    with torch.cuda.device(device):
+        return kernel.word_sums(tensors)
+
+
+WORDS = 2**19  # that the reference adds up at a time, in 4 MiB
+
+
+def word_sum_reference(tensor: Tensor) -> Tensor:
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for start in range(0, len(data), 8 * WORDS):
+        part = data[start : start + 8 * WORDS]
+        words = F.pad(part, (0, -len(part) % 8)).view(torch.int64)
+        factors = torch.arange(start // 8, start // 8 + len(words), device=data.device) * 0x1E3779B97F4A7C15
+        total += (words * ((factors ^ (factors >> 31)) | 1)).sum()
+    return total

@@ -74,43 +74,64 @@ _transpose = operation(check=_check, like=_like, runs=_transposes, after=True)(t
 # ---- The scales of the backward GEMMs.
 
 
-def fold_scales_reference(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def group_of_rows(offsets: Tensor, rows: int) -> Tensor:
+    """int32 [rows]: the number of the group of each row; E, the number of groups, for rows beyond the last group."""
+    # Inductor of PyTorch 2.11 cannot search in a slice, or searches in the tensor that it is cut from, and removes a
+    # clone. The clamp changes nothing, and its result is a tensor of its own.
+    offsets = offsets.clamp(min=0)
+    every = torch.arange(rows, device=offsets.device, dtype=torch.int32)
+    return torch.searchsorted(offsets, every, right=True, out_int32=True)
+
+
+def fold_scales_reference(
+    s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The fields of `FoldedScales`."""
     exponent = (scale_exponent(s_x) + scale_exponent(s_g)).view(-1)  # [T] of c
-    largest = exponent.amax() if len(exponent) else exponent.new_zeros(())
-    c_max = torch.exp2(largest.float()).view(1, 1)
-    dw = c_max if s_w is None else quotient(c_max, s_w)
-    return quotient(s_g, scale_mantissa(s_x)), largest - exponent, dw
+    if offsets is None:
+        largest = exponent.amax().view(1, 1) if len(exponent) else exponent.new_zeros(1, 1)
+        shift = largest.view(1) - exponent
+    else:
+        group = group_of_rows(offsets, len(exponent)).long()
+        lowest = exponent.new_full((len(offsets) + 1,), -(2**30))  # the last one of rows of no group
+        each = lowest.scatter_reduce(0, group, exponent, "amax")
+        largest, shift = each[:-1].view(-1, 1, 1), each[group] - exponent
+    c_max = torch.exp2(largest.float())
+    return quotient(s_g, scale_mantissa(s_x)), shift, c_max if s_w is None else quotient(c_max, s_w)
 
 
 class FoldedScales(NamedTuple):
     """Row t of g [T, N] has the scale s_g[t], and row t of x [T, K] the scale s_x[t] = m[t] * 2^e[t]. In dw, the scale
-    of their product is c[t] = s_g[t] * 2^e[t], the largest of which is c_max.
+    of their product is c[t] = s_g[t] * 2^e[t], the largest of which is c_max; of each group, where there are several.
     """
 
     dx: Tensor  # s_g / m, float32 [T, 1]: the scale of g for dx
     shift: Tensor  # int32 [T]: c_max / c[t] = 2^shift[t], by which dw divides row t of g
-    dw: Tensor  # c_max / s_w, float32 [N, 1]: the scale of dw; c_max alone, [1, 1], without s_w
+    dw: Tensor  # c_max / s_w, float32 [N, 1] or [E, N, 1]: the scale of dw; c_max alone, [1, 1], without s_w
 
 
-def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> FoldedScales:
+def fold_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None = None) -> FoldedScales:
     """The scales of the backward GEMMs of one-time quantization (the mathematics: `octavo.nn.linear_function`).
 
     s_x [T, 1], s_g [T, 1] and s_w [N, 1] are the float32 scales of the rows of x, of g = dy * s_w * m, and of w. Those
-    of g are powers of two. s_w is None where g = dy * m.
+    of g are powers of two. s_w is None where g = dy * m. With groups of rows, which end at `offsets` (int32 [E]), s_w
+    is [E, N, 1].
     """
-    return FoldedScales(*_fold_scales(s_x, s_g, s_w))
+    return FoldedScales(*_fold_scales(s_x, s_g, s_w, offsets))
 
 
-def _check_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> None:
-    rows = s_x.numel()
-    for name, scale, size in (("s_x", s_x, rows), ("s_g", s_g, rows), ("s_w", s_w, 0 if s_w is None else s_w.numel())):
-        check_tensor(name, scale, (size, 1), torch.float32)
+def _check_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None) -> None:
+    for name, scale in (("s_x", s_x), ("s_g", s_g)):
+        check_tensor(name, scale, (s_x.numel(), 1), torch.float32)
+    groups = () if offsets is None else (offsets.numel(),)
+    check_tensor("offsets", offsets, groups, torch.int32)
+    columns = 0 if s_w is None else s_w.shape[-2] if s_w.ndim > 1 else s_w.numel()
+    check_tensor("s_w", s_w, (*groups, columns, 1), torch.float32)
 
 
-def _like_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    shift = s_x.new_empty(s_x.shape[0], dtype=torch.int32)
-    return s_g.new_empty(s_g.shape), shift, s_x.new_empty((1, 1) if s_w is None else s_w.shape)
+def _like_scales(s_x: Tensor, s_g: Tensor, s_w: Tensor | None, offsets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    shape = s_w.shape if s_w is not None else (1, 1) if offsets is None else (offsets.shape[0], 1, 1)
+    return s_g.new_empty(s_g.shape), s_x.new_empty(s_x.shape[0], dtype=torch.int32), s_x.new_empty(shape)
 
 
 _fold_scales = operation(

@@ -403,6 +403,11 @@ def _filled_by(rows: int, columns: int, tile_rows: int, tile_columns: int) -> fl
     return min(1.0, rows * columns / (tile_rows * tile_columns * MEASURED * waves))
 
 
+def experts_speedup(preset: str) -> float | None:
+    """The speed over BF16 of Mixtral's experts on a Hopper, forward and backward; None for presets not measured."""
+    return _read("expert_rates.json")["speeds"].get(preset)  # type: ignore[no-any-return]
+
+
 # ---- The speed of each packing scheme over BF16, as it was measured, to say where a packed model is slower.
 #
 # scheme_speeds.json holds, by tokens and scheme, the time of the linear layers of Llama-3-8B in BF16 over their time in

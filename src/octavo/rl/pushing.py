@@ -11,14 +11,13 @@ push needs is checked before a byte is changed. It holds the weights of one laye
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,6 +33,7 @@ from octavo.nn.module_tools import check_module, class_name, parts_of_layer, pla
 from octavo.numerics import TENSOR, Cast, QTensor
 from octavo.ops import quantize, quantize_scaled, quantize_stack
 from octavo.ops.quantization import quantize_matrices
+from octavo.ops.rows import word_sums
 from octavo.packing.options import PackOptions, choose_layers
 from octavo.packing.packer import PackJob
 from octavo.recipe import Recipe, similar_preset
@@ -409,7 +409,8 @@ def checksum(served: nn.Module) -> str:
     """A checksum of the tensors that the engine of `octavo.load` multiplies.
 
     It depends on names, dtypes, shapes and bytes. Any byte that changes alone changes it: its word is multiplied by an
-    odd number and added up modulo 2^64. A ValueError if the engine multiplies a copy of a weight.
+    odd number, another one at each position, and added up modulo 2^64. A ValueError if the engine multiplies a copy of
+    a weight.
 
     Example:
         >>> octavo.rl.checksum(octavo.load("packed/first"))
@@ -418,49 +419,12 @@ def checksum(served: nn.Module) -> str:
     return _checksum(places(served))
 
 
-_WORDS = 2**19  # of 8 bytes, that are added up at a time: with their factors, 8 MiB beside the models
-
-
 def _checksum(held: Mapping[str, Place]) -> str:
-    """The checksum of tensors, whose words follow each other. A tensor with several names counts once, by the first."""
+    """The checksum of tensors. A tensor with several names counts once, by the first."""
     named = dict[int, tuple[str, Tensor]]()
     for name, place in held.items():
         named.setdefault(id(place.tensor), (name, place.tensor))
     tensors = dict(named.values())
     described = "".join(f"{name} {t.dtype} {list(t.shape)} " for name, t in tensors.items())
-    factors = torch.arange(_WORDS, device=next(iter(tensors.values())).device).mul_(0x1E3779B97F4A7C15)  # golden ratio
-    factors = (factors ^ (factors >> 31)).bitwise_or_(1)
-    words = torch.empty_like(factors)
-    sums = [_sum(parts, factors, words) for parts in _full(map(_words, tensors.values()))]
-    found = torch.stack(sums).tolist()  # one wait for the device
-    return hashlib.blake2b(f"{described}{found}".encode(), digest_size=8).hexdigest()
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as int64, with zeros at the end."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    size = tensor.nbytes
-    return (F.pad(data, (0, -size % 8)) if size % 8 or data.data_ptr() % 8 else data).view(torch.int64)
-
-
-def _full(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parts of the tensors, together `_WORDS` words; fewer at the end."""
-    parts, room = list[Tensor](), _WORDS
-    for words in tensors:
-        for part in (words[:room], *torch.split(words[room:], _WORDS)) if words.numel() > room else (words,):
-            parts.append(part)
-            room -= part.numel()
-            if not room:
-                yield parts
-                parts, room = [], _WORDS
-    if parts:
-        yield parts
-
-
-def _sum(parts: list[Tensor], factors: Tensor, words: Tensor) -> Tensor:
-    """The sum of words by their factors, modulo 2^64; `words` is memory for a product of each."""
-    if len(parts) == 1:
-        count = parts[0].numel()
-        return torch.mul(parts[0], factors[:count], out=words[:count]).sum()
-    found = words[: sum(part.numel() for part in parts)]
-    return torch.cat(parts, out=found).mul_(factors[: found.numel()]).sum()
+    sums = word_sums(list(tensors.values())).tolist()  # one wait for the device
+    return hashlib.blake2b(f"{described}{sums}".encode(), digest_size=8).hexdigest()

@@ -30,7 +30,8 @@ def activation_quantize(
     data = allocate(u, (m, f), cast.fmt.dtype) if stored else None
     scale = allocate(u, (m, 1), torch.float32) if scale is None else scale
     block_f = _block_f(f, 2 * MAX_BLOCK_F)
-    warps = _warps(f, block_f) if kind == "gelu" else max(8, block_f // 1024)
+    few = kind == "gelu" or block_f <= 1024  # with 4 warps a thread loads 16 bytes of each half of such a row
+    warps = _warps(f, block_f) if few else max(8, block_f // 1024)
     launcher(_forward_kernel, (m,))(
         u, data, scale, f, FORMAT_MAX=cast.fmt.max, POWER_OF_TWO=cast.power_of_two, GIVEN=given, **_formula(kind),
         BLOCK_F=block_f, ONE_BLOCK=block_f >= f, num_warps=warps,

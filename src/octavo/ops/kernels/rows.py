@@ -1,5 +1,8 @@
-"""Rows of many matrices as Triton kernels: quantized by row, or added up."""
+"""Rows of many matrices as Triton kernels: quantized by row, or added up; and the words of many tensors, added up."""
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -115,3 +118,46 @@ def _add_kernel(rows_ptr, total_ptr, N, ROWS: tl.constexpr, MEAN: tl.constexpr, 
     if MEAN:
         acc *= 1.0 / ROWS
     tl.store(total_ptr + offs, acc, mask)
+
+
+# ---- The sums of the words of many tensors as a Triton kernel. Integers modulo 2^64 may be added in any order.
+
+
+PROGRAMS = 256  # of a tensor; those of a small one find nothing to do
+BLOCK_WORDS = 4096
+FACTOR = tl.constexpr(0x1E3779B97F4A7C15)  # 2^61 times the golden ratio: multiples of it look like random bits
+
+
+def word_sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Same as `octavo.ops.rows.word_sums`, for tensors of one device."""
+    placed = [t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.flatten().clone() for t in tensors]
+    table = torch.tensor([(t.data_ptr(), t.nbytes) for t in placed], dtype=torch.int64, device=placed[0].device)
+    sums = torch.zeros(len(placed), dtype=torch.int64, device=table.device)
+    launcher(_word_kernel, (PROGRAMS, len(placed)))(table, sums, BLOCK=BLOCK_WORDS, num_warps=8)
+    return sums
+
+
+@triton.jit
+def _word_kernel(table_ptr, sums_ptr, BLOCK: tl.constexpr):
+    index, part = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    address, size = tl.load(table_ptr + 2 * index), tl.load(table_ptr + 2 * index + 1)
+    words_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+    words = size // 16 * 2  # pairs, which a thread loads at once
+    if part * BLOCK < words or part == 0:
+        total = tl.zeros((BLOCK,), tl.int64)
+        for first in range(part * BLOCK, words, tl.num_programs(0) * BLOCK):
+            offs = tl.arange(0, BLOCK).to(tl.int64) + first
+            total += tl.load(words_ptr + offs, offs < words, other=0) * _factor(offs)
+        found = tl.sum(total, 0)
+        if part == 0:  # the bytes after the last pair
+            byte = tl.arange(0, 16)
+            rest = tl.load(words_ptr.to(tl.pointer_type(tl.uint8)) + 8 * words + byte, 8 * words + byte < size, other=0)
+            found += tl.sum((rest.to(tl.int64) << (byte % 8 * 8)) * _factor(words + byte // 8), 0)
+        tl.atomic_add(sums_ptr + index, found, sem="relaxed")
+
+
+@triton.jit
+def _factor(offs):
+    """The odd number of each place."""
+    factor = offs * FACTOR
+    return (factor ^ (factor >> 31)) | 1
