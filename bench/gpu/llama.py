@@ -1,7 +1,6 @@
 """The Llama that the GPU benchmarks measure: Llama-3-8B's shape, and stacks of its blocks for a training step."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -93,16 +92,6 @@ class Plain(nn.Module):
         for block in self.layers:
             x = block(x, cos, sin)
         return x
-
-
-class Engine(Plain):
-    """`Plain`, once `use_transformer_engine` has replaced its blocks."""
-
-    autocast: Callable[[], AbstractContextManager[None]]
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        with self.autocast():
-            return Plain.forward(self, x, cos, sin)
 
 
 class LanguageModel(nn.Module):

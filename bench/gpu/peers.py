@@ -1,20 +1,11 @@
-"""Models for other libraries: torchao, Transformer Engine, and the loss of Liger Kernel.
-
-Transformer Engine replaces the plain blocks of the layer stack by modules of its own, with the same weights. Its fused
-modules take the norms and the MLP; rope, attention and the residual sums stay PyTorch's. This was written from the
-sources of Transformer Engine 2.20 and has run with a stand-in for the library only.
-"""
+"""Models for other libraries: torchao, and the loss of Liger Kernel."""
 
 import importlib
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from bench.gpu.llama import PlainBlock, attend
-
-RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "block": "Float8BlockScaling"}
+from torch import nn
 
 
 def use_torchao(model: nn.Module, recipe: str, *, fp8_gather: bool = False) -> int:
@@ -40,42 +31,3 @@ def use_liger_loss(model: nn.Module) -> None:
 def update_torchao(model: nn.Module) -> None:
     """Compute the scales of weights that FSDP2 gathers in FP8: one all-reduce for all of them."""
     importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def use_transformer_engine(model: nn.Module, recipe: str) -> None:
-    """Replace the `PlainBlock`s of an `Engine`. Its forward runs under `autocast`."""
-    te: Any = importlib.import_module("transformer_engine.pytorch")
-    recipes: Any = importlib.import_module("transformer_engine.common.recipe")
-    layers: Any = model.layers
-    model.layers = nn.ModuleList(EngineBlock(te, layer) for layer in layers)
-    chosen = getattr(recipes, RECIPES[recipe])()
-    object.__setattr__(model, "autocast", lambda: te.autocast(enabled=True, recipe=chosen))
-
-
-class EngineBlock(nn.Module):
-    """Norm with q, k, v; o; norm with the SwiGLU MLP: three modules of Transformer Engine."""
-
-    def __init__(self, te: Any, plain: PlainBlock) -> None:
-        super().__init__()
-        attention, mlp = plain.attention, plain.mlp
-        q, k, v, o, down = (m.weight for m in (attention.q, attention.k, attention.v, attention.o, mlp.down))
-        inner = torch.cat((mlp.gate.weight, mlp.up.weight))
-        options: dict[str, Any] = {"bias": False, "params_dtype": q.dtype, "device": q.device}
-        normed = options | {"eps": plain.norm1.eps, "normalization": "RMSNorm"}
-        width = q.shape[1]
-        self.sizes = [q.shape[0], k.shape[0], v.shape[0]]
-        self.qkv = te.LayerNormLinear(width, sum(self.sizes), **normed)
-        self.o = te.Linear(o.shape[1], width, **options)
-        self.mlp = te.LayerNormMLP(width, down.shape[1], activation="swiglu", **normed)
-        copies = (
-            (self.qkv.layer_norm_weight, plain.norm1.weight), (self.qkv.weight, torch.cat((q, k, v))),
-            (self.o.weight, o), (self.mlp.layer_norm_weight, plain.norm2.weight),
-            (self.mlp.fc1_weight, inner), (self.mlp.fc2_weight, down),
-        )  # fmt: skip
-        with torch.no_grad():
-            for target, source in copies:
-                target.copy_(source)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.o(attend(self.qkv(x).split(self.sizes, 2), cos, sin))
-        return x + self.mlp(x)  # type: ignore[no-any-return]

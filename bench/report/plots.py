@@ -22,7 +22,7 @@ from bench.report.front_page import front
 from bench.report.performance import by_mode, current, layer_cells, layer_sizes
 
 BLUE, ORANGE, GREY, GREEN, PINK = "#0072B2", "#E69F00", "#6E6E6E", "#009E73", "#CC79A7"
-OWNERS = {"ours": BLUE, "torchao": ORANGE, "Transformer Engine": PINK, "bf16": GREY}
+OWNERS = {"ours": BLUE, "torchao": ORANGE, "bf16": GREY}
 MODES = {"bf16": GREY, "rowwise": BLUE, "rowwise_if_faster": GREEN, "torchao": ORANGE}
 STYLE = {
     "svg.hashsalt": "octavo",
