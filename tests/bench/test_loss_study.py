@@ -98,9 +98,7 @@ def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "begun"), [("steps", "30", "20"), ("share", "0.1", "0.6"), ("rate", "2", "1.0")]
 )
-def test_another_study_than_the_folder_was_begun_with_is_refused(
-    folder: Path, option: str, value: str, begun: str
-) -> None:
+def test_another_study_than_the_folder_began_with_is_refused(folder: Path, option: str, value: str, begun: str) -> None:
     with pytest.raises(SystemExit, match=f"was begun with {begun} {option}"):
         command.main(["trunk", str(folder), f"--{option}", value])
 
@@ -123,6 +121,14 @@ def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp
     learner.restart(load_file(tmp_path / "trunk.safetensors"))
     rows = text.read_tokens(tmp_path, "training", CONFIG.context, CPU)
     assert training.rounded(list(training.steps(learner, rows, order, 2, 4, 2.0))) == branch["losses"][:2]
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_micro_batches_are_the_sequences_of_a_step(folder: Path, batch: int) -> None:
+    learner = training.Learner("bf16", CONFIG.change(batch=batch, accumulate=4 // batch), CPU)
+    rows = text.read_tokens(folder, "training", CONFIG.context, CPU)
+    found = list(training.steps(learner, rows, text.reading_order(len(rows), 0, 4, None), 0, 2))
+    assert training.rounded(found) == pytest.approx(json.loads((folder / "trunk.json").read_text())["losses"][:2], 1e-3)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "mixture"])

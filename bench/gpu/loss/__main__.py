@@ -46,9 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="?", default="", metavar="MODES:ORDERS", help="of branch and frozen")
     parser.add_argument("--size", choices=SIZES, default="30m", help="the model, of a new folder")
     parser.add_argument("--steps", type=int, help="optimizer steps of a run from its start, of a new folder")
-    parser.add_argument(
-        "--share", type=float, help="of the steps, after which branches leave the trunk; of a new folder"
-    )
+    parser.add_argument("--share", type=float, help="of the steps, before the branches; of a new folder")
     parser.add_argument("--rate", type=float, help="of the branches, over the trunk's learning rate; of a new folder")
     parser.add_argument("--processes", type=int, default=6, help="that `all` runs at a time")
     parser.add_argument("--plan", default="; ".join(PLAN), help="the commands of `all`, separated by semicolons")

@@ -112,7 +112,7 @@ def make_model(mode: str, config: Config, device: torch.device, *, normed: bool 
 
 
 def normed_llama(config: Config) -> nn.Module:
-    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context")}
+    sizes = {name: getattr(config, name) for name in ("layers", "width", "heads", "mlp_width", "context", "tied")}
     return NormedLlama(LlamaConfig(vocabulary=padded(config), kv_heads=config.heads, **sizes))
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.loss.model import IN_BF16, MODES
+from bench.gpu.loss.text import rows_of_step
 from bench.gpu.loss.training import DISTURBANCE, LAST, Study
 from bench.gpu.runs import settings
 from octavo.evaluation.metrics import ratio, student_quantile
@@ -47,8 +48,9 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         raise ValueError(f"{folder} must have a branch of bf16 to compare with; it has {sorted(runs)}")
     rates = read(folder, "rate-*.json")
     trunk = read(folder, "trunk.json")[0]
-    tokens, parameters = config.steps * config.batch * config.context, trunk["parameters"]
-    shape = {name: getattr(config, name) for name in ("mlp_width", "schedule", "decay", "warmup", "evaluate_batches")}
+    tokens, parameters = config.steps * rows_of_step(config) * config.context, trunk["parameters"]
+    named = ("model", "mlp_width", "schedule", "decay", "warmup", "evaluate_batches")
+    shape = {name: getattr(config, name) for name in named}
     frozen = {run["mode"]: run for run in read(folder, "frozen-*.json")}
     curve = curve_of(runs, rates, config)
     modes = {mode: row(mode, runs, curve, config) for mode in MODES if orders_of(mode, runs)}
@@ -133,7 +135,7 @@ def row(mode: str, runs: dict[Key, dict[str, Any]], curve: dict[str, Any], confi
     pairs = [(runs[mode, order], runs["bf16", order]) for order in orders]
     forms = FORMS[1:] if mode == "bf16" else FORMS
     served = {"fp8_to_served_bf16": gap(pairs, "fp8", "fp8", curve, config)} if mode == "rowwise" else {}
-    speed = [(config.steps - run["first"]) * config.batch * config.context / run["seconds"] for run, _ in pairs]
+    speed = [(config.steps - run["first"]) * rows_of_step(config) * config.context / run["seconds"] for run, _ in pairs]
     return {
         "orders": orders,
         "converted": pairs[0][0]["converted"],

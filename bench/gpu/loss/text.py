@@ -43,7 +43,7 @@ def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> d
     found = [text for text in read_text(sources).texts if SHORTEST_FILE <= len(text) <= LARGEST_FILE]
     found.sort(key=lambda text: hashlib.sha256(text.encode()).digest())
     held_out = config.evaluate_batches * config.batch * config.context + 1
-    needed = held_out + config.steps * config.batch * config.context + 1
+    needed = held_out + config.steps * rows_of_step(config) * config.context + 1
     kept = list(first(without_copies(found), int(LONGEST_TOKEN * needed)))
     tokens, _ = lay_out(kept, BpeTokenizer.train(first(kept, SAMPLE), config.vocabulary))
     if len(tokens) < needed:
@@ -65,6 +65,11 @@ def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> d
     np.savez(part, held_out=tokens[:held_out], training=tokens[held_out:])
     part.rename(folder / "tokens.npz")  # whole, or not there
     return facts
+
+
+def rows_of_step(config: Config) -> int:
+    """The sequences that an optimizer step reads."""
+    return config.batch * config.accumulate
 
 
 def first(texts: Iterable[str], characters: int) -> Iterator[str]:

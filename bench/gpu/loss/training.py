@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bench import record
 from bench.gpu.loss import text
 from bench.gpu.loss.model import IN_BF16, make_model
-from bench.gpu.loss.text import read_tokens, reading_order, write_whole
+from bench.gpu.loss.text import read_tokens, reading_order, rows_of_step, write_whole
 from octavo.models.mixture import Mixture
 from octavo.nn.attention_layers import GradientScales
 from octavo.nn.fused_loss import linear_cross_entropy
@@ -163,12 +163,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 # --- Runs ------------------------------------------------------------------------------------------------------
 
 
-def steps(
-    learner: Learner, training: Tensor, order: Tensor, first: int, last: int, rate: float = 1.0
-) -> Iterator[Tensor]:
-    """The losses of the steps `first` to `last`, which read `training` in `order`."""
-    batch = learner.config.batch
-    rows = order.to(learner.device)
+def steps(learner: Learner, training: Tensor, rows: Tensor, first: int, last: int, rate: float = 1) -> Iterator[Tensor]:
+    """The losses of the steps `first` to `last`, which read `training` in the order of `rows`."""
+    batch = rows_of_step(learner.config)
+    rows = rows.to(learner.device)
     for index in range(first, last):
         yield learner.step(index, training[rows[index * batch : (index + 1) * batch]], rate)
 
@@ -189,7 +187,7 @@ def train_trunk(folder: Path, study: Study, device: torch.device) -> None:
     learner.warm_up()
     training, held_out = texts(folder, config, device)
     began = time.monotonic()
-    losses = list(steps(learner, training, reading_order(len(training), last, config.batch, None), 0, last))
+    losses = list(steps(learner, training, reading_order(len(training), last, rows_of_step(config), None), 0, last))
     facts = {"losses": rounded(losses), "evaluation": learner.evaluate(held_out), "seconds": time.monotonic() - began}
     write_run(folder / "trunk.json", learner, facts)
     save_whole(learner.state(), path)
@@ -211,7 +209,7 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
             learner.restart(trunk)
             if mode == "twin":
                 learner.disturb(order)
-            rows = reading_order(len(training), first, config.batch, order)
+            rows = reading_order(len(training), first, rows_of_step(config), order)
             evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
             for step in study.evaluation_steps():
                 losses += steps(learner, training, rows, done, step, study.rate)
@@ -243,7 +241,7 @@ def check_rates(folder: Path, study: Study, device: torch.device) -> None:
         learner.restart(start)
         learner.config = config.change(steps=count, decay_steps=count, warmup=max(count // 20, 1))
         began = time.monotonic()
-        order = reading_order(len(training), 0, config.batch, 1)
+        order = reading_order(len(training), 0, rows_of_step(config), 1)
         losses = list(steps(learner, training, order, 0, count, rate))
         facts = {"steps": count, "rate": rate, "losses": rounded(losses), "evaluation": learner.evaluate(held_out)}
         write_run(path, learner, facts | {"seconds": time.monotonic() - began})
@@ -280,8 +278,9 @@ def compare_gradients(folder: Path, study: Study, device: torch.device, modes: l
     base = Learner("bf16", study.config, device)
     trunk = load_file(folder / "trunk.safetensors", device=str(device))
     training, _ = texts(folder, study.config, device)
-    rows = reading_order(len(training), study.first, study.config.batch, 7).to(device)
-    batches = torch.split(rows[study.first * study.config.batch :], study.config.batch)[:BATCHES]
+    read = rows_of_step(study.config)
+    rows = reading_order(len(training), study.first, read, 7).to(device)
+    batches = torch.split(rows[study.first * read :], study.config.batch)[:BATCHES]
     for mode in modes:
         path = folder / f"gradients-{mode}.json"
         if path.exists() or mode in IN_BF16:
