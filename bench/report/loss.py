@@ -1,5 +1,6 @@
 """The page of the loss study: what branches of one trunk say, from bench/results/gpu_loss_* and cpu_loss_*."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ NAMES = {
     "torchao_rowwise": "torchao `rowwise`",
     "torchao_tensorwise": "torchao `tensorwise`",
 }
+MODELS = {"gpt2": " with GELU", "mixture": " of experts"}  # others than a Llama
+CONCLUDED = {"rowwise", "rowwise_y_only", "rowwise + FP8 head", "groupwise", "tensorwise", "tensorwise_e4m3"}
 FEW = 4  # fewer data orders than these say too little about their own deviation
 
 
@@ -32,13 +35,26 @@ def studies(results: Mapping[str, Result]) -> list[Fields]:
     return sorted(shown, key=lambda study: (study.branch.share != SHARE, -study.parameters, -study.branch.share))
 
 
+def main(results: Mapping[str, Result]) -> Fields:
+    """The study that the page's conclusions rest on: one that has the recipes they name, or else the first."""
+    found = studies(results)
+    return next((study for study in found if study.modes.keys() >= CONCLUDED), found[0])
+
+
 def by_mode(results: Mapping[str, Result]) -> list[Fields]:
-    """A row a study and a mode: its data orders, and its gaps in both forms."""
+    """A row a study and a mode: its data orders, its gaps in both forms, and its largest rise."""
     return [
-        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`")})
+        Fields({**row, "model": study.model, "mode": NAMES.get(mode, f"`{mode}`"), "rise": rise(study, mode)})
         for study in studies(results)
         for mode, row in study.modes.items()
     ]
+
+
+def rise(study: Fields, mode: str) -> float | None:
+    """By how much a training loss of the mode exceeds that of BF16 on the same batch, at the most; None for BF16."""
+    losses = {(run.mode, run.order): run.losses for run in study.runs.branches}
+    pairs = [zip(losses[mode, order], losses["bf16", order], strict=True) for order in study.modes[mode].orders]
+    return None if mode == "bf16" else max(a / b - 1 for pair in pairs for a, b in pair)
 
 
 def frozen(results: Mapping[str, Result]) -> list[Fields]:
@@ -68,12 +84,15 @@ def label(study: Any) -> str:
     rate = study.branch.get("rate", 1.0)
     at = "" if study.branch.share == SHARE else f", branches at {study.branch.share:.0%}"
     faster = "" if rate == 1 else f", {rate:g}x of the rate"
-    return f"{study.parameters / 1e6:.1f}M on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
+    kind = MODELS.get(study.settings.get("model", "llama"), "")
+    return f"{study.parameters / 1e6:.1f}M{kind} on {'one GPU' if study.machine.gpu else 'a CPU'}{at}{faster}"
 
 
 def shares(results: Mapping[str, Result]) -> str:
     """The shares of a run after which branches leave, as "60%, 30% or 10%"."""
-    *others, last = dict.fromkeys(f"{study.branch.share:.0%}" for study in studies(results))
+    *others, last = (
+        f"{share:.0%}" for share in sorted({study.branch.share for study in studies(results)}, reverse=True)
+    )
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -83,7 +102,7 @@ def where(machine: Fields) -> str:
 
 def interval(gap: Any) -> str:
     """The gap with half of its 95 % interval, the pooled one of a recipe with fewer than FEW orders."""
-    if len(gap.by_order) < FEW and "half_pooled" in gap:
+    if len(gap.by_order) < FEW and "half_pooled" in gap and not math.isclose(gap.half_pooled, gap.half or 0):
         return f"{gap.gap:+.3%} {percent(gap.half_pooled)}, pooled"
     return f"{gap.gap:+.3%} {'(one order)' if gap.half is None else percent(gap.half)}"
 
@@ -140,21 +159,20 @@ def peers(results: Mapping[str, Result]) -> str:
 
 
 def concludes(results: Mapping[str, Result]) -> bool:
-    """True if the largest study ran on a GPU and has the recipes that the page's conclusions name."""
-    study = studies(results)[0]
-    named = {"rowwise", "rowwise_y_only", "rowwise + FP8 head", "groupwise", "tensorwise", "tensorwise_e4m3"}
-    return bool(study.machine.gpu) and study.modes.keys() >= named
+    """True if a study on a GPU has the recipes that the page's conclusions name."""
+    study = main(results)
+    return bool(study.machine.gpu) and study.modes.keys() >= CONCLUDED
 
 
-def cost(results: Mapping[str, Result], mode: str, form: str = "bf16") -> str:
-    """The gap of a mode in the largest study."""
-    return interval(studies(results)[0].modes[mode][form])
+def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str = "") -> str:
+    """The gap of a mode in the result `name`, or in the main study."""
+    return interval((results[name] if name else main(results)).modes[mode][form])
 
 
 def verdict(results: Mapping[str, Result]) -> str:
     """The first paragraph of the page."""
     small = "No GPU has run this study yet: for models of useful size the cost is **not decided**. "
-    return decided(results) or small + sentence(studies(results)[0])
+    return decided(results) or small + sentence(main(results))
 
 
 def checked(results: Mapping[str, Result]) -> str:

@@ -110,7 +110,7 @@ def parity(results: dict[str, Result]) -> Any:
 
 def loss(results: dict[str, Result]) -> Any:
     """The method: a trunk with the branches of one data order; and the gap of each mode with its interval."""
-    study = loss_page.studies(results)[0]
+    study = loss_page.main(results)
     figure, (curves, gaps) = canvas(3.6, columns=2, width=9)
     trunk, branches = study.runs.trunk, study.runs.branches
     order, lowest = min(run.order for run in branches), math.inf

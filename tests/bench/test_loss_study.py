@@ -245,7 +245,7 @@ def test_every_figure_of_the_page_is_recomputed_from_the_runs(folder: Path, foun
         for form, cell in zip(("bf16", "fp8"), line.split(" | ")[3:5], strict=True):
             gaps = [loss_of(mode, order, form) / loss_of("bf16", order, "bf16") - 1 for order in orders]
             own = scipy.stats.t.interval(0.95, 1, 0, scipy.stats.sem(gaps))[1] if gaps[1:] else None
-            half = "(one order)" if own is None else f"± {own:.3%}, pooled"  # the deviation of one recipe is its own
+            half = "(one order)" if own is None else f"± {own:.3%}"  # the deviation of one recipe is its own
             assert cell == f"{statistics.fmean(gaps):+.3%} {half}"
     base = statistics.fmean(loss_of("bf16", order, "bf16") for order in (7, 8))
     assert f"| {base:.4f} |" in page

@@ -63,14 +63,14 @@ def combine(y: Tensor, row: Tensor, weight: Tensor | None) -> Tensor:
     """Same as `combine_reference`, for contiguous tensors."""
     (t, top_k), k = row.shape, y.shape[1]
     out = allocate(y, (t, k))
-    launcher(_combine_kernel, (cdiv(k, BLOCK_K), t))(y, out, row, weight, k, TOP_K=top_k, BLOCK_K=BLOCK_K, num_warps=4)
+    launcher(_combine_kernel, (t, cdiv(k, BLOCK_K)))(y, out, row, weight, k, TOP_K=top_k, BLOCK_K=BLOCK_K, num_warps=4)
     return out
 
 
 @triton.jit
 def _combine_kernel(y_ptr, out_ptr, row_ptr, weight_ptr, K, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr):
-    t = tl.program_id(1).to(tl.int64)
-    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    t = tl.program_id(0).to(tl.int64)  # the other axes of a grid end at 65,535
+    offs_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
     for s in tl.static_range(TOP_K):
         row = tl.load(row_ptr + t * TOP_K + s).to(tl.int64)
