@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from octavo.data import ReadReport
     from octavo.inference.engine import Engine
+    from octavo.inference.opening import OpenedModel
     from octavo.inference.sampling import Sampling
     from octavo.models.tokenizer import Batches, Tokenizer
     from octavo.speed import Grid
-    from octavo.train.finished import OpenedModel
 
 SOURCE_HELP = "A run of octavo train, a folder of octavo pack, or a Hugging Face model folder."
 # The options that say what text to write; --time writes none.

@@ -28,7 +28,7 @@ from octavo.hf.stored_tensors import (
     open_tensors,
     transformers_names,
 )
-from octavo.models import BUILT_IN_MODELS, build, from_hf_config
+from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
@@ -251,19 +251,6 @@ def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     except ValueError:  # the architecture is ours, a feature of it is not
         ours = None
     return ours or transformers_meta_model(config, folder)
-
-
-def run_meta_model(config: Mapping[str, Any], folder: Path, model: object) -> MetaModel:
-    """The model of a run, of which `model` is a setting, as the trainer built it. A fine-tuned one is of transformers,
-    even where the architecture is ours. So is a mixture, whose tensors have the names of transformers' model."""
-    if model not in BUILT_IN_MODELS or model == "mixture":
-        return transformers_meta_model(config, folder)
-    check_counts(config, folder)
-    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
-        found = our_meta_model(config)
-    if found is None:
-        raise ArtifactError(f"{folder / 'config.json'} must be of a {model}, the model of the run")
-    return found
 
 
 def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:

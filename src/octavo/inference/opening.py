@@ -97,17 +97,22 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Loaded(NamedTuple):
-    """A language model, ready to run, and its tokenizer. `context` is the number of tokens it can see, and `kv_scales`
-    are the scales of its keys and values, a pair for each layer, if the folder has them."""
+class OpenedModel(NamedTuple):
+    """A language model in evaluation mode, and its tokenizer. `context` is the number of tokens it can see,
+    `description` the folder of its config.json, and `precision` that of autocast, as training has it. A packed folder
+    may have `kv_scales`, a pair for each layer."""
 
     model: nn.Module
     tokenizer: Tokenizer
     context: int
+    device: torch.device
+    description: Path
+    title: str
+    precision: str = "fp32"
     kv_scales: Pairs | None = None
 
 
-def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
+def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> OpenedModel:
     """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
 
     Raises what `octavo.load` raises.
@@ -115,7 +120,7 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     place, path = choose_device(device), Path(folder)
     meta_model = read_meta_model(read_config(path), path)
     model, kv_scales = fill(meta_model, path, place)
-    return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
+    return OpenedModel(model, load_tokenizer(path), meta_model.context, place, path, str(folder), kv_scales=kv_scales)
 
 
 def fill(
@@ -230,7 +235,7 @@ def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict
     return packed
 
 
-def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
+def open_model(folder: Path, device: str | torch.device = "cpu") -> OpenedModel:
     """The language model of a folder that `octavo pack` wrote, or of a Hugging Face folder, which runs in BF16; in
     evaluation mode. An ArtifactError if the folder holds pickles, or its model predicts no next token."""
     place, config = choose_device(device), read_config(folder)
@@ -242,7 +247,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     _require(is_language_model(source.meta_model.model), source.meta_model.model, folder)
     model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
-    return Loaded(model, tokenizer, source.meta_model.context)
+    return OpenedModel(model, tokenizer, source.meta_model.context, place, folder, str(folder))
 
 
 def open_transformers(folder: Path, device: torch.device) -> nn.Module:
