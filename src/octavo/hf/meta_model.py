@@ -6,10 +6,10 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +156,19 @@ def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> T
     hidden = None if logits else getattr(result, "last_hidden_state", None)
     chosen: Tensor = result.logits if hidden is None else hidden  # some classifiers have no part below their head
     return chosen.float()
+
+
+def rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]]) -> Any:
+    """An empty cache of transformers. Each layer stores keys and values as its function of `rounds` gives them."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    def rounded(store: Any, round_both: Any, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return store(*round_both(k, v))
+
+    layers = [DynamicLayer() for _ in rounds]
+    for layer, round_both in zip(layers, rounds, strict=True):
+        layer.update = partial(rounded, layer.update, round_both)
+    return Cache(layers=layers)
 
 
 def measured_part(model: Any, logits: bool) -> Any:

@@ -30,7 +30,7 @@ from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.layer_map import groups
-from octavo.hf.meta_model import model_outputs, predicts_tokens
+from octavo.hf.meta_model import model_outputs, predicts_tokens, rounding_cache
 from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
@@ -79,7 +79,8 @@ class PartlyPackedModel:
         hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         for name, forms in self._forms.items():
             self._model.set_submodule(name, forms[name in packed])
-        kept = {cache_argument(): _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
+        rounds = [partial(_rounded, scales) for scales in self._kv_scales] if cache else []
+        kept = {cache_argument(): rounding_cache(rounds)} if rounds else {}
         result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
         if result.shape[:-1] != ids.shape:
             raise ArtifactError(
@@ -89,24 +90,10 @@ class PartlyPackedModel:
         return result
 
 
-def _rounded_cache(scales: Sequence[tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers that rounds keys and values to E4M3 as they are stored."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    layers = [DynamicLayer() for _ in scales]
-    for layer, pair in zip(layers, scales, strict=True):
-        layer.update = partial(_update, layer.update, pair)
-    return Cache(layers=layers)
-
-
-def _update(
-    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    def rounded(x: Tensor, scale: Tensor) -> Tensor:
-        scale = scale.to(x.device)
-        return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
-
-    return store(rounded(k, scales[0]), rounded(v, scales[1]))
+def _rounded(scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    """Keys and values, rounded to E4M3 as a cache stores them."""
+    pairs = [(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True)]
+    return [(widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype) for x, scale in pairs]
 
 
 # ---- The choice of the layers.

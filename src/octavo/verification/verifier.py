@@ -28,7 +28,14 @@ from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
+from octavo.hf.meta_model import (
+    MetaModel,
+    is_language_model,
+    predicts_tokens,
+    random_inputs,
+    rounding_cache,
+    transformers_meta_model,
+)
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import Required, check_folder, check_weights
@@ -43,7 +50,7 @@ from octavo.verification.layer_spec import (
     nearest,
     round_input,
     round_input_by_compressed_tensors,
-    rounding_cache,
+    round_keys_and_values,
     scale_values,
     widen,
 )
@@ -259,7 +266,8 @@ class Verification:
         unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
         scales = {} if rounding is leave_input else cache_scales(self.files)
-        make_cache = partial(rounding_cache, scales) if scales else None
+        rounds = [partial(round_keys_and_values, pair) for pair in scales.values()]
+        make_cache = partial(rounding_cache, rounds) if rounds else None
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
 
     def _meta_model(self) -> MetaModel:
