@@ -114,7 +114,12 @@ def generate_command(
         opened = open_source(source, step, device)
     if chat:
         write_messages(texts, opened.description)
-    longest = _longest(grid, opened, source) if time else tokenize(texts, opened)
+    longest = max(grid.prompts) if time else tokenize(texts, opened)
+    if time and longest + count > opened.context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {count} new ones are {longest + count} tokens, and the model of "
+            f"{source} sees {opened.context}: take a shorter --length or a smaller --count"
+        )
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         engine = open_engine(
             opened.model, context=opened.context, tokens=longest + count, kv_cache=kv_cache,
@@ -155,17 +160,6 @@ def write_texts(
         return
     rate = f"{tokens / seconds:,.1f} tokens/s"
     say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
-
-
-def _longest(grid: Grid, opened: OpenedModel, source: Path) -> int:
-    """The tokens of the longest prompt. A ValueError if the model cannot see it with its new tokens."""
-    prompt, seen = max(grid.prompts), opened.context
-    if prompt + grid.tokens > seen:
-        raise ValueError(
-            f"a prompt of {prompt} tokens and {grid.tokens} new ones are {prompt + grid.tokens} tokens, and the model "
-            f"of {source} sees {seen}: take a shorter --length or a smaller --count"
-        )
-    return prompt
 
 
 def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, as_json: bool) -> None:

@@ -432,8 +432,7 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
         return ExpertReader(reader, meta_model.experts)
     if model_tensors(meta_model.model).keys() <= reader.specs.keys():
         return reader
-    renamed = _model_names(meta_model.model, reader.specs)
-    return reader if renamed is None else RenamedReader(reader, renamed)
+    return reader if isinstance(meta_model.model, Decoder) else RenamedReader(reader, meta_model.model)
 
 
 def check_unpacked(reader: ShardReader) -> None:
@@ -449,23 +448,16 @@ def check_unpacked(reader: ShardReader) -> None:
             )
 
 
-def _model_names(model: Any, names: Iterable[str]) -> dict[str, str] | None:
-    """The name in the model of each tensor of the files; None if the model is not of transformers, or two tensors would
-    have one name."""
-    if isinstance(model, Decoder):
-        return None
-    loading, mapping = transformers_names()
-    rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
-    found = {name: loading.rename_source_key(name, rules, [])[0] for name in names}
-    return found if len(set(found.values())) == len(found) else None
-
-
 class RenamedReader(ShardReader):
-    """The tensors of another reader under other names: `names` has the new name of each."""
+    """The tensors of another reader by their names in a model of transformers; by their own if two had one name."""
 
-    def __init__(self, reader: ShardReader, names: Mapping[str, str]) -> None:
+    def __init__(self, reader: ShardReader, model: nn.Module) -> None:
         self.folder, self._reader = reader.folder, reader
-        self._from = {new: name for name, new in names.items()}
+        loading, mapping = transformers_names()
+        rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
+        self._from = {loading.rename_source_key(name, rules, [])[0]: name for name in reader.specs}
+        if len(self._from) < len(reader.specs):
+            self._from = {name: name for name in reader.specs}
         self.specs = {new: reader.specs[name] for new, name in self._from.items()}
 
     def get(self, name: str) -> Tensor:

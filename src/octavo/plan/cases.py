@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
-from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, Scheme
+from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF
 from octavo.ops.dispatch import GRADIENT_TILE, Backend
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
-from octavo.plan.serving import NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
+from octavo.plan.serving import BF16, NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
 from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup, training_limit
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
-from octavo.rates.measured import Gpu, find_gpu, fp8_speed, layer_speedup
+from octavo.rates.measured import find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
 from octavo.train.processes import find_degrees
 from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
@@ -358,7 +358,9 @@ class Case:
     def _server(self) -> Server:
         model, config = self._resolve(self._saved_settings() if self.model in model_presets() else self._own_settings())
         gpu = find_gpu(self.gpu)
-        scheme = find_scheme(self.scheme) if self.scheme else _usual_scheme(config, gpu)
+        recipe = chosen_recipe(config.recipe, gpu)  # whose scheme is the usual one, as `octavo pack` chooses it
+        usual = SCHEME_OF.get(recipe.name, CHANNEL.name) if recipe.quantized else BF16
+        scheme = find_scheme(self.scheme or usual)
         batch = config.batch if "--batch" in _names(self.settings) else 1
         return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
@@ -460,12 +462,6 @@ def plan_schemes(case: Case) -> list[ServingPlan]:
     """The plan of serving in BF16, and with each scheme that can pack the model and that the GPU has a kernel for."""
     servers = [replace(case, scheme=name)._server() for name in NAMES]
     return [plan_serving(each) for each in servers if not refusal(each.model, each.scheme, each.gpu)]
-
-
-def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
-    """The scheme of the recipe in `config`, as `octavo pack` chooses it for a run; None for bf16."""
-    recipe = chosen_recipe(config.recipe, gpu)
-    return find_scheme(SCHEME_OF.get(recipe.name, CHANNEL.name)) if recipe.quantized else None
 
 
 def _with(case: Case, name: str, value: str) -> Case:

@@ -53,13 +53,16 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     first = max(saved_bytes(setup, block) for block in model.blocks)
     loss, passing = head_bytes(setup), _again_bytes(setup, largest) + passing_bytes(setup, largest)
     in_head = start and loss > passing
+    # The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction.
+    unreduced = setup.gathered_bytes[1] * largest.parameters * unit_size(largest.parameters) / setup.degrees.tp
+    unreduced = unreduced if setup.sharded else 0.0
     parts = {
         "weights": on_gpu * states.weight,
         "fp8_copies": states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
         "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         "optimizer": on_gpu * states.moments,
         "activations": saved if start else first,
-        "block": 0.0 if in_head else passing if start else max(passing, _unreduced_bytes(setup, largest)),
+        "block": 0.0 if in_head else passing if start else max(passing, unreduced),
         "head": loss if in_head else 0.0,
         "buffers": buffer_bytes(setup, largest, start=start),
     }
@@ -142,12 +145,6 @@ def head_bytes(setup: Setup) -> float:
     chunk = min(setup.config.loss.chunk, tokens)
     stream = (2 * setup.residual + 4) * model.width * tokens / setup.degrees.tp
     return stream + BF16 * vocabulary * (chunk + model.width)  # the gradient takes the place of the logits
-
-
-def _unreduced_bytes(setup: Setup, block: Block) -> float:
-    """The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction."""
-    parameters = block.parameters * unit_size(block.parameters)
-    return setup.gathered_bytes[1] * parameters / setup.degrees.tp if setup.sharded else 0.0
 
 
 def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:

@@ -110,7 +110,10 @@ def verify(
     verification = Verification(read_files(packed), device, progress, report)
     if report.against is not None:
         files = verification.files
-        source = open_source(report.against, _packed_step(files.record.get("source"), report.against))
+        run = RunFolder(report.against)  # of which the checkpoint counts that octavo.json names, if it is still there
+        paths = run.checkpoints() if run.has_model else []
+        packed_from = (run.step_of(path) for path in paths if path.name == files.record.get("source"))
+        source = open_source(report.against, next(packed_from, None))
         check_budgets(budgets, language_model=predicts_tokens(source.meta_model.model))
         if data:
             read_prompts = open_prompts(data, source.description, prompts, source.meta_model, on_read)
@@ -165,7 +168,8 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            ours, theirs = (_completed(meta_model) for meta_model in (self._meta_model(), _as_served(source)))
+            built: list[Any] = [each.model for each in (self._meta_model(), _as_served(source))]
+            ours, theirs = (model.config.to_dict() for model in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
             _check_plausible(files, self.layers)
@@ -279,23 +283,9 @@ def _as_served(source: Source) -> MetaModel:
     return transformers_meta_model(source.config, source.description)
 
 
-def _completed(meta_model: MetaModel) -> dict[str, Any]:
-    """The config.json of a model, with the defaults of transformers."""
-    model: Any = meta_model.model
-    return dict(model.config.to_dict())
-
-
 def _tensors(source: Source) -> dict[str, Tensor]:
     """A tensor on the meta device for each of MODEL, by its name in files, in the dtype in which it is served."""
     return source.meta_model.experts.split(model_tensors(source.meta_model.model))
-
-
-def _packed_step(source: Any, against: Path) -> int | None:
-    """The step of the checkpoint `source` of octavo.json in the run `against`; None if there is none."""
-    run = RunFolder(against)
-    if not run.has_model:
-        return None
-    return next((run.step_of(path) for path in run.checkpoints() if path.name == source), None)
 
 
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
