@@ -91,6 +91,7 @@ def generate_command(
     """
     from octavo.inference.engine import open_engine
     from octavo.inference.sampling import Sampling
+    from octavo.models.tokenizer import HuggingFaceTokenizer
     from octavo.scales import cast_once
     from octavo.speed import Grid
     from octavo.train.finished import open_source
@@ -113,7 +114,13 @@ def generate_command(
     with progress("reading the model"):
         opened = open_source(source, step, device)
     if chat:
-        write_messages(texts, opened.description)
+        if (template := HuggingFaceTokenizer(opened.description).chat) is None:
+            raise ValueError(
+                f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: leave it "
+                "out"
+            )
+        for text in texts:  # what a user says, and the beginning of the answer
+            text.message = template([{"role": "user", "content": text.prompt}], answer=True)
     longest = max(grid.prompts) if time else tokenize(texts, opened)
     if time and longest + count > opened.context:
         raise ValueError(
@@ -274,16 +281,6 @@ class Text:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("message", "ids")}
-
-
-def write_messages(texts: Sequence[Text], folder: Path) -> None:
-    """Set the message of each prompt: what a user says, and the beginning of the answer."""
-    from octavo.models.tokenizer import HuggingFaceTokenizer
-
-    if (chat := HuggingFaceTokenizer(folder).chat) is None:
-        raise ValueError(f"--chat needs a tokenizer with a chat template, and that in {folder} has none: leave it out")
-    for text in texts:
-        text.message = chat([{"role": "user", "content": text.prompt}], answer=True)
 
 
 def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:

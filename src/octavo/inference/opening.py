@@ -166,7 +166,13 @@ def _filled(
     place = torch.device("cpu") if files.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
         tensors = _read_tensors(packing, reader, place)
-    widen_layers(tensors, [*kept, *experts.wide], packing.schemes)
+    for name in (*kept, *experts.wide):  # `check_tensors` names a weight or a scale that is missing
+        weight, scale = (tensors.get(f"{name}.{leaf}") for leaf in ("weight", SCALE_NAME))
+        if weight is not None and scale is not None and name in packing.schemes:
+            check_scale(f"{name}.{SCALE_NAME}", scale, folder)
+            for leaf in (SCALE_NAME, INPUT_SCALE_NAME):
+                tensors.pop(f"{name}.{leaf}", None)
+            tensors[f"{name}.weight"] = packing.schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
     if kept:
         warnings.warn(
             f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
@@ -365,19 +371,6 @@ class ExpertLoading:
         if self._stacks[stack].static:  # gate and up read one input
             found[f"{stack}.input_scale"] = stacked(INPUT_SCALE_NAME, lambda t: t.view(1, 1)).amax((1, 2))
         return found
-
-
-def widen_layers(tensors: dict[str, Tensor], names: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
-    """Dequantize the packed layers `names`, which do not run in eight bits, to BF16, in place, and drop their scales.
-    A layer that lacks its weight or its scale is left as it is. Raises what `check_scale` raises."""
-    for name in names:
-        weight, scale_name = tensors.get(f"{name}.weight"), f"{name}.{SCALE_NAME}"
-        if weight is None or name not in schemes or scale_name not in tensors:
-            continue
-        scale = tensors.pop(scale_name)
-        check_scale(scale_name, scale, Path(name))
-        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
-        tensors[f"{name}.weight"] = schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
 
 
 # ---- Compiling the kernels of a packed model while its files are read.

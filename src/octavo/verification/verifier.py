@@ -345,18 +345,15 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
             if not 1 / _FACTOR < stored / expected[0] < _FACTOR:
                 amax = f"the calibration's largest value / 448 is {expected[0]:.4g}"
                 unknown.append(f"{name} is {stored:.4g}, and {amax}")
-        elif not _is_one_of(expected, stored):
+        elif not any(abs(stored / scale - 1) < _SAME for scale in expected):
             hint, pair = "", f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"  # the values for keys, the keys for values
-            if of in calibration.sites and _is_one_of(_expected(calibration, pair, rule), stored):
+            swapped = _expected(calibration, pair, rule) if of in calibration.sites else []
+            if any(abs(stored / scale - 1) < _SAME for scale in swapped):
                 hint = f", and this one to {pair}: keys and values are swapped"
             message = f"is {stored:.4g}, and by the rule {rule} the calibration gives {expected[0]:.4g}{hint}"
             files.add_finding("scale", name, message)
     if unknown:
         files.remarks.append(f"{unknown[0]} ({len(unknown)} such scales)")
-
-
-def _is_one_of(expected: list[float], stored: float) -> bool:
-    return any(abs(stored / scale - 1) < _SAME for scale in expected)
 
 
 def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
