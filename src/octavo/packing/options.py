@@ -132,7 +132,10 @@ def static_scales(
     record: dict[str, object] = {}
     rule, others = "", names
     if names and options.input_scales is not None:
-        inputs, rule, others = _given(options.input_scales, names), "frozen", []
+        if missing := [name for name in names if name not in options.input_scales]:
+            raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
+        inputs = {name: options.input_scales[name].float().reshape(1).cpu() for name in names}
+        rule, others = "frozen", []
         weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
     # Without --scheme a run keeps the scales that it was trained with.
     elif source.recipe == "delayed" and layers and (options.scheme is None or calibration is None):
@@ -153,12 +156,6 @@ def static_scales(
     if rule:
         record |= {"rule": rule} | ({"calibration_rule": chosen} if record else {})
     return StaticScales(inputs, keys_and_values, record or None, weights)
-
-
-def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
-    if missing := [name for name in layers if name not in scales]:
-        raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
-    return {name: scales[name].float().reshape(1).cpu() for name in layers}
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

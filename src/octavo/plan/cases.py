@@ -373,7 +373,12 @@ class Case:
             return replace(find_architecture("", own), name=self.model), own
         config = load_config(None, self.settings)
         model = find_architecture(self.model, config)
-        _check_fixed(model, config, given)
+        if fixed := [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]:
+            raise ValueError(
+                f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings"
+            )
+        if not model.vocabulary and "--context" in given and config.context != model.context:
+            raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
         values: dict[str, object] = {}
         if "--context" not in given:
             values["context"] = min(model.context, CONTEXT)
@@ -482,15 +487,6 @@ def _without(settings: Sequence[str], option: str) -> Iterator[str]:
         dropping = word.partition("=")[0] == option if word.startswith("--") else dropping
         if not dropping:
             yield word
-
-
-def _check_fixed(model: Architecture, config: Config, given: set[str]) -> None:
-    """A ValueError if a setting is given that would change the sizes of a preset or a config.json."""
-    fixed = [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]
-    if fixed:
-        raise ValueError(f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings")
-    if not model.vocabulary and "--context" in given and config.context != model.context:
-        raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
 
 
 def _names(settings: Sequence[str]) -> set[str]:

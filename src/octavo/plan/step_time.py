@@ -62,8 +62,12 @@ def plan_step(setup: Setup, network: float) -> StepTime:
 
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
-    attention, attention_forward = _attention_seconds(setup, block)
-    tp = setup.degrees.tp
+    tp, context = setup.degrees.tp, setup.config.context
+    both = attention_seconds(block, setup.gpu, setup.tokens, context)
+    attention, attention_forward = (seconds / tp for seconds in both)
+    if setup.fp8_attention:
+        attention /= fp8_speed("forward and backward", context)
+        attention_forward /= fp8_speed("forward", context)
     forward, backward = (sum(each.seconds(setup.gpu) for each in found) for found in block_passes(setup, block))
     passes, passes_forward = (setup.tokens * each / tp for each in (forward + backward, forward))
     copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
@@ -130,15 +134,6 @@ def _products_again(setup: Setup, block: Block) -> float:
         products = [each for each in products if each.layer != "down" or each.count > 1]  # routing needs its experts'
     casts = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)
     return _seconds_of(forward_seconds, setup, products) + casts
-
-
-def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
-    """Seconds of both passes, and of the forward pass."""
-    context = setup.config.context
-    both, forward = (each / setup.degrees.tp for each in attention_seconds(block, setup.gpu, setup.tokens, context))
-    if not setup.fp8_attention:
-        return both, forward
-    return both / fp8_speed("forward and backward", context), forward / fp8_speed("forward", context)
 
 
 def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
