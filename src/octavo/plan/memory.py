@@ -56,9 +56,11 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     # The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction.
     unreduced = setup.gathered_bytes[1] * largest.parameters * unit_size(largest.parameters) / setup.degrees.tp
     unreduced = unreduced if setup.sharded else 0.0
+    w = setup.recipe.w  # FSDP2 gathers the bytes of weights by row or tensor anew for the backward pass
+    gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
     parts = {
         "weights": on_gpu * states.weight,
-        "fp8_copies": states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
+        "fp8_copies": 0.0 if states.offloaded or gathered else states.copies * model.block_weights / ways,
         "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         "optimizer": on_gpu * states.moments,
         "activations": saved if start else first,
@@ -68,13 +70,6 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     }
     offloaded = own * (states.total - states.copies) if states.offloaded else 0.0
     return Memory(parts, offloaded, f"{'start' if start else 'end'} of backward")
-
-
-def _holds_copies(setup: Setup) -> bool:
-    """True if the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
-    w = setup.recipe.w
-    gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
-    return not setup.states.offloaded and not gathered
 
 
 def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
