@@ -188,7 +188,8 @@ def _filled(
     kv_scales = kv_pairs(tensors, cache)
     tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
-    return fill_model(meta_model, files.merge(tensors) | stacks), kv_scales
+    get, names = files.by_model_names(tensors.__getitem__, tensors)
+    return fill_model(meta_model, {name: get(name) for name in names} | stacks), kv_scales
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
