@@ -13,7 +13,7 @@ finds k.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -55,6 +55,7 @@ class PartlyPackedModel:
     ) -> None:
         job = PackJob(source, choose_layers(source, options), options)
         self.logits = predicts_tokens(source.meta_model.model)
+        self.sums: type[LogitSums | EmbeddingSums] = LogitSums if self.logits else EmbeddingSums
         self._model: nn.Module = source.fill_bf16()
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
@@ -223,8 +224,8 @@ def choose_groups(
     def measure(kept: int) -> Quality:
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
-            whole = _compare(model, {"": lambda ids: model.run(ids, packed, cache=True)}, batches)
-            measured[kept] = whole[""]
+            whole = {"": lambda ids: model.run(ids, packed, cache=True)}
+            measured[kept] = compare_many(model.run, whole, batches, model.sums)[""]
             progress(len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)), "measuring the whole")
         return measured[kept]
 
@@ -257,16 +258,8 @@ def _rank(
         progress(next(seen), len(layers) * len(batches), "measuring each group")
         return model.run(ids, group)
 
-    alone = _compare(model, {group[0]: partial(outputs, group) for group in layers}, batches)
+    alone = compare_many(model.run, {group[0]: partial(outputs, group) for group in layers}, batches, model.sums)
     harms = [q.kl.value if isinstance(q, LogitQuality) else 1 - q.cosine.value for q in alone.values()]
     saved = [sum(model.saved[layer] for layer in group) for group in layers]
     ranked = [Group(*each) for each in zip(layers, harms, saved, strict=True)]
     return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
-
-
-def _compare(
-    model: PartlyPackedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
-) -> Mapping[str, Quality]:
-    if model.logits:
-        return compare_many(model.run, candidates, batches, LogitSums)
-    return compare_many(model.run, candidates, batches, EmbeddingSums)
