@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from octavo.data import ReadReport
     from octavo.inference.engine import Engine
+    from octavo.inference.opening import OpenedModel
     from octavo.inference.sampling import Sampling
     from octavo.models.tokenizer import Batches, Tokenizer
     from octavo.speed import Grid
-    from octavo.train.finished import OpenedModel
 
 SOURCE_HELP = "A run of octavo train, a folder of octavo pack, or a Hugging Face model folder."
 # The options that say what text to write; --time writes none.
@@ -91,6 +91,7 @@ def generate_command(
     """
     from octavo.inference.engine import open_engine
     from octavo.inference.sampling import Sampling
+    from octavo.models.tokenizer import HuggingFaceTokenizer
     from octavo.scales import cast_once
     from octavo.speed import Grid
     from octavo.train.finished import open_source
@@ -113,8 +114,19 @@ def generate_command(
     with progress("reading the model"):
         opened = open_source(source, step, device)
     if chat:
-        write_messages(texts, opened.description)
-    longest = _longest(grid, opened, source) if time else tokenize(texts, opened)
+        if (template := HuggingFaceTokenizer(opened.description).chat) is None:
+            raise ValueError(
+                f"--chat needs a tokenizer with a chat template, and that in {opened.description} has none: leave it "
+                "out"
+            )
+        for text in texts:  # what a user says, and the beginning of the answer
+            text.message = template([{"role": "user", "content": text.prompt}], answer=True)
+    longest = max(grid.prompts) if time else tokenize(texts, opened)
+    if time and longest + count > opened.context:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {count} new ones are {longest + count} tokens, and the model of "
+            f"{source} sees {opened.context}: take a shorter --length or a smaller --count"
+        )
     with cast_once(opened.model), autocast(opened.precision, opened.device):
         engine = open_engine(
             opened.model, context=opened.context, tokens=longest + count, kv_cache=kv_cache,
@@ -155,17 +167,6 @@ def write_texts(
         return
     rate = f"{tokens / seconds:,.1f} tokens/s"
     say(f"{plural(tokens, 'token')}, {rate}, the first after {first:.3f} s", "dim", error=True)
-
-
-def _longest(grid: Grid, opened: OpenedModel, source: Path) -> int:
-    """The tokens of the longest prompt. A ValueError if the model cannot see it with its new tokens."""
-    prompt, seen = max(grid.prompts), opened.context
-    if prompt + grid.tokens > seen:
-        raise ValueError(
-            f"a prompt of {prompt} tokens and {grid.tokens} new ones are {prompt + grid.tokens} tokens, and the model "
-            f"of {source} sees {seen}: take a shorter --length or a smaller --count"
-        )
-    return prompt
 
 
 def time_engine(engine: Engine, opened: OpenedModel, grid: Grid, source: Path, as_json: bool) -> None:
@@ -280,16 +281,6 @@ class Text:
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("message", "ids")}
-
-
-def write_messages(texts: Sequence[Text], folder: Path) -> None:
-    """Set the message of each prompt: what a user says, and the beginning of the answer."""
-    from octavo.models.tokenizer import HuggingFaceTokenizer
-
-    if (chat := HuggingFaceTokenizer(folder).chat) is None:
-        raise ValueError(f"--chat needs a tokenizer with a chat template, and that in {folder} has none: leave it out")
-    for text in texts:
-        text.message = chat([{"role": "user", "content": text.prompt}], answer=True)
 
 
 def tokenize(texts: Sequence[Text], opened: OpenedModel) -> int:

@@ -39,7 +39,6 @@ from octavo_cli.display import print_facts, print_rows, progress, say
 if TYPE_CHECKING:
     from octavo.calibration.calibrator import Calibration
     from octavo.packing import BudgetReport, PackReport
-    from octavo.packing.repacking import Repacked
 
 
 def pack_command(
@@ -163,7 +162,7 @@ def pack_command(
 
 def _print(report: PackReport, kept: BudgetReport | None, layout: str) -> None:
     say(f"packed {report.source} into {report.folder}")
-    print_facts([*_of_packed(report), *_of_others(report, kept), *_of_folder(report), *_of_scales(report)])
+    print_facts([*_of_layers(report, kept), *_of_folder(report)])
     if kept is not None:
         print_budget(kept)
     if report.updates:
@@ -204,7 +203,7 @@ def _layers(given: list[str]) -> dict[str, str]:
     return dict(pairs)
 
 
-def _of_packed(report: PackReport) -> list[tuple[str, str]]:
+def _of_layers(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
     from octavo.rates.measured import speeds_note
 
     facts = [("linear layers packed", f"{n}, {scheme}") for scheme, n in Counter(report.packed.values()).items()]
@@ -214,17 +213,13 @@ def _of_packed(report: PackReport) -> list[tuple[str, str]]:
         facts.append(("speed", f"{speeds}; octavo verify --data measures the quality, beside int8's"))
     if report.cached:
         facts.append(("KV cache", f"scales of keys and values in e4m3, for {plural(report.cached, 'attention layer')}"))
-    return facts
-
-
-def _of_others(report: PackReport, kept: BudgetReport | None) -> list[tuple[str, str]]:
     by_budget = [] if kept is None else kept.skip
     left = [f"{name}: {reason}" for name, reason in report.skipped.items() if name not in by_budget]
     if by_budget:
         left.append(f"{len(by_budget)} by the budget, in the table below")
     left += map(str, report.not_linear)
-    out = [("left out", f"{name}: the model has no place for it") for name in report.left_out]
-    return [*(("left in BF16", each) for each in left), *out]
+    facts += [("left in BF16", each) for each in left]
+    return [*facts, *(("left out", f"{name}: the model has no place for it") for name in report.left_out)]
 
 
 def _of_folder(report: PackReport) -> list[tuple[str, str]]:
@@ -241,11 +236,6 @@ def _of_folder(report: PackReport) -> list[tuple[str, str]]:
         facts.append(("not for transformers", f"it cannot read experts by {in_groups[0]}; octavo can"))
     if (report.folder / MODULES).is_file() and len(set(report.packed.values())) > 1:
         facts.append(("not for sentence-transformers", "it opens a folder of one scheme"))
-    return facts
-
-
-def _of_scales(report: PackReport) -> list[tuple[str, str]]:
-    facts = []
     if report.gains:
         gains = sorted(report.gains.values())
         middle = gains[len(gains) // 2]
@@ -383,10 +373,6 @@ def unpack_command(
             )  # fmt: skip
     _say_written(f"converted {folder} into {out}", result.unused)
     _say_readers(layout)
-    _print_conversion(result)
-
-
-def _print_conversion(result: Repacked) -> None:
     if result.lossless:
         say("no weight changed")
         return

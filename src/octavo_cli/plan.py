@@ -95,11 +95,16 @@ def plan_command(
     check_output(csv, "--csv", "a table")
     case = Case(model, tuple(context.args), gpu, gpus, network, scheme, kv_cache, attention)
     if days is not None:
-        _check_days(context, days, budget)
-        runs = find_runs(case, budget or 0.0, days)
+        if given := [name for name in ("--serve", "--compare", "--gpus") if name in changed(context)]:
+            raise ValueError(f"--days searches GPUs and recipes: leave out {given[0]}")
+        if budget is None:
+            raise ValueError("--days is the time for --tokens: add it, such as --tokens 1T")
+        if not days > 0:
+            raise ValueError(f"--days must be above 0; got {days:g}")
+        runs = find_runs(case, budget, days)
         _save(csv, as_json, [plan.to_dict() for plan in runs])
         if not as_json:
-            _show_runs(runs, budget or 0.0, price)
+            _show_runs(runs, budget, price)
         return
     cases = make_cases(case, compare or ())
     labels = [label for label, _ in cases]
@@ -114,7 +119,9 @@ def plan_command(
         _show_schemes(plan_schemes(case))
     for label, plan in zip(labels, plans, strict=bool(plans)):
         _show_fitting(label if compare else "", plan, budget, price)
-    for remark in _serving_remarks(served) if serve else [*_waiting_remarks(labels, plans), *_remarks(plans)]:
+    packed = [f"{p.scheme}: {origin}." for p in served if (origin := p.origins.get("packed layers"))]
+    by_gpu = [f"{p.gpu}: {_listed(p.origins, but='packed layers')}." for p in served]
+    for remark in (*dict.fromkeys([*packed, *by_gpu]), *_waiting_remarks(labels, plans), *_remarks(plans)):
         say(remark)
 
 
@@ -132,16 +139,6 @@ def _token_budget(tokens: str, price: float | None, serve: bool) -> float | None
     if tokens and serve:
         raise ValueError("--tokens belongs to training: leave out --serve, or --tokens")
     return budget
-
-
-def _check_days(context: typer.Context, days: float, budget: float | None) -> None:
-    for name in ("--serve", "--compare", "--gpus"):
-        if name in changed(context):
-            raise ValueError(f"--days searches GPUs and recipes: leave out {name}")
-    if budget is None:
-        raise ValueError("--days is the time for --tokens: add it, such as --tokens 1T")
-    if not days > 0:
-        raise ValueError(f"--days must be above 0; got {days:g}")
 
 
 def _save(csv: Path | None, as_json: bool, found: list[dict[str, Any]]) -> None:
@@ -294,13 +291,6 @@ def _show_schemes(plans: Sequence[ServingPlan]) -> None:
     print_rows(rows, title="By packing scheme")
 
 
-def _serving_remarks(plans: Sequence[ServingPlan]) -> list[str]:
-    """Where the figures come from."""
-    by_gpu = [f"{p.gpu}: {_listed(p.origins, but='packed layers')}." for p in plans]
-    packed = [f"{p.scheme}: {origin}." for p in plans if (origin := p.origins.get("packed layers"))]
-    return list(dict.fromkeys([*packed, *by_gpu]))
-
-
 def _listed(origins: Mapping[str, str], but: str = "") -> str:
     return "; ".join(f"{name}: {origin}" for name, origin in origins.items() if name != but)
 
@@ -317,7 +307,7 @@ def _name(part: str) -> str:
 def _waiting_remarks(labels: Sequence[str], plans: Sequence[TrainingPlan]) -> list[str]:
     """For each case with GPUs that wait for the host: how long, and the settings that train on more tokens."""
     found = []
-    for label, plan in zip(labels, plans, strict=True):
+    for label, plan in zip(labels, plans, strict=bool(plans)):
         if waiting := plan.time.parts["waiting"]:
             faster = [f"{setting} ({speed:.2f}x)" for setting, speed in plan.faster_settings.items()]
             found.append(f"{label}: the GPU waits for the host: {_digits(waiting * 1e3, 1)} ms of a step.")

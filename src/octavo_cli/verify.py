@@ -70,6 +70,7 @@ def verify_command(
 
       octavo verify packed/qwen --against models/qwen --data texts/ --budget kl=0.01 --budget ppl=0.5% --html q.html
     """
+    import octavo
     from octavo.evaluation import Budget, PromptOptions
     from octavo.report.page import page_of_report
     from octavo.verification import verify
@@ -93,19 +94,14 @@ def verify_command(
         write_output(to_json, json.dumps(report.to_dict(invocation), indent=1, allow_nan=False) + "\n")
     if to_html is not None:
         write_output(to_html, page_of_report(report, invocation).html())
-    if not report.ok or (live and not _check_live(packed, device)):
+    if not report.ok:
         raise typer.Exit(1)
-
-
-def _check_live(packed: Path, device: str) -> bool:
-    """Print the faults of the model that `octavo.load` opens; False if there are some."""
-    import octavo
-
-    found = octavo.check(octavo.load(packed, device), packed)
-    show([found.table()])
-    for line in (*found.remarks, f"live: {found.verdict}"):
-        say(line)
-    return found.ok
+    if live:
+        found = octavo.check(octavo.load(packed, device), packed)
+        show([found.table()])
+        for line in (*found.remarks, f"live: {found.verdict}"):
+            say(line)
+        raise typer.Exit(not found.ok)
 
 
 def _print(report: Report) -> None:
@@ -185,7 +181,13 @@ def _print_packed(folder: Path, as_json: bool) -> None:
         found["unused"] = packed.unused
         print(json.dumps(found, indent=2))
         return
-    print_rows([_shown(row) for row in rows])
+    shown = []
+    for row in rows:
+        text = {name: str(row.get(name, "")) for name in ("tensor", "dtype", "shape", "scheme", "scales")}
+        ends = {name: f"{row[name]:.3g}" if name in row else "" for name in ("least", "largest")}
+        size = {"shape": " x ".join(map(str, row["shape"])), "MB": f"{row['bytes'] / 1e6:.2f}"}
+        shown.append(text | ends | size)
+    print_rows(shown)
     layers, left = plural(len(packed.packing.schemes), "layer"), plural(len(packed.ignored), "linear layer")
     say(f"{packed.packing.layout.name}: {layers} packed, {left} in BF16, {total / 1e6:.2f} MB")
     if packed.unused:
@@ -194,17 +196,11 @@ def _print_packed(folder: Path, as_json: bool) -> None:
         say(reciprocal_warning(suspects, len(packed.packing.schemes)), "red")
 
 
-def _shown(row: dict[str, Any]) -> dict[str, str]:
-    text = {name: str(row.get(name, "")) for name in ("tensor", "dtype", "shape", "scheme", "scales")}
-    ends = {name: f"{row[name]:.3g}" if name in row else "" for name in ("least", "largest")}
-    return text | {"shape": " x ".join(map(str, row["shape"]))} | ends | {"MB": f"{row['bytes'] / 1e6:.2f}"}
-
-
 def _layer(packed: PackedTensors, name: str) -> dict[str, Any]:
     scheme, (data, scale) = packed.packing.schemes[name], packed.stored(name)
     values = scheme.packed_weight(data, scale).scale.float()
     row = {
-        "tensor": f"{name}.weight", "dtype": "e4m3", "shape": list(data.shape),
+        "tensor": f"{name}.weight", "dtype": scheme.weight.format, "shape": list(data.shape),
         "scheme": scheme.name, "scales": scale.numel(),
         "least": float(values.min()), "largest": float(values.max()), "bytes": data.nbytes + scale.nbytes,
     }  # fmt: skip

@@ -271,6 +271,9 @@ def test_commands(folders, tmp_path):
     assert rows["model.layers.0.mlp.down_proj.weight"]["dtype"] == "bfloat16"
     assert listed["bytes"] == sum(row["bytes"] for row in listed["tensors"])
     assert "6 layers packed, 2 linear layers in BF16" in run("inspect", folders["mixed"])
+    run("unpack", folders["block"], tmp_path / "int8", "--scheme", "int8")
+    integers = json.loads(run("inspect", tmp_path / "int8", "--json"))["tensors"]
+    assert {row["dtype"] for row in integers if "scheme" in row} == {"int8"}
     assert "no weight changed" in run("unpack", folders["block"], tmp_path / "hf", "--layout", "fp8")
     lossy = run("unpack", tmp_path / "hf", tmp_path / "mx", "--scheme", "mx")
     assert re.search("7 of 7 weights were cast again.* dB, lowest ", lossy)

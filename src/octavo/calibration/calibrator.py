@@ -300,7 +300,13 @@ def _run_all(
                 _run_part(parts, part, batches, observer, before, after)
                 sites = observer.take()
                 if 0 < part < count - 1:
-                    _check_block(sites, linears, parts.blocks[part - 1])
+                    block = parts.blocks[part - 1]
+                    check_seen(sites, [name for name in linears if name.startswith(f"{block}.")], block)
+                    if not any(site.kind == "key" for site in sites.values()):
+                        raise ArtifactError(
+                            f"{block} does not attend through the attention functions of transformers, so that its "
+                            "keys and values are not seen: such a model cannot be calibrated"
+                        )
                 save_tensors(to_tensors(sites), after / SITES, {"sites": json.dumps(describe(sites))})
             for hidden in before.glob("hidden-*"):
                 hidden.unlink()
@@ -322,12 +328,3 @@ def _run_part(
             hidden = parts.run_part(part, ids, hidden, observer.looking)
             if part <= len(parts.blocks):
                 save_tensors({"hidden": hidden.to("cpu", torch.bfloat16)}, after / name)  # [B, T, width]
-
-
-def _check_block(sites: dict[str, Observed], linears: list[str], block: str) -> None:
-    check_seen(sites, [name for name in linears if name.startswith(f"{block}.")], block)
-    if not any(observed.kind == "key" for observed in sites.values()):
-        raise ArtifactError(
-            f"{block} does not attend through the attention functions of transformers, so that its keys and values "
-            "are not seen: such a model cannot be calibrated"
-        )

@@ -203,6 +203,7 @@ def _magnitudes(device: torch.device) -> Tensor:
 
 KINDS = ("input", "norm", "query", "key", "value")
 _ATTENTION = "octavo_observe"
+_NORMS = ("RMSNorm", "LayerNorm")  # transformers has a class for each model
 
 
 @dataclass(eq=False)
@@ -239,7 +240,7 @@ class Observer:
                     hook = module.register_forward_pre_hook(partial(self._before_linear, name), with_kwargs=True)
                 elif name in self._experts:
                     hook = module.register_forward_pre_hook(partial(self._before_experts, self._experts[name]))
-                elif is_norm(module):
+                elif isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(_NORMS):
                     hook = module.register_forward_hook(partial(self._after_norm, name))
                 else:
                     continue
@@ -316,11 +317,6 @@ class _Measured:
 
     def is_of(self, x: Tensor) -> bool:
         return self._tensor() is x and x._version == self._version
-
-
-def is_norm(module: nn.Module) -> bool:
-    """True if this is a normalization over channels, of torch or of transformers, which has a class for each model."""
-    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 @contextmanager

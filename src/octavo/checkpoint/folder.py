@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from octavo.checkpoint.files import SUFFIX, ArtifactError, check_path, read_json, replace_file
 from octavo.util import build, hub_hint, reading
@@ -69,7 +68,10 @@ def _attempt(folder: Path, path: Path) -> int | None:
         _lock(descriptor, folder)
         if _is_file(descriptor, path):
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(_this_program()).encode())
+            command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+            since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "command": command, "since": since}
+            os.write(descriptor, json.dumps(holder).encode())
             return descriptor
     except BaseException:
         os.close(descriptor)
@@ -112,15 +114,6 @@ def _is_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _this_program() -> dict[str, Any]:
-    return {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-    }
-
-
 def _describe(content: bytes) -> str:
     try:
         holder = json.loads(content)
@@ -161,7 +154,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
             with writing(target):
                 partial.mkdir()
                 yield partial
-                _flush(partial)
+                for path in (*(path for path in sorted(partial.rglob("*")) if path.is_file()), partial):
+                    _flush_entry(path)
                 partial.rename(target)
                 _flush_entry(target.parent)
         finally:
@@ -202,13 +196,6 @@ def _check_new(target: Path) -> None:
     check_path(Path(os.path.abspath(target)))
     if target.exists():
         raise FileExistsError(f"{target} exists already: choose another folder")
-
-
-def _flush(folder: Path) -> None:
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            _flush_entry(path)
-    _flush_entry(folder)
 
 
 def _flush_entry(path: Path) -> None:

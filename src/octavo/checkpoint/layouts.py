@@ -107,7 +107,12 @@ class CompressedTensors(Layout):
     def read(self, found: Mapping[str, Any], linears: Sequence[str], where: Path) -> tuple[dict[str, Scheme], bool]:
         kv_cache = found.get("kv_cache_scheme") is not None
         required = {**_REQUIRED, "kv_cache_scheme": KV_CACHE_SCHEME if kv_cache else None}
-        check_settings({**_REQUIRED, **_stated(found)}, required, where)
+        # A status that is null and the sparsity of a dense model mean nothing.
+        said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
+        sparsity = said.get("sparsity_config")
+        if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
+            del said["sparsity_config"]
+        check_settings({**_REQUIRED, **said}, required, where)
         formats = {scheme.format for scheme in SCHEMES.values()} | {"mixed-precision", "naive-quantized"}
         if found.get("format") not in formats:
             raise ArtifactError(f"{where}: format is {found.get('format')!r}, octavo runs {', '.join(sorted(formats))}")
@@ -141,15 +146,6 @@ def _point_at_experts(targets: dict[Scheme, list[str]], schemes: Mapping[str, Sc
         targets[schemes[packed]].append(f"re:{re.escape(packed)}$")
     elif EXPERTS in ignore or any(map(is_expert, ignore)):
         targets.setdefault(CHANNEL, []).append(EXPERTS)
-
-
-def _stated(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without a status that is null and without the sparsity of a dense model, which mean nothing."""
-    said = {key: value for key, value in found.items() if key != "quantization_status" or value is not None}
-    sparsity = said.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format") in (None, "dense"):
-        del said["sparsity_config"]
-    return said
 
 
 def _groups(found: Mapping[str, Any], where: Path) -> list[tuple[list[str], Scheme]]:

@@ -40,7 +40,8 @@ class TorchAo(Layout):
         default = described.get("default") if isinstance(described, dict) and len(described) == 1 else None
         kind, settings = (default.get("_type"), default.get("_data")) if isinstance(default, dict) else (None, None)
         settings = settings if isinstance(settings, dict) else {}
-        dtypes = {_value(settings.get(name)) for name in ("weight_dtype", "activation_dtype")} - {None}
+        stated = [settings.get(name) for name in ("weight_dtype", "activation_dtype")]
+        dtypes = {each.get("_data") if isinstance(each, dict) else each for each in stated} - {None}
         bounds = [settings.get(f"activation_value_{end}") for end in ("lb", "ub")]
         granularity = settings.get("granularity") or {"_type": "PerRow" if kind == _WEIGHTS else "PerTensor"}
         sides = granularity if isinstance(granularity, list) else [granularity]
@@ -55,8 +56,3 @@ class TorchAo(Layout):
                 "pack the BF16 model with octavo pack"
             )
         return dict.fromkeys(packed_layers(self, found, linears, where), scheme), False
-
-
-def _value(described: Any) -> Any:
-    """The name of a dtype as torchao serializes it."""
-    return described.get("_data") if isinstance(described, dict) else described

@@ -255,11 +255,8 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read kl=0.01, ppl=0.005 (or ppl=0.5%, which is the same) or cosine=0.999.
-
-        Raises:
-            ValueError: another measure, or a limit that is not a number in the measure's range.
-        """
+        """Read kl=0.01, ppl=0.005 (or ppl=0.5%, which is the same) or cosine=0.999. A ValueError for another measure,
+        or a limit that is not a number in the measure's range."""
         measure, _, limit = text.partition("=")
         if measure not in _RANGES:
             raise ValueError(

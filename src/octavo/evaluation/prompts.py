@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,6 @@ from octavo.util import import_extra, of_input, open_local
 
 OnRead = Callable[[ReadReport], None]
 """Called with the report of the text that was read, before a model runs on it."""
-
-
-class TokenLimits(Protocol):
-    """The limits of a model, such as `octavo.hf.meta_model.MetaModel`."""
-
-    @property
-    def context(self) -> int: ...  # the tokens that it can see
-
-    @property
-    def vocabulary(self) -> int: ...  # the rows of its embedding
 
 
 @dataclass(frozen=True)
@@ -103,18 +93,18 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def open_prompts(
-    data: Sequence[str], folder: Path, options: PromptOptions, limits: TokenLimits, on_read: OnRead | None = None
+    data: Sequence[str], folder: Path, options: PromptOptions, model: Any, on_read: OnRead | None = None
 ) -> Prompts:
-    """The prompts for a model with `limits`, from `data` and the tokenizer in `folder`."""
-    most = limits.context  # first: a model of images need not have a tokenizer
+    """The prompts for a `model` (an `octavo.hf.meta_model.MetaModel`), from `data` and the tokenizer in `folder`."""
+    most = model.context  # first: a model of images need not have a tokenizer
     tokenizer = open_tokenizer(folder)
     context = min(options.context, tokenizer.model_max_length, most)
     prompts = read_prompts(data, tokenizer, replace(options, context=context))
     if on_read is not None:
         on_read(prompts.report)
-    if (largest := max(map(max, prompts.ids))) >= limits.vocabulary:
+    if (largest := max(map(max, prompts.ids))) >= model.vocabulary:
         raise ArtifactError(
-            f"the tokenizer in {folder} gives the id {largest}, the model has {limits.vocabulary} embeddings: the "
+            f"the tokenizer in {folder} gives the id {largest}, the model has {model.vocabulary} embeddings: the "
             "tokenizer is of another model"
         )
     return prompts

@@ -99,22 +99,16 @@ def find_foldable(source: Source, *, rotate: bool) -> Foldable:
 # another is not, so the layers of a group are packed by one scheme, or all left in BF16.
 
 
-def fused_names() -> list[tuple[str, ...]]:
-    """The last names of the layers that readers run as one GEMM, of all architectures."""
-    found = []
-    for each in ARCHITECTURES.values():
-        layers = (each.block.qkv, each.block.up) if each.block is not None else ()
-        found += [tuple(name.rpartition(".")[2] for name in names) for names in (*layers, each.expert_up)]
-    return [names for names in dict.fromkeys(found) if len(names) > 1]
-
-
 def groups(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Group the layers `names`, in their order, by the GEMM that readers run them in; most are alone."""
-    fused = fused_names()
+    fused = []  # the last names of the layers of each such GEMM, of all architectures
+    for each in ARCHITECTURES.values():
+        layers = (each.block.qkv, each.block.up) if each.block is not None else ()
+        fused += [tuple(name.rpartition(".")[2] for name in together) for together in (*layers, each.expert_up)]
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name in names:
         parent, _, leaf = name.rpartition(".")
-        together = next((leaves for leaves in fused if leaf in leaves), (leaf,))
+        together = next((leaves for leaves in fused if leaf in leaves and len(leaves) > 1), (leaf,))
         found.setdefault((parent, together), []).append(name)
     return [tuple(layers) for layers in found.values()]
 

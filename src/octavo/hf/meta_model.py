@@ -6,10 +6,10 @@ Packing learns from it which tensors are weights of linear layers, and loading w
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from octavo.hf.stored_tensors import (
     open_tensors,
     transformers_names,
 )
-from octavo.models import BUILT_IN_MODELS, build, from_hf_config
+from octavo.models import build, from_hf_config
 from octavo.models.decoder import Decoder
 from octavo.nn.conversion import find_experts
 from octavo.nn.experts import Experts
@@ -158,6 +158,19 @@ def model_outputs(model: Any, inputs: Tensor, logits: bool, **options: Any) -> T
     return chosen.float()
 
 
+def rounding_cache(rounds: Sequence[Callable[[Tensor, Tensor], Sequence[Tensor]]]) -> Any:
+    """An empty cache of transformers. Each layer stores keys and values as its function of `rounds` gives them."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    def rounded(store: Any, round_both: Any, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
+        return store(*round_both(k, v))
+
+    layers = [DynamicLayer() for _ in rounds]
+    for layer, round_both in zip(layers, rounds, strict=True):
+        layer.update = partial(rounded, layer.update, round_both)
+    return Cache(layers=layers)
+
+
 def measured_part(model: Any, logits: bool) -> Any:
     """The module whose outputs are measured: the model, or without `logits` the part below its head."""
     return model if logits else getattr(model, "base_model", model)
@@ -251,19 +264,6 @@ def read_meta_model(config: Mapping[str, Any], folder: Path) -> MetaModel:
     except ValueError:  # the architecture is ours, a feature of it is not
         ours = None
     return ours or transformers_meta_model(config, folder)
-
-
-def run_meta_model(config: Mapping[str, Any], folder: Path, model: object) -> MetaModel:
-    """The model of a run, of which `model` is a setting, as the trainer built it. A fine-tuned one is of transformers,
-    even where the architecture is ours. So is a mixture, whose tensors have the names of transformers' model."""
-    if model not in BUILT_IN_MODELS or model == "mixture":
-        return transformers_meta_model(config, folder)
-    check_counts(config, folder)
-    with reading(folder / "config.json", DESCRIPTION, ArtifactError):
-        found = our_meta_model(config)
-    if found is None:
-        raise ArtifactError(f"{folder / 'config.json'} must be of a {model}, the model of the run")
-    return found
 
 
 def our_meta_model(config: Mapping[str, Any]) -> MetaModel | None:
@@ -432,8 +432,7 @@ def open_model_files(folder: Path, config: Mapping[str, Any], meta_model: MetaMo
         return ExpertReader(reader, meta_model.experts)
     if model_tensors(meta_model.model).keys() <= reader.specs.keys():
         return reader
-    renamed = _model_names(meta_model.model, reader.specs)
-    return reader if renamed is None else RenamedReader(reader, renamed)
+    return reader if isinstance(meta_model.model, Decoder) else RenamedReader(reader, meta_model.model)
 
 
 def check_unpacked(reader: ShardReader) -> None:
@@ -449,23 +448,16 @@ def check_unpacked(reader: ShardReader) -> None:
             )
 
 
-def _model_names(model: Any, names: Iterable[str]) -> dict[str, str] | None:
-    """The name in the model of each tensor of the files; None if the model is not of transformers, or two tensors would
-    have one name."""
-    if isinstance(model, Decoder):
-        return None
-    loading, mapping = transformers_names()
-    rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
-    found = {name: loading.rename_source_key(name, rules, [])[0] for name in names}
-    return found if len(set(found.values())) == len(found) else None
-
-
 class RenamedReader(ShardReader):
-    """The tensors of another reader under other names: `names` has the new name of each."""
+    """The tensors of another reader by their names in a model of transformers; by their own if two had one name."""
 
-    def __init__(self, reader: ShardReader, names: Mapping[str, str]) -> None:
+    def __init__(self, reader: ShardReader, model: nn.Module) -> None:
         self.folder, self._reader = reader.folder, reader
-        self._from = {new: name for name, new in names.items()}
+        loading, mapping = transformers_names()
+        rules = [rule for rule in mapping.get_model_conversion_mapping(model) if not hasattr(rule, "operations")]
+        self._from = {loading.rename_source_key(name, rules, [])[0]: name for name in reader.specs}
+        if len(self._from) < len(reader.specs):
+            self._from = {name: name for name in reader.specs}
         self.specs = {new: reader.specs[name] for new, name in self._from.items()}
 
     def get(self, name: str) -> Tensor:

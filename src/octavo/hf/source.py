@@ -25,6 +25,7 @@ from octavo.checkpoint.files import (
     write_shards,
 )
 from octavo.checkpoint.folder import (
+    BUILT_IN_MODELS,
     CARD,
     RunFolder,
     check_config,
@@ -34,7 +35,7 @@ from octavo.checkpoint.folder import (
     whole_folder,
 )
 from octavo.checkpoint.layouts import read_config, write_config
-from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, run_meta_model, transformers_meta_model
+from octavo.hf.meta_model import MetaModel, fill_model, open_model_files, read_meta_model, transformers_meta_model
 from octavo.hf.stored_tensors import AdaptedReader, Conv1DReader, ExpertReader, open_tensors
 from octavo.recipe import Recipe, similar_preset
 from octavo.util import Progress
@@ -137,7 +138,9 @@ def open_source(path: Path, step: int | None = None) -> Source:
 
 def _run(folder: RunFolder, settings: Mapping[str, Any], checkpoint: Path) -> Source:
     config = read_json(folder.model / "config.json")
-    meta_model = run_meta_model(config, folder.model, settings.get("model"))
+    # A fine-tuned model is of transformers, even where its architecture is ours.
+    describe = read_meta_model if settings.get("model") in BUILT_IN_MODELS else transformers_meta_model
+    meta_model = describe(config, folder.model)
     if settings.get("lora"):
         base = Path(settings["model"])
         check_config(base, f"the model that the adapters of {folder.path} were trained around")

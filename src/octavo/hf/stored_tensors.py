@@ -57,31 +57,23 @@ class ExpertFiles:
         """Each projection of each expert, by its name in the files."""
         return [layer for layers in self.stacks.values() for layer in layers]
 
-    @property
-    def modules(self) -> list[str]:
-        """The modules that hold the experts of a layer, by their names in the files."""
-        return list(dict.fromkeys(re.sub(r"\.\d+\.[^.]*$", "", layers[0]) for layers in self.stacks.values()))
-
-    @property
-    def routers(self) -> list[str]:
-        """The modules that hold a matrix and are neither linear layers nor embeddings, by their names in the files.
-        Other programs take them for linear layers."""
-        modules = dict(self._model.named_modules())
-        weights = {name: p for name, p in self._model.named_parameters() if name.endswith(".weight") and p.ndim == 2}
-        owners = {name: modules[name.removesuffix(".weight")] for name in weights}
-        others = [name for name, owner in owners.items() if not isinstance(owner, nn.Linear | nn.Embedding)]
-        return [self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts]
-
     def unpacked(self, layout: Layout, packed: Collection[str]) -> list[str]:
         """The experts and routers in BF16, as a `quantization_config` must name its unpacked layers.
 
         A layout has one entry for all experts, or matches the names of the modules above. Where some experts are
-        `packed`, the others are named one by one.
+        `packed`, the others are named one by one. Routers are the modules that hold a matrix and are neither linear
+        layers nor embeddings, and that other programs take for linear layers.
         """
+        names = [layout.experts] if layout.experts and self.stacks else []
         if packed:
-            return [*(name for name in self.experts if name not in packed), *self.routers]
-        names = [layout.experts] if layout.experts and self.stacks else self.modules
-        return [*names, *self.routers]
+            names = [name for name in self.experts if name not in packed]
+        elif not names:
+            modules = (re.sub(r"\.\d+\.[^.]*$", "", layers[0]) for layers in self.stacks.values())
+            names = list(dict.fromkeys(modules))
+        owners = {f"{name}.weight": module for name, module in self._model.named_modules()}
+        weights = [name for name, p in self._model.named_parameters() if name in owners and p.ndim == 2]
+        others = [name for name in weights if not isinstance(owners[name], nn.Linear | nn.Embedding)]
+        return [*names, *(self.parts[name][0].removesuffix(".weight") for name in others if name in self.parts)]
 
     def split(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of the files that hold these tensors of the model."""
@@ -89,11 +81,6 @@ class ExpertFiles:
         for name, tensor in tensors.items():
             found |= self._revert(name, tensor) if name in self.stacks else {self.file_name(name): tensor}
         return found
-
-    def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `split`, for all tensors of the files. The parts of an incomplete stack keep their names."""
-        get, names = self.by_model_names(tensors.__getitem__, tensors)
-        return {name: get(name) for name in names}
 
     def part(self, name: str, get: Callable[[str], Tensor]) -> Tensor:
         """One tensor of the files, from the tensors of the model, which `get` reads."""

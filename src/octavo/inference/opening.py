@@ -97,17 +97,22 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-class Loaded(NamedTuple):
-    """A language model, ready to run, and its tokenizer. `context` is the number of tokens it can see, and `kv_scales`
-    are the scales of its keys and values, a pair for each layer, if the folder has them."""
+class OpenedModel(NamedTuple):
+    """A language model in evaluation mode, and its tokenizer. `context` is the number of tokens it can see,
+    `description` the folder of its config.json, and `precision` that of autocast, as training has it. A packed folder
+    may have `kv_scales`, a pair for each layer."""
 
     model: nn.Module
     tokenizer: Tokenizer
     context: int
+    device: torch.device
+    description: Path
+    title: str
+    precision: str = "fp32"
     kv_scales: Pairs | None = None
 
 
-def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loaded:
+def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> OpenedModel:
     """Open a packed folder as a model of `octavo.models` or of transformers, in evaluation mode.
 
     Raises what `octavo.load` raises.
@@ -115,7 +120,7 @@ def load_packed(folder: str | Path, device: str | torch.device = "cpu") -> Loade
     place, path = choose_device(device), Path(folder)
     meta_model = read_meta_model(read_config(path), path)
     model, kv_scales = fill(meta_model, path, place)
-    return Loaded(model, load_tokenizer(path), meta_model.context, kv_scales)
+    return OpenedModel(model, load_tokenizer(path), meta_model.context, place, path, str(folder), kv_scales=kv_scales)
 
 
 def fill(
@@ -161,7 +166,13 @@ def _filled(
     place = torch.device("cpu") if files.stacks else device
     with compile_meanwhile(meta_model, packing, folder, device, kv_cache):
         tensors = _read_tensors(packing, reader, place)
-    widen_layers(tensors, [*kept, *experts.wide], packing.schemes)
+    for name in (*kept, *experts.wide):  # `check_tensors` names a weight or a scale that is missing
+        weight, scale = (tensors.get(f"{name}.{leaf}") for leaf in ("weight", SCALE_NAME))
+        if weight is not None and scale is not None and name in packing.schemes:
+            check_scale(f"{name}.{SCALE_NAME}", scale, folder)
+            for leaf in (SCALE_NAME, INPUT_SCALE_NAME):
+                tensors.pop(f"{name}.{leaf}", None)
+            tensors[f"{name}.weight"] = packing.schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
     if kept:
         warnings.warn(
             f"{folder}: {kept[0]} ({plural(len(kept), 'such layer')}) is packed, and its weight is widened to BF16: "
@@ -177,7 +188,8 @@ def _filled(
     kv_scales = kv_pairs(tensors, cache)
     tensors = {name: t for name, t in tensors.items() if name not in cache}
     stacks = experts.stack(tensors)
-    return fill_model(meta_model, files.merge(tensors) | stacks), kv_scales
+    get, names = files.by_model_names(tensors.__getitem__, tensors)
+    return fill_model(meta_model, {name: get(name) for name in names} | stacks), kv_scales
 
 
 def _read_tensors(packing: Packing, reader: ShardReader, device: torch.device) -> dict[str, Tensor]:
@@ -230,7 +242,7 @@ def _packed_layers(meta_model: MetaModel, packing: Packing, where: Path) -> dict
     return packed
 
 
-def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
+def open_model(folder: Path, device: str | torch.device = "cpu") -> OpenedModel:
     """The language model of a folder that `octavo pack` wrote, or of a Hugging Face folder, which runs in BF16; in
     evaluation mode. An ArtifactError if the folder holds pickles, or its model predicts no next token."""
     place, config = choose_device(device), read_config(folder)
@@ -242,7 +254,7 @@ def open_model(folder: Path, device: str | torch.device = "cpu") -> Loaded:
     _require(is_language_model(source.meta_model.model), source.meta_model.model, folder)
     model, tokenizer = source.fill_bf16(place), load_tokenizer(folder)
     _require(is_causal(model, tokenizer.vocabulary_size), model, folder)
-    return Loaded(model, tokenizer, source.meta_model.context)
+    return OpenedModel(model, tokenizer, source.meta_model.context, place, folder, str(folder))
 
 
 def open_transformers(folder: Path, device: torch.device) -> nn.Module:
@@ -360,19 +372,6 @@ class ExpertLoading:
         if self._stacks[stack].static:  # gate and up read one input
             found[f"{stack}.input_scale"] = stacked(INPUT_SCALE_NAME, lambda t: t.view(1, 1)).amax((1, 2))
         return found
-
-
-def widen_layers(tensors: dict[str, Tensor], names: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
-    """Dequantize the packed layers `names`, which do not run in eight bits, to BF16, in place, and drop their scales.
-    A layer that lacks its weight or its scale is left as it is. Raises what `check_scale` raises."""
-    for name in names:
-        weight, scale_name = tensors.get(f"{name}.weight"), f"{name}.{SCALE_NAME}"
-        if weight is None or name not in schemes or scale_name not in tensors:
-            continue
-        scale = tensors.pop(scale_name)
-        check_scale(scale_name, scale, Path(name))
-        tensors.pop(f"{name}.{INPUT_SCALE_NAME}", None)
-        tensors[f"{name}.weight"] = schemes[name].packed_weight(weight, scale).dequantize(UNQUANTIZED_DTYPE)
 
 
 # ---- Compiling the kernels of a packed model while its files are read.

@@ -25,29 +25,14 @@ from octavo.ops import index_of_largest
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of a draw.
+    """The settings of a draw, such as Sampling(temperature=0.8, top_p=0.9, seed=1). A ValueError names a setting that
+    is out of range."""
 
-    Args:
-        temperature: 0 takes the most likely token, and top-k and top-p change nothing.
-        top_k: draw from so many most likely tokens; 0 draws from all.
-        top_p: draw from the most likely tokens that together have this probability, in (0, 1].
-        repetition_penalty: above 1 makes the tokens of the text less likely, its prompt included.
-        seed: of the draws; None takes a new one for each generation.
-
-    Raises:
-        ValueError: a setting is out of range.
-
-    Example:
-
-        Sampling(temperature=0)                          the most likely token
-        Sampling(temperature=0.8, top_p=0.9, seed=1)
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    temperature: float = 1.0  # 0 takes the most likely token, and top-k and top-p change nothing
+    top_k: int = 0  # draw from so many most likely tokens; 0 draws from all
+    top_p: float = 1.0  # draw from the most likely tokens that together have this probability, in (0, 1]
+    repetition_penalty: float = 1.0  # above 1 makes the tokens of the text less likely, its prompt included
+    seed: int | None = None  # of the draws; None takes a new one for each generation
 
     def __post_init__(self) -> None:
         for name, fits, required in (

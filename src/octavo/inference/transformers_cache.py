@@ -96,21 +96,13 @@ class QuantizedKVCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class QuantizedKVCache(Cache):  # type: ignore[misc]
     """A cache of fixed size for the argument `CACHE`. The model's attention must be "octavo"; `for_model` sets it.
 
-    Args:
-        config: of the model.
-        max_tokens: room for each sequence, prompt and padding included.
-        dtype: "fp8" (e4m3), "int8", "bf16", "fp16" or "fp32"; None takes that of the first keys.
-        scales: pairs (of keys, of values), one pair a layer in order, or by the name of its attention. Each is float32
-            with one element or one a head, as in `scales_from_calibration` and packed folders. None computes them in a
-            warm-up, in which padding counts.
-        per, margin: of a warm-up, see `octavo.inference.kv_cache.LayerKVCache`.
-        warm_up: "prompt" freezes the scales after the first prompt. "manual" lets them grow until `freeze()`, and casts
-            the stored tokens again each time they grow.
-
-    Raises:
-        UnservedError: the model has layers that do not attend to all tokens, or a sliding window shorter than the
-            cache.
-        ValueError: the settings do not fit each other, or the scales are of another number of layers.
+    `max_tokens` is the room for each sequence, prompt and padding included; `dtype` is "fp8" (e4m3), "int8", "bf16",
+    "fp16", "fp32", or None for that of the first keys. `scales` are pairs (of keys, of values), float32 with one
+    element or one a head, a pair for each layer in order or by the name of its attention. None computes them in a
+    warm-up (`per`, `margin`: see `octavo.inference.kv_cache.LayerKVCache`), in which padding counts. The `warm_up`
+    "prompt" freezes them after the first prompt; "manual" lets them grow until `freeze()`, and casts the stored tokens
+    again each time. An UnservedError if not all layers attend to all tokens; a ValueError for settings or scales that
+    do not fit.
     """
 
     def __init__(
@@ -174,19 +166,10 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 def scales_from_calibration(
     calibration: Calibration, dtype: str = "fp8", *, heads: int | None = None
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The scales of keys and values for a `QuantizedKVCache`.
-
-    Args:
-        calibration: of the model, made by `octavo calibrate`.
-        dtype: "fp8" or "int8". A scale maps the calibrated amax to the dtype's largest number.
-        heads: the number of heads of keys, for one scale a head. None gives one scale for all heads.
-
-    Returns:
-        The pair (of keys, of values), float32 [heads or 1], by the name of its attention, in the order of the layers.
-
-    Raises:
-        ValueError: the dtype has no scales, or the calibration has no keys and values.
-    """
+    """The scales of keys and values for a `QuantizedKVCache`: a pair, float32 [heads or 1], by the name of its
+    attention, in the order of the layers. A scale maps the amax of the calibration to the largest number of `dtype`,
+    "fp8" or "int8". `heads` is the number of heads of keys, for one scale a head; None gives one scale for all. A
+    ValueError for another dtype, or a calibration without keys and values."""
     if DTYPES.get(dtype) not in LARGEST:
         raise ValueError(f"dtype must be 'fp8' or 'int8', got {dtype!r}: bf16 has no scales")
     sites, found = calibration.sites, {}

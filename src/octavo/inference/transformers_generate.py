@@ -115,11 +115,14 @@ def _run(
         raise UncoveredError("position_ids are given that do not count the tokens")
     if engine.limit < min(engine.context, config.max_length - 1):
         raise UnservedError(f"the text may exceed the sliding window of {engine.limit} tokens")
+    padding, stop = config._pad_token_tensor, None  # texts end at their number of tokens alone
+    if not all(isinstance(each, MaxLengthCriteria) for each in criteria):
+        stop = Stop(lambda ids: criteria(ids, None), 0 if padding is None else padding)
     steps = engine.run(
         prompts,
         config.max_length - ids.shape[1],
         _chooser(processors, config.do_sample),
-        _stop(criteria, config),
+        stop,
         watched=streamer is not None,
         piece=config.prefill_chunk_size,
     )
@@ -169,10 +172,3 @@ def _chooser(processors: Any, draws: bool) -> Choose:
         return draw(logits) if draws else index_of_largest(logits)
 
     return choose
-
-
-def _stop(criteria: Any, config: Any) -> Stop | None:
-    """When sequences end; None if they end at their number of tokens alone."""
-    if all(isinstance(each, MaxLengthCriteria) for each in criteria):
-        return None
-    return Stop(lambda ids: criteria(ids, None), 0 if config._pad_token_tensor is None else config._pad_token_tensor)

@@ -95,13 +95,12 @@ class MixtureMLP(nn.Module):
         y = shaped(self.experts(tokens, index, weight / weight.sum(-1, keepdim=True)), n.shape)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             y = y + torch.sigmoid(self.shared_expert_gate(n)) * self.shared_expert(n)
-        self.balance = self._balance(p, index) if self.training and self.factor else None
+        self.balance = None
+        if self.training and self.factor:
+            experts, slots = p.shape[1], index.numel()
+            counts = torch.zeros(experts, device=p.device).scatter_add_(0, index.flatten(), p.new_ones(slots))
+            self.balance = self.factor * experts * (counts / slots) @ p.mean(0)
         return y, total
-
-    def _balance(self, p: Tensor, index: Tensor) -> Tensor:
-        experts = p.shape[1]
-        counts = torch.zeros(experts, device=p.device).scatter_add_(0, index.flatten(), p.new_ones(index.numel()))
-        return self.factor * experts * (counts / index.numel()) @ p.mean(0)
 
 
 class MixtureBlock(Block):

@@ -22,15 +22,8 @@ from octavo.nn import GELU, NormLinear
 
 @dataclass(frozen=True)
 class ImageConfig:
-    """Sizes of a transformer on square images. Raises a ValueError if they do not fit together.
-
-    Args:
-        image: height and width, in pixels.
-        patch: height and width of a patch.
-        channels: of a pixel.
-        classes: of the images.
-        layers, width, heads: of the transformer.
-    """
+    """Sizes of a transformer on square images; `image` and `patch` are heights and widths in pixels. Raises a
+    ValueError if they do not fit together."""
 
     image: int
     patch: int

@@ -13,7 +13,7 @@ finds k.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -30,7 +30,7 @@ from octavo.evaluation import Budget
 from octavo.evaluation.metrics import EmbeddingSums, LogitQuality, LogitSums, Quality, check_budgets, compare_many
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
 from octavo.hf.layer_map import groups
-from octavo.hf.meta_model import model_outputs, predicts_tokens
+from octavo.hf.meta_model import model_outputs, predicts_tokens, rounding_cache
 from octavo.hf.source import Source, open_source
 from octavo.inference.packed_linear import PackedLinear
 from octavo.models.decoder import Decoder
@@ -55,6 +55,7 @@ class PartlyPackedModel:
     ) -> None:
         job = PackJob(source, choose_layers(source, options), options)
         self.logits = predicts_tokens(source.meta_model.model)
+        self.sums: type[LogitSums | EmbeddingSums] = LogitSums if self.logits else EmbeddingSums
         self._model: nn.Module = source.fill_bf16()
         self._forms: dict[str, tuple[nn.Module, nn.Module]] = {}
         self.saved: dict[str, int] = {}
@@ -79,7 +80,8 @@ class PartlyPackedModel:
         hidden states [B, T, width]. `cache` rounds keys and values if the folder has scales for them."""
         for name, forms in self._forms.items():
             self._model.set_submodule(name, forms[name in packed])
-        kept = {cache_argument(): _rounded_cache(self._kv_scales)} if cache and self._kv_scales else {}
+        rounds = [partial(_rounded, scales) for scales in self._kv_scales] if cache else []
+        kept = {cache_argument(): rounding_cache(rounds)} if rounds else {}
         result = model_outputs(self._model, ids.to(self._device), self.logits, **kept)
         if result.shape[:-1] != ids.shape:
             raise ArtifactError(
@@ -89,24 +91,10 @@ class PartlyPackedModel:
         return result
 
 
-def _rounded_cache(scales: Sequence[tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers that rounds keys and values to E4M3 as they are stored."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    layers = [DynamicLayer() for _ in scales]
-    for layer, pair in zip(layers, scales, strict=True):
-        layer.update = partial(_update, layer.update, pair)
-    return Cache(layers=layers)
-
-
-def _update(
-    store: Callable[..., tuple[Tensor, Tensor]], scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any
-) -> tuple[Tensor, Tensor]:
-    def rounded(x: Tensor, scale: Tensor) -> Tensor:
-        scale = scale.to(x.device)
-        return (widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype)
-
-    return store(rounded(k, scales[0]), rounded(v, scales[1]))
+def _rounded(scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    """Keys and values, rounded to E4M3 as a cache stores them."""
+    pairs = [(x, scale.to(x.device)) for x, scale in zip((k, v), scales, strict=True)]
+    return [(widen(cast(x.float() / scale, E4M3)) * scale).to(x.dtype) for x, scale in pairs]
 
 
 # ---- The choice of the layers.
@@ -236,8 +224,8 @@ def choose_groups(
     def measure(kept: int) -> Quality:
         if kept not in measured:
             packed = {layer for group in ranking[kept:] for layer in group.layers}
-            whole = _compare(model, {"": lambda ids: model.run(ids, packed, cache=True)}, batches)
-            measured[kept] = whole[""]
+            whole = {"": lambda ids: model.run(ids, packed, cache=True)}
+            measured[kept] = compare_many(model.run, whole, batches, model.sums)[""]
             progress(len(measured), 2 + math.ceil(math.log2(len(ranking) + 1)), "measuring the whole")
         return measured[kept]
 
@@ -270,16 +258,8 @@ def _rank(
         progress(next(seen), len(layers) * len(batches), "measuring each group")
         return model.run(ids, group)
 
-    alone = _compare(model, {group[0]: partial(outputs, group) for group in layers}, batches)
+    alone = compare_many(model.run, {group[0]: partial(outputs, group) for group in layers}, batches, model.sums)
     harms = [q.kl.value if isinstance(q, LogitQuality) else 1 - q.cosine.value for q in alone.values()]
     saved = [sum(model.saved[layer] for layer in group) for group in layers]
     ranked = [Group(*each) for each in zip(layers, harms, saved, strict=True)]
     return sorted(ranked, key=lambda group: group.harm / max(group.saved, 1), reverse=True)
-
-
-def _compare(
-    model: PartlyPackedModel, candidates: Mapping[str, Callable[[Tensor], Tensor]], batches: Sequence[Tensor]
-) -> Mapping[str, Quality]:
-    if model.logits:
-        return compare_many(model.run, candidates, batches, LogitSums)
-    return compare_many(model.run, candidates, batches, EmbeddingSums)

@@ -77,7 +77,13 @@ def export_gguf(
     words = _tokenizer(gguf, opened.description, model.vocabulary) if tokenizer else no_words
     with locked_folder(out):
         size = _write(model, out, _metadata(model) | words, model.data(progress))
-    return GgufReport(out, size, model.architecture, model.types, _remarks(model))
+    remarks = []
+    if model.architecture == "llama" and any(name.endswith(".bias") for name in model.tensors):
+        remarks.append(
+            "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
+            f"config=AutoConfig.from_pretrained({str(opened.description)!r})"
+        )
+    return GgufReport(out, size, model.architecture, model.types, remarks)
 
 
 class _Model:
@@ -191,16 +197,6 @@ def _rope_factors(config: Mapping[str, Any], head_width: int) -> Tensor | None:
     share = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     factors: Tensor = 1 / ((1 - share) / factor + share)
     return factors.float()
-
-
-def _remarks(model: _Model) -> list[str]:
-    """The mistakes of transformers' reader, which assumes the architecture "llama" without biases."""
-    if model.architecture != "llama" or not any(name.endswith(".bias") for name in model.tensors):
-        return []
-    return [
-        "this model has biases: llama.cpp reads them, and transformers leaves them out unless it gets "
-        f"config=AutoConfig.from_pretrained({str(model.source.description)!r})"
-    ]
 
 
 def _metadata(model: _Model) -> dict[str, Any]:

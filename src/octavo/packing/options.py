@@ -132,14 +132,22 @@ def static_scales(
     record: dict[str, object] = {}
     rule, others = "", names
     if names and options.input_scales is not None:
-        inputs, rule, others = _given(options.input_scales, names), "frozen", []
+        if missing := [name for name in names if name not in options.input_scales]:
+            raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
+        inputs = {name: options.input_scales[name].float().reshape(1).cpu() for name in names}
+        rule, others = "frozen", []
         weights = _histories(source, names)[1] if source.recipe == "delayed" else {}
     # Without --scheme a run keeps the scales that it was trained with.
     elif source.recipe == "delayed" and layers and (options.scheme is None or calibration is None):
         (inputs, weights), rule, others = _histories(source, layers), "history", names[len(layers) :]
     if others or options.kv_cache is not None:
         if calibration is None:
-            raise _lacking(source, others)
+            source.meta_model.require_text()
+            what = (
+                "the scheme static stores scales of inputs" if others else "--kv-cache stores scales of keys and values"
+            )
+            freeze = ", or find them with --freeze 64 --data TEXT" if others else ""
+            raise ValueError(f"{what}: give --calibration, made by octavo calibrate{freeze}")
         if missing := [name for name in others if name not in calibration.layers]:
             raise ValueError(f"{folder} has no statistics of {missing[0]}: calibrate the model with this version")
         inputs = {name: calibration.scale(name, chosen).reshape(1) for name in others} | inputs
@@ -148,21 +156,6 @@ def static_scales(
     if rule:
         record |= {"rule": rule} | ({"calibration_rule": chosen} if record else {})
     return StaticScales(inputs, keys_and_values, record or None, weights)
-
-
-def _lacking(source: Source, layers: Sequence[str]) -> ValueError:
-    """The error where a calibration is missing, for the inputs of `layers` or for a cache."""
-    source.meta_model.require_text()
-    stored, freeze = "--kv-cache stores scales of keys and values", ""
-    if layers:
-        stored, freeze = "the scheme static stores scales of inputs", ", or find them with --freeze 64 --data TEXT"
-    return ValueError(f"{stored}: give --calibration, made by octavo calibrate{freeze}")
-
-
-def _given(scales: Mapping[str, Tensor], layers: Sequence[str]) -> dict[str, Tensor]:
-    if missing := [name for name in layers if name not in scales]:
-        raise ValueError(f"input_scales has no scale of {missing[0]} ({len(missing)} missing)")
-    return {name: scales[name].float().reshape(1).cpu() for name in layers}
 
 
 def _histories(source: Source, layers: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

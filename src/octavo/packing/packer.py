@@ -345,12 +345,16 @@ def card_of(name: str, source: str, config: Mapping[str, Any], record: Mapping[s
     config.json and octavo.json; `original` is the card of the source, or ""."""
     counts = Counter(record["layers"].values())
     schemes = ", ".join(f"{count} by `{scheme}`" for scheme, count in counts.items())
+    quality = f"`octavo verify {name} --against MODEL --data TEXT` measures what packing cost."
+    if budget := record.get("budget"):
+        measured = ", ".join(f"{each['measure']} {each['measured']:.3g}" for each in budget["limits"])
+        quality = f"Against the model in BF16, on {budget['data']['prompts']} prompts: {measured}."
     part = [
         _BEGIN,
         f"# {name}",
         f"Packed in eight bits by Octavo from `{source}`: linear layers {schemes}, in the layout {record['layout']}.",
         *_opening(name, str((config.get("architectures") or [""])[0]), record["layout"], list(counts)),
-        _quality(name, record.get("budget")),
+        quality,
         _END,
     ]
     original = re.sub(f"{_BEGIN}.*?{_END}\n*", "", original, flags=re.DOTALL)
@@ -373,10 +377,3 @@ def _opening(name: str, architecture: str, layout: str, schemes: Sequence[str]) 
     python += ["import octavo  # computes with the packed bytes\n", f'model = octavo.load("{name}")']
     fenced = [("bash", shell)] if shell else []
     return ["\n".join([f"```{kind}", *lines, "```"]) for kind, lines in [*fenced, ("python", python)]]
-
-
-def _quality(name: str, budget: Mapping[str, Any] | None) -> str:
-    if budget is None:
-        return f"`octavo verify {name} --against MODEL --data TEXT` measures what packing cost."
-    measured = ", ".join(f"{each['measure']} {each['measured']:.3g}" for each in budget["limits"])
-    return f"Against the model in BF16, on {budget['data']['prompts']} prompts: {measured}."

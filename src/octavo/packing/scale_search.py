@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.numerics import Cast, Granularity, QTensor
+from octavo.numerics import Cast, QTensor
 from octavo.numerics.formats import E4M3, INT8, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.scaling import SMALLEST_SCALE
@@ -48,7 +48,10 @@ def search_scale(w: Tensor, scale: Tensor, cast: Cast) -> SearchedScale:
     """For each block of a weight w [N, K] on the CPU, the scale of least squared error near `scale`, amax/448 in
     float32 and the shape of the cast's granularity. Among equals the first factor wins, and 1 is the first of all.
     Scales that are powers of two remain powers of two."""
-    blocks, flat = _by_block(w, cast.granularity), scale.reshape(-1)
+    # The elements of each block as a row, blocks in the order of their scales.
+    (n, k), (rows, columns) = w.shape, cast.granularity.block(tuple(w.shape))
+    blocks = w.reshape(n // rows, rows, k // columns, columns).transpose(1, 2).reshape(-1, rows * columns)
+    flat = scale.reshape(-1)
     chosen, before, after = torch.empty_like(flat), torch.zeros(1).double(), torch.zeros(1).double()
     step = max(_CHUNK // blocks.shape[1], 1)
     for i in range(0, len(blocks), step):
@@ -100,9 +103,3 @@ def _rounding(x: Tensor, fmt: Format) -> Tensor:
         return x.round().clamp_(-INT8.max, INT8.max).sub_(x)
     magic = x.view(torch.int32).bitwise_and(_EXPONENT).clamp_(min=_LEAST).add_(_TO_MAGIC).view(torch.float32)
     return (x + magic).sub_(magic).clamp_(-E4M3.max, E4M3.max).sub_(x)
-
-
-def _by_block(w: Tensor, layout: Granularity) -> Tensor:
-    """The elements of each block of `w` as a row, blocks in the order of their scales."""
-    (n, k), (rows, columns) = w.shape, layout.block(tuple(w.shape))
-    return w.reshape(n // rows, rows, k // columns, columns).transpose(1, 2).reshape(-1, rows * columns)

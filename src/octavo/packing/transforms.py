@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.calibration.calibrator import Calibration, load_calibration
+from octavo.calibration.calibrator import load_calibration
 from octavo.checkpoint.files import ArtifactError, is_finite
 from octavo.checkpoint.folder import check_absent
 from octavo.hf.layer_map import Foldable, Pair, find_foldable
@@ -191,18 +191,12 @@ class FoldJob:
         """For each pair, divide the writer by a factor for each channel, and multiply the readers by it."""
         calibration = load_calibration(folder, self.source.origin, self.source.description)
         for pair in self.places.pairs(norms=not beside_rotation):
-            self._smooth_pair(pair, self._amax(pair, calibration, folder), alpha)
+            site, *others = {calibration.layers.get(reader) for reader in pair.readers}
+            if site is None or others:
+                readers = ", ".join(pair.readers)
+                raise ValueError(f"{folder} must have one site for {readers}: calibrate the model with this version")
+            self._smooth_pair(pair, calibration.sites[site].channel_amax, alpha)
         self.record_of["smooth"] = {"alpha": alpha, "factors": self.smoothed, "calibration": calibration.record}
-
-    def _amax(self, pair: Pair, calibration: Calibration, folder: Path) -> Tensor:
-        """The amax of each channel of the tensor that the readers of a pair read, float32 [K]."""
-        sites = {calibration.layers.get(reader) for reader in pair.readers}
-        site = sites.pop()
-        if site is None or sites:
-            raise ValueError(
-                f"{folder} must have one site for {', '.join(pair.readers)}: calibrate the model with this version"
-            )
-        return calibration.sites[site].channel_amax
 
     def _smooth_pair(self, pair: Pair, x_amax: Tensor, alpha: float) -> None:
         weights = [self.source.get(f"{reader}.weight").float().abs().amax(0) for reader in pair.readers]

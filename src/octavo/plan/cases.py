@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from octavo.checkpoint.files import read_json
 from octavo.checkpoint.folder import BUILT_IN_MODELS, RUN_OR_MODEL, RunFolder, check_config
-from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF, Scheme
+from octavo.checkpoint.scheme import CHANNEL, SCHEME_OF
 from octavo.ops.dispatch import GRADIENT_TILE, Backend
 from octavo.plan.memory import Memory, plan_memory
 from octavo.plan.model_shape import Architecture, describe_architecture, positive_sizes
-from octavo.plan.serving import NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
+from octavo.plan.serving import BF16, NAMES, Server, ServingPlan, find_scheme, plan_serving, refusal
 from octavo.plan.setup import Setup, chosen_recipe, find_gemms, find_origins, fp8_limit, make_setup, training_limit
 from octavo.plan.step_time import Product, StepTime, block_products, plan_step
-from octavo.rates.measured import Gpu, find_gpu, fp8_speed, layer_speedup
+from octavo.rates.measured import find_gpu, fp8_speed, layer_speedup
 from octavo.train.config import PRESETS, AttentionSettings, Config
 from octavo.train.processes import find_degrees
 from octavo.train.settings import known_vocabulary, load_config, parse, read_settings
@@ -358,7 +358,9 @@ class Case:
     def _server(self) -> Server:
         model, config = self._resolve(self._saved_settings() if self.model in model_presets() else self._own_settings())
         gpu = find_gpu(self.gpu)
-        scheme = find_scheme(self.scheme) if self.scheme else _usual_scheme(config, gpu)
+        recipe = chosen_recipe(config.recipe, gpu)  # whose scheme is the usual one, as `octavo pack` chooses it
+        usual = SCHEME_OF.get(recipe.name, CHANNEL.name) if recipe.quantized else BF16
+        scheme = find_scheme(self.scheme or usual)
         batch = config.batch if "--batch" in _names(self.settings) else 1
         return Server(model, scheme, gpu, self.gpus, batch, config.context, self.cache, self.attention)
 
@@ -371,7 +373,12 @@ class Case:
             return replace(find_architecture("", own), name=self.model), own
         config = load_config(None, self.settings)
         model = find_architecture(self.model, config)
-        _check_fixed(model, config, given)
+        if fixed := [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]:
+            raise ValueError(
+                f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings"
+            )
+        if not model.vocabulary and "--context" in given and config.context != model.context:
+            raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
         values: dict[str, object] = {}
         if "--context" not in given:
             values["context"] = min(model.context, CONTEXT)
@@ -462,12 +469,6 @@ def plan_schemes(case: Case) -> list[ServingPlan]:
     return [plan_serving(each) for each in servers if not refusal(each.model, each.scheme, each.gpu)]
 
 
-def _usual_scheme(config: Config, gpu: Gpu) -> Scheme | None:
-    """The scheme of the recipe in `config`, as `octavo pack` chooses it for a run; None for bf16."""
-    recipe = chosen_recipe(config.recipe, gpu)
-    return find_scheme(SCHEME_OF.get(recipe.name, CHANNEL.name)) if recipe.quantized else None
-
-
 def _with(case: Case, name: str, value: str) -> Case:
     changed: dict[str, Any] = {_SERVING.get(name, name): value}
     if name in ("gpus", "network"):
@@ -486,15 +487,6 @@ def _without(settings: Sequence[str], option: str) -> Iterator[str]:
         dropping = word.partition("=")[0] == option if word.startswith("--") else dropping
         if not dropping:
             yield word
-
-
-def _check_fixed(model: Architecture, config: Config, given: set[str]) -> None:
-    """A ValueError if a setting is given that would change the sizes of a preset or a config.json."""
-    fixed = [name for name in _SIZES if name in given or name.replace("--", "--no-") in given]
-    if fixed:
-        raise ValueError(f"{model.name} has sizes of its own: leave out {fixed[0]}, or plan a TOML file of settings")
-    if not model.vocabulary and "--context" in given and config.context != model.context:
-        raise ValueError(f"--context of the image model {model.name} is {model.context}; got {config.context}")
 
 
 def _names(settings: Sequence[str]) -> set[str]:

@@ -53,25 +53,23 @@ def _moment(setup: Setup, *, start: bool) -> Memory:
     first = max(saved_bytes(setup, block) for block in model.blocks)
     loss, passing = head_bytes(setup), _again_bytes(setup, largest) + passing_bytes(setup, largest)
     in_head = start and loss > passing
+    # The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction.
+    unreduced = setup.gathered_bytes[1] * largest.parameters * unit_size(largest.parameters) / setup.degrees.tp
+    unreduced = unreduced if setup.sharded else 0.0
+    w = setup.recipe.w  # FSDP2 gathers the bytes of weights by row or tensor anew for the backward pass
+    gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
     parts = {
         "weights": on_gpu * states.weight,
-        "fp8_copies": states.copies * model.block_weights / ways if _holds_copies(setup) else 0.0,
+        "fp8_copies": 0.0 if states.offloaded or gathered else states.copies * model.block_weights / ways,
         "gradients": on_gpu / model.parameters * states.gradient * _with_gradients(setup, largest, start=start),
         "optimizer": on_gpu * states.moments,
         "activations": saved if start else first,
-        "block": 0.0 if in_head else passing if start else max(passing, _unreduced_bytes(setup, largest)),
+        "block": 0.0 if in_head else passing if start else max(passing, unreduced),
         "head": loss if in_head else 0.0,
         "buffers": buffer_bytes(setup, largest, start=start),
     }
     offloaded = own * (states.total - states.copies) if states.offloaded else 0.0
     return Memory(parts, offloaded, f"{'start' if start else 'end'} of backward")
-
-
-def _holds_copies(setup: Setup) -> bool:
-    """True if the bytes of weights are held in the backward pass. FSDP2 gathers those by row or tensor anew."""
-    w = setup.recipe.w
-    gathered = setup.degrees.dp_shard > 1 and w is not None and w.granularity in (ROW, TENSOR)
-    return not setup.states.offloaded and not gathered
 
 
 def _with_gradients(setup: Setup, block: Block, *, start: bool) -> int:
@@ -88,14 +86,11 @@ def saved_bytes(setup: Setup, block: Block, mode: str | None = None) -> float:
     mode = mode or setup.config.activation_checkpointing.mode
     if mode != "none":
         return checkpointed_bytes(setup, block, mode) * setup.tokens / setup.degrees.tp
-    casts = BF16 * _cast_weights(setup, block) if setup.residual == 4 else 0.0
+    # Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16.
+    copied = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
+    copied = block.weights if setup.config.compile.blocks and not setup.recipe.quantized else copied
+    casts = BF16 * copied if setup.residual == 4 else 0.0
     return (block_bytes(setup, block) * setup.tokens + casts + _filled_bytes(setup, block)) / setup.degrees.tp
-
-
-def _cast_weights(setup: Setup, block: Block) -> int:
-    """Weights whose BF16 copies are saved: of experts in BF16, and in compiled code of all layers in BF16."""
-    experts = 0 if setup.fp8_experts else sum(e.weights for e in block.layers if e.copies > 1)
-    return block.weights if setup.config.compile.blocks and not setup.recipe.quantized else experts
 
 
 def _filled_bytes(setup: Setup, block: Block) -> float:
@@ -142,12 +137,6 @@ def head_bytes(setup: Setup) -> float:
     chunk = min(setup.config.loss.chunk, tokens)
     stream = (2 * setup.residual + 4) * model.width * tokens / setup.degrees.tp
     return stream + BF16 * vocabulary * (chunk + model.width)  # the gradient takes the place of the logits
-
-
-def _unreduced_bytes(setup: Setup, block: Block) -> float:
-    """The gradients of a unit of FSDP2, before they are copied into the buffer of the reduction."""
-    parameters = block.parameters * unit_size(block.parameters)
-    return setup.gathered_bytes[1] * parameters / setup.degrees.tp if setup.sharded else 0.0
 
 
 def buffer_bytes(setup: Setup, block: Block, *, start: bool) -> float:

@@ -111,18 +111,15 @@ def weight_bytes(model: Architecture, scheme: Scheme | None) -> float:
         return 2.0 * model.parameters
     packed = [(block.count * layer.copies, layer) for block in model.blocks for layer in packed_layers(block.layers)]
     whole = 2.0 * (model.parameters - sum(count * layer.inputs * layer.outputs for count, layer in packed))
-    return whole + sum(count * _packed_bytes(layer, scheme) for count, layer in packed)
+    for count, layer in packed:
+        shape = layer.outputs, layer.inputs
+        scales = math.prod(scheme.weight.granularity.scale_shape(shape)) + scheme.static
+        whole += count * float(math.prod(shape) + scales * (1 if scheme.weight.scale == "e8m0" else 4))
+    return whole
 
 
 def packed_layers(layers: tuple[Layer, ...]) -> list[Layer]:
     return [layer for layer in layers if layer.group != "router"]
-
-
-def _packed_bytes(layer: Layer, scheme: Scheme) -> float:
-    """Bytes of one matrix with its scales."""
-    shape = layer.outputs, layer.inputs
-    scales = math.prod(scheme.weight.granularity.scale_shape(shape)) + scheme.static
-    return float(math.prod(shape) + scales * (1 if scheme.weight.scale == "e8m0" else 4))
 
 
 def refusal(model: Architecture, scheme: Scheme | None, gpu: Gpu) -> str:
@@ -183,11 +180,6 @@ class Server:
         found = [name for name, count in tokens.items() if not self.speeds.is_measured(count)]
         experts = self.expert_speeds is not None and not all(map(self.expert_speeds.is_measured, tokens.values()))
         return [*found, "experts"] if experts else found
-
-    @property
-    def is_cast_fused(self) -> bool:
-        """True if norms and activations write the inputs of GEMMs in eight bits."""
-        return self.scheme in (CHANNEL, INT8) and self.speeds.gemm not in ("weight-only", "dequantized")
 
     @property
     def scheme_name(self) -> str:
@@ -338,7 +330,8 @@ def _traffic(server: Server, block: Block) -> float:
     cast = [
         group[0].inputs for group in block.groups if group[0].group in ("qkv", "up", "down") and group[0].copies == 1
     ]
-    return wide - 4.0 * sum(cast) if server.is_cast_fused else wide
+    fused = server.scheme in (CHANNEL, INT8) and server.speeds.gemm not in ("weight-only", "dequantized")
+    return wide - 4.0 * sum(cast) if fused else wide
 
 
 def _step_seconds(server: Server) -> float:

@@ -62,16 +62,22 @@ def plan_step(setup: Setup, network: float) -> StepTime:
 
 def block_seconds(setup: Setup, block: Block) -> dict[str, float]:
     """Seconds of the parts of one block, forward and backward, on one GPU of a tensor-parallel group."""
-    attention, attention_forward = _attention_seconds(setup, block)
-    tp = setup.degrees.tp
-    passes, passes_forward = (setup.tokens * each / tp for each in passes_seconds(setup, block))
+    tp, context = setup.degrees.tp, setup.config.context
+    both = attention_seconds(block, setup.gpu, setup.tokens, context)
+    attention, attention_forward = (seconds / tp for seconds in both)
+    if setup.fp8_attention:
+        attention /= fp8_speed("forward and backward", context)
+        attention_forward /= fp8_speed("forward", context)
+    forward, backward = (sum(each.seconds(setup.gpu) for each in found) for found in block_passes(setup, block))
+    passes, passes_forward = (setup.tokens * each / tp for each in (forward + backward, forward))
     copies = copied_bytes(setup, block.weights, block.parameters) / tp / setup.gpu.copy_rate
     mode = setup.config.activation_checkpointing.mode
     again = 0.0 if mode == "none" else _products_again(setup, block) + passes_forward
     if mode == "full":
         again += attention_forward
+    casts = _cast_seconds(setup, block) * (1 if setup.recipe.quantized else 2)  # dw comes in BF16, and is cast to FP32
     return {
-        "linear_layers": _linear_seconds(setup, block),
+        "linear_layers": _seconds_of(product_seconds, setup, block_products(setup, block)) + casts,
         "attention": attention,
         "memory": passes + copies,
         "recomputation": again,
@@ -105,12 +111,6 @@ def block_products(setup: Setup, block: Block) -> list[Product]:
     return found
 
 
-def _linear_seconds(setup: Setup, block: Block) -> float:
-    gradients = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)  # dw comes in BF16, and is cast to FP32
-    products = _seconds_of(product_seconds, setup, block_products(setup, block))
-    return products + _cast_seconds(setup, block) + gradients
-
-
 def _seconds_of(passes: Callable[[Gpu, Recipe, Shape, int], float], setup: Setup, products: list[Product]) -> float:
     bf16 = Recipe("bf16")
     return sum(passes(setup.gpu, setup.recipe if p.quantized else bf16, p.shape, p.count) for p in products)
@@ -134,15 +134,6 @@ def _products_again(setup: Setup, block: Block) -> float:
         products = [each for each in products if each.layer != "down" or each.count > 1]  # routing needs its experts'
     casts = 0.0 if setup.recipe.quantized else _cast_seconds(setup, block)
     return _seconds_of(forward_seconds, setup, products) + casts
-
-
-def _attention_seconds(setup: Setup, block: Block) -> tuple[float, float]:
-    """Seconds of both passes, and of the forward pass."""
-    context = setup.config.context
-    both, forward = (each / setup.degrees.tp for each in attention_seconds(block, setup.gpu, setup.tokens, context))
-    if not setup.fp8_attention:
-        return both, forward
-    return both / fp8_speed("forward and backward", context), forward / fp8_speed("forward", context)
 
 
 def copied_bytes(setup: Setup, weights: int, parameters: int) -> float:
@@ -232,12 +223,6 @@ class Pass:
 
     def seconds(self, gpu: Gpu) -> float:
         return max(self.moved / gpu.copy_rate, self.instructions / gpu.instruction_rate)
-
-
-def passes_seconds(setup: Setup, block: Block) -> tuple[float, float]:
-    """Seconds a token of both passes of a block, and of the forward pass."""
-    forward, backward = (sum(each.seconds(setup.gpu) for each in found) for found in block_passes(setup, block))
-    return forward + backward, forward
 
 
 def block_passes(setup: Setup, block: Block) -> tuple[list[Pass], list[Pass]]:

@@ -1,20 +1,19 @@
 """The models and the text that commands open: of finished runs and of folders; and the dtypes of a model."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.checkpoint.files import ArtifactError, read_json
 from octavo.checkpoint.folder import RUN_OR_MODEL, RunFolder, check_config
 from octavo.data import ReadReport
-from octavo.inference.kv_cache import Pairs
-from octavo.inference.opening import Loaded, open_model
+from octavo.inference.opening import OpenedModel, open_model
 from octavo.inspection.dtype_report import DtypeFlow, dtype_flow
 from octavo.models.decoder import logits_of
-from octavo.models.tokenizer import Batches, Tokenizer, build_corpus, load_tokenizer
+from octavo.models.tokenizer import Batches, build_corpus, load_tokenizer
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
 from octavo.train.model import (
@@ -32,20 +31,6 @@ from octavo.train.supervision import apply_promotions
 from octavo.util import choose_device
 
 
-class OpenedModel(NamedTuple):
-    """A language model in evaluation mode. `precision` is that of autocast, as training has it, and `description` the
-    folder of its config.json and tokenizer. A packed folder may have `kv_scales`, a pair for each layer."""
-
-    model: nn.Module
-    tokenizer: Tokenizer
-    context: int
-    device: torch.device
-    precision: str
-    description: Path
-    title: str
-    kv_scales: Pairs | None = None
-
-
 def open_source(source: Path, step: int | None, device: str) -> OpenedModel:
     """The model of a run, a packed folder or a Hugging Face folder."""
     check_config(source, "a run of octavo train, a folder of octavo pack, or a Hugging Face model folder")
@@ -53,8 +38,7 @@ def open_source(source: Path, step: int | None, device: str) -> OpenedModel:
         return open_run(source, step, device)
     if step is not None:
         raise ValueError(f"{source} is a model, not a run of octavo train: it has no steps")
-    model, tokenizer, context, kv_scales = open_model(source, device)
-    return OpenedModel(model, tokenizer, context, choose_device(device), "fp32", source, str(source), kv_scales)
+    return open_model(source, device)
 
 
 def open_run(path: Path, step: int | None = None, device: str = "auto") -> OpenedModel:
@@ -70,10 +54,10 @@ def open_run(path: Path, step: int | None = None, device: str = "auto") -> Opene
     apply_promotions(model, (each for each in run.read_actions().promotions if each.step <= step))
     load_model(checkpoint, model)
     title = f"{path}, step {step}, {config.recipe}"
-    return OpenedModel(model.eval(), tokenizer, config.context, place, config.precision, run.model, title)
+    return OpenedModel(model.eval(), tokenizer, config.context, place, run.model, title, config.precision)
 
 
-def held_out(path: Path, opened: OpenedModel | Loaded) -> tuple[Batches, int, ReadReport]:
+def held_out(path: Path, opened: OpenedModel) -> tuple[Batches, int, ReadReport]:
     """The batches on which the run in `path` evaluates, for another model, their number, and a report of the text."""
     run = RunFolder(path)
     if not run.has_model:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -437,18 +436,9 @@ def cache_scales(files: CheckpointFiles) -> dict[str, tuple[Tensor, Tensor]]:
     return {attention: (files.get(k), files.get(v)) for attention, (k, v) in cache_names(files).items()}
 
 
-def rounding_cache(scales: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-    """An empty cache of transformers that rounds all keys and values it is given."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    def rounded(store: Any, pair: tuple[Tensor, Tensor], k: Tensor, v: Tensor, *_: Any, **__: Any) -> Any:
-        k, v = (round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), pair, strict=True))
-        return store(k, v)
-
-    layers = [DynamicLayer() for _ in scales]
-    for layer, pair in zip(layers, scales.values(), strict=True):
-        layer.update = partial(rounded, layer.update, pair)
-    return Cache(layers=layers)
+def round_keys_and_values(scales: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> list[Tensor]:
+    """Keys and values, rounded as a cache with these scales stores them."""
+    return [round_input(x, _CACHE_SPEC, s.to(x.device)).to(x.dtype) for x, s in zip((k, v), scales, strict=True)]
 
 
 # ---- The reference that readers are compared with: linear layers computed in float32 from the bytes alone.

@@ -112,8 +112,15 @@ def check(
     check_initialized(model)
     if any(p.is_meta or hasattr(p, "device_mesh") for p in model.parameters()):
         raise ValueError("check takes a model with numbers that is not sharded: load it, or check before fully_shard")
+    if batch is None:
+        described: Any = model
+        if not hasattr(model, "config"):
+            kind = type(model).__name__
+            raise ValueError(f"{kind} is no model of transformers, whose inputs are known: give a batch")
+        inputs = random_inputs(model, getattr(described.config, "max_position_embeddings", 32) or 32)
+        batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
     run = _Run(model)
-    run.step(*_arguments(model, batch))
+    run.step(*call_arguments(batch))
     found = [*_weight_faults(model, None if source is None else Path(source), run.remarks), *run.faults()]
     if "fp8" in (precision, os.environ.get("ACCELERATE_MIXED_PRECISION")) and not run.flops["FP8"]:
         ran = " and ".join(run.flops) or "no dtype"
@@ -125,15 +132,6 @@ def check(
         groups.setdefault((fault.kind, f"{patterns.get(name, name)}.{leaf}"), []).append(fault)
     worst = [replace(max(group, key=lambda each: each.error), count=len(group)) for group in groups.values()]
     return LiveReport(sorted(worst, key=lambda each: -each.error), run.remarks, run.verdict(len(worst)))
-
-
-def _arguments(model: Any, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if batch is None and not hasattr(model, "config"):
-        raise ValueError(f"{type(model).__name__} is no model of transformers, whose inputs are known: give a batch")
-    if batch is None:
-        inputs = random_inputs(model, getattr(model.config, "max_position_embeddings", 32) or 32)
-        batch = arguments_of(model, inputs.to(next(model.parameters(), inputs).device))
-    return call_arguments(batch)
 
 
 # ---- One pass, which compares the y of each linear layer when it runs, and its dx when the gradient comes.

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from octavo.checkpoint.files import model_tensors
 from octavo.hf.meta_model import (
     ExpertMatrices,
     MetaModel,
-    compute_buffers,
     expert_matrices,
+    fill_model,
     model_outputs,
     predicts_tokens,
     tied_names,
@@ -77,9 +78,10 @@ class StreamedModel:
         for name, matrices in experts.items():
             act: Any = model.get_submodule(name).act_fn
             model.set_submodule(name, StreamedExperts(matrices, act, lambda layer, x: self.compute(layer, x)))
-        compute_buffers(model, self.device)
-        _fill(model, get, stored, self.device)
-        self._model = model.to(self.device).eval()
+        metas = model_tensors(model)
+        found = {name: [each for each in tied.get(name, [name]) if each in stored] for name in metas}
+        tensors = {name: get(names[0]).to(metas[name].dtype) for name, names in found.items() if names}
+        self._model = fill_model(meta_model, tensors).to(self.device).eval()
 
     @torch.inference_mode()
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -97,23 +99,6 @@ def required_by(meta_model: MetaModel) -> Required:
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     linears += meta_model.experts.experts
     return Required(shapes, linears, tied_names(model))
-
-
-def _fill(model: Any, get: Callable[[str], Tensor], stored: Collection[str], device: torch.device) -> None:
-    """Read all tensors that are not streamed; tied parameters are read once."""
-    for group in {id(group): group for group in tied_names(model).values()}.values():
-        file_name = next((name for name in group if name in stored), None)
-        if file_name is None:
-            raise ValueError(f"{group[0]} is not stored, and {type(model).__name__} needs it")
-        dtype = model.get_parameter(group[0]).dtype
-        filled = nn.Parameter(get(file_name).to(device, dtype), requires_grad=False)
-        for name in group:
-            module, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(module), leaf, filled)
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta and name in stored:
-            module, _, leaf = name.rpartition(".")
-            model.get_submodule(module)._buffers[leaf] = get(name).to(device)
 
 
 # ---- The experts of a mixture, one after another, each with its own matrices: y = down(act(gate(x)) * up(x)).

@@ -28,7 +28,14 @@ from octavo.checkpoint.scheme import reciprocal_warning, suspected
 from octavo.comparison import LayerError
 from octavo.evaluation.metrics import Budget, EmbeddingSums, LogitSums, check_budgets
 from octavo.evaluation.prompts import OnRead, PromptOptions, open_prompts
-from octavo.hf.meta_model import MetaModel, is_language_model, predicts_tokens, random_inputs, transformers_meta_model
+from octavo.hf.meta_model import (
+    MetaModel,
+    is_language_model,
+    predicts_tokens,
+    random_inputs,
+    rounding_cache,
+    transformers_meta_model,
+)
 from octavo.hf.source import Source, open_source
 from octavo.util import Progress, choose_device, no_progress
 from octavo.verification.checks import Required, check_folder, check_weights
@@ -43,7 +50,7 @@ from octavo.verification.layer_spec import (
     nearest,
     round_input,
     round_input_by_compressed_tensors,
-    rounding_cache,
+    round_keys_and_values,
     scale_values,
     widen,
 )
@@ -103,7 +110,10 @@ def verify(
     verification = Verification(read_files(packed), device, progress, report)
     if report.against is not None:
         files = verification.files
-        source = open_source(report.against, _packed_step(files.record.get("source"), report.against))
+        run = RunFolder(report.against)  # of which the checkpoint counts that octavo.json names, if it is still there
+        paths = run.checkpoints() if run.has_model else []
+        packed_from = (run.step_of(path) for path in paths if path.name == files.record.get("source"))
+        source = open_source(report.against, next(packed_from, None))
         check_budgets(budgets, language_model=predicts_tokens(source.meta_model.model))
         if data:
             read_prompts = open_prompts(data, source.description, prompts, source.meta_model, on_read)
@@ -158,7 +168,8 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            ours, theirs = (_completed(meta_model) for meta_model in (self._meta_model(), _as_served(source)))
+            built: list[Any] = [each.model for each in (self._meta_model(), _as_served(source))]
+            ours, theirs = (model.config.to_dict() for model in built)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
             _check_plausible(files, self.layers)
@@ -259,7 +270,8 @@ class Verification:
         unrounded = experts if rounding is round_input_by_compressed_tensors else []  # transformers widens experts
         layers = PackedLayers(self.files, self.layers, self.device, rounding, unrounded)
         scales = {} if rounding is leave_input else cache_scales(self.files)
-        make_cache = partial(rounding_cache, scales) if scales else None
+        rounds = [partial(round_keys_and_values, pair) for pair in scales.values()]
+        make_cache = partial(rounding_cache, rounds) if rounds else None
         return StreamedModel(meta_model, layers.get, stored, layers, self.device, dtype, make_cache)
 
     def _meta_model(self) -> MetaModel:
@@ -271,23 +283,9 @@ def _as_served(source: Source) -> MetaModel:
     return transformers_meta_model(source.config, source.description)
 
 
-def _completed(meta_model: MetaModel) -> dict[str, Any]:
-    """The config.json of a model, with the defaults of transformers."""
-    model: Any = meta_model.model
-    return dict(model.config.to_dict())
-
-
 def _tensors(source: Source) -> dict[str, Tensor]:
     """A tensor on the meta device for each of MODEL, by its name in files, in the dtype in which it is served."""
     return source.meta_model.experts.split(model_tensors(source.meta_model.model))
-
-
-def _packed_step(source: Any, against: Path) -> int | None:
-    """The step of the checkpoint `source` of octavo.json in the run `against`; None if there is none."""
-    run = RunFolder(against)
-    if not run.has_model:
-        return None
-    return next((run.step_of(path) for path in run.checkpoints() if path.name == source), None)
 
 
 def _check_plausible(files: CheckpointFiles, layers: dict[str, LayerSpec]) -> None:
@@ -347,18 +345,15 @@ def check_scales(files: CheckpointFiles, names: Mapping[str, str], calibration: 
             if not 1 / _FACTOR < stored / expected[0] < _FACTOR:
                 amax = f"the calibration's largest value / 448 is {expected[0]:.4g}"
                 unknown.append(f"{name} is {stored:.4g}, and {amax}")
-        elif not _is_one_of(expected, stored):
+        elif not any(abs(stored / scale - 1) < _SAME for scale in expected):
             hint, pair = "", f"{of[:-1]}{'k' if of.endswith('v') else 'v'}"  # the values for keys, the keys for values
-            if of in calibration.sites and _is_one_of(_expected(calibration, pair, rule), stored):
+            swapped = _expected(calibration, pair, rule) if of in calibration.sites else []
+            if any(abs(stored / scale - 1) < _SAME for scale in swapped):
                 hint = f", and this one to {pair}: keys and values are swapped"
             message = f"is {stored:.4g}, and by the rule {rule} the calibration gives {expected[0]:.4g}{hint}"
             files.add_finding("scale", name, message)
     if unknown:
         files.remarks.append(f"{unknown[0]} ({len(unknown)} such scales)")
-
-
-def _is_one_of(expected: list[float], stored: float) -> bool:
-    return any(abs(stored / scale - 1) < _SAME for scale in expected)
 
 
 def _expected(calibration: Calibration, of: str, rule: str) -> list[float]:
