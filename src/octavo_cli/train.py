@@ -17,9 +17,8 @@ from octavo_cli.display import check_output, number, print_facts, print_rows, pr
 
 if TYPE_CHECKING:
     from octavo.bisection import Bisection, Part, ShortRun, Trial
-    from octavo.report.runs import RunData
     from octavo.train.config import Config
-    from octavo.train.run_records import Decision, RunRecord
+    from octavo.train.run_records import Decision, RunData
 
 
 def train_command(
@@ -266,11 +265,11 @@ def compare_command(
       octavo compare runs/bf16 runs/rowwise
       octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
     """
-    from octavo.train.run_records import ONE_SEED, different_settings, names_of_runs, read_run
+    from octavo.train.run_records import ONE_SEED, different_settings, read_runs
 
     if len(runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(runs)}")
-    records = [read_run(path) for path in runs]
+    records = read_runs(runs)
     if margin is not None:
         _decide(records, margin, as_json)
         return
@@ -281,14 +280,14 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    _print_runs(summaries, names_of_runs(runs))
+    _print_runs(summaries, [run.name for run in records])
     if remark:
         say(remark)
     for name, values in different.items():
         say(f"{name.replace('_', '-')}: {', '.join(_text(value) for value in values)}")
 
 
-def _decide(records: list[RunRecord], margin: str, as_json: bool) -> None:
+def _decide(records: list[RunData], margin: str, as_json: bool) -> None:
     from octavo.train.run_records import decide, gaps_of, group_runs, slope_of, tokens_per_parameter
 
     allowed = _margin(margin)
@@ -354,12 +353,12 @@ def _print_runs(summaries: list[dict[str, Any]], names: list[str]) -> None:
     print_rows(rows)
 
 
-def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
+def _summary(run: RunData, first: RunData) -> dict[str, Any]:
     """Losses by step, and gaps: the loss relative to that of `first`, minus 1, where both have one."""
     before = {} if run is first else first.evaluations
     return {
         "run": str(run.path),
-        "steps": run.step,
+        "steps": run.last_step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
         "gaps": {str(s): loss / before[s] - 1 for s, loss in run.evaluations.items() if loss and before.get(s)},
         "final_loss": run.evaluations.get(max(run.evaluations, default=-1)),
@@ -393,8 +392,7 @@ def report_command(
       octavo report runs/rowwise
       octavo report runs/rowwise runs/bf16 --html report.html
     """
-    from octavo.report.runs import read_runs
-    from octavo.train.run_records import ONE_SEED
+    from octavo.train.run_records import ONE_SEED, read_runs
 
     page = to_html if to_html is not None or as_json else runs[0] / "report.html"
     found = read_runs(runs)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.checkpoint.files import ArtifactError
 from octavo.numerics.formats import FP8_FORMATS, decode
 from octavo.watching.storage import BINADES, OPERANDS, Array, Records, Watched
 
@@ -67,17 +66,6 @@ class Columns:
 def sampled_steps(watched: Watched) -> Array:
     """The steps that have records, ascending."""
     return np.unique(np.concatenate([watched.operands["step"], watched.layer_records["step"]]))
-
-
-def check_records(watched: Watched) -> None:
-    """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
-    layer = max(int(records["layer"].max(initial=0)) for records in (watched.operands, watched.layer_records))
-    operand, layers, kinds = int(watched.operands["operand"].max(initial=0)), len(watched.layers), len(OPERANDS)
-    if layer >= layers or operand >= kinds:
-        raise ArtifactError(
-            f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
-            f"{layers} layers and {kinds} operands, counted from 0"
-        )
 
 
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:

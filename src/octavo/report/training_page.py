@@ -1,6 +1,7 @@
 """The page of `octavo report`: runs of training beside each other, and what FP8 did in their layers."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -21,8 +22,7 @@ from octavo.report.heat_maps import (
     spread,
 )
 from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
-from octavo.report.runs import RunData, Series
-from octavo.train.run_records import ONE_SEED, different_settings
+from octavo.train.run_records import ONE_SEED, RunData, Series, different_settings
 from octavo.util import plural
 from octavo.watching.storage import BINADES, GEMMS, OPERANDS, Array, Event, Watched
 
@@ -226,9 +226,7 @@ def _settings(runs: Sequence[RunData]) -> str:
 def run_facts(run: RunData) -> dict[str, str]:
     """The figures that the run has, by their names."""
     last = {key: series.last for key, series in run.series.items()}
-    speed = run.series.get("tokens_per_second")
     wrong = sum(len(series.wrong_steps) for series in run.series.values())
-    memory = run.series.get("peak_memory")
     data = run.settings.get("data", "")
     found = {
         "written": run.written,
@@ -238,9 +236,9 @@ def run_facts(run: RunData) -> dict[str, str]:
         "steps": _steps(run),
         "loss": _loss(run.series.get("loss")),
         "evaluation loss": _loss(run.series.get("evaluation_loss")),
-        "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
+        "tokens/s": _number(run.tokens_per_second, ",.0f"),
         "MFU": _number(last.get("mfu"), ".1%"),
-        "peak memory": f"{memory.finite.max() / 1e9:.2f} GB" if memory and memory.finite.any() else "",
+        "peak memory": f"{run.peak_memory / 1e9:.2f} GB" if run.peak_memory else "",
         "inf or NaN": plural(wrong, "value") if wrong else "",
     }
     if run.watched is not None:
@@ -308,7 +306,7 @@ def _loss(series: Series | None) -> str:
     """The last loss; if that is inf or NaN, the last number and its step, too."""
     if series is None or series.last is not None:
         return "" if series is None else _number(series.last, ".4f")
-    before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
+    before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
     return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
 
 
@@ -453,13 +451,13 @@ def to_dict(run: RunData) -> dict[str, Any]:
 
 
 def _series(series: Series) -> dict[str, Any]:
-    finite = series.finite
+    numbers = [*series.finite.values()]
     return {
         "last": series.last,
-        "last_number": None if series.last_finite is None else series.last_finite[1],
-        "lowest": float(finite.min()) if len(finite) else None,
-        "highest": float(finite.max()) if len(finite) else None,
-        "median": float(np.median(finite)) if len(finite) else None,
+        "last_number": numbers[-1] if numbers else None,
+        "lowest": min(numbers, default=None),
+        "highest": max(numbers, default=None),
+        "median": statistics.median(numbers) if numbers else None,
         "inf_or_nan_at": series.wrong_steps,
     }
 
