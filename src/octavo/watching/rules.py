@@ -114,56 +114,39 @@ class Rule:
     """A rule over a sample, under the name that events have. Its message is `words`, a template.
 
     `number` gives the numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history
-    before it; NaN where the rule does not apply. One above `limit` is a fault.
+    before it; NaN where the rule does not apply. One above `limit` is a fault. The rule is about some `operands`:
+    all; those that are quantized; or of these, those that were in `FIRST` samples before (`later`).
     """
 
     name: str
     limit: float
-    number: Callable[[SampleGrids, History], Grid]
     words: str  # with value, operand and format
+    number: Callable[[SampleGrids, History], Grid]
+    about: str = "all"
+    operands: tuple[str, ...] = OPERANDS
 
-
-def _of_operands(numbers: Grid, *operands: str) -> Grid:
-    """The numbers of these operands."""
-    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
-
-
-def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
-    return np.where(sample.quantized, numbers, np.nan)
-
-
-def _later(sample: SampleGrids, history: History, numbers: Grid) -> Grid:
-    """The numbers of operands that were quantized, and in four samples before. An expert without tokens is in none."""
-    return np.where(history.known >= FIRST, _of_quantized(sample, numbers), np.nan)
+    def numbers(self, sample: SampleGrids, history: History) -> Grid:
+        """The numbers of the operands, or layers, that the rule is about; NaN for others."""
+        found = self.number(sample, history)
+        if self.about == "all":
+            return found
+        known = sample.quantized & [operand in self.operands for operand in OPERANDS]
+        if self.about == "later":  # an expert without tokens is in no sample
+            known &= history.known >= FIRST
+        return np.where(known, found, np.nan)
 
 
 def _jump(sample: SampleGrids, history: History) -> Grid:
     """amax by the largest of the last samples."""
-    largest = np.fmax.reduce(history.amax)
-    return _later(sample, history, sample["amax"] / np.where(largest > 0, largest, np.nan))
-
-
-def _saturated(sample: SampleGrids, history: History) -> Grid:
-    """The share of elements that saturate, where the largest become smaller by a third at least."""
-    return _later(sample, history, np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan))
+    largest: Grid = np.fmax.reduce(history.amax)
+    found: Grid = sample["amax"] / np.where(largest > 0, largest, np.nan)
+    return found
 
 
 def _flushed(sample: SampleGrids, history: History) -> Grid:
     """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
     share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
-    return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
-
-
-def _kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
-    """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
-    growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
-    return _of_operands(_later(sample, history, growth), "x", "w")
-
-
-def _scale_too_large(sample: SampleGrids, history: History) -> Grid:
-    """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
-    known = ~sample.all_flushed & ~sample.all_zero
-    return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
+    return np.where(sample.all_flushed, np.nan, share)
 
 
 def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
@@ -179,50 +162,55 @@ def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
 
 def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
-    scale = sample["scale"]
-    bad = np.isfinite(sample["amax"]) & (sample["nonfinite"] == 0) & ((scale <= 0) | ~np.isfinite(scale))
-    return _of_quantized(sample, bad.astype(np.float64))
+    bad = (sample["nonfinite"] == 0) & ~((sample["scale"] > 0) & np.isfinite(sample["scale"]))
+    return (bad & np.isfinite(sample["amax"])).astype(np.float64)
 
 
 _JUMPED = "the amax of {operand} is {value:.3g} times the largest before"
 
-# In the order in which a sample is judged. A hard batch has gradients several times as large as those before it.
+# In the order in which a sample is judged. A hard batch has gradients several times as large as those before it, and
+# the kurtosis of dy changes by orders in every run. Elements that saturate are a fault where the largest become smaller
+# by a third at least.
 RULES = (
-    Rule("non_finite", 0.0, lambda s, _: s["nonfinite"], "{value:.2%} of {operand} is inf or NaN"),
+    Rule("non_finite", 0.0, "{value:.2%} of {operand} is inf or NaN", lambda s, _: s["nonfinite"]),
     Rule(
-        "non_finite", 0.0, lambda s, _: s.of_layers("gradient_nonfinite"),
-        "{value:.2%} of the weight's gradient is inf or NaN",
+        "non_finite", 0.0, "{value:.2%} of the weight's gradient is inf or NaN",
+        lambda s, _: s.of_layers("gradient_nonfinite"),
     ),
-    Rule("amax_jump", JUMP, lambda s, history: _of_operands(_jump(s, history), "x", "w"), _JUMPED),
-    Rule("amax_jump", GRADIENT_JUMP, lambda s, history: _of_operands(_jump(s, history), "dy"), _JUMPED),
-    Rule("saturation_spike", SATURATED, _saturated, "{value:.2%} of {operand} saturates in {format}"),
-    Rule("underflow", FLUSHED, _flushed, "{value:.1%} of {operand} underflows to zero in {format}"),
+    Rule("amax_jump", JUMP, _JUMPED, _jump, "later", ("x", "w")),
+    Rule("amax_jump", GRADIENT_JUMP, _JUMPED, _jump, "later", ("dy",)),
     Rule(
-        "underflow", SHIFTED, lambda s, _: _of_quantized(s, s["shift_lost"]),
-        "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x",
+        "saturation_spike", SATURATED, "{value:.2%} of {operand} saturates in {format}",
+        lambda s, _: np.where(s["gap"] <= -CLIPPED, s["saturated"], np.nan), "later",
     ),
+    Rule("underflow", FLUSHED, "{value:.1%} of {operand} underflows to zero in {format}", _flushed, "quantized"),
     Rule(
-        "swiglu_alignment", ALIGNED, lambda s, _: s.of_layers("alignment"),
-        "the rows of gate and up are aligned: mean |cosine| {value:.2f}",
-    ),
-    Rule(
-        "kurtosis_growth", GROWTH, _kurtosis_growth,
-        "the kurtosis of {operand} is {value:.3g} times the largest before",
+        "underflow", SHIFTED, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x",
+        lambda s, _: s["shift_lost"], "quantized",
     ),
     Rule(
-        "scale_gap", TOO_SMALL, lambda s, _: _of_quantized(s, -s["gap"]),
-        "the amax of {operand} is {value:.1f} binades above its scale's range",
+        "swiglu_alignment", ALIGNED, "the rows of gate and up are aligned: mean |cosine| {value:.2f}",
+        lambda s, _: s.of_layers("alignment"),
     ),
     Rule(
-        "scale_gap", TOO_LARGE, _scale_too_large,
-        "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
+        "kurtosis_growth", GROWTH, "the kurtosis of {operand} is {value:.3g} times the largest before",
+        lambda s, history: s["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS),
+        "later", ("x", "w"),
     ),
     Rule(
-        "dead_scale", 0.0, lambda s, _: _of_quantized(s, s.all_flushed.astype(np.float64)),
-        "all of {operand} becomes zero in {format}",
+        "scale_gap", TOO_SMALL, "the amax of {operand} is {value:.1f} binades above its scale's range",
+        lambda s, _: -s["gap"], "quantized",
     ),
-    Rule("dead_scale", ZERO_SAMPLES - 1, _zeros_in_a_row, "all of {operand} is zero"),
-    Rule("dead_scale", 0.0, _no_scale, "the scale of {operand} is zero or not finite"),
+    Rule(
+        "scale_gap", TOO_LARGE, "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
+        lambda s, _: np.where(s.all_flushed | s.all_zero, np.nan, s["gap"] / s.binades), "quantized",
+    ),
+    Rule(
+        "dead_scale", 0.0, "all of {operand} becomes zero in {format}",
+        lambda s, _: s.all_flushed.astype(np.float64), "quantized",
+    ),
+    Rule("dead_scale", ZERO_SAMPLES - 1, "all of {operand} is zero", _zeros_in_a_row),
+    Rule("dead_scale", 0.0, "the scale of {operand} is zero or not finite", _no_scale, "quantized"),
 )  # fmt: skip
 
 
@@ -259,7 +247,7 @@ class SampleRules:
 
     def _judge(self, rule: Rule, sample: SampleGrids) -> Iterator[Event]:
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are numbers that were found
-            values, experts = self._of_layers(rule.number(sample, self._history))
+            values, experts = self._of_layers(rule.numbers(sample, self._history))
             faults: Mask = values > rule.limit
         new = faults & ~self._faults.get(rule, np.zeros_like(faults))
         self._faults[rule] = faults
