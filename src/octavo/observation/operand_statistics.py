@@ -141,7 +141,11 @@ class Rows:
         x = self.x.float()
         n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
         largest = torch.linalg.vector_norm(finite, torch.inf, 2)  # of each row
-        found = self._moments(finite) | {
+        wide = (finite.double() if self.full else finite).flatten(1)
+        square = wide * wide
+        found: Found = {
+            "x2": square.sum(1),
+            "x4": (square * square).sum(1),
             "amax": largest.amax(1),
             "elements": constant(x[0].numel(), device, n),
             "nonfinite": _count(finite != x),
@@ -149,18 +153,13 @@ class Rows:
         }
         if self.full:
             found |= {"rows": constant(x.shape[1], device, n), "zero_rows": _count(largest == 0)}
+            found |= {"x1": wide.sum(1), "x3": (square * wide).sum(1)}
         if self.cast is not None:
             found |= self._of_scales(self.cast) | self._errors(self.cast, finite)
         if self.cast is not None and not self.more:  # of a scale that is NaN, one element at least is not finite
             found["nonfinite"] += self.scale.isnan()
         table = table_of(found, n, device)
         return torch.cat([table, histograms(finite.abs())], 1) if self.full else table
-
-    def _moments(self, finite: Tensor) -> Found:
-        wide = (finite.double() if self.full else finite).flatten(1)
-        square = wide * wide
-        found = {"x2": square.sum(1), "x4": (square * square).sum(1)}
-        return found | {"x1": wide.sum(1), "x3": (square * wide).sum(1)} if self.full else found
 
     def _of_scales(self, cast: Cast) -> Found:
         """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""

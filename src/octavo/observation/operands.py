@@ -128,7 +128,10 @@ class Quantized:
     group: Tensor | None = None  # int64 [M], the expert of each row of x or dy; E for none
 
     def rows(self, x: Tensor | None, columns: slice = slice(None)) -> Rows:
-        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need."""
+        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need.
+
+        Of an expert it is known at least whether it is zero, though its sampled rows may be.
+        """
         codes = self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype)
         numbers = self._blocks((codes if codes.is_cuda else widen(codes)).to(torch.bfloat16))  # exact
         scales: Any = None
@@ -141,29 +144,16 @@ class Quantized:
             scale = scale / factor.amin(1)
             if self.full:
                 more = more | {"minus_smallest_scale": more["minus_smallest_scale"] / factor.amax(1)}
-        return Rows(
-            numbers * scales if x is None else self._blocks(x).contiguous(),
-            self.full,
-            self.cast,
-            None if x is None else numbers,
-            scales,
-            None if self._shift is None else self._blocks(self._shift),
-            scale,
-            self._known,
-            self._smallest_amax,
-            more,
-        )
+        smallest: float | None = -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
+        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
+            smallest = None
+        shift = None if self._shift is None else self._blocks(self._shift)
+        rows, codes = (numbers * scales, None) if x is None else (self._blocks(x).contiguous(), numbers)
+        return Rows(rows, self.full, self.cast, codes, scales, shift, scale, self._known, smallest, more)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
         return rows[None] if self.sizes is None else rows.view(len(self.sizes), -1, rows.shape[1])
-
-    @property
-    def _smallest_amax(self) -> float | None:
-        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
-            return None
-        # Of an expert it is known at least whether it is zero, though its sampled rows may be.
-        return -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
 
     @cached_property
     def _known(self) -> Tensor | None:
@@ -208,17 +198,13 @@ class Quantized:
         """Those of the sampled rows, which broadcast against them."""
         scale, by = self.scale.float(), self.cast.granularity
         if by.rows is not None:
-            scale = scale[self._blocks_of(by.rows)]
+            # The block of so many rows that holds each sampled row; no block lies in two matrices.
+            n = len(self.data) // (1 if self.sizes is None else len(self.sizes))  # rows of a matrix
+            within = self.index // n * -(-n // by.rows) + self.index % n // by.rows
+            scale = scale[self.index if by.rows == 1 else within]
             if by.cols is not None:
                 scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
         return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
-
-    def _blocks_of(self, rows: int) -> Tensor:
-        """The number of the block of so many rows that holds each sampled row; no block lies in two matrices."""
-        if rows == 1:
-            return self.index
-        n = len(self.data) // (1 if self.sizes is None else len(self.sizes))  # of a matrix
-        return self.index // n * -(-n // rows) + self.index % n // rows
 
     @cached_property
     def _shift(self) -> Tensor | None:

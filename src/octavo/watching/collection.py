@@ -31,12 +31,11 @@ from torch import nn
 
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.module_tools import check_module
-from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear
+from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear, combine_all
 from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
     alignment_records,
-    combined,
     expert_record,
     layer_records,
     operand_records,
@@ -252,7 +251,9 @@ class Watch:
             (stats, alignments, *others), largest = wait()
             of_layers = others.pop(0) if full else None
             experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
-            alignment = self._alignment(alignments)
+            alignment = np.full(self._layers.count, np.nan)  # mean |cosine| of gate and up, by layers, then experts
+            for numbers, (cosine, rows) in zip(self._weights.aligned, alignments, strict=True):
+                alignment[numbers] = cosine / rows if rows else np.nan
             judged = self._judged(step, stats, experts, alignment) if brief else None
             whole = self._whole(step, stats, experts, of_layers, alignment) if full else None
             if self._writer is not None and whole is not None:
@@ -298,13 +299,6 @@ class Watch:
             if self._writer is not None:
                 self._writer.write_layers(layers)
 
-    def _alignment(self, sums: Any) -> Any:
-        """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
-        found = np.full(self._layers.count, np.nan)
-        for numbers, (cosine, rows) in zip(self._weights.aligned, sums, strict=True):
-            found[numbers] = cosine / rows if rows else np.nan
-        return found
-
     def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
         """The numbers for the rules. A brief sample has moments about zero, and so have these."""
         records = [operand_records(step, *self._layers.operands(stats[:, :HEAD]), about_zero=True)]
@@ -318,7 +312,8 @@ class Watch:
         stats, found = stats.copy(), []
         for (place, _), each in zip(self._experts, experts, strict=True):
             own = stats[place.row : place.row + len(OPERANDS)]
-            own[:, :HEAD] = combined(np.concatenate([own[None, :, :HEAD], each]))
+            parts = torch.from_numpy(np.concatenate([own[:, None, :HEAD], each.swapaxes(0, 1)], 1))
+            own[:, :HEAD] = combine_all(parts).numpy()
             found.append(expert_record(step, place.layers[0], each))
         of_weights = layer_records(step, self._layers.sizes(), of_layers, alignment)
         return Sample(step, operand_records(step, *self._layers.operands(stats)), of_weights, np.array(found, EXPERTS))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.observation.operand_statistics import EXPONENTS, FIELD, HEAD, MAXIMA
+from octavo.observation.operand_statistics import EXPONENTS, FIELD, HEAD
 from octavo.watching.storage import BINADES, EXPERTS, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED, Array
 
 # The statistics of a layer, in the same form: maxima, sums, exponents of the gradient. elements: sampled, of it.
@@ -130,12 +130,6 @@ def binades(counts: Array, amax: Array, elements: Array, nonzero: Array) -> Arra
     np.add.at(shares, (rows[:, 1:], below[:, 1:]), counts[:, 1:])  # the first is that of zeros
     shares[:, -1] += np.nan_to_num(nonzero - shares.sum(1))
     return np.rint(shares / np.maximum(elements, 1)[:, None] * FULL_SHARE).astype(np.uint16)
-
-
-def combined(parts: Array) -> Array:
-    """The statistics [n, fields] of several parts [m, n, fields] as one."""
-    k = len(MAXIMA)
-    return np.concatenate([parts[..., :k].max(0), parts[..., k:].sum(0)], 1)
 
 
 def _known(maxima: Array) -> Array:

@@ -21,10 +21,10 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import EXPONENTS, MAXIMA, by_dtype, histograms, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, combined
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
@@ -122,7 +122,9 @@ class Layers:
         self.firsts, self.count = dict[int, int](), len(self.matrices)
         for i, stack in self.stacks:
             self.firsts[i], self.count = self.count, self.count + stack.experts
-        again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
+        # A module that is compiled, and checkpointed inside of the compiled code.
+        compiled = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
+        again = {id(m) for b in compiled if getattr(b, "activation_checkpointing", False) for m in b.modules()}
         # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
         self._seen: list[set[str]] = [{"recomputed"} if id(m.module) in again else set() for m in self.matrices]
 
@@ -168,10 +170,10 @@ class Layers:
                 for operand, slot in enumerate((0, 1 + i, 1 + len(place.layers) + i)):  # the layers share x
                     rows.setdefault((layer, operand), []).append(place.row + slot)
         keys = sorted(rows)
-        nothing = np.where(np.arange(stats.shape[1]) < len(MAXIMA), -np.inf, 0)
-        places = np.array([(*rows[key], -1)[:2] for key in keys], int).reshape(-1, 2)
-        parts = np.concatenate([stats, nothing[None]])[places.T]  # [2, n, fields]; -1 takes the last
-        return (*np.array(keys, int).reshape(-1, 2).T, combined(parts))
+        table = torch.from_numpy(stats)
+        table = torch.cat([table, clear(table.new_empty(1, table.shape[1]))])
+        places = torch.tensor([(*rows[key], -1)[:2] for key in keys], dtype=torch.long).view(-1, 2)  # -1: nothing
+        return (*np.array(keys, int).reshape(-1, 2).T, combine_all(table[places]).numpy())
 
     def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
@@ -223,12 +225,6 @@ def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Ite
             continue
         kernel = "emulated" if backend.name == "none" and recipe.emulate else backend.name
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
-
-
-def _is_recomputed_by_compiler(module: Any) -> bool:
-    """True if a module is compiled, and checkpointed inside of the compiled code."""
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled and bool(getattr(module, "activation_checkpointing", False))
 
 
 def first_matrix(stack: Any) -> int:
