@@ -60,7 +60,7 @@ from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import Config, ConfigError, refuse
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
@@ -114,27 +114,17 @@ def convert_model(
         )
     add_adapters(model, config)
     if config.attention.precision == "fp8":
-        _check_attention(config, place)
+        name, shortest, context = "attention.precision", config.attention.shortest, config.context
+        refuse(
+            config,
+            (name, context < shortest, f"a context of attention.shortest, {shortest} tokens, and more", context,
+             "lower attention.shortest, or leave attention in bf16"),
+            (name, place.type == "cuda" and context % GRADIENT_TILE, f"a context that is a multiple of {GRADIENT_TILE}",
+             context, "round it, or leave attention in bf16"),
+            (name, config.dropout, "no dropout", f"dropout {config.dropout}", "set one of the two back"),
+        )  # fmt: skip
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
     return report
-
-
-def _check_attention(config: Config, device: torch.device) -> None:
-    """Raise a ConfigError if no sequence of the run would attend in FP8."""
-    if config.context < config.attention.shortest:
-        raise ConfigError(
-            f"attention.precision = fp8 is for sequences of attention.shortest = {config.attention.shortest} tokens "
-            f"and more, and context is {config.context}: lower attention.shortest, or leave attention in bf16"
-        )
-    if device.type == "cuda" and config.context % GRADIENT_TILE:
-        raise ConfigError(
-            f"attention.precision = fp8 takes a context that is a multiple of {GRADIENT_TILE} on a GPU, got "
-            f"{config.context}: round it, or leave attention in bf16"
-        )
-    if config.dropout:
-        raise ConfigError(
-            f"attention.precision = fp8 has no dropout, and dropout is {config.dropout}: set one of the two back"
-        )
 
 
 def chosen_recipe(config: Config, device: torch.device) -> Recipe:
@@ -147,12 +137,10 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
         return ChunkedLoss(head, config.loss.chunk)
-    if config.loss.logits != "chunked":
-        return whole_loss
-    raise ConfigError(
-        "loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias, scaled or "
-        f"capped; {type(model).__name__} computes them in another way: choose auto or whole"
-    )
+    required = "a model whose logits are the outputs of a linear layer without bias, scaled or capped"
+    chunked = config.loss.logits == "chunked"
+    refuse(config, ("loss.logits", chunked, required, type(model).__name__, "choose auto or whole"))
+    return whole_loss
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
@@ -404,15 +392,12 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
     if mode != "none":
-        if config.compile.blocks and config.compile.backend == "eager":
-            # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is
-            # one, past the hooks of checkpointing. The other backends plan both passes in one graph.
-            raise ConfigError(
-                "activation_checkpointing requires a backend of torch.compile that computes converted layers again, "
-                'and "eager" saves their tensors instead; got activation_checkpointing.mode '
-                f"{mode} and compile.backend eager: give --compile.backend aot_eager or inductor, "
-                "--no-compile.blocks, or --activation-checkpointing.mode none"
-            )
+        # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is one,
+        # past the hooks of checkpointing. The other backends plan both passes in one graph.
+        saves = config.compile.blocks and config.compile.backend == "eager"
+        required = "a compile.backend that computes converted layers again, and does not save their tensors"
+        remedy = "give --compile.backend aot_eager or inductor, --no-compile.blocks, or mode none"
+        refuse(config, ("activation_checkpointing.mode", saves, required, "compile.backend eager", remedy))
         blocks: Any = find_blocks(model)
         contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
         if mode == "full" and config.compile.blocks:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import BUILT_IN_MODELS, LockedError, WriteError
 from octavo.data import DataError
-from octavo.train.config import Config, ConfigError, Parallel, flatten, settings_of
+from octavo.train.config import Config, ConfigError, Parallel, flatten, refuse, settings_of
 from octavo.util import choose_device, discard_output, printable
 
 Value = TypeVar("Value")
@@ -322,40 +322,27 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
 
 def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
     """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    if config.batch % degrees.data:
-        raise ConfigError(
-            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
-            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
-            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
-        )
-    if degrees.processes > 1 and config.lora:
-        raise ConfigError(
-            f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
-            "without torchrun, or leave lora out"
-        )
-    if degrees.processes > 1 and config.precision == "fp16":
-        raise ConfigError(
-            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
-            "process. Use bf16"
-        )
-    tp = degrees.tp
-    if tp == 1:
-        return
-    if config.sample:
-        raise ConfigError(
-            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
-            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
-        )
-    if config.model == "mixture":
-        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
+    shares, several, tp = degrees.data, degrees.processes > 1, degrees.tp
     sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
-    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
-        if getattr(config, name) % tp:
-            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
-    if config.parallel.async_tp and device.type != "cuda":
-        raise ConfigError(
-            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
-        )
+    sizes += ["kv_heads", "mlp_width"] if config.model == "llama" else []
+    refuse(
+        config,
+        ("batch", config.batch % shares, f"a multiple of {shares}, for it counts the sequences of all processes",
+         f"dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard}",
+         f"give --batch {-(-config.batch // shares) * shares}"),
+        ("lora", config.lora and several, "one process, for frozen weights are not divided", degrees.processes,
+         "start it without torchrun, or leave lora out"),
+        ("precision", config.precision == "fp16" and several, "one process, whose loss scale it has",
+         degrees.processes, "use bf16"),
+        ("sample", config.sample and tp > 1, "parallel.tp 1, for tp divides each sequence", f"tp {tp}",
+         "sample from the run with octavo generate"),
+        ("model", config.model == "mixture" and tp > 1, "parallel.tp 1, for its experts are not cut", f"tp {tp}",
+         "use dp_shard"),
+        *(("parallel.tp", getattr(config, name) % tp, f"a {name} that is a multiple of it",
+           f"{name} {getattr(config, name)}", "change one of the two") for name in sizes),
+        ("parallel.async_tp", config.parallel.async_tp and tp > 1 and device.type != "cuda",
+         "GPUs that reach each other's memory", device.type, "leave it out"),
+    )  # fmt: skip
 
 
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
