@@ -425,16 +425,13 @@ class LiveConsole(Console):
         self.bar = Progress(*columns, console=self, transient=True)
         self.task = self.bar.add_task("starting", total=None, said="")
 
-    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
-        """Write the live line again; `said` are the figures, None for those of before."""
-        said = self.bar.tasks[0].fields["said"] if said is None else said
-        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
 
-
-def show_step(console: Console, step: int, steps: int) -> None:
-    """The step on the live line; the figures are those of the last log line."""
+def show(console: Console, doing: str, done: int, total: int, said: str | None = None) -> bool:
+    """Write the live line again, if the console has one; `said` are the figures, None for those of before."""
     if isinstance(console, LiveConsole):
-        console.show("training", step, steps)
+        said = console.bar.tasks[0].fields["said"] if said is None else said
+        console.bar.update(console.task, description=doing, completed=done, total=total, said=said)
+    return isinstance(console, LiveConsole)
 
 
 def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
@@ -442,9 +439,7 @@ def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
     text = ""
     for done, piece in enumerate(pieces, 1):
         text += piece
-        if isinstance(console, LiveConsole):
-            console.show("sampling", done, count)
-        elif count >= _LONG and done % (count // 10) == 0:
+        if not show(console, "sampling", done, count) and count >= _LONG and done % (count // 10) == 0:
             print_line(console, f"sampled {done:,} of {count:,} tokens")
     return text
 

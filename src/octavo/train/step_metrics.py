@@ -50,7 +50,7 @@ from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.processes import LiveConsole, rank, world_size
+from octavo.train.processes import rank, show, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import import_extra
@@ -114,8 +114,8 @@ class Metrics:
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
     """Print one line of the record, and the time left; on a terminal the live line has them."""
-    if isinstance(console, LiveConsole):
-        console.show("training", step, steps, f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
+    said = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+    if show(console, "training", step, steps, said):
         return
     each = f" ({record['tokens_per_second_per_gpu']:,.0f} a GPU)" if "tokens_per_second_per_gpu" in record else ""
     share = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
