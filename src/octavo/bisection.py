@@ -361,10 +361,11 @@ class ShortRuns:
     def _open(self) -> list[ShortRun]:
         """The runs that the folder has, after a check that they are of these settings."""
         settings = {name: value for name, value in self.config.to_dict().items() if name != "out"}
-        described = {"settings": settings, "steps": self.steps, "from": str(self.checkpoint or "")}
+        described: dict[str, Any] = {"settings": settings, "steps": self.steps, "from": str(self.checkpoint or "")}
         path, log = self.out / "bisect.json", self.out / "runs.jsonl"
         if path.is_file():
-            both = [{**each.pop("settings", {}), **each} for each in (read_json(path), dict(described))]
+            pair, more = (read_json(path), described), ("steps", "from")
+            both = [each.get("settings", {}) | {name: each.get(name) for name in more} for each in pair]
             for name, (there, here) in sorted(different_settings(both).items()):
                 raise ConfigError(
                     f"{self.out} has short runs of other settings: {name} is {there!r} there and {here!r} here. Choose "

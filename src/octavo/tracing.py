@@ -390,12 +390,7 @@ class GpuAutocast:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self._decisions: list[Decision] = []
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision about the innermost operation that autocast handles; None where it handles none."""
-        return self._decisions[-1] if self._decisions else None
+        self.decision: Decision | None = None  # about the innermost operation that autocast handles
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -452,11 +447,11 @@ class GpuAutocast:
 
     @contextmanager
     def _deciding(self, decision: Decision) -> Iterator[None]:
-        self._decisions.append(decision)
+        before, self.decision = self.decision, decision
         try:
             yield
         finally:
-            self._decisions.pop()
+            self.decision = before
 
 
 def _handles(name: str, key: str) -> bool:

@@ -290,7 +290,10 @@ def compare_command(
 def _decide(records: list[RunData], margin: str, as_json: bool) -> None:
     from octavo.train.run_records import decide, gaps_of, group_runs, slope_of, tokens_per_parameter
 
-    allowed = _margin(margin)
+    share = re.fullmatch(r"(\d*\.?\d+)%", margin)
+    if not share or not 0 < float(share[1]) < 100:
+        raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {margin!r}")
+    allowed = float(share[1]) / 100
     base, *others = group_runs(records)
     if not others:
         raise ValueError(f"--decide compares groups of runs with different settings; all runs are of {base.name}")
@@ -314,13 +317,6 @@ def _decide(records: list[RunData], margin: str, as_json: bool) -> None:
     say(f"slope of {base.name} at the end: {at_the_end}; {number(each, '.3g') or 'unknown'} tokens a parameter")
     if not any(group.twin for group in others):
         say("no twin: a branch of the first group with --disturb 0.002 shows what chance alone does")
-
-
-def _margin(text: str) -> float:
-    found = re.fullmatch(r"(\d*\.?\d+)%", text)
-    if not found or not 0 < float(found[1]) < 100:
-        raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {text!r}")
-    return float(found[1]) / 100
 
 
 def _decided(decision: Decision, margin: str) -> str:

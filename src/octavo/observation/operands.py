@@ -148,7 +148,8 @@ class Quantized:
         if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
             smallest = None
         shift = None if self._shift is None else self._blocks(self._shift)
-        rows, codes = (numbers * scales, None) if x is None else (self._blocks(x).contiguous(), numbers)
+        rows = numbers * scales if x is None else self._blocks(x).contiguous()
+        codes = None if x is None else numbers
         return Rows(rows, self.full, self.cast, codes, scales, shift, scale, self._known, smallest, more)
 
     def _blocks(self, rows: Tensor) -> Tensor:

@@ -205,7 +205,10 @@ def _read_run(path: Path, name: str) -> RunData:
         if not run.metrics.read_bytes().endswith(b"\n") and run.metrics.stat().st_size:
             remarks.append("The last line of metrics.jsonl is incomplete: it is being written, or the run was killed.")
     elif states:
-        records = _trainer_records(states[-1])
+        history = read_json(states[-1]).get("log_history")
+        if not isinstance(history, list) or not all(isinstance(each, dict) for each in history):
+            raise ArtifactError(f"{states[-1]} must have a list log_history of objects")
+        records = [{_OTHER_NAMES.get(key, key): value for key, value in each.items()} for each in history]
     series = read_series(records, str(path))
     if "loss" not in series:
         remarks.append("The run has logged no loss.")
@@ -259,13 +262,6 @@ def _trainer_states(path: Path) -> list[Path]:
     inner = [each for each in path.glob("checkpoint-*/trainer_state.json") if each.parent.name[11:].isdigit()]
     outer = [path / "trainer_state.json"] if (path / "trainer_state.json").is_file() else []
     return [*sorted(inner, key=lambda each: int(each.parent.name[11:])), *outer]
-
-
-def _trainer_records(path: Path) -> list[dict[str, Any]]:
-    history = read_json(path).get("log_history")
-    if not isinstance(history, list) or not all(isinstance(each, dict) for each in history):
-        raise ArtifactError(f"{path} must have a list log_history of objects")
-    return [{_OTHER_NAMES.get(key, key): value for key, value in each.items()} for each in history]
 
 
 # ---- Deciding between groups of runs.

@@ -194,7 +194,10 @@ class Supervisor:
         """Promote the layer with the first number that is not finite, and return to the step before it."""
         self.state.step = bad.step - 1  # the weights have not changed since
         place = find_nonfinite(self.state.model, self.state.device, lambda: self.passes(self.state.step))
-        event = _event_of(bad, place)
+        layer, tensor, expert = (None, "", None) if place is None else (place.layer, place.tensor, place.expert)
+        operand = tensor if tensor in (*OPERANDS, "y") else None
+        message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
+        event = Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
         done = {} if self._fp16 else self._promote([event])
         self._say(bad.step, [event], done)
         if not done:
@@ -301,13 +304,6 @@ class Supervisor:
     def _print(self, event: Event, action: str) -> None:
         said = f"warning: step {event.step}: {event.describe()}{action} (docs/warnings.md#{event.rule})"
         print_line(self.console, said)
-
-
-def _event_of(bad: StepNumbers, place: Place | None) -> Event:
-    operand = place.tensor if place is not None and place.tensor in (*OPERANDS, "y") else None
-    layer, expert = (None, None) if place is None else (place.layer, place.expert)
-    message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
-    return Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
 
 
 def _found(place: Place | None) -> str:

@@ -145,7 +145,7 @@ def _jump(sample: SampleGrids, history: History) -> Grid:
 
 def _flushed(sample: SampleGrids, history: History) -> Grid:
     """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
-    share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
+    share: Grid = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
     return np.where(sample.all_flushed, np.nan, share)
 
 
@@ -163,7 +163,8 @@ def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
 def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
     bad = (sample["nonfinite"] == 0) & ~((sample["scale"] > 0) & np.isfinite(sample["scale"]))
-    return (bad & np.isfinite(sample["amax"])).astype(np.float64)
+    found: Grid = (bad & np.isfinite(sample["amax"])).astype(np.float64)
+    return found
 
 
 _JUMPED = "the amax of {operand} is {value:.3g} times the largest before"

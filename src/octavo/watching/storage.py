@@ -210,20 +210,14 @@ def read_watch(run: Path) -> Watched:
     lines = [event for _, event in _read_events(folder / "events.jsonl")]
     events, damaged = [event for event in lines if event], [at for at, event in enumerate(lines, 1) if not event]
     operands, layer_records, experts = (_read_records(folder / name, dtype) for name, dtype in _FILES.items())
-    watched = Watched(interval, layers, operands, layer_records, events, damaged, experts)
-    check_records(watched)
-    return watched
-
-
-def check_records(watched: Watched) -> None:
-    """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
-    layer = max(int(records["layer"].max(initial=0)) for records in (watched.operands, watched.layer_records))
-    operand, layers, kinds = int(watched.operands["operand"].max(initial=0)), len(watched.layers), len(OPERANDS)
-    if layer >= layers or operand >= kinds:
+    layer = max(int(records["layer"].max(initial=0)) for records in (operands, layer_records))
+    operand = int(operands["operand"].max(initial=0))
+    if layer >= len(layers) or operand >= len(OPERANDS):
         raise ArtifactError(
             f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
-            f"{layers} layers and {kinds} operands, counted from 0"
+            f"{len(layers)} layers and {len(OPERANDS)} operands, counted from 0"
         )
+    return Watched(interval, layers, operands, layer_records, events, damaged, experts)
 
 
 class WatchWriter:
