@@ -53,11 +53,9 @@ from octavo.util import finite, reading
 
 
 def half_width(gaps: Iterable[Sequence[float]]) -> float:
-    """Half of the interval around the mean of one gap, from the spread that all `gaps` share; 0 if none is finite.
-
-    Each gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their
-    degrees of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
-    """
+    """Half of the interval around the mean of one gap, from the spread that all `gaps` share; 0 if none is finite. Each
+    gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their degrees
+    of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider."""
     known = [gap for gap in gaps if math.inf not in gap]
     if not known:
         return 0.0
@@ -267,10 +265,8 @@ class ShortRun:
 
 @dataclass(eq=False)
 class ShortRuns:
-    """The short runs of one search, in the folder `out`.
-
-    `whole` is what the settings run in FP8. Runs start from `checkpoint`, or from new weights.
-    """
+    """The short runs of one search, in the folder `out`. `whole` is what the settings run in FP8. Runs start from
+    `checkpoint`, or from new weights."""
 
     config: Config
     out: Path

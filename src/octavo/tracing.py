@@ -174,11 +174,9 @@ class _Owner(NamedTuple):
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which `model` runs on fake tensors of the CPU, which have shapes and dtypes, and no memory: on
     `tensors`, its parameters and buffers by all their names, and on arguments from `fake`. It records the `operations`,
-    and the names of the modules that are `called`.
-
-    In the context `autocast` it casts as on a GPU, to the dtype `to`; None leaves it off. Views, casts and quantized
-    bytes of a parameter stand for it. A ValueError if a parameter is sharded, or has no shape yet (a lazy module).
-    """
+    and the names of the modules that are `called`. In the context `autocast` it casts as on a GPU, to the dtype `to`;
+    None leaves it off. Views, casts and quantized bytes of a parameter stand for it. A ValueError if a parameter is
+    sharded, or has no shape yet (a lazy module)."""
 
     def __init__(self, model: nn.Module, to: torch.dtype | None) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # here: it imports sympy
@@ -301,11 +299,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known[-1] if known else None
 
     def _place(self, name: str, parameters: tuple[str, ...]) -> tuple[_Owner, str]:
-        """The owner and the phase of the operation `name`, which reads `parameters`.
-
-        The engine of autograd turns gradients off, and recomputation turns them on again, except in the forward of a
-        torch.autograd.Function, which a module calls.
-        """
+        """The owner and the phase of the operation `name`, which reads `parameters`. The engine of autograd turns
+        gradients off, and recomputation turns them on again, except in the forward of a torch.autograd.Function, which
+        a module calls."""
         node: Any = torch._C._current_autograd_node()
         known = _Owner() if node is None else self._owners.get(node._sequence_nr(), _Owner())
         if node is not None and not self._stack and not torch.is_grad_enabled():
@@ -505,10 +501,8 @@ def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], compu
 
 
 def _backward_reason(kind: str, inputs: Sequence[str], outputs: Sequence[str], forward: str) -> str:
-    """The reason in a backward pass, in which autocast is off: gradients have the dtypes of the forward pass.
-
-    `forward` is the operation whose gradient it computes; "" if several ones, or none, are known.
-    """
+    """The reason in a backward pass, in which autocast is off: gradients have the dtypes of the forward pass. `forward`
+    is the operation whose gradient it computes; "" if several ones, or none, are known."""
     if kind == "cast" and inputs and outputs and inputs != outputs:
         return f"gradient of a cast to {inputs[0]}"
     return f"gradient of {forward}, in the dtype that it ran in" if forward else "adds up gradients, in their dtype"

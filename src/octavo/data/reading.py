@@ -215,10 +215,8 @@ def absolute_source(source: str) -> str:
 
 
 def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
-    """The files of a source other than a data set, and True if the source names the file itself.
-
-    `report` counts the entries of a folder that are not readable files, such as links to folders.
-    """
+    """The files of a source other than a data set, and True if the source names the file itself. `report` counts the
+    entries of a folder that are not readable files, such as links to folders."""
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         return [path for path in _walk(folder, report) if path.suffix == ".py"], False

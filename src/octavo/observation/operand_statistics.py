@@ -81,10 +81,8 @@ def by_dtype(function: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequ
 @lru_cache(maxsize=256)
 def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     """The indices of `rows` rows of `count`, int64: one out of each of `rows` equal parts, or all if there are fewer.
-
     The place within each part is that of the golden ratio's multiples. With a fixed stride every sampled token could
-    have the same position in its sequence, such as the first, whose activations differ from all others.
-    """
+    have the same position in its sequence, such as the first, whose activations differ from all others."""
     rows = min(rows, count)
     ends = torch.arange(rows + 1, device=device) * count // rows
     place = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN).frac()
@@ -104,9 +102,7 @@ def constant(value: float, device: torch.device, *shape: int) -> Tensor:
 @dataclass(frozen=True)
 class Rows:
     """R sampled rows of each of n tensors, alike in shape and in cast: x [n, R, K], and what broadcasts against that.
-
-    Where they are quantized, x is about numbers * scales, and the numbers are those of their bytes.
-    """
+    Where they are quantized, x is about numbers * scales, and the numbers are those of their bytes."""
 
     x: Tensor
     full: bool  # the sample

@@ -69,11 +69,9 @@ def sampled_steps(watched: Watched) -> Array:
 
 
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
-    """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand.
-
-    The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
-    out, and so is a share of inf and NaN that is always 0.
-    """
+    """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand. The operand
+    of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left out, and so
+    is a share of inf and NaN that is always 0."""
     if not columns.count:
         return {}
     by_operand = [metric for metric in METRICS if metric.operands]

@@ -537,10 +537,8 @@ def _refusals_of_heads(config: Config) -> Iterator[Refusal]:
 
 
 def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
-    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
-
-    The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
-    """
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect. The run has so many
+    processes, of which `tp` share each layer, and its batch is divided into `shares`."""
     tokens = config.batch // shares * config.context
     wide = config.recipe != "auto" and not get_recipe(config.recipe).quantized
     idle = (

@@ -69,11 +69,9 @@ CPU = torch.device("cpu")
 
 
 def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
-    """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder.
-
-    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed
-    model is on `device`, where its GEMMs will run; another one is on the CPU.
-    """
+    """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder. A
+    resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed model
+    is on `device`, where its GEMMs will run; another one is on the CPU."""
     ours = config.model in BUILT_IN_MODELS
     made = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved, device)
     return cast_weights(made, config)
@@ -436,8 +434,7 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 def _nothing() -> Any:
     """Compiled code needs a policy to save nothing. Without one, PyTorch 2.11 recomputes no operation inside an
     autograd.Function that Dynamo traces. Layers that are observed or that have histories are traced
-    (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained.
-    """
+    (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)  # type: ignore[no-untyped-call]
 
 
@@ -468,10 +465,8 @@ class TrainedModel(NamedTuple):
 def make_trained_model(
     config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
 ) -> TrainedModel:
-    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading.
-
-    Its weights are the same for any number of processes. Every rank must call this.
-    """
+    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading. Its weights
+    are the same for any number of processes. Every rank must call this."""
     divided = degrees.processes > 1 or config.optimizer.offload
     mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
     with same_outcome():
@@ -553,11 +548,9 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
-
     Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
-    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it.
-    So the largest parameter, and not the model, must fit in the memory of the CPU.
-    """
+    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it. So
+    the largest parameter, and not the model, must fit in the memory of the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):

@@ -38,11 +38,9 @@ Value = TypeVar("Value")
 
 
 def run_in_group(main: Callable[[], None]) -> None:
-    """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone.
-
-    An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
-    alone raises errors; other ranks end with exit code 1.
-    """
+    """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone. An error
+    is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0 alone
+    raises errors; other ranks end with exit code 1."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or size == "0":
         raise ConfigError(
@@ -193,10 +191,8 @@ class Agreement:
         self._values, self._work = torch.zeros(0), None
 
     def reach(self, *values: int) -> Sequence[int]:
-        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once.
-
-        The all-reduce runs on the CPU while the next step computes.
-        """
+        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once. The
+        all-reduce runs on the CPU while the next step computes."""
         if world_size() == 1:
             return values
         if self._work is not None:
@@ -217,11 +213,9 @@ def _picklable(error: Exception | None) -> Exception | None:
 
 @functools.lru_cache(maxsize=1)
 def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it.
-
-    All ranks wait in it while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at
-    once, and one that stands still in a step by the collectives of the weights, after `parallel.timeout`.
-    """
+    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it. All ranks wait in it
+    while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at once, and one that
+    stands still in a step by the collectives of the weights, after `parallel.timeout`."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return group
 
@@ -233,21 +227,17 @@ _PATIENCE = timedelta(minutes=10)
 
 
 def attempt_store() -> tuple[Store, int, int]:
-    """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`.
-
-    torchrun keeps one store for all attempts. The keys of an attempt that failed are still there, so processes would
-    connect to processes that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own.
-    """
+    """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`. torchrun keeps one
+    store for all attempts. The keys of an attempt that failed are still there, so processes would connect to processes
+    that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own."""
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     return PrefixStore(agree_on_name(store, rank, ranks), store), rank, ranks
 
 
 def agree_on_name(store: Store, rank: int, ranks: int) -> str:
-    """A name that all ranks of this attempt have, and no process of an earlier one had.
-
-    A rank asks with a name of its own, which only a living rank 0 can answer. Rank 0 may read the question of a process
-    that has ended; its answer then meets no one. So it goes on until it has the thanks of all ranks for its name.
-    """
+    """A name that all ranks of this attempt have, and no process of an earlier one had. A rank asks with a name of its
+    own, which only a living rank 0 can answer. Rank 0 may read the question of a process that has ended; its answer
+    then meets no one. So it goes on until it has the thanks of all ranks for its name."""
     own = uuid.uuid4().hex
     if rank:
         store.set(f"question/{rank}", own)
@@ -356,10 +346,8 @@ def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMes
 
 
 def unit_size(parameters: int) -> int:
-    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
-
-    The hooks and collectives of a unit take about as long as the host's other work of a small block.
-    """
+    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one. The hooks
+    and collectives of a unit take about as long as the host's other work of a small block."""
     return 2 if 2 * parameters <= SMALL else 1
 
 
@@ -401,10 +389,8 @@ def live_console() -> Iterator[Console]:
 
 
 def training_console() -> Console:
-    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
-
-    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
-    """
+    """A console on standard output. If that can no longer be written, it says so once and prints nothing more. The run
+    goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full."""
     if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
         return Console(quiet=True)
     return Console(file=cast(IO[str], LastingStream(sys.stdout)))
@@ -517,10 +503,8 @@ def name_of(number: int) -> str | None:
 
 @contextmanager
 def delay_interrupts() -> Iterator[list[int]]:
-    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it.
-
-    A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
-    """
+    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it. A
+    signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored."""
     noted: list[int] = []
     before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 

@@ -61,9 +61,7 @@ from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 class Metrics:
     """Writes records, each with its step, and draws their numbers on the boards that `config` names. Rank 0 alone does.
-
-    A resumed run drops the records of later steps, so no step occurs twice.
-    """
+    A resumed run drops the records of later steps, so no step occurs twice."""
 
     def __init__(self, path: Path, *, resumed_at: int, config: Config | None = None) -> None:
         self._path, self._config = path, config
@@ -130,10 +128,8 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
 
 
 def _length_until(path: Path, step: int) -> int:
-    """The bytes of the records up to `step`; a last line that a kill cut short does not count.
-
-    An ArtifactError if a whole line holds no record: what follows it would be lost.
-    """
+    """The bytes of the records up to `step`; a last line that a kill cut short does not count. An ArtifactError if a
+    whole line holds no record: what follows it would be lost."""
     length = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n") or read_record(line, f"{path}, line {number}")["step"] > step:
@@ -220,13 +216,11 @@ def start_of(device: torch.device) -> dict[str, str]:
 
 
 def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values.
-
-    `recipes`: for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16":
-    unquantized, in the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read.
-    `high_precision`: the shares of the other parameters by name (repeated layers are one entry, their index written *),
-    of `embeddings`, and of `other` (norms, biases and other vectors).
-    """
+    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values. `recipes`:
+    for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16": unquantized, in
+    the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read. `high_precision`: the
+    shares of the other parameters by name (repeated layers are one entry, their index written *), of `embeddings`, and
+    of `other` (norms, biases and other vectors)."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
     recipes: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
@@ -248,10 +242,8 @@ def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
 
 
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
-    """The dtype of every leaf module's output during `forward()`, and of its loss.
-
-    Repeated layers are one entry, their index written *. If they differ, the entry names each dtype.
-    """
+    """The dtype of every leaf module's output during `forward()`, and of its loss. Repeated layers are one entry, their
+    index written *. If they differ, the entry names each dtype."""
     seen: dict[str, set[str]] = {}
 
     def see(call: Call, tensor: str, value: Tensor) -> None:

@@ -64,10 +64,8 @@ class TrainingError(RuntimeError):
 
 @dataclass(eq=False)
 class Supervisor:
-    """Judges a run as it goes, and acts as its settings say. Every rank must call each function.
-
-    As a context manager it casts each weight once a step. `passes` computes the step after so many others.
-    """
+    """Judges a run as it goes, and acts as its settings say. Every rank must call each function. As a context manager
+    it casts each weight once a step. `passes` computes the step after so many others."""
 
     config: Config
     state: TrainState
@@ -246,9 +244,7 @@ class Supervisor:
 
     def _return_to(self, before: int) -> Rollback | None:
         """Return to the newest checkpoint of a step up to `before`, and go on with the batches after those so far.
-
-        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint.
-        """
+        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint."""
         self.checkpoints.wait()
         steps = gather([step for step in map(self.run.step_of, self.run.checkpoints()) if step <= before])[0]
         if not steps:
@@ -314,9 +310,8 @@ def _found(place: Place | None) -> str:
 
 def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str | None:
     """The converted layer that a remedy changes; None if there is none. A stack of experts' matrices gives its module.
-
-    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of down.
-    """
+    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of
+    down."""
     name = event.layer or ""
     layer: nn.Module | None = layers.get(name, layers.get(name.rpartition(".")[0]))
     if event.rule == "swiglu_alignment":
@@ -367,10 +362,8 @@ class Place:
 
 
 def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
-    """The first place, over all ranks, in the step that `run` computes; None if the step is finite.
-
-    Every rank must call this. Weights, scale histories and the random state stay; the gradients are None afterwards.
-    """
+    """The first place, over all ranks, in the step that `run` computes; None if the step is finite. Every rank must
+    call this. Weights, scale histories and the random state stay; the gradients are None afterwards."""
     found: list[Place] = []  # the first of this rank
     orders, experts = count(), find_experts(model)
 

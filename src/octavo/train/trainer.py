@@ -300,11 +300,9 @@ class _Clock:
 
 
 def start_run(config: Config, console: Console) -> Trainer:
-    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint.
-
-    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
-    Before an error of the settings or the data nothing has been written.
-    """
+    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
+    `Trainer.run` ends. Every rank must call this; an error of one is raised on all. Before an error of the settings or
+    the data nothing has been written."""
     processes.check_same(config)
     run = RunFolder(Path(config.out))
     with ExitStack() as stack:
@@ -332,10 +330,8 @@ def start_run(config: Config, console: Console) -> Trainer:
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
-    """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
-
-    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
-    """
+    """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value. The
+    run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all."""
     run = RunFolder(path)
     with ExitStack() as stack:
         with processes.same_outcome():
@@ -430,10 +426,8 @@ def prepare_run(
     checkpoint: Path | None = None,
     data: RunData | None = None,
 ) -> Trainer:
-    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this.
-
-    `checkpoint`, which the caller will load, is checked before memory is taken. `data` None reads the data.
-    """
+    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this. `checkpoint`,
+    which the caller will load, is checked before memory is taken. `data` None reads the data."""
     with processes.same_outcome():
         degrees = processes.find_degrees(config.parallel, processes.world_size())
         device = processes.own_device(config.device)

@@ -50,11 +50,9 @@ _KEPT = 16  # samples that `take` can return
 
 @dataclass(frozen=True)
 class Sample:
-    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
-
-    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
-    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
-    """
+    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`). Those
+    for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There are
+    records of single experts, numbered after the layers, and none of the stacks of their matrices."""
 
     step: int
     operands: Records
@@ -159,10 +157,8 @@ class Watch:
         self._weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
-        """The records of operands and layers of each brief sample since the last call, up to 16.
-
-        The experts of a stack are numbered after all layers (`octavo.watching.rules.SampleRules`).
-        """
+        """The records of operands and layers of each brief sample since the last call, up to 16. The experts of a stack
+        are numbered after all layers (`octavo.watching.rules.SampleRules`)."""
         self._receive()
         taken = [(sample.operands, sample.layer_records) for sample in self._new]
         self._new.clear()
@@ -232,11 +228,9 @@ class Watch:
 
     @torch.no_grad()
     def _end(self, step: int) -> Callable[[], tuple[Sample | None, Sample | None, int]]:
-        """Combine the statistics of all ranks, and begin to copy them to the host.
-
-        The result waits for the copy, and writes the full sample of `step`. It gives this sample, the numbers for the
-        rules, and the largest interval of the ranks.
-        """
+        """Combine the statistics of all ranks, and begin to copy them to the host. The result waits for the copy, and
+        writes the full sample of `step`. It gives this sample, the numbers for the rules, and the largest interval of
+        the ranks."""
         nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
         stats = self._store.add_to(stats if self._full else stats[:, :HEAD])

@@ -28,10 +28,8 @@ _ALMOST_ALL = 0.999
 
 
 class SampleGrids:
-    """The records of one sampled step, each field as a grid of the operands of all layers.
-
-    `layers` are by the number that records have for them.
-    """
+    """The records of one sampled step, each field as a grid of the operands of all layers. `layers` are by the number
+    that records have for them."""
 
     def __init__(self, operands: Records, layer_records: Records, layers: Sequence[WatchedLayer]) -> None:
         self._operands, self._layer_records, self._layers = operands, layer_records, layers
@@ -111,12 +109,10 @@ ZERO_SAMPLES = 2  # in a row
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule over a sample, under the name that events have. Its message is `words`, a template.
-
-    `number` gives the numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history
-    before it; NaN where the rule does not apply. One above `limit` is a fault. The rule is about some `operands`:
-    all; those that are quantized; or of these, those that were in `FIRST` samples before (`later`).
-    """
+    """A rule over a sample, under the name that events have. Its message is `words`, a template. `number` gives the
+    numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history before it; NaN where
+    the rule does not apply. One above `limit` is a fault. The rule is about some `operands`: all; those that are
+    quantized; or of these, those that were in `FIRST` samples before (`later`)."""
 
     name: str
     limit: float
@@ -150,11 +146,9 @@ def _flushed(sample: SampleGrids, history: History) -> Grid:
 
 
 def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
-    """The number of samples in a row, this one included, in which the operand was all zero.
-
-    One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
-    the operand is zero in all layers.
-    """
+    """The number of samples in a row, this one included, in which the operand was all zero. One is enough, and counts
+    as two, where no sample before was so. A batch without any target is excepted, in which the operand is zero in all
+    layers."""
     zero, unknown = sample.all_zero, np.isnan(sample["amax"])
     became = (history.known >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~(zero | unknown).all(axis=0)
     return np.where(zero, history.zeros + 1 + became, 0)
@@ -289,11 +283,9 @@ RATE = 1.0  # times the RMS of the weights
 
 
 class LossRule:
-    """Finds a loss spike: the median of the last three losses is far above that of those before.
-
-    The limit is the median + 8 standard deviations, at least 0.5. The deviation is 1.4826 times the median absolute
-    deviation, which a few losses far off do not change. While a spike lasts, its losses do not count as those before.
-    """
+    """Finds a loss spike: the median of the last three losses is far above that of those before. The limit is the
+    median + 8 standard deviations, at least 0.5. The deviation is 1.4826 times the median absolute deviation, which a
+    few losses far off do not change. While a spike lasts, its losses do not count as those before."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=BEFORE)
@@ -325,11 +317,9 @@ class LossRule:
 
 
 class StallRule:
-    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before.
-
-    The rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for
-    128 at least: the loss of a run that goes on falls as slowly as its steps are many.
-    """
+    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before. The
+    rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for 128 at
+    least: the loss of a run that goes on falls as slowly as its steps are many."""
 
     def __init__(self, first: int = 0) -> None:
         self._losses = array("d")
@@ -351,10 +341,8 @@ class StallRule:
 
 
 def judge_rate(step: int, rate: float, weights: float) -> Event | None:
-    """The event of a learning rate as large as `weights`, the RMS of the matrices when the run began.
-
-    AdamW moves each weight by up to about the rate (Kingma and Ba, arXiv:1412.6980, section 2.1).
-    """
+    """The event of a learning rate as large as `weights`, the RMS of the matrices when the run began. AdamW moves each
+    weight by up to about the rate (Kingma and Ba, arXiv:1412.6980, section 2.1)."""
     if weights == 0 or rate < RATE * weights:
         return None
     message = f"the learning rate {rate:.2g} is {rate / weights:.2g} times the weights' RMS, {weights:.2g}: lower it"

@@ -221,11 +221,9 @@ def read_watch(run: Path) -> Watched:
 
 
 class WatchWriter:
-    """Appends the samples and events of a run, in its folder; raises the errors of `octavo.watch`.
-
-    The order of `layers` gives them their numbers. A resumed run whose samples were thinned goes on at the `interval`
-    that it had then. Samples and events of the steps after `resumed_at` are dropped; 0 begins anew.
-    """
+    """Appends the samples and events of a run, in its folder; raises the errors of `octavo.watch`. The order of
+    `layers` gives them their numbers. A resumed run whose samples were thinned goes on at the `interval` that it had
+    then. Samples and events of the steps after `resumed_at` are dropped; 0 begins anew."""
 
     def __init__(
         self, run: Path, layers: Sequence[WatchedLayer], *, interval: int, limit: int = LIMIT, resumed_at: int = 0

@@ -31,10 +31,8 @@ _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the opera
 
 
 class Matrix:
-    """The weight of a layer, or a stack [E, N, K] of experts' matrices, which is watched as one layer.
-
-    `name` has no prefixes of wrappers. `leaf` is the name of a stack in its module of experts, "" for a layer.
-    """
+    """The weight of a layer, or a stack [E, N, K] of experts' matrices, which is watched as one layer. `name` has no
+    prefixes of wrappers. `leaf` is the name of a stack in its module of experts, "" for a layer."""
 
     def __init__(self, name: str, module: Any, leaf: str = "") -> None:
         self.name, self.module, self.leaf = plain_name(name), module, leaf
@@ -90,15 +88,12 @@ class Place:
 
 
 class Layers:
-    """The linear layers of a model, by number, and the observers of the converted ones.
-
-    The `matrices` are those of `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too),
-    and stacks of experts. Each converted layer has one of the `places`, and each fused module one more. `dtype` is that
-    of GEMMs that are not quantized.
-
-    The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts` has the
-    number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and experts.
-    """
+    """The linear layers of a model, by number, and the observers of the converted ones. The `matrices` are those of
+    `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of experts. Each
+    converted layer has one of the `places`, and each fused module one more. `dtype` is that of GEMMs that are not
+    quantized. The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts`
+    has the number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and
+    experts."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -161,9 +156,7 @@ class Layers:
 
     def operands(self, stats: Array) -> tuple[Array, Array, Array]:
         """The layer [n], the operand [n] and the statistics [n, fields] of each operand of the converted layers.
-
-        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it.
-        """
+        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it."""
         rows: dict[tuple[int, int], list[int]] = {}
         for place in self.places:
             for i, layer in enumerate(place.layers):
@@ -250,11 +243,8 @@ ALIGNED_ROWS = 16  # of an expert's gate and up
 
 
 class WeightStatistics:
-    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows.
-
-    `aligned` has the numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the
-    step is `active`.
-    """
+    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows. `aligned` has the
+    numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the step is `active`."""
 
     def __init__(self, model: nn.Module, layers: Layers, rows: int, device: torch.device) -> None:
         self._matrices, self._rows, self._device = layers.matrices, rows, device
@@ -341,9 +331,7 @@ class WeightStatistics:
     @torch.no_grad()
     def alignments(self) -> Tensor:
         """The sum of |cosine| of the rows of each gate and up, and their number: float64, a row for each of `aligned`.
-
-        A rank that holds a part of the experts leaves the others at 0.
-        """
+        A rank that holds a part of the experts leaves the others at 0."""
         table, end = torch.zeros(len(self.aligned), 2, dtype=torch.float64, device=self._device), 0
         for pair in self._pairs:
             gate, up = (matrix.local(matrix.weight)[None] for matrix in pair)
