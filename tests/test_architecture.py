@@ -278,7 +278,7 @@ def test_files_are_chapters():
 
 
 # Lines of Python. They only fall, to 45,000 of src and of tests: a feature pays by removing.
-BUDGETS = {"src": 49_980, "tests": 48_870, "bench": 9_735}
+BUDGETS = {"src": 49_508, "tests": 48_863, "bench": 9_731}
 
 
 @pytest.mark.parametrize("folder", BUDGETS)
