@@ -143,8 +143,8 @@ class Quantized:
             smallest = None
         shift = None if self._shift is None else self._blocks(self._shift)
         rows = numbers * scales if x is None else self._blocks(x).contiguous()
-        codes = None if x is None else numbers
-        return Rows(rows, self.full, self.cast, codes, scales, shift, scale, self._known, smallest, more)
+        of_x = None if x is None else numbers
+        return Rows(rows, self.full, self.cast, of_x, scales, shift, scale, self._known, smallest, more)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
