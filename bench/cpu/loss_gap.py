@@ -19,7 +19,7 @@ from octavo.packing import pack
 from octavo.train.config import Config
 from octavo.train.finished import held_out
 from octavo.train.loss import mean_loss
-from octavo.train.run_records import read_run
+from octavo.train.run_records import read_runs
 from octavo.train.settings import load_config
 from octavo.train.trainer import start_run
 
@@ -53,7 +53,7 @@ def main(_: Options) -> Results:
             for recipe in RECIPES:
                 run = Path(name, f"{recipe}-{seed}")
                 train(run, "--recipe", recipe, "--seed", str(seed))
-                losses = read_run(run).evaluations
+                losses = read_runs([run])[0].evaluations
                 final = list(losses.values())[-1]
                 runs.append({"recipe": recipe, "seed": seed, "evaluations": losses, "final": final})
                 show(f"{recipe:8} seed {seed}: {final:.4f}")

@@ -53,11 +53,9 @@ from octavo.util import finite, reading
 
 
 def half_width(gaps: Iterable[Sequence[float]]) -> float:
-    """Half of the interval around the mean of one gap, from the spread that all `gaps` share; 0 if none is finite.
-
-    Each gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their
-    degrees of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider.
-    """
+    """Half of the interval around the mean of one gap, from the spread that all `gaps` share; 0 if none is finite. Each
+    gap has the noise of the same few seeds. So the variance is the mean of all variances, with the sum of their degrees
+    of freedom. A large gap spreads more than a small one, which makes the interval of the small one wider."""
     known = [gap for gap in gaps if math.inf not in gap]
     if not known:
         return 0.0
@@ -157,7 +155,12 @@ class Search:
             return Finding(whole, (), (), tuple(self._trials.values()))
         gemms = self._find_gemms(whole)
         found = tuple(self._find_all_layers(gemms))
-        self._try_remedies(gemms, {name for trial in found for name in trial.part.layers or ()})
+        # The remedies: the whole without the GEMMs that cause the gap, and the whole without the layers.
+        causes = {name for trial in found for name in trial.part.layers or ()}
+        if others := tuple(gemm for gemm in self.gemms if gemm not in gemms):
+            self._try(Part(others))
+        if rest := tuple(name for name in self.layers if name not in causes):
+            self._try(Part(self.gemms, rest))
         return Finding(whole, gemms, found, tuple(self._trials.values()))
 
     def _find_gemms(self, whole: Trial) -> tuple[str, ...]:
@@ -202,13 +205,6 @@ class Search:
                 return
         yield group
 
-    def _try_remedies(self, gemms: tuple[str, ...], layers: set[str]) -> None:
-        """The whole without the GEMMs that cause the gap, and the whole without the layers."""
-        if others := tuple(gemm for gemm in self.gemms if gemm not in gemms):
-            self._try(Part(others))
-        if rest := tuple(name for name in self.layers if name not in layers):
-            self._try(Part(self.gemms, rest))
-
     def _causes(self, trial: Trial, whole: Trial) -> bool:
         return trial.resolved and trial.share_of(whole) >= CAUSES
 
@@ -227,19 +223,12 @@ def _halves(layers: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], tuple[st
     middle = len(layers) // 2
     by_depth = layers[:middle], layers[middle:]
     yield by_depth
-    kinds = list(dict.fromkeys(_kind(name) for name in layers))
-    if len(kinds) > 1:
-        first = kinds[: len(kinds) // 2]
-        by_kind = (
-            tuple(name for name in layers if _kind(name) in first),
-            tuple(name for name in layers if _kind(name) not in first),
-        )
-        if by_kind != by_depth:
-            yield by_kind
-
-
-def _kind(name: str) -> str:
-    return name.rpartition(".")[2]
+    kinds = {name: name.rpartition(".")[2] for name in layers}
+    all_kinds = list(dict.fromkeys(kinds.values()))
+    first = all_kinds[: len(all_kinds) // 2]
+    by_kind = tuple(n for n in layers if kinds[n] in first), tuple(n for n in layers if kinds[n] not in first)
+    if first and by_kind != by_depth:
+        yield by_kind
 
 
 # ---- Short runs of the trainer with parts in FP8, each of which is remembered in a folder.
@@ -276,10 +265,8 @@ class ShortRun:
 
 @dataclass(eq=False)
 class ShortRuns:
-    """The short runs of one search, in the folder `out`.
-
-    `whole` is what the settings run in FP8. Runs start from `checkpoint`, or from new weights.
-    """
+    """The short runs of one search, in the folder `out`. `whole` is what the settings run in FP8. Runs start from
+    `checkpoint`, or from new weights."""
 
     config: Config
     out: Path
@@ -287,7 +274,7 @@ class ShortRuns:
     checkpoint: Path | None
     whole: Part
     on_run: Callable[[ShortRun, int], None]
-    _runs: dict[tuple[Part, int], ShortRun] = field(default_factory=dict)
+    runs: dict[tuple[Part, int], ShortRun] = field(default_factory=dict)
     _data: RunData | None = None
 
     @contextmanager
@@ -296,19 +283,16 @@ class ShortRuns:
         with ExitStack() as stack:
             if rank() == 0:
                 stack.enter_context(locked_folder(self.out))
-            self._runs = {(run.part, run.seed): run for run in on_first(self._open)}
+            self.runs = {(run.part, run.seed): run for run in on_first(self._open)}
             if gc.get_freeze_count() == 0:  # else it would undo what the caller has frozen
                 stack.callback(gc.unfreeze)
             gc.freeze()  # a collection after each run then looks at the objects of that run alone
             yield self
 
-    @property
-    def count(self) -> int:
-        return len(self._runs)
-
     def gap(self, part: Part, seeds: int) -> tuple[float, ...]:
         """The gap of `part` against BF16 with each of the first `seeds` seeds."""
-        pairs = [(self.run(part, seed), self.run(BF16, seed)) for seed in self.seeds(seeds)]
+        each = range(self.config.seed, self.config.seed + seeds)
+        pairs = [(self.run(part, seed), self.run(BF16, seed)) for seed in each]
         for _, baseline in pairs:
             if math.isinf(baseline.loss):
                 raise ConfigError(
@@ -317,17 +301,15 @@ class ShortRuns:
                 )
         return tuple(run.loss / baseline.loss - 1 for run, baseline in pairs)
 
-    def seeds(self, count: int) -> range:
-        return range(self.config.seed, self.config.seed + count)
-
     def run(self, part: Part, seed: int) -> ShortRun:
         """The short run with `part` in FP8, made now unless it is remembered."""
-        if (part, seed) not in self._runs:
-            self._runs[part, seed] = found = self._make(part, seed)
+        if (part, seed) not in self.runs:
+            self.runs[part, seed] = found = self._make(part, seed)
             if rank() == 0:
-                self._append(found)
-            self.on_run(found, self.count)
-        return self._runs[part, seed]
+                fields = asdict(found)
+                self._append("runs.jsonl", json.dumps(finite(fields | fields.pop("part"))))
+            self.on_run(found, len(self.runs))
+        return self.runs[part, seed]
 
     def _make(self, part: Part, seed: int) -> ShortRun:
         began = time.perf_counter()
@@ -344,8 +326,12 @@ class ShortRuns:
             modules: dict[str, Any] = {layer.name.removesuffix(".base_layer"): layer.module for layer in linears}
             in_fp8 = {name: isinstance(m, RecipeLayer) and m.recipe.quantized for name, m in modules.items()}
             losses = self._train(trainer)
+        # Give back the memory of the model, which holds references to itself, and the code that was compiled for it.
         del trainer, linears, modules
-        self._free()
+        if self.config.compile.blocks:
+            torch.compiler.reset()
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without a GPU
         converted, skipped = (tuple(name for name in in_fp8 if in_fp8[name] == fp8) for fp8 in (True, False))
         return ShortRun(part, seed, converted, skipped, losses, round(time.perf_counter() - began, 3))
 
@@ -366,41 +352,34 @@ class ShortRuns:
         diverged = next((at for at, loss in enumerate(found) if not math.isfinite(loss)), len(found) - 1)
         return tuple(loss if math.isfinite(loss) else math.inf for loss in found[: diverged + 1])
 
-    def _free(self) -> None:
-        """Give back the memory of a model, which holds references to itself, and the code that was compiled for it."""
-        if self.config.compile.blocks:
-            torch.compiler.reset()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     # --- The folder ------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[ShortRun]:
         """The runs that the folder has, after a check that they are of these settings."""
         settings = {name: value for name, value in self.config.to_dict().items() if name != "out"}
-        described = {"settings": settings, "steps": self.steps, "from": str(self.checkpoint or "")}
+        described: dict[str, Any] = {"settings": settings, "steps": self.steps, "from": str(self.checkpoint or "")}
         path, log = self.out / "bisect.json", self.out / "runs.jsonl"
         if path.is_file():
-            _check_same(read_json(path), described, self.out)
+            pair, more = (read_json(path), described), ("steps", "from")
+            both = [each.get("settings", {}) | {name: each.get(name) for name in more} for each in pair]
+            for name, (there, here) in sorted(different_settings(both).items()):
+                raise ConfigError(
+                    f"{self.out} has short runs of other settings: {name} is {there!r} there and {here!r} here. Choose "
+                    "another --out"
+                )
         elif self.out.exists() and any(self.out.iterdir()):
             raise FileExistsError(f"{self.out} is not empty and has no short runs: choose another --out")
         else:
-            self._append_text(path, json.dumps(described, indent=1))
+            self._append(path.name, json.dumps(described, indent=1))
         whole = whole_lines(log)
         if log.is_file():  # without the line that a run was killed in
             replace_file(log, "".join(whole))
         return [_from_line(line, f"{log}, line {number}") for number, line in enumerate(whole, 1)]
 
-    def _append(self, run: ShortRun) -> None:
-        fields = asdict(run)
-        fields |= fields.pop("part")
-        self._append_text(self.out / "runs.jsonl", json.dumps(finite(fields)))
-
-    def _append_text(self, path: Path, text: str) -> None:
+    def _append(self, name: str, text: str) -> None:
         with writing(self.out):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with (self.out / name).open("a") as file:
                 file.write(text + "\n")
 
 
@@ -412,16 +391,6 @@ def _from_line(line: str, where: str) -> ShortRun:
         losses = tuple(math.inf if loss is None else float(loss) for loss in fields.pop("losses"))
         converted, skipped = (tuple(fields.pop(name)) for name in ("converted", "skipped"))
         return ShortRun(part, converted=converted, skipped=skipped, losses=losses, **fields)
-
-
-def _check_same(found: dict[str, Any], given: dict[str, Any], out: Path) -> None:
-    before, now = (
-        each.get("settings", {}) | {name: each.get(name) for name in ("steps", "from")} for each in (found, given)
-    )
-    for name, (there, here) in sorted(different_settings([before, now]).items()):
-        raise ConfigError(
-            f"{out} has short runs of other settings: {name} is {there!r} there and {here!r} here. Choose another --out"
-        )
 
 
 # ---- `bisect`: which GEMMs and which layers of an FP8 run raise its loss over that of BF16.
@@ -520,8 +489,8 @@ def bisect(
     with ShortRuns(settle(config), Path(out), length, checkpoint, Part(gemms), on_run).opened() as runs:
         whole = runs.run(Part(gemms), config.seed)
         finding = Search(lambda part: runs.gap(part, seeds), gemms, whole.converted, least).run()
-        losses = tuple(runs.run(BF16, seed).loss for seed in runs.seeds(seeds))
-        return Bisection(finding, whole.converted, losses, length, runs.count)
+        losses = tuple(runs.run(BF16, config.seed + seed).loss for seed in range(seeds))
+        return Bisection(finding, whole.converted, losses, length, len(runs.runs))
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -109,61 +109,6 @@ def flops_of(func: Any, kind: str, args: Any, keywords: Any, out: Any) -> int:
     return 0
 
 
-# ---- Fake tensors in place of a model's parameters and inputs: shapes and dtypes without memory or arithmetic.
-
-
-class Fakes:
-    """Makes fake tensors of the CPU, from tensors of any device. The same tensor gives the same fake tensor."""
-
-    def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # here: it imports sympy
-
-        self.mode, self._class = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too: while it lives, its id is its own
-
-    def tensors_of(self, model: nn.Module) -> dict[str, Tensor]:
-        """Fake parameters and buffers by all their names, shared ones under each.
-
-        A ValueError if a parameter is sharded, or has no shape yet (a lazy module).
-        """
-        found: dict[str, Tensor] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if hasattr(parameter, "device_mesh"):
-                raise ValueError(
-                    f"a trace takes a model that is not sharded, and {name} is a DTensor: give the model before "
-                    "fully_shard, on the meta device if it is large"
-                )
-            if isinstance(parameter, nn.UninitializedParameter):
-                raise ValueError(f"{name} has no shape yet: run the lazy module once before a trace")
-            found[name] = self.fake(parameter)
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            found[name] = self.fake(buffer)
-        return found
-
-    def fake(self, value: Any) -> Any:
-        """`value` with a fake tensor for each tensor in it."""
-        return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-    def fake_meta(self, value: Any) -> Any:
-        """`value` with a fake tensor for each tensor of the meta device that is none, as an attribute of a module."""
-
-        def of(leaf: Any) -> Any:
-            plain = isinstance(leaf, Tensor) and leaf.is_meta and not isinstance(leaf, self._class)
-            return self._of(leaf) if plain else leaf
-
-        return tree_map(of, value)
-
-    def _of(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._known:
-            fake: Tensor = self._class(self.mode, tensor.detach().to("meta"), torch.device("cpu"))
-            if isinstance(tensor, nn.Parameter):
-                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            elif tensor.requires_grad:
-                fake.requires_grad_()
-            self._known[id(tensor)] = tensor, fake
-        return self._known[id(tensor)][1]
-
-
 @contextmanager
 def _clear_errors(model: nn.Module) -> Iterator[None]:
     """Say in an error that it comes from a trace of `model`; PyTorch logs none of its own about fake tensors."""
@@ -227,17 +172,30 @@ class _Owner(NamedTuple):
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which `model` runs on the fake `tensors`, its parameters and buffers by name, and on arguments from
-    `fake`. It records the `operations`, and the names of the modules that are `called`.
-
-    In the context `autocast` it casts as on a GPU, to the dtype `to`; None leaves it off. Views, casts and quantized
-    bytes of a parameter stand for it.
-    """
+    """A context in which `model` runs on fake tensors of the CPU, which have shapes and dtypes, and no memory: on
+    `tensors`, its parameters and buffers by all their names, and on arguments from `fake`. It records the `operations`,
+    and the names of the modules that are `called`. In the context `autocast` it casts as on a GPU, to the dtype `to`;
+    None leaves it off. Views, casts and quantized bytes of a parameter stand for it. A ValueError if a parameter is
+    sharded, or has no shape yet (a lazy module)."""
 
     def __init__(self, model: nn.Module, to: torch.dtype | None) -> None:
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # here: it imports sympy
+
         super().__init__()  # type: ignore[no-untyped-call]
-        self._model, self._autocast, self._fakes = model, GpuAutocast(to), Fakes()
-        self.autocast, self.fake, self.tensors = self._autocast.enabled, self._fakes.fake, self._fakes.tensors_of(model)
+        self._model, self._autocast = model, GpuAutocast(to)
+        self.autocast = self._autocast.enabled
+        self._fakes, self._class = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too: while it lives, its id is its own
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if hasattr(parameter, "device_mesh"):
+                raise ValueError(
+                    f"a trace takes a model that is not sharded, and {name} is a DTensor: give the model before "
+                    "fully_shard, on the meta device if it is large"
+                )
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise ValueError(f"{name} has no shape yet: run the lazy module once before a trace")
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = self.fake(dict(named))
         self.operations: list[Operation] = []
         self.called: set[str] = set()
         self._parameters: dict[int, tuple[str, ...]] = {id(self.tensors[n]): (n,) for n, _ in model.named_parameters()}
@@ -247,7 +205,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._hooks = ExitStack()
-        for context in (_clear_errors(self._model), self._autocast.kernels(), self._fakes.mode):
+        for context in (_clear_errors(self._model), self._autocast.kernels(), self._fakes):
             self._hooks.enter_context(context)
         for name, module in self._model.named_modules():
             # Calls are counted by a stack: a hook that is always called takes the name off again, when recomputation
@@ -261,6 +219,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.__exit__(*error)
 
+    def fake(self, value: Any, *, meta: bool = False) -> Any:
+        """`value` with the same fake tensor for each same tensor in it, of any device; with `meta` for those of the
+        meta device that are none, as an attribute of a module."""
+
+        def of(leaf: Any) -> Any:
+            plain = isinstance(leaf, Tensor) and (not meta or (leaf.is_meta and not isinstance(leaf, self._class)))
+            if plain and id(leaf) not in self._known:
+                fake: Tensor = self._class(self._fakes, leaf.detach().to("meta"), torch.device("cpu"))
+                if isinstance(leaf, nn.Parameter):
+                    fake = nn.Parameter(fake, requires_grad=leaf.requires_grad)
+                elif leaf.requires_grad:
+                    fake.requires_grad_()
+                self._known[id(leaf)] = leaf, fake
+            return self._known[id(leaf)][1] if plain else leaf
+
+        return tree_map(of, value)
+
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._stack.append(name)
         self.called.add(name)
@@ -269,7 +244,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, keywords = self._fakes.fake_meta((args, kwargs or {}))
+        args, keywords = self.fake((args, kwargs or {}), meta=True)
         taken = args
         if func.overloadpacket.__name__ == "_grouped_mm":  # its fake implementation takes BF16 alone
             taken = tree_map(lambda x: x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x, args)
@@ -324,11 +299,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return known[-1] if known else None
 
     def _place(self, name: str, parameters: tuple[str, ...]) -> tuple[_Owner, str]:
-        """The owner and the phase of the operation `name`, which reads `parameters`.
-
-        The engine of autograd turns gradients off, and recomputation turns them on again, except in the forward of a
-        torch.autograd.Function, which a module calls.
-        """
+        """The owner and the phase of the operation `name`, which reads `parameters`. The engine of autograd turns
+        gradients off, and recomputation turns them on again, except in the forward of a torch.autograd.Function, which
+        a module calls."""
         node: Any = torch._C._current_autograd_node()
         known = _Owner() if node is None else self._owners.get(node._sequence_nr(), _Owner())
         if node is not None and not self._stack and not torch.is_grad_enabled():
@@ -413,12 +386,7 @@ class GpuAutocast:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        self._decisions: list[Decision] = []
-
-    @property
-    def decision(self) -> Decision | None:
-        """The decision about the innermost operation that autocast handles; None where it handles none."""
-        return self._decisions[-1] if self._decisions else None
+        self.decision: Decision | None = None  # about the innermost operation that autocast handles
 
     @contextmanager
     def kernels(self) -> Iterator[None]:
@@ -475,11 +443,11 @@ class GpuAutocast:
 
     @contextmanager
     def _deciding(self, decision: Decision) -> Iterator[None]:
-        self._decisions.append(decision)
+        before, self.decision = self.decision, decision
         try:
             yield
         finally:
-            self._decisions.pop()
+            self.decision = before
 
 
 def _handles(name: str, key: str) -> bool:
@@ -533,10 +501,8 @@ def _by_autocast(kind: str, inputs: Sequence[str], outputs: Sequence[str], compu
 
 
 def _backward_reason(kind: str, inputs: Sequence[str], outputs: Sequence[str], forward: str) -> str:
-    """The reason in a backward pass, in which autocast is off: gradients have the dtypes of the forward pass.
-
-    `forward` is the operation whose gradient it computes; "" if several ones, or none, are known.
-    """
+    """The reason in a backward pass, in which autocast is off: gradients have the dtypes of the forward pass. `forward`
+    is the operation whose gradient it computes; "" if several ones, or none, are known."""
     if kind == "cast" and inputs and outputs and inputs != outputs:
         return f"gradient of a cast to {inputs[0]}"
     return f"gradient of {forward}, in the dtype that it ran in" if forward else "adds up gradients, in their dtype"

@@ -17,9 +17,8 @@ from octavo_cli.display import check_output, number, print_facts, print_rows, pr
 
 if TYPE_CHECKING:
     from octavo.bisection import Bisection, Part, ShortRun, Trial
-    from octavo.report.runs import RunData
     from octavo.train.config import Config
-    from octavo.train.run_records import Decision, RunRecord
+    from octavo.train.run_records import Decision, RunData
 
 
 def train_command(
@@ -266,11 +265,11 @@ def compare_command(
       octavo compare runs/bf16 runs/rowwise
       octavo compare runs/bf16-* runs/rowwise-* runs/twin-* --decide 0.25%
     """
-    from octavo.train.run_records import ONE_SEED, different_settings, names_of_runs, read_run
+    from octavo.train.run_records import ONE_SEED, different_settings, read_runs
 
     if len(runs) < 2:
         raise ValueError(f"compare takes two or more runs, got {len(runs)}")
-    records = [read_run(path) for path in runs]
+    records = read_runs(runs)
     if margin is not None:
         _decide(records, margin, as_json)
         return
@@ -281,17 +280,20 @@ def compare_command(
         found = {"runs": summaries, "remark": remark, "different_settings": different}
         print(json.dumps(found, indent=2))
         return
-    _print_runs(summaries, names_of_runs(runs))
+    _print_runs(summaries, [run.name for run in records])
     if remark:
         say(remark)
     for name, values in different.items():
         say(f"{name.replace('_', '-')}: {', '.join(_text(value) for value in values)}")
 
 
-def _decide(records: list[RunRecord], margin: str, as_json: bool) -> None:
+def _decide(records: list[RunData], margin: str, as_json: bool) -> None:
     from octavo.train.run_records import decide, gaps_of, group_runs, slope_of, tokens_per_parameter
 
-    allowed = _margin(margin)
+    share = re.fullmatch(r"(\d*\.?\d+)%", margin)
+    if not share or not 0 < float(share[1]) < 100:
+        raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {margin!r}")
+    allowed = float(share[1]) / 100
     base, *others = group_runs(records)
     if not others:
         raise ValueError(f"--decide compares groups of runs with different settings; all runs are of {base.name}")
@@ -315,13 +317,6 @@ def _decide(records: list[RunRecord], margin: str, as_json: bool) -> None:
     say(f"slope of {base.name} at the end: {at_the_end}; {number(each, '.3g') or 'unknown'} tokens a parameter")
     if not any(group.twin for group in others):
         say("no twin: a branch of the first group with --disturb 0.002 shows what chance alone does")
-
-
-def _margin(text: str) -> float:
-    found = re.fullmatch(r"(\d*\.?\d+)%", text)
-    if not found or not 0 < float(found[1]) < 100:
-        raise ValueError(f"--decide takes a percentage between 0% and 100%, such as 0.25%; got {text!r}")
-    return float(found[1]) / 100
 
 
 def _decided(decision: Decision, margin: str) -> str:
@@ -354,12 +349,12 @@ def _print_runs(summaries: list[dict[str, Any]], names: list[str]) -> None:
     print_rows(rows)
 
 
-def _summary(run: RunRecord, first: RunRecord) -> dict[str, Any]:
+def _summary(run: RunData, first: RunData) -> dict[str, Any]:
     """Losses by step, and gaps: the loss relative to that of `first`, minus 1, where both have one."""
     before = {} if run is first else first.evaluations
     return {
         "run": str(run.path),
-        "steps": run.step,
+        "steps": run.last_step,
         "evaluations": {str(step): loss for step, loss in run.evaluations.items()},
         "gaps": {str(s): loss / before[s] - 1 for s, loss in run.evaluations.items() if loss and before.get(s)},
         "final_loss": run.evaluations.get(max(run.evaluations, default=-1)),
@@ -393,8 +388,7 @@ def report_command(
       octavo report runs/rowwise
       octavo report runs/rowwise runs/bf16 --html report.html
     """
-    from octavo.report.runs import read_runs
-    from octavo.train.run_records import ONE_SEED
+    from octavo.train.run_records import ONE_SEED, read_runs
 
     page = to_html if to_html is not None or as_json else runs[0] / "report.html"
     found = read_runs(runs)

@@ -323,7 +323,7 @@ def test_a_setting_that_is_no_recipe_is_refused(here, text, essential):
 
 def test_a_calibration_needs_a_recipe_with_histories(here):
     assert Config(model="models/base", calibration="calibrated", recipe="mine.json").recipe.name == "mine"
-    with pytest.raises(ConfigError, match="calibration gives the recipe delayed its first scales"):
+    with pytest.raises(ConfigError, match="requires recipe delayed, to which it gives the first scales"):
         Config(model="models/base", calibration="calibrated", recipe="rowwise")
 
 

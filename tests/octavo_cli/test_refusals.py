@@ -198,7 +198,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, made: Folders, trained: Pat
     ("words", "advice"),
     [
         (["train", "--model", "packed", "--data", "text.txt", "--out", "tuned"], "--lora 16.*octavo unpack"),
-        (["compare", "fp8", "packed"], "is a model folder, not a run.*give the folder that octavo train wrote"),
+        (["compare", "fp8", "packed"], "packed is no run: it has no metrics.jsonl.*that octavo train, octavo.watch or"),
         (["verify", "fp8", "--against", "fp8"], "is a run of octavo train, not a packed folder: octavo pack fp8"),
         (["unpack", "fp8", "out"], "a run of octavo train, not a packed folder: octavo pack fp8.*octavo report fp8"),
         (["inspect", "fp8/step-00000004"], "is a checkpoint of the run fp8, not a packed folder: octavo pack fp8"),

@@ -10,8 +10,8 @@ from report_examples import make_run, write_metrics
 from selenium.webdriver.common.keys import Keys
 
 from octavo.report.page import page_of_report
-from octavo.report.runs import read_runs
 from octavo.report.training_page import page_of_runs
+from octavo.train.run_records import read_runs
 from octavo.verification.findings import Invocation, LayerReport, Report
 
 pytestmark = pytest.mark.slow

@@ -4,11 +4,10 @@ import base64
 
 import numpy as np
 import pytest
-from report_examples import layers_of, operands_of, watched_of
+from report_examples import operands_of, watched_of
 
-from octavo.checkpoint.files import ArtifactError
 from octavo.report import heat_maps
-from octavo.watching.storage import BINADES, LAYER, OPERAND, Watched
+from octavo.watching.storage import BINADES
 
 STEPS = np.arange(5, 105, 5)
 BY_KEY = {metric.key: metric for metric in heat_maps.METRICS}
@@ -85,18 +84,6 @@ def test_nan_as_amax_is_shown_and_metrics_without_values_are_not():
     assert "alignment" not in found  # there is no SwiGLU
     watched.operands["nonfinite"][3] = 0.5
     assert "nonfinite" in heat_maps.metric_grids(watched, heat_maps.Columns(STEPS, 20))
-
-
-def test_records_of_unknown_layers_are_refused():
-    records = np.zeros(1, OPERAND)
-    watched = Watched(1, layers_of(3), records, np.zeros(1, LAYER), [])
-    heat_maps.check_records(watched)
-    records["operand"] = 3
-    with pytest.raises(ArtifactError, match="one is of layer 0 and operand 3, and there are 3 layers and 3 operands"):
-        heat_maps.check_records(watched)
-    records["operand"], watched.layer_records["layer"] = 0, 3
-    with pytest.raises(ArtifactError, match="one is of layer 3"):
-        heat_maps.check_records(watched)
 
 
 def test_histograms_are_those_of_their_steps():

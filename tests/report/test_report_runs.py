@@ -9,8 +9,8 @@ import pytest
 from report_examples import make_run, write_metrics
 
 from octavo.checkpoint.files import ArtifactError
-from octavo.report.runs import read_runs, read_series
 from octavo.report.training_page import expert_rows, page_of_runs, recipe_rows, run_facts, to_dict
+from octavo.train.run_records import read_runs, read_series
 from octavo.watching.storage import EXPERTS
 
 
@@ -94,8 +94,8 @@ def test_inf_and_nan_are_gaps_and_are_named(tmp_path):
     (run,) = read_runs([tmp_path])
     assert run.series["loss"].wrong_steps == [2, 3]
     assert run.series["loss"].last is None
-    assert run.series["loss"].last_finite == (1, 2.0)
-    assert (run.series["gradient_norm"].last, run.series["gradient_norm"].last_finite) == (None, None)
+    assert run.series["loss"].finite == {1: 2.0}
+    assert (run.series["gradient_norm"].last, run.series["gradient_norm"].finite) == (None, {})
     assert "loss is inf or NaN at step 2, and 1 more." in run.remarks
     facts = run_facts(run)
     assert facts["inf or NaN"] == "3 values"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from report_examples import make_run, watched_of, write_metrics
 
-from octavo.report.runs import RunData, Series, read_runs
 from octavo.report.training_page import gap_verdicts, gaps, page_of_runs, thin, verdict
+from octavo.train.run_records import RunData, Series, read_runs
 from octavo.watching.storage import Event, GemmRun
 
 

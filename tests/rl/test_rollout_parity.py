@@ -18,9 +18,9 @@ from torch.distributed.fsdp import fully_shard
 import octavo
 from octavo.inference.transformers_cache import CACHE
 from octavo.integrations.peft import support
-from octavo.report.runs import read_runs
 from octavo.report.training_page import page_of_runs
 from octavo.rl import DriftError, parity, push
+from octavo.train.run_records import read_runs
 from octavo.watching.storage import read_watch
 
 

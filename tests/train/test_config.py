@@ -97,7 +97,7 @@ def test_words_of_the_command_line(words, expected):
         (["--beta2", "1"], ["beta2", "below 1"]),
         (["--learning-rate", "0"], ["learning_rate", "above 0"]),
         (["--min-learning-rate", "0.1"], ["min_learning_rate", "0.1", "0.001"]),
-        (["--warmup", "500"], ["warmup", "below steps", "500"]),
+        (["--warmup", "500"], ["warmup 500 requires more steps; got steps 500"]),
         (["--schedule", "wsd", "--warmup", "450"], ["warmup 450", "decay 0.2", "500 steps", "(100)"]),
         (["--width", "100000000001"], ["heads 4", "width 100000000001"]),
         (["--heads", "5"], ["heads 5", "width 256", "2, 4, 8"]),
@@ -110,10 +110,10 @@ def test_words_of_the_command_line(words, expected):
         (["--steps", "30", "--layers", "2", "--steps=40"], ["--steps must be given once"]),
         (["--tied", "--no-tied"], ["--tied must be given once"]),
         (["--no-steps"], ["no_steps"]),
-        (["--model", "mixture", "--experts.top-k", "9"], ["got experts.top_k 9 and experts.count 8"]),
+        (["--model=mixture", "--experts.top-k=9"], ["experts.top_k 9 requires as many experts; got experts.count 8"]),
         (["--attention.precision", "int8"], ["attention.precision must be one of bf16, fp8; got 'int8'"]),
-        (["--precision", "fp16", "--optimizer.offload"], ["optimizer.offload requires precision bf16 or fp32"]),
-        (["--precision=fp16", "--optimizer.weights=bf16"], ["optimizer.weights = bf16 requires precision bf16 or"]),
+        (["--precision", "fp16", "--optimizer.offload"], ["optimizer.offload True requires precision bf16"]),
+        (["--precision=fp16", "--optimizer.weights=bf16"], ["optimizer.weights bf16 requires precision bf16 or"]),
         *((["--seed", seed], [f"0 to 2^63 - 1; got {seed}"]) for seed in ("9" * 20, "-1", str(1 << 63))),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_model_folder_brings_its_own_shapes(tmp_path, monkeypatch):
 def test_experts_are_settings_of_a_mixture_alone(option):
     assert load_config(None, ["--model", "mixture", option, "3"]).experts != Config().experts
     for model in ("llama", "gpt2"):
-        message = f"{option[2:].replace('-', '_')} is a setting of the model mixture, and the model {model} has no"
+        message = f"{option[2:].replace('-', '_')} 3 requires the model mixture; got model {model}: give --model"
         fails(message, overrides=["--model", model, option, "3"])
 
 

@@ -4,10 +4,11 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 import scipy.stats
 
-from octavo.train.run_records import RunRecord, decide, gaps_of, group_runs, half_width, slope_of
+from octavo.train.run_records import RunData, Series, decide, gaps_of, group_runs, half_width, slope_of
 
 MARGIN = 0.0025
 NOISE = 0.0005  # the standard deviation of a planted gap
@@ -73,12 +74,13 @@ def test_so_many_more_pairs_with_the_same_spread_decide():
 
 @pytest.fixture
 def run(tmp_path):
-    """run(losses, **settings): a record with evaluations every ten steps."""
+    """run(losses, **settings): a run with evaluations every ten steps."""
 
     def make(*losses, **settings):
         base = {"recipe": "bf16", "seed": 0, "out": "x", "batch": 2, "disturb": 0.0}
         name = "-".join(map(str, settings.values())) or "bf16"
-        return RunRecord(tmp_path / name, base | settings, {10 * i: loss for i, loss in enumerate(losses, 1)}, 1, 1, 40)
+        losses = Series(10 * np.arange(1, len(losses) + 1), np.array(losses, float))
+        return RunData(tmp_path / name, name, base | settings, {"evaluation_loss": losses})
 
     return make
 

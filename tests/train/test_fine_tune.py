@@ -222,7 +222,7 @@ def test_the_first_step_has_the_stored_scales_of_a_packed_folder(begin, calibrat
 def test_the_calibration_must_fit(settings, begin, calibrated, tmp_path):
     model, calibration = calibrated
     for given in ({"recipe": "rowwise", "model": str(model)}, {"recipe": "delayed", "model": "llama"}):
-        said = f"to fine-tune the calibrated model; got recipe {given['recipe']} and model {given['model']}"
+        said = f"and the calibrated model; got recipe {given['recipe']} and model {given['model']}"
         with pytest.raises(ConfigError, match=said):
             settings(**given, calibration=str(calibration))
     with pytest.raises(FileNotFoundError, match="calibration.json"):

@@ -269,7 +269,7 @@ def test_cycles_are_freed_at_every_fiftieth_step_and_no_sooner():
 def test_a_run_collects_between_its_steps(begin, monkeypatch):
     collected, enabled = [], []
     trainer = begin(steps=3)
-    monkeypatch.setattr("octavo.train.trainer.collect_young", collected.append)
+    monkeypatch.setattr("octavo.train.processes.collect_young", collected.append)
     before_steps(trainer, lambda: enabled.append(gc.isenabled()))
     before = gc.isenabled()
     trainer.run()

@@ -119,7 +119,7 @@ def test_compiled_blocks_compute_the_same(begin, records, base, tmp_path, mode):
 
 
 REFUSED = [  # settings, the kind of base, and what the error says
-    ({"model": "llama"}, "bf16", "around the weights of a Hugging Face folder; got model llama: give --model FOLDER"),
+    ({"model": "llama"}, "bf16", "lora 4 requires the weights of a Hugging Face folder; got model llama: give --model"),
     (
         {"lora": 0, "alpha": 8.0},
         "bf16",
@@ -127,7 +127,7 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ),
     ({"lora": 0, "targets": ("q_proj",)}, "bf16", "targets ('q_proj',) requires adapters; got lora 0"),
     ({"targets": ("q",)}, "bf16", "targets has 'q', and the linear layers are down_proj, gate_proj, k_proj"),
-    ({"optimizer.offload": True}, "bf16", "optimizer.offload is for runs that train all weights"),
+    ({"optimizer.offload": True}, "bf16", "optimizer.offload True requires a run that trains all weights; got lora 4"),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
     ({}, "experts", "the experts model.layers.0.mlp.experts (2 such modules) are stacked matrices, which take no"),
 ]

@@ -29,7 +29,7 @@ from octavo.checkpoint.files import ArtifactError, model_tensors
 from octavo.checkpoint.folder import RunFolder, WriteError
 from octavo.models import GPT2Config, build
 from octavo.rates.measured import known_gpus, peak_flops
-from octavo.train.processes import LastingStream, LiveConsole, print_line, show_step, training_console
+from octavo.train.processes import LastingStream, LiveConsole, print_line, show, training_console
 from octavo.train.run_records import read_records
 from octavo.train.step_metrics import Metrics, flops_per_token, mfu, observed_dtypes, show_progress, weight_ranges
 from octavo.watching import read_watch
@@ -125,7 +125,7 @@ def test_a_terminal_has_a_live_line_and_a_file_has_lines():
     live, file = LiveConsole(Terminal()), Console(file=io.StringIO())
     for console in (live, file):
         with live.bar:
-            show_step(console, 6, 1000)
+            show(console, "training", 6, 1000)
             show_progress(console, 7, 1000, record, 60)
             live.bar.refresh()
     assert all(part in live.file.getvalue() for part in ("7/1000", "loss 2.3457", "1,234 tokens/s"))

@@ -139,7 +139,7 @@ def test_a_run_that_cannot_start_is_refused_on_every_rank_with_one_message(tmp_p
     first, second = run_ranks(2, refusals, tmp_path, str(text))
     assert first == second
     assert (first["ranks"], first["patience"]) == ([0, 1], 24 * 3600)
-    assert "parallel.async_tp needs GPUs" in first["async"][1]
+    assert "parallel.async_tp True requires GPUs" in first["async"][1]
     assert "learning_rate is 0.01 on rank 0 and 0.011 on rank 1" in first["settings"][1]
     assert first["folder"][0] == "FileExistsError"
     assert "absent.txt" in first["data"][1]
@@ -180,12 +180,12 @@ def test_minus_one_is_what_is_left():
         (3, {"tp": 2}, {}, "number of processes, 3; .*dp_shard 1 x tp 2, which is 2"),
         (1, {"dp_shard": 4}, {}, "number of processes, 1; .*dp_shard 4.*start 4 processes"),
         (2, {"dp_replicate": -1}, {}, "dp_replicate and dp_shard: set all but one"),
-        (4, {"tp": 4}, {"heads": 8, "kv_heads": 2}, "tp must divide kv_heads; got tp 4 and kv_heads 2"),
+        (4, {"tp": 4}, {"heads": 8, "kv_heads": 2}, "tp 4 requires a kv_heads that is a multiple .*got kv_heads 2"),
         (4, {"tp": 4}, {"heads": 6, "width": 384, "kv_heads": 2}, "heads 6"),
         (4, {"tp": 4}, {"heads": 8, "kv_heads": 4, "mlp_width": 70}, "mlp_width 70"),
-        (3, {}, {}, "batch must be a multiple of the 3 shares .*dp_shard 3.*got 4"),
-        (2, {}, {"precision": "fp16"}, "fp16 is for one process"),
-        (2, {}, {"model": "./folder", "lora": 4}, "lora is for one process, and this run has 2"),
+        (3, {}, {}, "batch 4 requires a multiple of 3.*dp_shard 3: give --batch 6"),
+        (2, {}, {"precision": "fp16"}, "fp16 requires one process"),
+        (2, {}, {"model": "./folder", "lora": 4}, "lora 4 requires one process.*got 2"),
     ],
 )
 def test_degrees_and_sizes_that_do_not_divide(processes, parallel, settings, message):

@@ -35,7 +35,7 @@ def judged(watch, sample):
     history.amax[:], history.kurtosis[:] = 1, 1
     made = SampleGrids(*sample, watch.layers)
     with np.errstate(invalid="ignore"):
-        return [rule.number(made, history) for rule in RULES]
+        return [rule.numbers(made, history) for rule in RULES]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed", "tensorwise_rotated", "blockwise", "mxfp8", "bf16"])

@@ -7,10 +7,10 @@ from activation_oracle import KINDS, given, gradient64, gradient_magnitude, h64,
 from watch_oracle import BY_OPERAND, binades, check, describe, matrix
 
 from octavo.numerics import TENSOR, Cast
-from octavo.observation.operand_statistics import WIDTH, clear, sampled_rows
+from octavo.observation.operand_statistics import WIDTH, clear, combine_all, sampled_rows
 from octavo.observation.operands import Sampling, numbers_of_rows, observe
 from octavo.ops import quantize, quantize_scaled
-from octavo.watching.records import combined, operand_records
+from octavo.watching.records import operand_records
 from octavo.watching.storage import FULL_SHARE, UNQUANTIZED
 
 WATCH = object()
@@ -100,8 +100,7 @@ def test_samples_combine():
         observe(stats, 0, "x", [x], [])
     whole = record(both)
     check(whole, describe(torch.cat([a, b]).numpy()))
-    together = torch.from_numpy(combined(torch.stack(apart).numpy()))
-    assert record(together).tobytes() == whole.tobytes()
+    assert record(combine_all(torch.stack(apart, 1))).tobytes() == whole.tobytes()
     assert whole["binades"] / FULL_SHARE == pytest.approx(binades(torch.cat([a, b]).numpy()), abs=1 / FULL_SHARE)
 
 

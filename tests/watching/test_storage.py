@@ -172,3 +172,14 @@ def test_a_damaged_watch_is_refused_with_a_reason(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(ArtifactError, match=message):
         read_watch(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "dtype", "field"), [("operands", OPERAND, "operand"), ("layers", LAYER, "layer")])
+def test_records_of_unknown_layers_and_operands_are_refused(tmp_path, name, dtype, field):
+    written(tmp_path)
+    path = watch_folder(tmp_path) / f"{name}.bin"
+    records = np.fromfile(path, dtype)
+    records[field][-1] = 3
+    records.tofile(path)
+    with pytest.raises(ArtifactError, match=f"the records of the watch are damaged: .*{field} 3"):
+        read_watch(tmp_path)

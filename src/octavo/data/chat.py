@@ -20,11 +20,9 @@ MEGABYTES = 2048  # beside those of the libraries
 
 
 class ChatTemplate:
-    """A tokenizer's chat template: from messages, [{"role": ..., "content": ...}, ...], to their text.
-
-    With `answer` the text has the beginning of the answer too. It raises a ValueError if the template does not take the
-    messages, or takes too long or too much memory for them.
-    """
+    """A tokenizer's chat template: from messages, [{"role": ..., "content": ...}, ...], to their text. With `answer`
+    the text has the beginning of the answer too. It raises a ValueError if the template does not take the messages, or
+    takes too long or too much memory for them."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

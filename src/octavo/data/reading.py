@@ -51,10 +51,6 @@ class Skipped:
     size: int = 0
     examples: list[str] = field(default_factory=list)
 
-    def names(self) -> str:
-        """The example names, followed by ... if there are more."""
-        return ", ".join([*self.examples, *["..."] * (self.count > len(self.examples))])
-
 
 @dataclass
 class ReadReport:
@@ -85,9 +81,11 @@ class ReadReport:
             sources = f"{plural(self.documents, 'document')} from {sources}"
         said = f"read {sources} ({show_size(self.size)})"
         if self.skipped:
-            reasons = [f"{skipped.count} {reason} ({skipped.names()})" for reason, skipped in self.skipped.items()]
-            count = sum(skipped.count for skipped in self.skipped.values())
-            said += f"; skipped {count}: {', '.join(reasons)}"
+            reasons = []
+            for reason, each in self.skipped.items():
+                names = ", ".join([*each.examples, *["..."] * (each.count > len(each.examples))])
+                reasons.append(f"{each.count} {reason} ({names})")
+            said += f"; skipped {sum(each.count for each in self.skipped.values())}: {', '.join(reasons)}"
         if self.fields:
             more = ", ..." * (len(self.fields) > _EXAMPLES)
             names = ", ".join(sorted(self.fields)[:_EXAMPLES])
@@ -108,8 +106,8 @@ class ReadReport:
             "documents": self.documents,
             "bytes": self.size,
             "skipped": {
-                reason: {"count": skipped.count, "bytes": skipped.size, "examples": skipped.examples}
-                for reason, skipped in self.skipped.items()
+                reason: {"count": each.count, "bytes": each.size, "examples": each.examples}
+                for reason, each in self.skipped.items()
             },
             "fields_not_read": sorted(self.fields),
         }
@@ -204,32 +202,21 @@ LEFT_OUT_FOLDERS = ("__pycache__", "site-packages")
 
 def absolute_source(source: str) -> str:
     """`source` in a form that names the same data from every working directory."""
-    if source == STDLIB:
-        return source
     if source.startswith(DATASET):
         name, mark, options = source.removeprefix(DATASET).partition("?")
-        return DATASET + (_absolute(name) if os.path.isdir(name) else name) + mark + options
-    return _absolute(source)
-
-
-def _absolute(source: str) -> str:
+        return DATASET + (absolute_source(name) if os.path.isdir(name) else name) + mark + options
     path = os.path.expanduser(source)
-    if os.path.isabs(path):
+    if source == STDLIB or os.path.isabs(path):
         return path
     here = os.getcwd()
     # A working directory can have the characters of a glob in its name.
-    return os.path.join(glob.escape(here) if _is_glob(path) else here, path)
-
-
-def _is_glob(path: str) -> bool:
-    return glob.has_magic(path) and not os.path.exists(path)
+    is_glob = glob.has_magic(path) and not os.path.exists(path)
+    return os.path.join(glob.escape(here) if is_glob else here, path)
 
 
 def _find_files(source: str, report: ReadReport) -> tuple[list[Path], bool]:
-    """The files of a source other than a data set, and True if the source names the file itself.
-
-    `report` counts the entries of a folder that are not readable files, such as links to folders.
-    """
+    """The files of a source other than a data set, and True if the source names the file itself. `report` counts the
+    entries of a folder that are not readable files, such as links to folders."""
     if source == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
         return [path for path in _walk(folder, report) if path.suffix == ".py"], False
@@ -420,18 +407,11 @@ def _read_dataset(source: str, chat: Chat | None, report: ReadReport) -> list[Do
             )
         report.datasets += 1
         report.fields |= set(columns) - {column}
-        documents = _documents(_rows_of(source, dataset, column, report), chat, report)
+        given = ((column, value) if value is not None else ("text", "") for value in dataset[column])
+        rows = ((f"{source}, row {index}", *each) for index, each in enumerate(given))
+        documents = _documents(rows, chat, report)
     report.size += sum(len(document.text.encode()) for document in documents)
     return documents
-
-
-def _rows_of(source: str, dataset: Any, column: str, report: ReadReport) -> Iterator[Row]:
-    for index, value in enumerate(dataset[column]):
-        where = f"{source}, row {index}"
-        if value is None:
-            report.skip(where, "empty", 0)
-        else:
-            yield where, column, value
 
 
 def _open(source: str, name: str, options: dict[str, str]) -> Any:

@@ -6,8 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,70 +87,52 @@ def find_problems() -> list[Problem]:
 
 def judge(facts: Facts) -> list[Problem]:
     """The problems of a machine with these facts."""
-    return [*_problems_of_gpu(facts), *_problems_of_software(facts), *_problems_of_environment(facts)]
+    return [Problem(name, found, fix) for holds, name, found, fix in rules_of(facts) if holds]
 
 
-def _problems_of_gpu(facts: Facts) -> Iterator[Problem]:
+def rules_of(facts: Facts) -> tuple[tuple[object, str, str, str], ...]:
+    """All rules: whether a machine with these facts has the problem, and the fields of the `Problem`."""
     major, driver = facts.cuda.partition(".")[0], facts.driver.partition(".")[0]
     oldest = _OLDEST_DRIVER.get(major, 0)
-    is_old = driver != "" and int(driver) < oldest
+    is_old, unseen = driver != "" and int(driver) < oldest, driver != "" and not facts.sees_gpu
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    unseen = driver != "" and not facts.sees_gpu
-    if unseen and visible is not None and (not visible or visible.startswith("-")):
-        yield Problem("hidden GPU", f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset it, or name one: 0")
-    elif unseen and not facts.cuda:
-        yield Problem(
-            "torch without CUDA",
-            "this torch is a build for the CPU, and the machine has an NVIDIA driver",
-            "install a build with CUDA: https://pytorch.org/get-started/locally",
-        )
-    elif unseen and not is_old:
-        yield Problem("no GPU", f"driver {facts.driver} is there, and torch sees no GPU", "run nvidia-smi; reboot")
-    if is_old:
-        yield Problem(
-            "old driver",
-            f"torch was built for CUDA {facts.cuda}, which driver {facts.driver} does not run",
-            f"install driver {oldest} or newer, or a torch for an older CUDA",
-        )
-
-
-def _problems_of_software(facts: Facts) -> Iterator[Problem]:
-    if facts.sees_gpu and not facts.triton:
-        found = "Octavo's kernels are written in Triton, which is not installed"
-        yield Problem("no Triton", found, "pip install triton")
-    elif facts.sees_gpu and not facts.compiler:
-        found = "Triton and torch.compile need a C compiler, and none is on the path"
-        yield Problem("no C compiler", found, "install gcc")
-    if facts.sees_gpu and not facts.tf32:
-        yield Problem(
-            "TF32 is off",
-            "products of float32 outside of autocast do not use tensor cores, and torch.compile warns of it",
-            'torch.set_float32_matmul_precision("high") if ten bits of mantissa suffice; emulation needs it off',
-        )
+    hidden = visible is not None and (not visible or visible.startswith("-"))
     tags = {".".join(tag) for name in facts.extensions for tag in re.findall(r"\.cpython-(\d)(\d+)-", name)}
-    if tags and facts.python not in tags:
-        yield Problem(
-            "torchao for another Python",
-            f"torchao's kernels are compiled for Python {', '.join(sorted(tags))}, this is {facts.python}: importing "
-            'torchao prints "Failed to load"',
-            "nothing for Octavo, which uses no compiled kernel of torchao; else install a torchao for this Python",
-        )
+    return (
+        (unseen and hidden, "hidden GPU", f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU",
+         "unset it, or name one: 0"),
+        (unseen and not hidden and not facts.cuda, "torch without CUDA",
+         "this torch is a build for the CPU, and the machine has an NVIDIA driver",
+         "install a build with CUDA: https://pytorch.org/get-started/locally"),
+        (unseen and not hidden and facts.cuda and not is_old, "no GPU",
+         f"driver {facts.driver} is there, and torch sees no GPU", "run nvidia-smi; reboot"),
+        (is_old, "old driver", f"torch was built for CUDA {facts.cuda}, which driver {facts.driver} does not run",
+         f"install driver {oldest} or newer, or a torch for an older CUDA"),
+        (facts.sees_gpu and not facts.triton, "no Triton",
+         "Octavo's kernels are written in Triton, which is not installed", "pip install triton"),
+        (facts.sees_gpu and facts.triton and not facts.compiler, "no C compiler",
+         "Triton and torch.compile need a C compiler, and none is on the path", "install gcc"),
+        (facts.sees_gpu and not facts.tf32, "TF32 is off",
+         "products of float32 outside of autocast do not use tensor cores, and torch.compile warns of it",
+         'torch.set_float32_matmul_precision("high") if ten bits of mantissa suffice; emulation needs it off'),
+        (tags and facts.python not in tags, "torchao for another Python",
+         f"torchao's kernels are compiled for Python {', '.join(sorted(tags))}, this is {facts.python}: importing "
+         'torchao prints "Failed to load"',
+         "nothing for Octavo, which uses no compiled kernel of torchao; else install a torchao for this Python"),
+        *map(partial(_rule_of_interface, facts), ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")),
+        *((facts.environment.get(name) == "1", "environment", f"{name}=1: {effect}", fix)
+          for name, (effect, fix) in _VARIABLES.items()),
+    )  # fmt: skip
 
 
-def _problems_of_environment(facts: Facts) -> Iterator[Problem]:
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        given = facts.environment.get(name, "")
-        # "eth" is the prefix of names, "=eth0" an exact name, and "^lo" excludes
-        prefixes = [each.removeprefix("=") for each in given.split(",") if each and not given.startswith("^")]
-        if prefixes and facts.interfaces and not any(i.startswith(tuple(prefixes)) for i in facts.interfaces):
-            yield Problem(
-                "no such network interface",
-                f"{name}={given}, and there are {', '.join(sorted(facts.interfaces))}: a run on several GPUs hangs",
-                "name one of these, or unset it",
-            )
-    for name, (effect, fix) in _VARIABLES.items():
-        if facts.environment.get(name) == "1":
-            yield Problem("environment", f"{name}=1: {effect}", fix)
+def _rule_of_interface(facts: Facts, variable: str) -> tuple[bool, str, str, str]:
+    given = facts.environment.get(variable, "")
+    # "eth" is the prefix of names, "=eth0" an exact name, and "^lo" excludes
+    prefixes = [each.removeprefix("=") for each in given.split(",") if each and not given.startswith("^")]
+    found = any(name.startswith(tuple(prefixes)) for name in facts.interfaces)
+    text = f"{variable}={given}, and there are {', '.join(sorted(facts.interfaces))}: a run on several GPUs hangs"
+    missing = bool(prefixes and facts.interfaces) and not found
+    return missing, "no such network interface", text, "name one of these, or unset it"
 
 
 # ---- The versions and the device of this machine.

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -76,7 +77,9 @@ def find_left_out(
     model: nn.Module, operations: Sequence[Operation], patterns: Mapping[str, str]
 ) -> tuple[LeftOut, ...]:
     """The products of `operations` that do not run in FP8, the largest share first."""
-    modules, reasons = dict(model.named_modules()), _skip_reasons(model)
+    modules, reasons = dict(model.named_modules()), dict[str, str]()
+    with suppress(ValueError):  # no layer can be converted
+        reasons = {layer.name: layer.reason for layer in select_linears(model)}
     dimensions = {name: p.ndim for name, p in model.named_parameters()}
     total = sum(each.flops for each in operations) or 1
     groups: dict[tuple[str, str, str, str], tuple[set[str], int]] = {}
@@ -109,14 +112,6 @@ def find_never_called(
         f"{pattern} ({what}{f', {count} times' if count > 1 else ''}) is never called: {how[used]}"
         for (pattern, what, used), count in groups.items()
     )
-
-
-def _skip_reasons(model: nn.Module) -> dict[str, str]:
-    """Why `octavo.convert` skips each linear layer; "" for one that it converts."""
-    try:
-        return {layer.name: layer.reason for layer in select_linears(model)}
-    except ValueError:  # no layer can be converted
-        return {}
 
 
 def _explain(operation: Operation, owner: nn.Module, skipped: str, *, stacked: bool) -> tuple[str, str]:
@@ -358,18 +353,14 @@ class _Pass(nn.Module):
         with self.tracer.autocast():
             output = self.model(*inputs, **keywords)
             output = output if self.loss is None else self.loss(output)
-        _run_backward(self.model, output)
-
-
-def _run_backward(model: nn.Module, output: Any) -> None:
-    start = getattr(output, "loss", None)
-    if hasattr(output, "values") and not isinstance(output, Tensor):  # of transformers: a dictionary of its own class
-        output = list(output.values())
-    found = [start] if isinstance(start, Tensor) else tree_leaves(output)
-    found = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
-    if not found:
-        raise ValueError(
-            f"the output of {type(model).__name__} has no gradient, so there is no backward pass: give a model whose "
-            "parameters require one"
-        )
-    torch.autograd.backward(found, [torch.empty_like(t) for t in found])
+        start = getattr(output, "loss", None)
+        if hasattr(output, "values") and not isinstance(output, Tensor):  # a dictionary of transformers' own class
+            output = list(output.values())
+        found = [start] if isinstance(start, Tensor) else tree_leaves(output)
+        found = [t for t in found if isinstance(t, Tensor) and t.requires_grad]
+        if not found:
+            raise ValueError(
+                f"the output of {type(self.model).__name__} has no gradient, so there is no backward pass: give a "
+                "model whose parameters require one"
+            )
+        torch.autograd.backward(found, [torch.empty_like(t) for t in found])

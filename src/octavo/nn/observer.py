@@ -22,11 +22,9 @@ from octavo.recipe import FusableRecipe, Recipe
 
 
 class Observer:
-    """Statistics of the operands of one GEMM with n stacked layers: x, n of w, and n of dy.
-
-    They are float64, [1 + n, WIDTH] of x and w (`forward`), and [n, WIDTH] of dy (`backward`). A copy of a model, and a
-    file that one is pickled to, have None in the observer's place.
-    """
+    """Statistics of the operands of one GEMM with n stacked layers: x, n of w, and n of dy. They are float64, [1 + n,
+    WIDTH] of x and w (`forward`), and [n, WIDTH] of dy (`backward`). A copy of a model, and a file that one is pickled
+    to, have None in the observer's place."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         # Two tensors: compiled code saves the second for the backward pass, before which another forward pass may come.
@@ -39,9 +37,7 @@ class Observer:
 
 class ExpertObserver(Observer):
     """Statistics of the operands of a grouped GEMM, of each expert: `experts` [E, HEAD], float64, of x, w and dy.
-
-    `forward` and `backward` have the histogram of all experts, and a flag if the operand was computed again.
-    """
+    `forward` and `backward` have the histogram of all experts, and a flag if the operand was computed again."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
         super().__init__(1, device)
@@ -90,10 +86,8 @@ def observe_xw(
     x_history: ScaleHistory | None = None,
     w_history: ScaleHistory | None = None,
 ) -> None:
-    """Record x and the stacked weights [N_i, K], which `x_q` and `w_q` are when quantized.
-
-    `kind` and `source` are those of `octavo.observation.operands.observe`, of x.
-    """
+    """Record x and the stacked weights [N_i, K], which `x_q` and `w_q` are when quantized. `kind` and `source` are
+    those of `octavo.observation.operands.observe`, of x."""
     if observer is not None:
         observe(observer.forward, 0, kind, source, [], *_arguments(x_q, recipe.x, x_history))
         kind, source = ("bytes", []) if isinstance(weights[0], GatheredWeight) else ("w", weights)
@@ -113,11 +107,8 @@ def observe_dy(
     s_x: Tensor | None,
     history: ScaleHistory | None = None,
 ) -> None:
-    """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized.
-
-    `s_w` is the factor [sum of N_i, 1], None for 1; `s_x` the scale m * 2^e [T, 1] of x, by whose exponent the bytes of
-    g are shifted for dw, None where m is 1.
-    """
+    """Record dy [T, sum of N_i], of which g = dy * s_w * m was quantized. `s_w` is the factor [sum of N_i, 1], None for
+    1; `s_x` the scale m * 2^e [T, 1] of x, by whose exponent the bytes of g are shifted for dw, None where m is 1."""
     if observer is not None:
         m = None if s_x is None else scale_mantissa(s_x)
         observe(observer.backward, 0, kind, source, sizes, *_arguments(g, cast, history), s_w, m, s_x)

@@ -81,10 +81,8 @@ def by_dtype(function: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequ
 @lru_cache(maxsize=256)
 def sampled_rows(count: int, rows: int, device: torch.device) -> Tensor:
     """The indices of `rows` rows of `count`, int64: one out of each of `rows` equal parts, or all if there are fewer.
-
     The place within each part is that of the golden ratio's multiples. With a fixed stride every sampled token could
-    have the same position in its sequence, such as the first, whose activations differ from all others.
-    """
+    have the same position in its sequence, such as the first, whose activations differ from all others."""
     rows = min(rows, count)
     ends = torch.arange(rows + 1, device=device) * count // rows
     place = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN).frac()
@@ -104,9 +102,7 @@ def constant(value: float, device: torch.device, *shape: int) -> Tensor:
 @dataclass(frozen=True)
 class Rows:
     """R sampled rows of each of n tensors, alike in shape and in cast: x [n, R, K], and what broadcasts against that.
-
-    Where they are quantized, x is about numbers * scales, and the numbers are those of their bytes.
-    """
+    Where they are quantized, x is about numbers * scales, and the numbers are those of their bytes."""
 
     x: Tensor
     full: bool  # the sample
@@ -141,7 +137,11 @@ class Rows:
         x = self.x.float()
         n, device, finite = len(x), x.device, x.nan_to_num(0, 0, 0)
         largest = torch.linalg.vector_norm(finite, torch.inf, 2)  # of each row
-        found = self._moments(finite) | {
+        wide = (finite.double() if self.full else finite).flatten(1)
+        square = wide * wide
+        found: Found = {
+            "x2": square.sum(1),
+            "x4": (square * square).sum(1),
             "amax": largest.amax(1),
             "elements": constant(x[0].numel(), device, n),
             "nonfinite": _count(finite != x),
@@ -149,18 +149,13 @@ class Rows:
         }
         if self.full:
             found |= {"rows": constant(x.shape[1], device, n), "zero_rows": _count(largest == 0)}
+            found |= {"x1": wide.sum(1), "x3": (square * wide).sum(1)}
         if self.cast is not None:
             found |= self._of_scales(self.cast) | self._errors(self.cast, finite)
         if self.cast is not None and not self.more:  # of a scale that is NaN, one element at least is not finite
             found["nonfinite"] += self.scale.isnan()
         table = table_of(found, n, device)
         return torch.cat([table, histograms(finite.abs())], 1) if self.full else table
-
-    def _moments(self, finite: Tensor) -> Found:
-        wide = (finite.double() if self.full else finite).flatten(1)
-        square = wide * wide
-        found = {"x2": square.sum(1), "x4": (square * square).sum(1)}
-        return found | {"x1": wide.sum(1), "x3": (square * wide).sum(1)} if self.full else found
 
     def _of_scales(self, cast: Cast) -> Found:
         """The range of the scales, the amax of all rows where it is known, and the gap to a scale known before."""

@@ -70,11 +70,9 @@ class Sampling:
 
 
 def sampled_operation(*mutated: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register a function as the operation `octavo::` with its name, and return what calls it in sampled steps.
-
-    A compiler, and the modes of checkpointing, get one operation, which they call in every step. It writes to the
-    arguments `mutated`. A call takes 3 µs of the host's time; one made by `torch.library.custom_op` takes 48 µs.
-    """
+    """Register a function as the operation `octavo::` with its name, and return what calls it in sampled steps. A
+    compiler, and the modes of checkpointing, get one operation, which they call in every step. It writes to the
+    arguments `mutated`. A call takes 3 µs of the host's time; one made by `torch.library.custom_op` takes 48 µs."""
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
         name, parameters = function.__name__, inspect.signature(function).parameters.values()
@@ -108,12 +106,10 @@ _LIBRARY: Any = torch.library.Library("octavo", "FRAGMENT")  # type: ignore[no-u
 
 @dataclass(frozen=True)
 class Quantized:
-    """The bytes and scales of an operand [M, K], of which the rows `index` are sampled.
-
-    x ≈ numbers * scale / (row_scale * column_scale): the factors were multiplied into x before it was quantized, and
-    are taken out of the scales. The operand of a grouped GEMM has the parts of E experts, with as many sampled rows
-    each, of which w has equal ones; otherwise E is 1.
-    """
+    """The bytes and scales of an operand [M, K], of which the rows `index` are sampled. x ≈ numbers * scale /
+    (row_scale * column_scale): the factors were multiplied into x before it was quantized, and are taken out of the
+    scales. The operand of a grouped GEMM has the parts of E experts, with as many sampled rows each, of which w has
+    equal ones; otherwise E is 1."""
 
     data: Tensor
     scale: Tensor
@@ -128,7 +124,8 @@ class Quantized:
     group: Tensor | None = None  # int64 [M], the expert of each row of x or dy; E for none
 
     def rows(self, x: Tensor | None, columns: slice = slice(None)) -> Rows:
-        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need."""
+        """The sampled rows x = operand[index, columns], None where only bytes exist, copied with all that they need. Of
+        an expert it is known at least whether it is zero, though its sampled rows may be."""
         codes = self.data.view(torch.uint8)[:, columns][self.index].view(self.data.dtype)
         numbers = self._blocks((codes if codes.is_cuda else widen(codes)).to(torch.bfloat16))  # exact
         scales: Any = None
@@ -141,29 +138,17 @@ class Quantized:
             scale = scale / factor.amin(1)
             if self.full:
                 more = more | {"minus_smallest_scale": more["minus_smallest_scale"] / factor.amax(1)}
-        return Rows(
-            numbers * scales if x is None else self._blocks(x).contiguous(),
-            self.full,
-            self.cast,
-            None if x is None else numbers,
-            scales,
-            None if self._shift is None else self._blocks(self._shift),
-            scale,
-            self._known,
-            self._smallest_amax,
-            more,
-        )
+        smallest: float | None = -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
+        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
+            smallest = None
+        shift = None if self._shift is None else self._blocks(self._shift)
+        rows = numbers * scales if x is None else self._blocks(x).contiguous()
+        of_x = None if x is None else numbers
+        return Rows(rows, self.full, self.cast, of_x, scales, shift, scale, self._known, smallest, more)
 
     def _blocks(self, rows: Tensor) -> Tensor:
         """[E * R, ...] as [E, R, ...]; what all rows have alike, [1, ...], as [1, 1, ...]."""
         return rows[None] if self.sizes is None else rows.view(len(self.sizes), -1, rows.shape[1])
-
-    @property
-    def _smallest_amax(self) -> float | None:
-        if self.cast.scale == "fp32" and self.row_scale is None and self.column_scale is None:
-            return None
-        # Of an expert it is known at least whether it is zero, though its sampled rows may be.
-        return -torch.inf if self.sizes is None else torch.finfo(torch.float32).tiny
 
     @cached_property
     def _known(self) -> Tensor | None:
@@ -208,24 +193,19 @@ class Quantized:
         """Those of the sampled rows, which broadcast against them."""
         scale, by = self.scale.float(), self.cast.granularity
         if by.rows is not None:
-            scale = scale[self._blocks_of(by.rows)]
+            # The block of so many rows that holds each sampled row; no block lies in two matrices.
+            n = len(self.data) // (1 if self.sizes is None else len(self.sizes))  # rows of a matrix
+            within = self.index // n * -(-n // by.rows) + self.index % n // by.rows
+            scale = scale[self.index if by.rows == 1 else within]
             if by.cols is not None:
                 scale = scale.repeat_interleave(by.cols, 1)[:, : self.data.shape[1]]
         return scale.clone() if self.row_scale is None else scale / self.row_scale[self.index]
 
-    def _blocks_of(self, rows: int) -> Tensor:
-        """The number of the block of so many rows that holds each sampled row; no block lies in two matrices."""
-        if rows == 1:
-            return self.index
-        n = len(self.data) // (1 if self.sizes is None else len(self.sizes))  # of a matrix
-        return self.index // n * -(-n // rows) + self.index % n // rows
-
     @cached_property
     def _shift(self) -> Tensor | None:
         """The powers of two, int32 [R, 1], by which the shift for dw makes the numbers of the sampled rows smaller.
-
-        That of a row is log2(the largest c of its group / its c), where c = 2^e * s_g has the exponents of both scales.
-        """
+        That of a row is log2(the largest c of its group / its c), where c = 2^e * s_g has the exponents of both
+        scales."""
         if self.shift_scale is None:
             return None
         offsets = None if self.sizes is None else self.sizes.cumsum(0).int()
@@ -250,25 +230,20 @@ def observe(
     row_scale: Tensor | None = None,
     shift_scale: Tensor | None = None,
 ) -> None:
-    """Add the statistics of an operand to `stats` [slots, WIDTH], if this step is sampled.
+    """Add the statistics of an operand to `stats` [slots, WIDTH], from row `slot` on, if this step is sampled. In a
+    recomputation (activation checkpointing) the operands of the forward pass are not added again; that it ran is noted.
 
-    In a recomputation (activation checkpointing) the operands of the forward pass are not added again. That it ran is
-    recorded.
+    The kind of the operand says what `source` holds:
 
-    Args:
-        slot: the first row of `stats` to add to; each of stacked layers has the next one.
-        kind: of the operand, and with it what `source` holds:
-            "x", "dy"           x [T, K]; dy [T, N]
-            "norm", "center"    total [T, K], mean and rstd [T, 1], weight [K] and perhaps bias [K] of a norm
-            "swiglu", "geglu", "gelu"               u [T, 2F] or [T, F], the input of the activation
-            "swiglu_gradient", and so on            dh [T, F] and u
-            "w", "bytes"        the weights [N_i, K]; nothing, where the weights exist as bytes only
-        sizes: N_i of the stacked layers: rows of w, columns of dy; empty for x, which they share.
-        data, scale, spec: of the quantized operand, and the `Cast.spec` of its cast; None where the GEMM reads the
-            operand in high precision.
-        amax: [1, 1], the amax that came where the scale was known before; None where the scale is that of the amax.
-        column_scale, row_scale: [N, 1] and [T, 1], folded into dy before it was quantized.
-        shift_scale: the scale [T, 1] of x, by whose exponent the bytes of dy are shifted for dw.
+        "x", "dy"           x [T, K]; dy [T, N]
+        "norm", "center"    total [T, K], mean and rstd [T, 1], weight [K] and perhaps bias [K] of a norm
+        "swiglu", "geglu", "gelu"               u [T, 2F] or [T, F], the input of the activation
+        "swiglu_gradient", and so on            dh [T, F] and u
+        "w", "bytes"        the weights [N_i, K]; nothing, where the weights exist as bytes only
+
+    Stacked layers have a row each, and `sizes` N_i: rows of w, columns of dy; none of x, which they share. `spec` is
+    the `Cast.spec` of the quantized operand, `amax` [1, 1] what came where its scale was known before. `column_scale`
+    [N, 1] and `row_scale` [T, 1] were folded into dy; the bytes of dy are shifted by `shift_scale` [T, 1] of x for dw.
     """
     if not _is_sampled(stats, slot, kind):
         return
@@ -304,9 +279,7 @@ def _parts(
     kind: str, source: Sequence[Tensor], sizes: Sequence[int], q: Quantized | None
 ) -> Iterator[tuple[Any, Quantized | None, slice]]:
     """The sampled rows [R, K] of an operand, None where only bytes exist; its quantized form; its columns of dy.
-
-    Stacked weights, and the columns of dy that belong to them, come one by one.
-    """
+    Stacked weights, and the columns of dy that belong to them, come one by one."""
     rows = Sampling.full or ROWS
     if kind not in ("w", "bytes"):
         index = sampled_rows(source[0].shape[0], rows, source[0].device)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.checkpoint.files import ArtifactError
 from octavo.numerics.formats import FP8_FORMATS, decode
 from octavo.watching.storage import BINADES, OPERANDS, Array, Records, Watched
 
@@ -69,23 +68,10 @@ def sampled_steps(watched: Watched) -> Array:
     return np.unique(np.concatenate([watched.operands["step"], watched.layer_records["step"]]))
 
 
-def check_records(watched: Watched) -> None:
-    """Raise an ArtifactError if a record is of a layer that layers.json does not have, or of an unknown operand."""
-    layer = max(int(records["layer"].max(initial=0)) for records in (watched.operands, watched.layer_records))
-    operand, layers, kinds = int(watched.operands["operand"].max(initial=0)), len(watched.layers), len(OPERANDS)
-    if layer >= layers or operand >= kinds:
-        raise ArtifactError(
-            f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
-            f"{layers} layers and {kinds} operands, counted from 0"
-        )
-
-
 def metric_grids(watched: Watched, columns: Columns) -> dict[str, dict[str, Array]]:
-    """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand.
-
-    The operand of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left
-    out, and so is a share of inf and NaN that is always 0.
-    """
+    """The worst values of each metric as [layers, columns] float64: by the metric's key, then by operand. The operand
+    of a metric of layers is "layer". NaN stands for no value. A metric or an operand without values is left out, and so
+    is a share of inf and NaN that is always 0."""
     if not columns.count:
         return {}
     by_operand = [metric for metric in METRICS if metric.operands]

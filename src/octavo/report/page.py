@@ -39,12 +39,10 @@ class Line:
 
 @dataclass(frozen=True)
 class LineChart:
-    """A chart of lines, drawn over each other; its `id` is unique in the page, and its labels have the unit.
-
-    `names` stand in place of the numbers 0, 1, ... of the x axis, and `marks` are places on it, each with a text.
-    `points` are drawn without lines between them; the y axis has `zero`; between the lines of a pair in `bands`, the
-    upper and the lower one, the chart is shaded. Charts with the same word in `cursors` share their cursors.
-    """
+    """A chart of lines, drawn over each other; its `id` is unique in the page, and its labels have the unit. `names`
+    stand in place of the numbers 0, 1, ... of the x axis, and `marks` are places on it, each with a text. `points` are
+    drawn without lines between them; the y axis has `zero`; between the lines of a pair in `bands`, the upper and the
+    lower one, the chart is shaded. Charts with the same word in `cursors` share their cursors."""
 
     id: str
     title: str
@@ -118,11 +116,9 @@ def table(
     remark: str = "",
     places: Sequence[str] = (),
 ) -> str:
-    """A table of text in a box that scrolls, with a heading above it and a remark below it.
-
-    `places` has the `place` of each row, which the filter of layers hides and shows. The name of the layer of a place
-    with a step becomes a button that shows it in the heat map.
-    """
+    """A table of text in a box that scrolls, with a heading above it and a remark below it. `places` has the `place` of
+    each row, which the filter of layers hides and shows. The name of the layer of a place with a step becomes a button
+    that shows it in the heat map."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     marked = zip(places or [""] * len(rows), rows, strict=True)
     body = [f"<tr{place}>{''.join(map(_cell, row))}</tr>" for place, row in marked]

@@ -1,6 +1,7 @@
 """The page of `octavo report`: runs of training beside each other, and what FP8 did in their layers."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -9,20 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.numerics.formats import FP8_FORMATS
-from octavo.report.heat_maps import (
-    METRICS,
-    Columns,
-    Metric,
-    code_points,
-    encode_grid,
-    histograms_at,
-    metric_grids,
-    sampled_steps,
-    spread,
-)
+from octavo.report import heat_maps
 from octavo.report.page import Line, LineChart, Page, paragraphs, place, read_asset, table
-from octavo.report.runs import RunData, Series
-from octavo.train.run_records import ONE_SEED, different_settings
+from octavo.train.run_records import ONE_SEED, RunData, Series, different_settings
 from octavo.util import plural
 from octavo.watching.storage import BINADES, GEMMS, OPERANDS, Array, Event, Watched
 
@@ -42,7 +32,7 @@ _CHARTS = (
 )
 _SUFFIX = {"evaluation_loss": " evaluation"}
 _UNITS = {"peak_memory": 1e-9}
-_BY_KEY = {metric.key: metric for metric in METRICS}
+_BY_KEY = {metric.key: metric for metric in heat_maps.METRICS}
 
 _HINT = (
     "Drag across a chart of lines to zoom; a double-click or Escape shows all of it. Each chart takes the arrow keys, "
@@ -70,7 +60,7 @@ def page_of_runs(runs: Sequence[RunData]) -> Page:
             chart = LineChart("gap", f"Gap of the loss to {runs[0].name}", "step", "%", lines, zero=True, bands=bands,
                               cursors="steps")  # fmt: skip
             page.add_chart(chart, _BAND)
-    watched = [run for run in runs if run.watched is not None and len(sampled_steps(run.watched))]
+    watched = [run for run in runs if run.watched is not None and len(heat_maps.sampled_steps(run.watched))]
     if watched:
         page.data |= _watch_data(watched)
         page.add(read_asset("page/watch.html").rstrip())
@@ -122,20 +112,20 @@ def _watch_data(runs: Sequence[RunData]) -> dict[str, Any]:
     used = {name for each in watched for layer in each["layers"] for name in layer["formats"].values()}
     return {
         "watched": watched,
-        "metrics": [vars(metric) for metric in METRICS],
+        "metrics": [vars(metric) for metric in heat_maps.METRICS],
         "operands": {"x": "x, the input", "w": "w, the weight", "dy": "dy, the gradient of the output"},
-        "formats": {name: code_points(name) for name in sorted(used & FP8_FORMATS.keys())},
+        "formats": {name: heat_maps.code_points(name) for name in sorted(used & FP8_FORMATS.keys())},
         "binades": BINADES,
     }
 
 
 def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
     layers = max(len(watched.layers), 1)
-    fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in METRICS))
-    columns = Columns(sampled_steps(watched), min(_COLUMNS, max(fits, 20)))
+    fits = _GRID_BYTES // runs // (2 * layers * sum(3 if metric.operands else 1 for metric in heat_maps.METRICS))
+    columns = heat_maps.Columns(heat_maps.sampled_steps(watched), min(_COLUMNS, max(fits, 20)))
     grids = {
-        key: {name: encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
-        for key, found in metric_grids(watched, columns).items()
+        key: {name: heat_maps.encode_grid(values, _BY_KEY[key]) for name, values in found.items()}
+        for key, found in heat_maps.metric_grids(watched, columns).items()
     }
     fits = _HISTOGRAM_BYTES // runs // (2 * layers * 4 * BINADES)
     return {
@@ -143,7 +133,7 @@ def _watched(run: RunData, watched: Watched, runs: int) -> dict[str, Any]:
         "layers": [{"name": layer.name, "formats": layer.formats} for layer in watched.layers],
         "columns": columns.spans,
         "grids": grids,
-        "histograms": histograms_at(watched, spread(columns.steps, min(_HISTOGRAMS, max(fits, 2)))),
+        "histograms": heat_maps.histograms_at(watched, heat_maps.spread(columns.steps, min(_HISTOGRAMS, max(fits, 2)))),
     }
 
 
@@ -226,9 +216,7 @@ def _settings(runs: Sequence[RunData]) -> str:
 def run_facts(run: RunData) -> dict[str, str]:
     """The figures that the run has, by their names."""
     last = {key: series.last for key, series in run.series.items()}
-    speed = run.series.get("tokens_per_second")
     wrong = sum(len(series.wrong_steps) for series in run.series.values())
-    memory = run.series.get("peak_memory")
     data = run.settings.get("data", "")
     found = {
         "written": run.written,
@@ -238,9 +226,9 @@ def run_facts(run: RunData) -> dict[str, str]:
         "steps": _steps(run),
         "loss": _loss(run.series.get("loss")),
         "evaluation loss": _loss(run.series.get("evaluation_loss")),
-        "tokens/s": _number(float(np.median(speed.finite)) if speed and len(speed.finite) else None, ",.0f"),
+        "tokens/s": _number(run.tokens_per_second, ",.0f"),
         "MFU": _number(last.get("mfu"), ".1%"),
-        "peak memory": f"{memory.finite.max() / 1e9:.2f} GB" if memory and memory.finite.any() else "",
+        "peak memory": f"{run.peak_memory / 1e9:.2f} GB" if run.peak_memory else "",
         "inf or NaN": plural(wrong, "value") if wrong else "",
     }
     if run.watched is not None:
@@ -308,7 +296,7 @@ def _loss(series: Series | None) -> str:
     """The last loss; if that is inf or NaN, the last number and its step, too."""
     if series is None or series.last is not None:
         return "" if series is None else _number(series.last, ".4f")
-    before = "" if series.last_finite is None else ", {1:.4f} at step {0:,}".format(*series.last_finite)
+    before = ", {1:.4f} at step {0:,}".format(*[*series.finite.items()][-1]) if series.finite else ""
     return f"inf or NaN at step {int(series.steps[-1]):,}{before}"
 
 
@@ -421,7 +409,7 @@ def sparkline(values: Array) -> str:
 def worst_layers(watched: Watched) -> list[tuple[str, str, str, str, str]]:
     """The worst layers and operands of the metrics that matter most, the worst first: the metric, the layer, the
     operand, the worst value, and a sparkline over the steps. A share of 0 is not listed."""
-    found, grids = [], metric_grids(watched, Columns(sampled_steps(watched), _WIDTH))
+    found, grids = [], heat_maps.metric_grids(watched, heat_maps.Columns(heat_maps.sampled_steps(watched), _WIDTH))
     for metric in _SHOWN:
         sign = -1 if metric.worst == "highest" else 1
         rows = [
@@ -453,21 +441,21 @@ def to_dict(run: RunData) -> dict[str, Any]:
 
 
 def _series(series: Series) -> dict[str, Any]:
-    finite = series.finite
+    numbers = [*series.finite.values()]
     return {
         "last": series.last,
-        "last_number": None if series.last_finite is None else series.last_finite[1],
-        "lowest": float(finite.min()) if len(finite) else None,
-        "highest": float(finite.max()) if len(finite) else None,
-        "median": float(np.median(finite)) if len(finite) else None,
+        "last_number": numbers[-1] if numbers else None,
+        "lowest": min(numbers, default=None),
+        "highest": max(numbers, default=None),
+        "median": statistics.median(numbers) if numbers else None,
         "inf_or_nan_at": series.wrong_steps,
     }
 
 
 def _watched_summary(watched: Watched) -> dict[str, Any]:
     """The layers, each with the worst value of each metric over all samples."""
-    columns, layers = Columns(sampled_steps(watched), 1), []
-    worst = metric_grids(watched, columns)
+    columns, layers = heat_maps.Columns(heat_maps.sampled_steps(watched), 1), []
+    worst = heat_maps.metric_grids(watched, columns)
     for number, layer in enumerate(watched.layers):
         figures: dict[str, dict[str, float | None]] = {}
         for key, grids in worst.items():
@@ -477,12 +465,12 @@ def _watched_summary(watched: Watched) -> dict[str, Any]:
     return {
         "interval": watched.interval,
         "samples": len(columns.steps),
-        "worst": {metric.key: metric.worst for metric in METRICS},
+        "worst": {metric.key: metric.worst for metric in heat_maps.METRICS},
         "layers": layers,
     }
 
 
-def _worst(values: Array, metric: Metric) -> float | None:
+def _worst(values: Array, metric: heat_maps.Metric) -> float | None:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None

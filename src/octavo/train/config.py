@@ -411,8 +411,7 @@ class Config:
         for name, value in _tables_of(values).items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "derived", self.derived | derived)
-        for fault in _faults(self):
-            raise ConfigError(fault)
+        _check(self)
 
     def to_dict(self) -> dict[str, Any]:
         """All settings as JSON-compatible values, and under "derived" the names of those that follow from others."""
@@ -467,103 +466,79 @@ def find_setting(key: str, source: str) -> Setting:
 PRESETS = {path.stem: path for path in sorted((Path(__file__).parent / "presets").glob("*.toml"))}
 
 
-# ---- Conditions on several settings: what is wrong, as messages, of which the first is raised.
+# ---- Conditions on several settings, as rows: a setting, when it is refused, what it requires, what came, what to do.
 
 
-def _faults(config: Config) -> Iterator[str]:
+Refusal = tuple[str, object, str, object, str]
+
+
+def refuse(config: Config, *rows: Refusal) -> None:
+    """Raise a ConfigError for the first of `rows` whose condition holds."""
+    for name, holds, required, got, remedy in rows:
+        if holds:
+            raise ConfigError(f"{name} {attrgetter(name)(config)} requires {required}; got {got}: {remedy}")
+
+
+def _check(config: Config) -> None:
     names, built_in = ", ".join(BUILT_IN_MODELS), config.model in BUILT_IN_MODELS
     # A bare word that is no folder is a misspelt name. A path is left to who opens it: the settings of a finished
     # run must still be readable where its base model is not.
     if not built_in and "/" not in config.model and not Path(config.model).is_dir():
         hint = f", a preset: give it as in octavo train {config.model}" if config.model in PRESETS else ""
-        yield f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}"
-    recipe = None
+        raise ConfigError(f"model must be one of {names}, or a local Hugging Face folder; got {config.model!r}{hint}")
     try:
-        recipe = None if config.recipe == "auto" else get_recipe(config.recipe)
+        by_history = config.recipe != "auto" and get_recipe(config.recipe).scales_by_history
     except ValueError as error:
-        yield str(error)
-    if config.calibration and (built_in or recipe is None or not recipe.scales_by_history):
-        yield (
-            "calibration gives the recipe delayed its first scales, to fine-tune the calibrated model; got recipe "
-            f"{config.recipe} and model {config.model}: give --recipe delayed and the folder of the model"
-        )
-    if config.dropout and not built_in:
-        yield (
-            f"dropout is for the models {names}; the config.json of {config.model} says what dropout that model has: "
-            "change it there"
-        )
-    if built_in:
-        yield from _faults_of_heads(config)
-    yield from _faults_of_experts(config)
-    yield from _faults_of_adapters(config)
-    if config.min_learning_rate > config.learning_rate:
-        yield (
-            f"min_learning_rate must be at most learning_rate; "
-            f"got min_learning_rate {config.min_learning_rate} and learning_rate {config.learning_rate}"
-        )
-    steps = config.decay_steps
-    name = "steps" if "decay_steps" in config.derived else "decay_steps"
-    if config.warmup >= steps:
-        yield f"warmup must be below {name}; got warmup {config.warmup} and {name} {steps}"
-    if config.schedule == "wsd" and config.warmup > steps * (1 - config.decay):
-        yield (
-            f"warmup and decay must fit in the steps; got warmup {config.warmup} and "
-            f"decay {config.decay} of {steps} {name} ({config.decay * steps:g})"
-        )
-    if config.precision == "fp16" and (config.optimizer.weights == "bf16" or config.optimizer.offload):
-        name = "weights = bf16" if config.optimizer.weights == "bf16" else "offload"
-        yield f"optimizer.{name} requires precision bf16 or fp32, got fp16: choose bf16"
+        raise ConfigError(str(error)) from error
+    model, steps = f"model {config.model}", config.decay_steps
+    of_steps = "steps" if "decay_steps" in config.derived else "decay_steps"
+    idle = [name for name, value in vars(config.experts).items() if value != getattr(ExpertSettings, name)]
+    refuse(
+        config,
+        ("calibration", config.calibration and (built_in or not by_history), "recipe delayed, to which it gives the "
+         "first scales, and the calibrated model", f"recipe {config.recipe} and {model}",
+         "give --recipe delayed and the folder of the model"),
+        ("dropout", config.dropout and not built_in, f"one of the models {names}", model,
+         "change the dropout in the config.json of that model"),
+        *(_refusals_of_heads(config) if built_in else ()),
+        ("experts.top_k", config.model == "mixture" and config.experts.top_k > config.experts.count,
+         "as many experts", f"experts.count {config.experts.count}", "raise it, or lower experts.top_k"),
+        *((f"experts.{name}", config.model != "mixture", "the model mixture", model,
+           "give --model mixture, or leave it out") for name in idle),
+        ("lora", config.lora and built_in, "the weights of a Hugging Face folder", model,
+         "give --model FOLDER, or leave lora out"),
+        *((name, config.lora and attrgetter(name)(config), "a run that trains all weights", f"lora {config.lora}",
+           "leave one out") for name in ("calibration", "optimizer.offload")),
+        ("min_learning_rate", config.min_learning_rate > config.learning_rate, "a learning_rate as large",
+         f"learning_rate {config.learning_rate}", "lower it"),
+        ("warmup", config.warmup >= steps, f"more {of_steps}", f"{of_steps} {steps}", "lower it"),
+        ("warmup", config.schedule == "wsd" and config.warmup > steps * (1 - config.decay), "room before the decay",
+         f"decay {config.decay} of {steps} {of_steps} ({config.decay * steps:g})", "lower one of the two"),
+        *((name, config.precision == "fp16" and attrgetter(name)(config) not in ("fp32", False),
+           "precision bf16 or fp32", "fp16", "choose bf16") for name in ("optimizer.weights", "optimizer.offload")),
+    )  # fmt: skip
 
 
-def _faults_of_heads(config: Config) -> Iterator[str]:
-    width, heads, kv_heads, rope = config.width, config.heads, config.kv_heads, config.model != "gpt2"
+def _refusals_of_heads(config: Config) -> Iterator[Refusal]:
+    width, heads, rope = config.width, config.heads, config.model != "gpt2"
     counts = [n for n in range(1, min(width, 1024) + 1) if width % n == 0 and not (rope and width // n % 2)]
     nearby = ", ".join(map(str, sorted(sorted(counts, key=lambda n: abs(n - heads))[:4])))
     advice = f"for this width, heads can be {nearby}" if nearby else "make the width even"
-    if width % heads:
-        yield f"heads must divide width; got heads {heads} and width {width}; {advice}"
-    if rope and width // heads % 2:
-        yield (
-            f"the head dimension, width / heads, must be even (RoPE turns pairs of features); "
-            f"got {width} / {heads} = {width // heads}; {advice}"
-        )
-    if rope and heads % kv_heads:
-        fitting = ", ".join(str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0)
-        yield (
-            f"kv_heads must divide heads; got kv_heads {kv_heads} and heads {heads}; for these heads, kv_heads can be "
-            f"{fitting}"
-        )
-
-
-def _faults_of_experts(config: Config) -> Iterator[str]:
-    experts = config.experts
-    if config.model == "mixture" and experts.top_k > experts.count:
-        counts = f"got experts.top_k {experts.top_k} and experts.count {experts.count}"
-        yield f"experts.top_k must be at most experts.count; {counts}"
-    for name, value in vars(experts).items():
-        if config.model != "mixture" and value != getattr(ExpertSettings, name):
-            yield (
-                f"experts.{name} is a setting of the model mixture, and the model {config.model} has no experts that "
-                f"it could change; got {value!r}: give --model mixture, or leave it out"
-            )
-
-
-def _faults_of_adapters(config: Config) -> Iterator[str]:
-    if config.lora and config.model in BUILT_IN_MODELS:
-        yield (
-            f"lora trains adapters around the weights of a Hugging Face folder; got model {config.model}: give --model "
-            "FOLDER, or leave lora out"
-        )
-    for name in ("calibration", "optimizer.offload"):
-        if config.lora and (value := attrgetter(name)(config)):
-            yield f"{name} is for runs that train all weights; got {name} {value} and lora {config.lora}: leave one out"
+    fitting = ", ".join(str(n) for n in range(1, min(heads, 1024) + 1) if heads % n == 0)
+    yield "heads", width % heads, "a width that is a multiple of it", f"width {width}", advice
+    yield (
+        "heads", rope and width // heads % 2, "an even head dimension, width / heads (RoPE turns pairs of features)",
+        f"{width} / {heads} = {width // heads}", advice,
+    )  # fmt: skip
+    yield (
+        "kv_heads", rope and heads % config.kv_heads, "heads that are a multiple of it", f"heads {heads}",
+        f"for these heads, kv_heads can be {fitting}",
+    )  # fmt: skip
 
 
 def check_effects(config: Config, processes: int, tp: int, shares: int, given: Collection[str]) -> None:
-    """Raise a ConfigError if a setting among `given` that is not the default has no effect.
-
-    The run has so many processes, of which `tp` share each layer, and its batch is divided into `shares`.
-    """
+    """Raise a ConfigError if a setting among `given` that is not the default has no effect. The run has so many
+    processes, of which `tp` share each layer, and its batch is divided into `shares`."""
     tokens = config.batch // shares * config.context
     wide = config.recipe != "auto" and not get_recipe(config.recipe).quantized
     idle = (
@@ -580,9 +555,8 @@ def check_effects(config: Config, processes: int, tp: int, shares: int, given: C
         ("parallel.async_tp", tp == 1, "parallel.tp above 1", f"{tp}", "give --parallel.tp 2"),
     )  # fmt: skip
     for name, without_effect, required, got, remedy in idle:
-        value, default = attrgetter(name)(config), settings_of(Config)[name].default
-        if name in given and without_effect and value != default:
-            raise ConfigError(f"{name} {value} requires {required}; got {got}: {remedy}, or leave {name} out")
+        changed = name in given and attrgetter(name)(config) != settings_of(Config)[name].default
+        refuse(config, (name, without_effect and changed, required, got, f"{remedy}, or leave {name} out"))
 
 
 def write_settings(config: Config, run: RunFolder) -> None:

@@ -78,10 +78,8 @@ _LLAMA_3 = 128256
 
 
 def trace_source(source: Path, changes: dict[str, Any]) -> DtypeFlow:
-    """The dtype flow of a step of a preset, TOML file, run, or folder or config.json of a causal language model.
-
-    The logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored.
-    """
+    """The dtype flow of a step of a preset, TOML file, run, or folder or config.json of a causal language model. The
+    logits are computed as a whole, whatever `loss.logits` is. No weight is read or stored."""
     config, saved = _read(source, changes)
     known = load_tokenizer(saved).vocabulary_size if saved.exists() else known_vocabulary(config)
     vocabulary = known or _LLAMA_3  # where nobody knows it: the dtypes do not depend on it

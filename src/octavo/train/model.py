@@ -60,7 +60,7 @@ from octavo.nn.fused_loss import find_head
 from octavo.ops.dispatch import GRADIENT_TILE, choose_recipe
 from octavo.ops.registration import register_lowerings
 from octavo.recipe import Recipe
-from octavo.train.config import Config, ConfigError
+from octavo.train.config import Config, ConfigError, refuse
 from octavo.train.loss import ChunkedLoss, Loss, whole_loss
 from octavo.train.processes import Degrees, make_mesh, rank, same_outcome, total_memory, unit_size
 from octavo.util import hub_hint, import_extra, open_config, open_local, reading
@@ -69,11 +69,9 @@ CPU = torch.device("cpu")
 
 
 def make_model(config: Config, vocabulary: int, saved: Path, device: torch.device = CPU) -> nn.Module:
-    """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder.
-
-    A resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed
-    model is on `device`, where its GEMMs will run; another one is on the CPU.
-    """
+    """The model of `config`, its weights drawn in FP32 from torch's seed or read from the Hugging Face folder. A
+    resumed run, whose `saved` folder exists, gets the architecture only: the checkpoint has the weights. A packed model
+    is on `device`, where its GEMMs will run; another one is on the CPU."""
     ours = config.model in BUILT_IN_MODELS
     made = build(_built_in(config, vocabulary)) if ours else open_language_model(config, saved, device)
     return cast_weights(made, config)
@@ -114,27 +112,17 @@ def convert_model(
         )
     add_adapters(model, config)
     if config.attention.precision == "fp8":
-        _check_attention(config, place)
+        name, shortest, context = "attention.precision", config.attention.shortest, config.context
+        refuse(
+            config,
+            (name, context < shortest, f"a context of attention.shortest, {shortest} tokens, and more", context,
+             "lower attention.shortest, or leave attention in bf16"),
+            (name, place.type == "cuda" and context % GRADIENT_TILE, f"a context that is a multiple of {GRADIENT_TILE}",
+             context, "round it, or leave attention in bf16"),
+            (name, config.dropout, "no dropout", f"dropout {config.dropout}", "set one of the two back"),
+        )  # fmt: skip
         use_fp8_attention(model, shortest=config.attention.shortest, device=device)
     return report
-
-
-def _check_attention(config: Config, device: torch.device) -> None:
-    """Raise a ConfigError if no sequence of the run would attend in FP8."""
-    if config.context < config.attention.shortest:
-        raise ConfigError(
-            f"attention.precision = fp8 is for sequences of attention.shortest = {config.attention.shortest} tokens "
-            f"and more, and context is {config.context}: lower attention.shortest, or leave attention in bf16"
-        )
-    if device.type == "cuda" and config.context % GRADIENT_TILE:
-        raise ConfigError(
-            f"attention.precision = fp8 takes a context that is a multiple of {GRADIENT_TILE} on a GPU, got "
-            f"{config.context}: round it, or leave attention in bf16"
-        )
-    if config.dropout:
-        raise ConfigError(
-            f"attention.precision = fp8 has no dropout, and dropout is {config.dropout}: set one of the two back"
-        )
 
 
 def chosen_recipe(config: Config, device: torch.device) -> Recipe:
@@ -147,12 +135,10 @@ def make_loss(config: Config, model: nn.Module) -> Loss:
     widest = max((m.out_features for m in model.modules() if isinstance(m, nn.Linear)), default=0)
     if config.loss.is_chunked(widest) and (head := find_head(model)) is not None:
         return ChunkedLoss(head, config.loss.chunk)
-    if config.loss.logits != "chunked":
-        return whole_loss
-    raise ConfigError(
-        "loss.logits = chunked requires a model whose logits are the outputs of a linear layer without bias, scaled or "
-        f"capped; {type(model).__name__} computes them in another way: choose auto or whole"
-    )
+    required = "a model whose logits are the outputs of a linear layer without bias, scaled or capped"
+    chunked = config.loss.logits == "chunked"
+    refuse(config, ("loss.logits", chunked, required, type(model).__name__, "choose auto or whole"))
+    return whole_loss
 
 
 def check_memory(config: Config, vocabulary: int, device: torch.device, parts: int = 1) -> None:
@@ -404,15 +390,12 @@ def prepare_blocks(model: nn.Module, config: Config) -> None:
     """Apply the tables `activation_checkpointing` and `compile` to the blocks of a converted model, in place."""
     mode = config.activation_checkpointing.mode
     if mode != "none":
-        if config.compile.blocks and config.compile.backend == "eager":
-            # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is
-            # one, past the hooks of checkpointing. The other backends plan both passes in one graph.
-            raise ConfigError(
-                "activation_checkpointing requires a backend of torch.compile that computes converted layers again, "
-                'and "eager" saves their tensors instead; got activation_checkpointing.mode '
-                f"{mode} and compile.backend eager: give --compile.backend aot_eager or inductor, "
-                "--no-compile.blocks, or --activation-checkpointing.mode none"
-            )
+        # PyTorch's autograd_function_apply saves the tensors of an autograd.Function, and every converted layer is one,
+        # past the hooks of checkpointing. The other backends plan both passes in one graph.
+        saves = config.compile.blocks and config.compile.backend == "eager"
+        required = "a compile.backend that computes converted layers again, and does not save their tensors"
+        remedy = "give --compile.backend aot_eager or inductor, --no-compile.blocks, or mode none"
+        refuse(config, ("activation_checkpointing.mode", saves, required, "compile.backend eager", remedy))
         blocks: Any = find_blocks(model)
         contexts: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
         if mode == "full" and config.compile.blocks:
@@ -451,8 +434,7 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
 def _nothing() -> Any:
     """Compiled code needs a policy to save nothing. Without one, PyTorch 2.11 recomputes no operation inside an
     autograd.Function that Dynamo traces. Layers that are observed or that have histories are traced
-    (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained.
-    """
+    (`octavo.nn.linear_function`): their tensors would be saved, and no memory gained."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)  # type: ignore[no-untyped-call]
 
 
@@ -483,10 +465,8 @@ class TrainedModel(NamedTuple):
 def make_trained_model(
     config: Config, vocabulary: int, saved: Path, device: torch.device, degrees: Degrees
 ) -> TrainedModel:
-    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading.
-
-    Its weights are the same for any number of processes. Every rank must call this.
-    """
+    """The model of `make_model`, divided among the processes of a mesh if there are several, or offloading. Its weights
+    are the same for any number of processes. Every rank must call this."""
     divided = degrees.processes > 1 or config.optimizer.offload
     mesh = make_mesh(degrees, device, config.parallel.timeout) if divided else None
     with same_outcome():
@@ -568,11 +548,9 @@ _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 class OneProcessDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, random numbers for parameters are those that one process draws for whole tensors on the CPU.
-
     Every process draws the whole tensor from torch's global generator, and a DTensor takes its own part of it. The
-    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it.
-    So the largest parameter, and not the model, must fit in the memory of the CPU.
-    """
+    numbers for a tensor on the meta device are drawn and dropped, so that the generator is where one process has it. So
+    the largest parameter, and not the model, must fit in the memory of the CPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _DRAWS or not (isinstance(args[0], DTensor) or args[0].is_meta):

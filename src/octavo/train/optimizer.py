@@ -31,10 +31,8 @@ _CLASSES = {"fp32": "_AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}  # of torc
 
 
 def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """AdamW over the trained parameters, with its whole state, all zero: torch's fused one, or torchao's.
-
-    Call it when the parameters are on their device, and sharded.
-    """
+    """AdamW over the trained parameters, with its whole state, all zero: torch's fused one, or torchao's. Call it when
+    the parameters are on their device, and sharded."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -70,9 +68,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as PARAMETER.ENTRY -> tensor, in the memory of the optimizer: to restore it, write there.
-
-    ENTRY is step, exp_avg or exp_avg_sq, each with the suffixes of `stored_parts`.
-    """
+    ENTRY is step, exp_avg or exp_avg_sq, each with the suffixes of `stored_parts`."""
     state: dict[str, Tensor] = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -86,10 +82,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 class _LocalAdamW(torch.optim.AdamW):
-    """AdamW on the parts that this rank holds of sharded parameters, gradients and moments: it is element by element.
-
-    A fused step of DTensors takes some three times the host's time: DTensor makes a layout anew for each step count.
-    """
+    """AdamW on the parts that this rank holds of sharded parameters, gradients and moments: it is element by element. A
+    fused step of DTensors takes some three times the host's time: DTensor makes a layout anew for each step count."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:  # fills the lists
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
@@ -147,10 +141,8 @@ def zero_moment(p: Tensor, kind: str, *, signed: bool) -> Tensor:
 
 def stored_parts(p: Tensor, moment: Tensor, kind: str) -> dict[str, Tensor]:
     """The plain tensors that store a moment of `p`, by the suffix of their names. They share the memory of the moment.
-
     The suffix is "" for a float32 moment; otherwise ".codes", uint8 of the parameter's shape [..., K], and ".scale",
-    float32 [..., K / MOMENT_BLOCK].
-    """
+    float32 [..., K / MOMENT_BLOCK]."""
     if kind == "fp32" or not _fits(p):
         return {"": moment}
     local: Any = local_part(moment)

@@ -31,18 +31,16 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.files import ArtifactError
 from octavo.checkpoint.folder import BUILT_IN_MODELS, LockedError, WriteError
 from octavo.data import DataError
-from octavo.train.config import Config, ConfigError, Parallel, flatten, settings_of
+from octavo.train.config import Config, ConfigError, Parallel, flatten, refuse, settings_of
 from octavo.util import choose_device, discard_output, printable
 
 Value = TypeVar("Value")
 
 
 def run_in_group(main: Callable[[], None]) -> None:
-    """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone.
-
-    An error is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0
-    alone raises errors; other ranks end with exit code 1.
-    """
+    """Call `main` while the processes that `torchrun` started form a group. A single process calls it alone. An error
+    is recorded for torchrun, which ends the other processes and prints the traceback of every rank. So rank 0 alone
+    raises errors; other ranks end with exit code 1."""
     size = os.environ.get("WORLD_SIZE", "1")
     if not size.isdecimal() or size == "0":
         raise ConfigError(
@@ -193,10 +191,8 @@ class Agreement:
         self._values, self._work = torch.zeros(0), None
 
     def reach(self, *values: int) -> Sequence[int]:
-        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once.
-
-        The all-reduce runs on the CPU while the next step computes.
-        """
+        """The largest `values` over all ranks in the call before this one, 0 in the first; of one process at once. The
+        all-reduce runs on the CPU while the next step computes."""
         if world_size() == 1:
             return values
         if self._work is not None:
@@ -217,11 +213,9 @@ def _picklable(error: Exception | None) -> Exception | None:
 
 @functools.lru_cache(maxsize=1)
 def _message_group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it.
-
-    All ranks wait in it while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at
-    once, and one that stands still in a step by the collectives of the weights, after `parallel.timeout`.
-    """
+    """A group for messages between CPUs: that of the GPUs would wait for the kernels before it. All ranks wait in it
+    while rank 0 reads and tokenizes the data, which may take hours. A rank that ends is noticed at once, and one that
+    stands still in a step by the collectives of the weights, after `parallel.timeout`."""
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     return group
 
@@ -233,21 +227,17 @@ _PATIENCE = timedelta(minutes=10)
 
 
 def attempt_store() -> tuple[Store, int, int]:
-    """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`.
-
-    torchrun keeps one store for all attempts. The keys of an attempt that failed are still there, so processes would
-    connect to processes that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own.
-    """
+    """A store for this attempt alone, the rank and the number of ranks, for `init_process_group`. torchrun keeps one
+    store for all attempts. The keys of an attempt that failed are still there, so processes would connect to processes
+    that have ended (pytorch/pytorch#135712, #167288). Each machine counts restarts on its own."""
     store, rank, ranks = next(iter(rendezvous("env://", timeout=_PATIENCE)))
     return PrefixStore(agree_on_name(store, rank, ranks), store), rank, ranks
 
 
 def agree_on_name(store: Store, rank: int, ranks: int) -> str:
-    """A name that all ranks of this attempt have, and no process of an earlier one had.
-
-    A rank asks with a name of its own, which only a living rank 0 can answer. Rank 0 may read the question of a process
-    that has ended; its answer then meets no one. So it goes on until it has the thanks of all ranks for its name.
-    """
+    """A name that all ranks of this attempt have, and no process of an earlier one had. A rank asks with a name of its
+    own, which only a living rank 0 can answer. Rank 0 may read the question of a process that has ended; its answer
+    then meets no one. So it goes on until it has the thanks of all ranks for its name."""
     own = uuid.uuid4().hex
     if rank:
         store.set(f"question/{rank}", own)
@@ -322,40 +312,27 @@ def find_degrees(parallel: Parallel, processes: int) -> Degrees:
 
 def check_parallel(config: Config, degrees: Degrees, device: torch.device) -> None:
     """Raise a ConfigError unless the processes can divide the batch and the layers of a built-in model."""
-    if config.batch % degrees.data:
-        raise ConfigError(
-            f"batch must be a multiple of the {degrees.data} shares that parallel makes of it (dp_replicate "
-            f"{degrees.dp_replicate} x dp_shard {degrees.dp_shard}), since it counts the sequences of all processes; "
-            f"got {config.batch}: give --batch {-(-config.batch // degrees.data) * degrees.data}"
-        )
-    if degrees.processes > 1 and config.lora:
-        raise ConfigError(
-            f"lora is for one process, and this run has {degrees.processes}: frozen weights are not divided. Start it "
-            "without torchrun, or leave lora out"
-        )
-    if degrees.processes > 1 and config.precision == "fp16":
-        raise ConfigError(
-            f"precision fp16 is for one process, and this run has {degrees.processes}: its loss scale is that of one "
-            "process. Use bf16"
-        )
-    tp = degrees.tp
-    if tp == 1:
-        return
-    if config.sample:
-        raise ConfigError(
-            f"sample must be 0 with parallel.tp, which divides each sequence among its processes; got sample "
-            f"{config.sample} and tp {tp}: sample from the run with octavo generate"
-        )
-    if config.model == "mixture":
-        raise ConfigError(f"parallel.tp must be 1 for a mixture, whose experts are not cut; got tp {tp}: use dp_shard")
+    shares, several, tp = degrees.data, degrees.processes > 1, degrees.tp
     sizes = ["context", *(["heads", "width"] if config.model in BUILT_IN_MODELS else [])]
-    for name in [*sizes, *(["kv_heads", "mlp_width"] if config.model == "llama" else [])]:
-        if getattr(config, name) % tp:
-            raise ConfigError(f"parallel.tp must divide {name}; got tp {tp} and {name} {getattr(config, name)}")
-    if config.parallel.async_tp and device.type != "cuda":
-        raise ConfigError(
-            f"parallel.async_tp needs GPUs that reach each other's memory; the device is {device.type}: leave it out"
-        )
+    sizes += ["kv_heads", "mlp_width"] if config.model == "llama" else []
+    refuse(
+        config,
+        ("batch", config.batch % shares, f"a multiple of {shares}, for it counts the sequences of all processes",
+         f"dp_replicate {degrees.dp_replicate} x dp_shard {degrees.dp_shard}",
+         f"give --batch {-(-config.batch // shares) * shares}"),
+        ("lora", config.lora and several, "one process, for frozen weights are not divided", degrees.processes,
+         "start it without torchrun, or leave lora out"),
+        ("precision", config.precision == "fp16" and several, "one process, whose loss scale it has",
+         degrees.processes, "use bf16"),
+        ("sample", config.sample and tp > 1, "parallel.tp 1, for tp divides each sequence", f"tp {tp}",
+         "sample from the run with octavo generate"),
+        ("model", config.model == "mixture" and tp > 1, "parallel.tp 1, for its experts are not cut", f"tp {tp}",
+         "use dp_shard"),
+        *(("parallel.tp", getattr(config, name) % tp, f"a {name} that is a multiple of it",
+           f"{name} {getattr(config, name)}", "change one of the two") for name in sizes),
+        ("parallel.async_tp", config.parallel.async_tp and tp > 1 and device.type != "cuda",
+         "GPUs that reach each other's memory", device.type, "leave it out"),
+    )  # fmt: skip
 
 
 def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMesh:
@@ -369,10 +346,8 @@ def make_mesh(degrees: Degrees, device: torch.device, timeout: int) -> DeviceMes
 
 
 def unit_size(parameters: int) -> int:
-    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one.
-
-    The hooks and collectives of a unit take about as long as the host's other work of a small block.
-    """
+    """The blocks, of so many parameters each, in a unit of FSDP2: two if they are small together, else one. The hooks
+    and collectives of a unit take about as long as the host's other work of a small block."""
     return 2 if 2 * parameters <= SMALL else 1
 
 
@@ -414,10 +389,8 @@ def live_console() -> Iterator[Console]:
 
 
 def training_console() -> Console:
-    """A console on standard output. If that can no longer be written, it says so once and prints nothing more.
-
-    The run goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full.
-    """
+    """A console on standard output. If that can no longer be written, it says so once and prints nothing more. The run
+    goes on if the reader of its pipe ended (`octavo train | head`), or the disk is full."""
     if sys.stdout is None or rank() > 0:  # the program was started without one, or another rank prints
         return Console(quiet=True)
     return Console(file=cast(IO[str], LastingStream(sys.stdout)))
@@ -438,16 +411,13 @@ class LiveConsole(Console):
         self.bar = Progress(*columns, console=self, transient=True)
         self.task = self.bar.add_task("starting", total=None, said="")
 
-    def show(self, doing: str, done: int, total: int, said: str | None = None) -> None:
-        """Write the live line again; `said` are the figures, None for those of before."""
-        said = self.bar.tasks[0].fields["said"] if said is None else said
-        self.bar.update(self.task, description=doing, completed=done, total=total, said=said)
 
-
-def show_step(console: Console, step: int, steps: int) -> None:
-    """The step on the live line; the figures are those of the last log line."""
+def show(console: Console, doing: str, done: int, total: int, said: str | None = None) -> bool:
+    """Write the live line again, if the console has one; `said` are the figures, None for those of before."""
     if isinstance(console, LiveConsole):
-        console.show("training", step, steps)
+        said = console.bar.tasks[0].fields["said"] if said is None else said
+        console.bar.update(console.task, description=doing, completed=done, total=total, said=said)
+    return isinstance(console, LiveConsole)
 
 
 def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
@@ -455,9 +425,7 @@ def show_sampled(console: Console, pieces: Iterable[str], count: int) -> str:
     text = ""
     for done, piece in enumerate(pieces, 1):
         text += piece
-        if isinstance(console, LiveConsole):
-            console.show("sampling", done, count)
-        elif count >= _LONG and done % (count // 10) == 0:
+        if not show(console, "sampling", done, count) and count >= _LONG and done % (count // 10) == 0:
             print_line(console, f"sampled {done:,} of {count:,} tokens")
     return text
 
@@ -535,10 +503,8 @@ def name_of(number: int) -> str | None:
 
 @contextmanager
 def delay_interrupts() -> Iterator[list[int]]:
-    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it.
-
-    A signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored.
-    """
+    """Note the signal that comes within the block instead of acting on it; give the handlers back then, or after it. A
+    signal that is ignored when the run starts, as SIGHUP under `nohup`, stays ignored."""
     noted: list[int] = []
     before = {number: handler for number in SIGNALS if (handler := signal.getsignal(number)) != signal.SIG_IGN}
 

@@ -1,5 +1,11 @@
 """The records of runs, and the verdict on the losses of two groups of runs, within a margin.
 
+A folder is a run if it holds one of these:
+
+    metrics.jsonl         of `octavo train`, or of any loop: one object a line, with `step` and any of `SERIES`
+    watch/                of `octavo.watch`
+    trainer_state.json    of the Trainer of Hugging Face, also in checkpoint-N/
+
 Runs are paired where they have the same seed and the same branch: they see the same batches. The loss of a run is the
 mean of its last three evaluations, and the gap of a pair the relative difference of its losses. For n pairs with the
 mean gap d and the standard deviation s, the interval is
@@ -13,16 +19,20 @@ and DeMets, Biometrika 70, 1983). This takes the gaps of the pairs to be indepen
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, ShardReader, read_json, whole_lines
 from octavo.checkpoint.folder import RunFolder, weights_stem
 from octavo.evaluation.metrics import student_quantile
 from octavo.train.config import flatten
-from octavo.util import check_kinds, parse_object
+from octavo.util import check_kinds, parse_object, plural
+from octavo.watching.storage import Watched, read_watch, watch_folder
 
 # ---- Reading the metrics.jsonl of runs (`octavo.train.step_metrics` writes that file).
 
@@ -34,41 +44,6 @@ SERIES = (
 )  # fmt: skip
 # What stands wherever the losses of single runs are compared.
 ONE_SEED = "one seed: cannot tell. Two seeds of one recipe differ too: octavo bisect compares several."
-
-
-@dataclass(frozen=True)
-class RunRecord:
-    """The settings and the measurements of a run, read from its files."""
-
-    path: Path
-    settings: dict[str, Any]  # of its config.json
-    evaluations: dict[int, float]  # step to evaluation loss
-    tokens_per_second: float | None  # the median over the log records; None without one
-    peak_memory: int | None  # bytes
-    step: int  # the last that was logged
-
-
-def read_run(path: Path) -> RunRecord:
-    """Read what the run in the folder `path` logged."""
-    run = RunFolder(path)
-    run.check()
-    records = read_records(run.metrics)
-    speeds = [r["tokens_per_second"] for r in records if r.get("tokens_per_second") is not None]
-    memory = [r["peak_memory"] for r in records if r.get("peak_memory") is not None]
-    return RunRecord(
-        path,
-        read_json(run.config),
-        {r["step"]: r["evaluation_loss"] for r in records if r.get("evaluation_loss") is not None},
-        statistics.median(speeds) if speeds else None,
-        max(memory) if memory else None,
-        max((r["step"] for r in records), default=0),
-    )
-
-
-def names_of_runs(paths: Sequence[Path]) -> list[str]:
-    """The name of each folder, or its whole path where another has the same name."""
-    names = [path.resolve().name for path in paths]
-    return [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
 
 
 def different_settings(of_runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -98,8 +73,6 @@ def recipe_name(settings: Mapping[str, Any]) -> str:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl. A last line that is being written, or was cut short, is left out."""
-    if not path.is_file():
-        raise ArtifactError(f"{path} is missing: the run has logged nothing")
     return [read_record(line, f"{path}, line {number}") for number, line in enumerate(whole_lines(path), 1)]
 
 
@@ -114,6 +87,181 @@ def check_record(record: Mapping[str, Any], where: str) -> None:
     """Raise an ArtifactError, which begins with `where`, unless a record has a step, and its `SERIES` are numbers."""
     kinds = {"step": int} | {key: float | None for key in SERIES if key in record}
     check_kinds(record, kinds, f"{where}: ", ArtifactError)
+
+
+# ---- Reading a run: the series of its metrics, its settings, and the watch.
+
+
+# The names of the Trainer of Hugging Face, where they differ.
+_OTHER_NAMES = {
+    "eval_loss": "evaluation_loss",
+    "grad_norm": "gradient_norm",
+    "train_tokens_per_second": "tokens_per_second",
+}
+
+
+_NOT_WATCHED = (
+    "The run was not watched, so its layers have no figures. octavo train watches unless watch.interval is 0; in a "
+    "loop of your own, call octavo.watch."
+)
+_NO_SAMPLE = (
+    "The watch has no sample yet. A loop of your own must call `step()` of the watch after each step of the optimizer."
+)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A number over the steps of a run: `steps` ascending [n] int64, `values` [n] float64, NaN for inf and NaN."""
+
+    steps: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+    @property
+    def finite(self) -> dict[int, float]:
+        """The values that are numbers, by step."""
+        known = np.isfinite(self.values)
+        return dict(zip(self.steps[known].tolist(), self.values[known].tolist(), strict=True))
+
+    @property
+    def last(self) -> float | None:
+        """The last value; None if it is inf or NaN."""
+        return float(self.values[-1]) if math.isfinite(self.values[-1]) else None
+
+    @property
+    def wrong_steps(self) -> list[int]:
+        """The steps whose value is inf or NaN."""
+        found: list[int] = self.steps[~np.isfinite(self.values)].tolist()
+        return found
+
+
+@dataclass(frozen=True)
+class RunData:
+    """All that a report shows of a run; empty or None where the run has no such record."""
+
+    path: Path
+    name: str  # of the folder; the whole path if two runs of a report have the same
+    settings: Mapping[str, Any]
+    series: Mapping[str, Series]
+    precision: Mapping[str, Any] = field(default_factory=dict)  # the last of `octavo.train.step_metrics.precision_of`
+    watched: Watched | None = None
+    remarks: Sequence[str] = ()  # unusual things, each a sentence
+    started: Mapping[str, Any] = field(default_factory=dict)  # the command, the machine and the versions
+    written: str = ""  # the time of the last record (UTC)
+
+    @property
+    def recipe(self) -> str:
+        """The name of its recipe; "" if it is not known."""
+        return recipe_name(self.settings)
+
+    @property
+    def evaluations(self) -> dict[int, float]:
+        """The evaluation losses that are numbers, by step."""
+        return self._numbers("evaluation_loss")
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The median over the log records; None without one."""
+        speeds = self._numbers("tokens_per_second").values()
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes; None if no record has them."""
+        return int(max(self._numbers("peak_memory").values(), default=0)) or None
+
+    def _numbers(self, key: str) -> dict[int, float]:
+        return self.series[key].finite if key in self.series else {}
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged or sampled."""
+        steps = [int(series.steps[-1]) for series in self.series.values()]
+        if self.watched is not None and len(self.watched.operands):
+            steps.append(int(self.watched.operands["step"][-1]))
+        return max(steps, default=0)
+
+
+def read_runs(paths: Sequence[Path]) -> list[RunData]:
+    """Read the runs in the folders `paths`, with distinct names. An ArtifactError if a folder is no run, or its metrics
+    are damaged; a watch that cannot be read is a remark."""
+    names = [path.resolve().name for path in paths]
+    names = [name if names.count(name) == 1 else str(path) for path, name in zip(paths, names, strict=True)]
+    return [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def _read_run(path: Path, name: str) -> RunData:
+    run, states = RunFolder(path), _trainer_states(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path} is no folder: give the folder of a run, which octavo train wrote")
+    if not (run.metrics.is_file() or watch_folder(path).is_dir() or states):
+        raise ArtifactError(
+            f"{path} is no run: it has no metrics.jsonl, no watch/ and no trainer_state.json. Give the folder that "
+            "octavo train, octavo.watch or the Trainer of Hugging Face wrote"
+        )
+    remarks = []
+    records: list[dict[str, Any]] = []
+    if run.metrics.is_file():
+        records = read_records(run.metrics)
+        if not run.metrics.read_bytes().endswith(b"\n") and run.metrics.stat().st_size:
+            remarks.append("The last line of metrics.jsonl is incomplete: it is being written, or the run was killed.")
+    elif states:
+        history = read_json(states[-1]).get("log_history")
+        if not isinstance(history, list) or not all(isinstance(each, dict) for each in history):
+            raise ArtifactError(f"{states[-1]} must have a list log_history of objects")
+        records = [{_OTHER_NAMES.get(key, key): value for key, value in each.items()} for each in history]
+    series = read_series(records, str(path))
+    if "loss" not in series:
+        remarks.append("The run has logged no loss.")
+    for key, each in series.items():
+        if wrong := each.wrong_steps:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            remarks.append(f"{key.replace('_', ' ')} is inf or NaN at step {wrong[0]}{more}.")
+    watched, remark = _read_watch(path)
+    precision: dict[str, Any] = next((each["precision"] for each in reversed(records) if "precision" in each), {})
+    settings = read_json(run.config) if run.config.is_file() and run.metrics.is_file() else {}
+    started: dict[str, Any] = next((each["started"] for each in records if "started" in each), {})
+    newest = (run.metrics if run.metrics.is_file() else path).stat().st_mtime
+    written = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return RunData(path, name, settings, series, precision, watched, [*remarks, *remark], started, written)
+
+
+def read_series(records: Iterable[Mapping[str, Any]], where: str) -> dict[str, Series]:
+    """The series of `SERIES` in records; null, inf and NaN become NaN. The ArtifactError of a value that is no number
+    begins with `where`."""
+    points: dict[str, dict[int, float]] = {}
+    for record in records:
+        check_record(record, where)
+        for key in SERIES:
+            if key in record:
+                points.setdefault(key, {})[record["step"]] = math.nan if record[key] is None else record[key]
+    found = {}
+    for key, by_step in points.items():
+        steps, values = np.array(sorted(by_step.items()), np.float64).T
+        found[key] = Series(steps.astype(np.int64), np.where(np.isfinite(values), values, math.nan))
+    return found
+
+
+def _read_watch(path: Path) -> tuple[Watched | None, list[str]]:
+    if not watch_folder(path).is_dir():
+        return None, [_NOT_WATCHED]
+    try:
+        watched = read_watch(path)
+    except ArtifactError as error:
+        return None, [f"Figures of the layers are missing: {error}."]
+    remarks = [] if len(watched.operands) else [_NO_SAMPLE]
+    if watched.damaged:
+        lines = ", ".join(map(str, watched.damaged[:5])) + (", ..." if len(watched.damaged) > 5 else "")
+        remarks.append(
+            f"watch/events.jsonl has {plural(len(watched.damaged), 'damaged line')}, left out here: line {lines}."
+        )
+    return watched, remarks
+
+
+def _trainer_states(path: Path) -> list[Path]:
+    """The records of the Trainer of Hugging Face, oldest first; that of the folder itself is the newest."""
+    inner = [each for each in path.glob("checkpoint-*/trainer_state.json") if each.parent.name[11:].isdigit()]
+    outer = [path / "trainer_state.json"] if (path / "trainer_state.json").is_file() else []
+    return [*sorted(inner, key=lambda each: int(each.parent.name[11:])), *outer]
 
 
 # ---- Deciding between groups of runs.
@@ -132,7 +280,7 @@ class Group:
 
     name: str
     twin: bool
-    runs: dict[tuple[Any, ...], RunRecord]
+    runs: dict[tuple[Any, ...], RunData]
 
 
 @dataclass(frozen=True)
@@ -146,9 +294,9 @@ class Decision:
     more: int | None  # pairs like these that would decide; None if more than 100 would, or if nothing is undecided
 
 
-def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
+def group_runs(runs: Sequence[RunData]) -> list[Group]:
     """The groups of runs, in the order of their first run, named by recipe, or folder where two have one."""
-    found: dict[str, list[RunRecord]] = {}
+    found: dict[str, list[RunData]] = {}
     for run in runs:
         settings = flatten(run.settings, ("recipe",))
         own = sorted((name, value) for name, value in settings.items() if value and name not in _OF_NO_GROUP)
@@ -179,12 +327,12 @@ def gaps_of(group: Group, base: Group) -> list[float]:
     return [_loss(group.runs[key], base.runs[key]) / _loss(base.runs[key], base.runs[key]) - 1 for key in shared]
 
 
-def _loss(run: RunRecord, base: RunRecord) -> float:
+def _loss(run: RunData, base: RunData) -> float:
     """The mean loss of a run at the last evaluations of `base`."""
     steps = sorted(base.evaluations)[-LAST:]
     missing = [step for step in steps if step not in run.evaluations]
     if missing or not steps:
-        step = missing[0] if missing else base.step
+        step = missing[0] if missing else base.last_step
         raise ValueError(
             f"{run.path} must have a finite evaluation loss at step {step}, near the end of {base.path}, and has none: "
             "let both runs end, or leave them out; a run that diverged is worse"
@@ -231,11 +379,11 @@ def slope_of(group: Group) -> float | None:
     return statistics.fmean(falls) if falls else None
 
 
-def tokens_per_parameter(run: RunRecord) -> float | None:
+def tokens_per_parameter(run: RunData) -> float | None:
     """The tokens that a run and its trunk have read for each weight that it trains; None without a checkpoint."""
     folders = RunFolder(run.path).checkpoints()
     if not folders:
         return None
     specs = ShardReader(folders[-1], weights_stem(folders[-1])).specs.values()
-    read = math.prod(int(run.settings[name]) for name in ("batch", "accumulate", "context")) * run.step
+    read = math.prod(int(run.settings[name]) for name in ("batch", "accumulate", "context")) * run.last_step
     return read / sum(math.prod(spec.shape) for spec in specs)

@@ -93,11 +93,9 @@ def open_checkpoint(folder: Path, model: nn.Module, fingerprint: str) -> Opened:
 
 
 def load_checkpoint(folder: Path, state: TrainState, *, other_recipe: bool = False) -> None:
-    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed.
-
-    With `other_recipe` the checkpoint may be of a run with any recipe, and its weights, moments and step are restored.
-    A scale history is restored where both recipes have it; the first step of another scales dynamically.
-    """
+    """Restore `state` from a checkpoint, on every rank. All but the numbers is checked before anything is changed. With
+    `other_recipe` the checkpoint may be of a run with any recipe, and its weights, moments and step are restored. A
+    scale history is restored where both recipes have it; the first step of another scales dynamically."""
     with same_outcome():
         opened = open_checkpoint(folder, state.model, state.fingerprint)
         moments = optimizer_state(state.model, state.optimizer)
@@ -232,11 +230,9 @@ def _read_description(folder: Path) -> Mapping[str, Any]:
 
 
 class HostCopy(DefaultSavePlanner):
-    """A copy of tensors by name, of a DTensor of the part that this rank holds, and the planner that writes it.
-
-    It plans by the shapes and placements of the tensors of the run. The memory is as large as the tensors, and stays
-    for the next copy. For tensors on a GPU it is pinned, so that they are copied as fast as the bus allows.
-    """
+    """A copy of tensors by name, of a DTensor of the part that this rank holds, and the planner that writes it. It
+    plans by the shapes and placements of the tensors of the run. The memory is as large as the tensors, and stays for
+    the next copy. For tensors on a GPU it is pinned, so that they are copied as fast as the bus allows."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

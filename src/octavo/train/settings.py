@@ -30,12 +30,10 @@ WORDS = "the command line"
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`.
-
-    The file is TOML, or the config.json of a run; the name of a preset stands for its file. Overrides are `--key value`
-    or `--key=value`. Booleans are `true` or `false`, `--key` alone is true and `--no-key` is false. A list takes all
-    values up to the next `--key`, may be given again to add more, and is empty if only `--key=` is given.
-    """
+    """Merge the defaults, the file at `path` (None: no file) and command-line `overrides`. The file is TOML, or the
+    config.json of a run; the name of a preset stands for its file. Overrides are `--key value` or `--key=value`.
+    Booleans are `true` or `false`, `--key` alone is true and `--no-key` is false. A list takes all values up to the
+    next `--key`, may be given again to add more, and is empty if only `--key=` is given."""
     values = {} if path is None else read_file(Path(path))
     return Config.from_dict(values, str(path), parse(overrides))
 
@@ -123,10 +121,8 @@ _KNOWN = dict.fromkeys(("Llama-3.2-1B", "Meta-Llama-3-8B", "Meta-Llama-3-70B"), 
 
 
 def known_vocabulary(config: Config) -> int | None:
-    """The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer.
-
-    None if only a tokenizer tells that is not here, or that has no tokenizer.json.
-    """
+    """The size of the vocabulary that the settings name, without training, downloading or importing a tokenizer. None
+    if only a tokenizer tells that is not here, or that has no tokenizer.json."""
     if config.tokenizer == "bpe":
         return config.vocabulary
     if config.tokenizer in ("bytes", "characters") or config.model not in BUILT_IN_MODELS:

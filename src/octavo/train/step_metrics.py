@@ -50,7 +50,7 @@ from octavo.ops.dispatch import gemm_backends
 from octavo.rates.measured import peak_flops
 from octavo.train.config import Config
 from octavo.train.loss import AUTOCAST
-from octavo.train.processes import LiveConsole, rank, world_size
+from octavo.train.processes import rank, show, world_size
 from octavo.train.run_records import read_record
 from octavo.train.saving import TrainState
 from octavo.util import import_extra
@@ -61,9 +61,7 @@ from octavo.watching.storage import BINADES, FULL_SHARE, OPERANDS, Records
 
 class Metrics:
     """Writes records, each with its step, and draws their numbers on the boards that `config` names. Rank 0 alone does.
-
-    A resumed run drops the records of later steps, so no step occurs twice.
-    """
+    A resumed run drops the records of later steps, so no step occurs twice."""
 
     def __init__(self, path: Path, *, resumed_at: int, config: Config | None = None) -> None:
         self._path, self._config = path, config
@@ -114,8 +112,8 @@ class Metrics:
 
 def show_progress(console: Console, step: int, steps: int, record: dict[str, Any], seconds_left: float) -> None:
     """Print one line of the record, and the time left; on a terminal the live line has them."""
-    if isinstance(console, LiveConsole):
-        console.show("training", step, steps, f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s")
+    said = f"loss {record['loss']:.4f}  {record['tokens_per_second']:,.0f} tokens/s"
+    if show(console, "training", step, steps, said):
         return
     each = f" ({record['tokens_per_second_per_gpu']:,.0f} a GPU)" if "tokens_per_second_per_gpu" in record else ""
     share = f"  MFU {record['mfu']:.1%}" if "mfu" in record else ""
@@ -130,10 +128,8 @@ def show_progress(console: Console, step: int, steps: int, record: dict[str, Any
 
 
 def _length_until(path: Path, step: int) -> int:
-    """The bytes of the records up to `step`; a last line that a kill cut short does not count.
-
-    An ArtifactError if a whole line holds no record: what follows it would be lost.
-    """
+    """The bytes of the records up to `step`; a last line that a kill cut short does not count. An ArtifactError if a
+    whole line holds no record: what follows it would be lost."""
     length = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n") or read_record(line, f"{path}, line {number}")["step"] > step:
@@ -220,13 +216,11 @@ def start_of(device: torch.device) -> dict[str, str]:
 
 
 def precision_of(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values.
-
-    `recipes`: for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16":
-    unquantized, in the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read.
-    `high_precision`: the shares of the other parameters by name (repeated layers are one entry, their index written *),
-    of `embeddings`, and of `other` (norms, biases and other vectors).
-    """
+    """The precision that the parameters of `model` are computed in, read from its modules, as JSON values. `recipes`:
+    for each recipe the `layers` that run it, and the backend of their GEMMs `y`, `dx` and `dw` ("bf16": unquantized, in
+    the autocast dtype). `fp8_share`: the share of the parameters, 0 to 1, that FP8 GEMMs read. `high_precision`: the
+    shares of the other parameters by name (repeated layers are one entry, their index written *), of `embeddings`, and
+    of `other` (norms, biases and other vectors)."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RecipeLayer)}
     recipes: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
@@ -248,10 +242,8 @@ def _backends(layer: RecipeLayer, device: torch.device) -> dict[str, str]:
 
 
 def observed_dtypes(model: nn.Module, forward: Callable[[], Tensor]) -> dict[str, str]:
-    """The dtype of every leaf module's output during `forward()`, and of its loss.
-
-    Repeated layers are one entry, their index written *. If they differ, the entry names each dtype.
-    """
+    """The dtype of every leaf module's output during `forward()`, and of its loss. Repeated layers are one entry, their
+    index written *. If they differ, the entry names each dtype."""
     seen: dict[str, set[str]] = {}
 
     def see(call: Call, tensor: str, value: Tensor) -> None:

@@ -64,10 +64,8 @@ class TrainingError(RuntimeError):
 
 @dataclass(eq=False)
 class Supervisor:
-    """Judges a run as it goes, and acts as its settings say. Every rank must call each function.
-
-    As a context manager it casts each weight once a step. `passes` computes the step after so many others.
-    """
+    """Judges a run as it goes, and acts as its settings say. Every rank must call each function. As a context manager
+    it casts each weight once a step. `passes` computes the step after so many others."""
 
     config: Config
     state: TrainState
@@ -194,7 +192,10 @@ class Supervisor:
         """Promote the layer with the first number that is not finite, and return to the step before it."""
         self.state.step = bad.step - 1  # the weights have not changed since
         place = find_nonfinite(self.state.model, self.state.device, lambda: self.passes(self.state.step))
-        event = _event_of(bad, place)
+        layer, tensor, expert = (None, "", None) if place is None else (place.layer, place.tensor, place.expert)
+        operand = tensor if tensor in (*OPERANDS, "y") else None
+        message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
+        event = Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
         done = {} if self._fp16 else self._promote([event])
         self._say(bad.step, [event], done)
         if not done:
@@ -243,9 +244,7 @@ class Supervisor:
 
     def _return_to(self, before: int) -> Rollback | None:
         """Return to the newest checkpoint of a step up to `before`, and go on with the batches after those so far.
-
-        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint.
-        """
+        Newer checkpoints are removed. None, and nothing changes, if there is no such checkpoint."""
         self.checkpoints.wait()
         steps = gather([step for step in map(self.run.step_of, self.run.checkpoints()) if step <= before])[0]
         if not steps:
@@ -303,13 +302,6 @@ class Supervisor:
         print_line(self.console, said)
 
 
-def _event_of(bad: StepNumbers, place: Place | None) -> Event:
-    operand = place.tensor if place is not None and place.tensor in (*OPERANDS, "y") else None
-    layer, expert = (None, None) if place is None else (place.layer, place.expert)
-    message = f"the loss is {bad.loss:g} and the gradient's norm {bad.norm:g}; {_found(place)}"
-    return Event(bad.step, "non_finite", layer, operand, None, None, message, expert=expert)
-
-
 def _found(place: Place | None) -> str:
     if place is None:
         return "every number is finite when the layers of the step run one by one"
@@ -318,9 +310,8 @@ def _found(place: Place | None) -> str:
 
 def _name_of(model: nn.Module, event: Event, layers: Mapping[str, Any]) -> str | None:
     """The converted layer that a remedy changes; None if there is none. A stack of experts' matrices gives its module.
-
-    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of down.
-    """
+    Where the weights of a SwiGLU's gate and up are aligned, it is their product that has outliers: the input of
+    down."""
     name = event.layer or ""
     layer: nn.Module | None = layers.get(name, layers.get(name.rpartition(".")[0]))
     if event.rule == "swiglu_alignment":
@@ -371,10 +362,8 @@ class Place:
 
 
 def find_nonfinite(model: nn.Module, device: torch.device, run: Callable[[], object]) -> Place | None:
-    """The first place, over all ranks, in the step that `run` computes; None if the step is finite.
-
-    Every rank must call this. Weights, scale histories and the random state stay; the gradients are None afterwards.
-    """
+    """The first place, over all ranks, in the step that `run` computes; None if the step is finite. Every rank must
+    call this. Weights, scale histories and the random state stay; the gradients are None afterwards."""
     found: list[Place] = []  # the first of this rank
     orders, experts = count(), find_experts(model)
 

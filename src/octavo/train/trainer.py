@@ -44,6 +44,7 @@ from octavo.nn import Conversion
 from octavo.nn.delayed import histories
 from octavo.nn.module_tools import is_weight
 from octavo.scales import seed_scales, update_scales
+from octavo.train import processes, saving, step_metrics
 from octavo.train.config import Config, ConfigError, check_effects, settings_of, write_settings
 from octavo.train.loss import Loss, autocast, mean_loss, next_token_loss, own_random
 from octavo.train.model import (
@@ -60,50 +61,7 @@ from octavo.train.model import (
     positions_of,
 )
 from octavo.train.optimizer import RecentSteps, clip_gradients, learning_rate, make_optimizer, set_learning_rate
-from octavo.train.processes import (
-    Agreement,
-    check_parallel,
-    check_same,
-    collect_between_steps,
-    collect_young,
-    delay_interrupts,
-    find_degrees,
-    gather,
-    group_of_one,
-    mean_of_ranks,
-    name_of,
-    on_first,
-    own_device,
-    peak_memory,
-    print_line,
-    rank,
-    same_outcome,
-    show_sampled,
-    show_step,
-    world_size,
-)
-from octavo.train.saving import (
-    CheckpointWriter,
-    TrainState,
-    disturb_weights,
-    load_checkpoint,
-    open_checkpoint,
-)
 from octavo.train.settings import parse, read_settings
-from octavo.train.step_metrics import (
-    Metrics,
-    event_writer,
-    flops_per_token,
-    mfu,
-    observed_dtypes,
-    precision_of,
-    scales_of,
-    show_progress,
-    start_of,
-    wandb,
-    watched,
-    weight_ranges,
-)
 from octavo.train.supervision import CHECK_EVERY, Supervisor, apply_promotions
 from octavo.util import plural
 from octavo.watching.collection import Watch
@@ -131,7 +89,7 @@ class Trainer:
     """A run in progress. `state` is what a checkpoint saves; `lock` keeps other programs out of the run's folder."""
 
     config: Config
-    state: TrainState
+    state: saving.TrainState
     loss: Loss
     data: RunData
     training: Batches
@@ -154,38 +112,38 @@ class Trainer:
 
     @cached_property
     def flops_per_token(self) -> float | None:
-        return flops_per_token(self.model, self.config.context)
+        return step_metrics.flops_per_token(self.model, self.config.context)
 
     def run(self) -> Result:
         """Train to `config.steps`, or until a signal; evaluate, log and save on the way and at the end."""
         config, state = self.config, self.state
         evaluation = signal = None
-        clock, agreement = _Clock(state.step), Agreement()
+        clock, agreement = _Clock(state.step), processes.Agreement()
         with (
             self.lock,
-            collect_between_steps(),
-            delay_interrupts() as noted,
-            Metrics(self.run_folder.metrics, resumed_at=state.step, config=config) as metrics,
-            watched(config, state, self.run_folder, metrics) as self.watch,
-            CheckpointWriter(self.run_folder, config.keep) as checkpoints,
+            processes.collect_between_steps(),
+            processes.delay_interrupts() as noted,
+            step_metrics.Metrics(self.run_folder.metrics, resumed_at=state.step, config=config) as metrics,
+            step_metrics.watched(config, state, self.run_folder, metrics) as self.watch,
+            saving.CheckpointWriter(self.run_folder, config.keep) as checkpoints,
             Supervisor(
                 config, state, self.run_folder, self.actions, self.recent, metrics, self.console, self.watch,
                 checkpoints, self.passes,
             ) as supervisor,
         ):  # fmt: skip
             with clock.paused():
-                precision = precision_of(self.model, state.device)
-                start = {"dtypes": self._dtypes(), "started": start_of(state.device)}
+                precision = step_metrics.precision_of(self.model, state.device)
+                start = {"dtypes": self._dtypes(), "started": step_metrics.start_of(state.device)}
                 metrics.write(state.step, data=self.data.read.to_dict(), precision=precision, **start)
             while state.step < config.steps and signal is None:
                 loss, norm = self.step()
-                collect_young(state.step)
-                show_step(self.console, state.step, config.steps)
+                processes.collect_young(state.step)
+                processes.show(self.console, "training", state.step, config.steps)
                 # Read once a step: what comes later in this turn is for the next.
                 number, failed = agreement.reach(sum(noted), checkpoints.failed)
                 if failed:
                     checkpoints.wait()
-                signal = name_of(number)
+                signal = processes.name_of(number)
                 done = state.step == config.steps
                 logs = state.step % config.log_every == 0 or done or signal is not None
                 evaluates = state.step % config.evaluate_every == 0 or done
@@ -198,7 +156,7 @@ class Trainer:
                     if went_back:
                         logs, evaluates, saves = False, False, signal is not None
                 if logs:
-                    self._log(metrics, clock, mean_of_ranks(loss), norm)
+                    self._log(metrics, clock, processes.mean_of_ranks(loss), norm)
                 with clock.paused():
                     if evaluates:
                         evaluation = self._evaluate_and_sample(metrics)
@@ -251,7 +209,7 @@ class Trainer:
         loss, _ = mean_loss(
             self.model, self.validation, self.state.device, precision=precision, count=count, loss=self.loss
         )
-        return float(mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
+        return float(processes.mean_of_ranks(torch.tensor(loss, dtype=torch.float64)))
 
     def sample(self, count: int) -> str:
         """`count` tokens that follow a newline, drawn with a fixed seed. The run's random state does not change."""
@@ -260,17 +218,17 @@ class Trainer:
             stream = TextStream(self.data.tokenizer, self.data.tokenizer.encode("\n"))
             steps = Engine(self.model, context=self.config.context).generate([stream.ids], count, Sampling(seed=0))
             pieces = (stream.add(token) for [token] in steps if token is not None)
-            return show_sampled(self.console, pieces, count) + stream.end()
+            return processes.show_sampled(self.console, pieces, count) + stream.end()
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         return next_token_loss(self.model, (inputs, targets), self.state.device, self.config.precision, self.loss)
 
-    def _log(self, metrics: Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
+    def _log(self, metrics: step_metrics.Metrics, clock: _Clock, loss: Tensor, norm: Tensor) -> None:
         config, state = self.config, self.state
         steps, seconds = clock.lap(state.step)
         with clock.paused():
             tokens = config.batch * config.accumulate * config.context
-            ranges = weight_ranges(self.model)
+            ranges = step_metrics.weight_ranges(self.model)
             record: dict[str, Any] = {
                 "loss": float(loss),
                 "learning_rate": learning_rate(state.step - 1, config),
@@ -278,22 +236,24 @@ class Trainer:
                 "tokens": tokens * state.step,
                 "seconds": round(seconds, 6),
                 "tokens_per_second": tokens * steps / seconds,
-                "peak_memory": max(gather(peak_memory(state.device))),
+                "peak_memory": max(processes.gather(processes.peak_memory(state.device))),
                 "largest_weight": max(max(-low, high) for low, high in ranges.values()),
             }
             if config.precision == "fp16":
                 record |= {"loss_scale": state.scaler.get_scale(), "skipped_steps": state.skipped_steps}
-            each = record["tokens_per_second"] / world_size()
-            if world_size() > 1:
+            each = record["tokens_per_second"] / processes.world_size()
+            if processes.world_size() > 1:
                 record["tokens_per_second_per_gpu"] = each
-            if (share := mfu(self.flops_per_token, each, state.device)) is not None:
+            if (share := step_metrics.mfu(self.flops_per_token, each, state.device)) is not None:
                 record["mfu"] = share
             left = seconds / steps * (config.steps - state.step)
-            show_progress(self.console, state.step, config.steps, record, left)
+            step_metrics.show_progress(self.console, state.step, config.steps, record, left)
             metrics.write(state.step, **record)
             if metrics.boards:
                 metrics.draw(state.step, {f"weights/{n}/largest": max(-low, high) for n, (low, high) in ranges.items()})
-                metrics.draw(state.step, {f"scales/{name}": value for name, value in scales_of(self.model).items()})
+                metrics.draw(
+                    state.step, {f"scales/{name}": value for name, value in step_metrics.scales_of(self.model).items()}
+                )
 
     @torch.no_grad()
     def _dtypes(self) -> dict[str, str]:
@@ -301,15 +261,15 @@ class Trainer:
         self.model.eval()
         inputs, targets = self.validation.at(0)
         with eager(), own_random(self.state.device):
-            return observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
+            return step_metrics.observed_dtypes(self.model, lambda: self._loss(inputs[:1], targets[:1]))
 
-    def _evaluate_and_sample(self, metrics: Metrics) -> float:
+    def _evaluate_and_sample(self, metrics: step_metrics.Metrics) -> float:
         loss = self.evaluate()
         record: dict[str, Any] = {"evaluation_loss": loss}
-        print_line(self.console, f"step {self.state.step}: evaluation loss {loss:.4f}")
+        processes.print_line(self.console, f"step {self.state.step}: evaluation loss {loss:.4f}")
         if self.config.sample:
             record["sample"] = self.sample(self.config.sample)
-            print_line(self.console, record["sample"])
+            processes.print_line(self.console, record["sample"])
         metrics.write(self.state.step, **record)
         return loss
 
@@ -340,67 +300,63 @@ class _Clock:
 
 
 def start_run(config: Config, console: Console) -> Trainer:
-    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint.
-
-    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
-    Before an error of the settings or the data nothing has been written.
-    """
-    check_same(config)
+    """A new run in `config.out`, at step 0 or, of a branch, at that of the checkpoint. The run's folder is locked until
+    `Trainer.run` ends. Every rank must call this; an error of one is raised on all. Before an error of the settings or
+    the data nothing has been written."""
+    processes.check_same(config)
     run = RunFolder(Path(config.out))
     with ExitStack() as stack:
-        with same_outcome():
-            if rank() == 0:
+        with processes.same_outcome():
+            if processes.rank() == 0:
                 stack.enter_context(locked_folder(run.path))
                 _check_empty(run)
-            config, degrees = settle(config), find_degrees(config.parallel, world_size())
+            config, degrees = settle(config), processes.find_degrees(config.parallel, processes.world_size())
             check_effects(config, degrees.processes, degrees.tp, degrees.data, settings_of(Config))
         trainer = prepare_run(config, run, stack, console, Path(config.branch) if config.branch else None)
         if config.branch:
-            load_checkpoint(Path(config.branch), trainer.state, other_recipe=True)
+            saving.load_checkpoint(Path(config.branch), trainer.state, other_recipe=True)
             if config.disturb:
-                disturb_weights(trainer.model, config.disturb, config.seed)
-            print_line(console, f"branches from {config.branch}")
+                saving.disturb_weights(trainer.model, config.disturb, config.seed)
+            processes.print_line(console, f"branches from {config.branch}")
         if (step := trainer.state.step) >= config.steps:
             raise ConfigError(
                 f"steps must be above the {step} of {config.branch}; got {config.steps}: give more --steps"
             )
-        with same_outcome():
-            if rank() == 0:
+        with processes.same_outcome():
+            if processes.rank() == 0:
                 _describe(trainer)
         trainer.lock = stack.pop_all()
     return trainer
 
 
 def resume_run(path: Path, overrides: Sequence[str], console: Console) -> Trainer:
-    """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value.
-
-    The run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all.
-    """
+    """The run in the folder `path`, at its newest checkpoint; `overrides` are settings that change, as --key value. The
+    run's folder is locked until `Trainer.run` ends. Every rank must call this; an error of one is raised on all."""
     run = RunFolder(path)
     with ExitStack() as stack:
-        with same_outcome():
+        with processes.same_outcome():
             run.check()
-            if rank() == 0:
+            if processes.rank() == 0:
                 stack.enter_context(locked_folder(path))
             newest = run.newest()
             given = parse(overrides)
             config = _absolute_paths(read_settings(run).change(**given))
-            degrees = find_degrees(config.parallel, world_size())
+            degrees = processes.find_degrees(config.parallel, processes.world_size())
             check_effects(config, degrees.processes, degrees.tp, degrees.data, given)  # what it had may have none now
             if config.out != str(path):
                 raise ConfigError(f"a resumed run stays in its folder {path}; got --out {config.out}: leave it out")
             if (step := run.step_of(newest)) > config.steps:
                 done = f"the {step} that the run {path} has done"
                 raise ConfigError(f"steps must be at least {done}; got {config.steps}: give more --steps")
-        check_same(config)
+        processes.check_same(config)
         trainer = prepare_run(config, run, stack, console, newest)
         apply_promotions(trainer.model, trainer.actions.promotions)
         allow_compilations(len(trainer.actions.promotions))
-        load_checkpoint(newest, trainer.state)
-        if rank() == 0:
+        saving.load_checkpoint(newest, trainer.state)
+        if processes.rank() == 0:
             write_settings(config, run)
         ended = f", the last of its {plural(step, 'step')}: --steps N goes on" if step == config.steps else ""
-        print_line(console, f"resumed from {newest}{ended}")
+        processes.print_line(console, f"resumed from {newest}{ended}")
         trainer.lock = stack.pop_all()
     return trainer
 
@@ -470,24 +426,22 @@ def prepare_run(
     checkpoint: Path | None = None,
     data: RunData | None = None,
 ) -> Trainer:
-    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this.
-
-    `checkpoint`, which the caller will load, is checked before memory is taken. `data` None reads the data.
-    """
-    with same_outcome():
-        degrees = find_degrees(config.parallel, world_size())
-        device = own_device(config.device)
-        check_parallel(config, degrees, device)
+    """The run of a settled `config` at step 0, of which nothing is written. Every rank must call this. `checkpoint`,
+    which the caller will load, is checked before memory is taken. `data` None reads the data."""
+    with processes.same_outcome():
+        degrees = processes.find_degrees(config.parallel, processes.world_size())
+        device = processes.own_device(config.device)
+        processes.check_parallel(config, degrees, device)
         if config.tensorboard:
-            event_writer()
+            step_metrics.event_writer()
         if config.wandb:
-            wandb()
+            step_metrics.wandb()
     if config.deterministic:  # cuBLAS reads this when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.deterministic)
     data = read_data(config, run, console) if data is None else data
     vocabulary, corpus = data.tokenizer.vocabulary_size, data.corpus
-    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(rank())
+    draw, share = RandomBatches if config.sampling == "random" else Batches, degrees.share(processes.rank())
     training = draw(corpus.train, config.context, config.batch, config.seed, share)
     if config.batch > training.sequences:
         raise DataError(
@@ -498,26 +452,26 @@ def prepare_run(
     storage = torch.device("cpu") if config.optimizer.offload else device
     check_memory(config, vocabulary, storage, degrees.dp_shard * degrees.tp)
     if checkpoint is not None:
-        with same_outcome():
+        with processes.same_outcome():
             described = add_adapters(make_meta_model(config, vocabulary, run.model), config)
-            open_checkpoint(checkpoint, described, corpus.fingerprint)
+            saving.open_checkpoint(checkpoint, described, corpus.fingerprint)
     torch.manual_seed(config.seed)
     if config.optimizer.offload:
-        lock.enter_context(group_of_one())
+        lock.enter_context(processes.group_of_one())
     made = make_trained_model(config, vocabulary, run.model, device, degrees)
     if config.model not in BUILT_IN_MODELS:
         check_vocabulary(made.model, max(training.highest, validation.highest))
     if config.calibration and checkpoint is None:
-        with same_outcome():
+        with processes.same_outcome():
             folder = Path(config.calibration)
             packed = (folder / "octavo.json").exists()
             known = PackedTensors(folder) if packed else load_calibration(folder, Path(config.model))
         seed_scales(made.model, known)
-    print_line(console, header_text(config, made.model, device, corpus, made.report))
+    processes.print_line(console, header_text(config, made.model, device, corpus, made.report))
     if made.gathered is not None:
-        print_line(console, str(made.gathered))
+        processes.print_line(console, str(made.gathered))
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    state = TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
+    state = saving.TrainState(made.model, make_optimizer(made.model, config), scaler, device, corpus.fingerprint)
     actions = run.read_actions()
     return Trainer(config, state, made.loss, data, training, validation, run, actions, lock, console)
 
@@ -528,11 +482,11 @@ def read_data(config: Config, run: RunFolder, console: Console) -> RunData:
     def read() -> RunData:
         tokenizer, reading = open_data(config, run.model)
         for line in reading.report.lines():
-            print_line(console, line)
+            processes.print_line(console, line)
         corpus = build_corpus(reading.texts, tokenizer, config.context, config.validation_fraction)
         return RunData(tokenizer, reading.report, corpus)
 
-    return on_first(read)
+    return processes.on_first(read)
 
 
 def header_text(
@@ -558,8 +512,8 @@ def header_text(
         f"{plural(config.warmup, 'step')} of warmup",
         "device": f"{device}, {config.precision} outside of FP8",
     }
-    if (ranks := world_size()) > 1:
-        degrees = vars(find_degrees(config.parallel, ranks))
+    if (ranks := processes.world_size()) > 1:
+        degrees = vars(processes.find_degrees(config.parallel, ranks))
         lines["ranks"] = ", ".join([str(ranks), *(f"{name} {n}" for name, n in degrees.items() if n > 1)])
     lines["folder"] = config.out
     layers = "its layers compute as they are packed" if report is None else report.summary()
@@ -571,12 +525,12 @@ def header_text(
 
 def was_restarted() -> bool:
     """True if torchrun has started the job again, because a process failed. Every rank must call this."""
-    return any(gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
+    return any(processes.gather(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0))
 
 
 def start_or_resume(config: Config, console: Console) -> Trainer:
     """The run in `config.out` at its newest checkpoint; a new run if the folder has none. Every rank must call this."""
-    resumes = on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
+    resumes = processes.on_first(lambda: _has_checkpoint(config))  # before the others write to the folder
     return resume_run(Path(config.out), (), console) if resumes else start_run(config, console)
 
 

@@ -31,12 +31,11 @@ from torch import nn
 
 from octavo.checkpoint.folder import WriteError
 from octavo.nn.module_tools import check_module
-from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear
+from octavo.observation.operand_statistics import HEAD, MAXIMA, WIDTH, Store, clear, combine_all
 from octavo.observation.operands import BRIEF, Sampling
 from octavo.watching.records import (
     LAYER_MAXIMA,
     alignment_records,
-    combined,
     expert_record,
     layer_records,
     operand_records,
@@ -51,11 +50,9 @@ _KEPT = 16  # samples that `take` can return
 
 @dataclass(frozen=True)
 class Sample:
-    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`).
-
-    Those for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There
-    are records of single experts, numbered after the layers, and none of the stacks of their matrices.
-    """
+    """The records of one sampled step: arrays of `OPERAND`, `LAYER` and `EXPERTS` (`octavo.watching.storage`). Those
+    for the rules are NaN where a brief sample has no number (`octavo.watching.records.operand_records`). There are
+    records of single experts, numbered after the layers, and none of the stacks of their matrices."""
 
     step: int
     operands: Records
@@ -160,10 +157,8 @@ class Watch:
         self._weights.read_gradients()
 
     def take(self) -> list[tuple[Records, Records]]:
-        """The records of operands and layers of each brief sample since the last call, up to 16.
-
-        The experts of a stack are numbered after all layers (`octavo.watching.rules.SampleRules`).
-        """
+        """The records of operands and layers of each brief sample since the last call, up to 16. The experts of a stack
+        are numbered after all layers (`octavo.watching.rules.SampleRules`)."""
         self._receive()
         taken = [(sample.operands, sample.layer_records) for sample in self._new]
         self._new.clear()
@@ -233,11 +228,9 @@ class Watch:
 
     @torch.no_grad()
     def _end(self, step: int) -> Callable[[], tuple[Sample | None, Sample | None, int]]:
-        """Combine the statistics of all ranks, and begin to copy them to the host.
-
-        The result waits for the copy, and writes the full sample of `step`. It gives this sample, the numbers for the
-        rules, and the largest interval of the ranks.
-        """
+        """Combine the statistics of all ranks, and begin to copy them to the host. The result waits for the copy, and
+        writes the full sample of `step`. It gives this sample, the numbers for the rules, and the largest interval of
+        the ranks."""
         nothing = torch.empty(0, WIDTH, dtype=torch.float64, device=self._device)
         stats = torch.cat([nothing, *self._layers.stats])  # no layer may be converted
         stats = self._store.add_to(stats if self._full else stats[:, :HEAD])
@@ -252,7 +245,9 @@ class Watch:
             (stats, alignments, *others), largest = wait()
             of_layers = others.pop(0) if full else None
             experts = [each.reshape(-1, len(OPERANDS), HEAD) for each in others]
-            alignment = self._alignment(alignments)
+            alignment = np.full(self._layers.count, np.nan)  # mean |cosine| of gate and up, by layers, then experts
+            for numbers, (cosine, rows) in zip(self._weights.aligned, alignments, strict=True):
+                alignment[numbers] = cosine / rows if rows else np.nan
             judged = self._judged(step, stats, experts, alignment) if brief else None
             whole = self._whole(step, stats, experts, of_layers, alignment) if full else None
             if self._writer is not None and whole is not None:
@@ -298,13 +293,6 @@ class Watch:
             if self._writer is not None:
                 self._writer.write_layers(layers)
 
-    def _alignment(self, sums: Any) -> Any:
-        """The mean |cosine| of the rows of gate and up, by layers and then experts; NaN for those that have none."""
-        found = np.full(self._layers.count, np.nan)
-        for numbers, (cosine, rows) in zip(self._weights.aligned, sums, strict=True):
-            found[numbers] = cosine / rows if rows else np.nan
-        return found
-
     def _judged(self, step: int, stats: Any, experts: Sequence[Any], alignment: Any) -> Sample:
         """The numbers for the rules. A brief sample has moments about zero, and so have these."""
         records = [operand_records(step, *self._layers.operands(stats[:, :HEAD]), about_zero=True)]
@@ -318,7 +306,8 @@ class Watch:
         stats, found = stats.copy(), []
         for (place, _), each in zip(self._experts, experts, strict=True):
             own = stats[place.row : place.row + len(OPERANDS)]
-            own[:, :HEAD] = combined(np.concatenate([own[None, :, :HEAD], each]))
+            parts = torch.from_numpy(np.concatenate([own[:, None, :HEAD], each.swapaxes(0, 1)], 1))
+            own[:, :HEAD] = combine_all(parts).numpy()
             found.append(expert_record(step, place.layers[0], each))
         of_weights = layer_records(step, self._layers.sizes(), of_layers, alignment)
         return Sample(step, operand_records(step, *self._layers.operands(stats)), of_weights, np.array(found, EXPERTS))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.observation.operand_statistics import EXPONENTS, FIELD, HEAD, MAXIMA
+from octavo.observation.operand_statistics import EXPONENTS, FIELD, HEAD
 from octavo.watching.storage import BINADES, EXPERTS, FULL_SHARE, LAYER, OPERAND, RECOMPUTED, UNQUANTIZED, Array
 
 # The statistics of a layer, in the same form: maxima, sums, exponents of the gradient. elements: sampled, of it.
@@ -27,14 +27,10 @@ LAYER_FIELD = {name: i for i, name in enumerate((*LAYER_MAXIMA, *LAYER_SUMS, "ex
 
 
 def operand_records(step: int, layers: Array, operands: Array, stats: Array, *, about_zero: bool = False) -> Array:
-    """The `OPERAND` records of a step. A row of `stats` without elements gives no record.
-
-    Without exponents, as in a brief sample, all numbers that are not zero are in the last entry of the binades. A
-    number that the sample lacks is NaN.
-
-    `layers` and `operands` [n] are the numbers of the layer and the operand of each row of `stats`, [n, WIDTH] or
-    [n, HEAD]. Moments `about_zero` are those that a brief sample has.
-    """
+    """The `OPERAND` records of a step. A row of `stats` without elements gives no record. Without exponents, as in a
+    brief sample, all numbers that are not zero are in the last entry of the binades. A number that the sample lacks is
+    NaN. `layers` and `operands` [n] are the numbers of the layer and the operand of each row of `stats`, [n, WIDTH] or
+    [n, HEAD]. Moments `about_zero` are those that a brief sample has."""
     seen = stats[:, FIELD["elements"]] > 0
     stats, layers, operands = stats[seen], layers[seen], operands[seen]
     field = {name: stats[:, i] for name, i in FIELD.items()}
@@ -80,12 +76,9 @@ def expert_record(step: int, layer: int, experts: Array) -> Array:
 
 
 def layer_records(step: int, sizes: Array, stats: Array, alignment: Array) -> Array:
-    """The `LAYER` records of a step, of the layers whose weight has a gradient.
-
-    `sizes` [layers] are the elements of the whole weights, `alignment` [layers] of the gates and ups. `stats`
-    [layers, n] has the fields and then EXPONENTS counts. If several ranks hold a weight whole, each has counted all its
-    elements.
-    """
+    """The `LAYER` records of a step, of the layers whose weight has a gradient. `sizes` [layers] are the elements of
+    the whole weights, `alignment` [layers] of the gates and ups. `stats` [layers, n] has the fields and then EXPONENTS
+    counts. If several ranks hold a weight whole, each has counted all its elements."""
     seen = np.flatnonzero(stats[:, LAYER_FIELD["gradient_elements"]] > 0)
     stats, sizes = stats[seen], sizes[seen]
     field = {name: stats[:, i] for name, i in LAYER_FIELD.items()}
@@ -119,9 +112,7 @@ def alignment_records(step: int, alignment: Array) -> Array:
 
 def binades(counts: Array, amax: Array, elements: Array, nonzero: Array) -> Array:
     """Counts [n, EXPONENTS] by exponent as shares [n, BINADES] below the binade of amax [n], in units of FULL_SHARE.
-
-    The last one has those of the `nonzero` elements [n] too that are not counted: all without counts, [n, 0].
-    """
+    The last one has those of the `nonzero` elements [n] too that are not counted: all without counts, [n, 0]."""
     finite = np.where(np.isfinite(amax), amax, 0).astype(np.float32)
     top = (finite.view(np.int32) >> 23) & 0xFF  # the biased exponent
     below = np.clip(top[:, None] - np.arange(EXPONENTS)[: counts.shape[1]], 0, BINADES - 1)
@@ -130,12 +121,6 @@ def binades(counts: Array, amax: Array, elements: Array, nonzero: Array) -> Arra
     np.add.at(shares, (rows[:, 1:], below[:, 1:]), counts[:, 1:])  # the first is that of zeros
     shares[:, -1] += np.nan_to_num(nonzero - shares.sum(1))
     return np.rint(shares / np.maximum(elements, 1)[:, None] * FULL_SHARE).astype(np.uint16)
-
-
-def combined(parts: Array) -> Array:
-    """The statistics [n, fields] of several parts [m, n, fields] as one."""
-    k = len(MAXIMA)
-    return np.concatenate([parts[..., :k].max(0), parts[..., k:].sum(0)], 1)
 
 
 def _known(maxima: Array) -> Array:
@@ -152,9 +137,7 @@ Table = tuple[Tensor, int]  # float64 [rows, maxima and sums], and the number of
 
 def transfer(tables: Sequence[Table], interval: int) -> Callable[[], tuple[list[Array], int]]:
     """Combine the tables of all ranks, and begin to copy them to the host, with the largest `interval` of the ranks.
-
-    Every rank must call it at the same step. The result waits for the copy, and gives the tables and the interval.
-    """
+    Every rank must call it at the same step. The result waits for the copy, and gives the tables and the interval."""
     shapes = [(len(table), n, table.shape[1] - n) for table, n in tables]
     number = tables[0][0].new_full((1,), interval)
     maxima = torch.cat([*(table[:, :n].reshape(-1) for table, n in tables), number])

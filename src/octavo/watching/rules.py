@@ -28,10 +28,8 @@ _ALMOST_ALL = 0.999
 
 
 class SampleGrids:
-    """The records of one sampled step, each field as a grid of the operands of all layers.
-
-    `layers` are by the number that records have for them.
-    """
+    """The records of one sampled step, each field as a grid of the operands of all layers. `layers` are by the number
+    that records have for them."""
 
     def __init__(self, operands: Records, layer_records: Records, layers: Sequence[WatchedLayer]) -> None:
         self._operands, self._layer_records, self._layers = operands, layer_records, layers
@@ -111,67 +109,46 @@ ZERO_SAMPLES = 2  # in a row
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule over a sample, under the name that events have. Its message is `words`, a template.
-
-    `number` gives the numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history
-    before it; NaN where the rule does not apply. One above `limit` is a fault.
-    """
+    """A rule over a sample, under the name that events have. Its message is `words`, a template. `number` gives the
+    numbers [layers, 3] of the operands, or [layers, 1] of the layers, of a sample and the history before it; NaN where
+    the rule does not apply. One above `limit` is a fault. The rule is about some `operands`: all; those that are
+    quantized; or of these, those that were in `FIRST` samples before (`later`)."""
 
     name: str
     limit: float
-    number: Callable[[SampleGrids, History], Grid]
     words: str  # with value, operand and format
+    number: Callable[[SampleGrids, History], Grid]
+    about: str = "all"
+    operands: tuple[str, ...] = OPERANDS
 
-
-def _of_operands(numbers: Grid, *operands: str) -> Grid:
-    """The numbers of these operands."""
-    return np.where([operand in operands for operand in OPERANDS], numbers, np.nan)
-
-
-def _of_quantized(sample: SampleGrids, numbers: Grid) -> Grid:
-    return np.where(sample.quantized, numbers, np.nan)
-
-
-def _later(sample: SampleGrids, history: History, numbers: Grid) -> Grid:
-    """The numbers of operands that were quantized, and in four samples before. An expert without tokens is in none."""
-    return np.where(history.known >= FIRST, _of_quantized(sample, numbers), np.nan)
+    def numbers(self, sample: SampleGrids, history: History) -> Grid:
+        """The numbers of the operands, or layers, that the rule is about; NaN for others."""
+        found = self.number(sample, history)
+        if self.about == "all":
+            return found
+        known = sample.quantized & [operand in self.operands for operand in OPERANDS]
+        if self.about == "later":  # an expert without tokens is in no sample
+            known &= history.known >= FIRST
+        return np.where(known, found, np.nan)
 
 
 def _jump(sample: SampleGrids, history: History) -> Grid:
     """amax by the largest of the last samples."""
-    largest = np.fmax.reduce(history.amax)
-    return _later(sample, history, sample["amax"] / np.where(largest > 0, largest, np.nan))
-
-
-def _saturated(sample: SampleGrids, history: History) -> Grid:
-    """The share of elements that saturate, where the largest become smaller by a third at least."""
-    return _later(sample, history, np.where(sample["gap"] <= -CLIPPED, sample["saturated"], np.nan))
+    largest: Grid = np.fmax.reduce(history.amax)
+    found: Grid = sample["amax"] / np.where(largest > 0, largest, np.nan)
+    return found
 
 
 def _flushed(sample: SampleGrids, history: History) -> Grid:
     """The share of the elements other than zero that become zero. All of them is the matter of `all_flushed`."""
-    share = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
-    return _of_quantized(sample, np.where(sample.all_flushed, np.nan, share))
-
-
-def _kurtosis_growth(sample: SampleGrids, history: History) -> Grid:
-    """The kurtosis of x and w by the largest of the last samples. That of dy changes by orders in every run."""
-    growth = sample["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS)
-    return _of_operands(_later(sample, history, growth), "x", "w")
-
-
-def _scale_too_large(sample: SampleGrids, history: History) -> Grid:
-    """The binades by which amax is below what a scale expects that was fixed before, by those of the format."""
-    known = ~sample.all_flushed & ~sample.all_zero
-    return _of_quantized(sample, np.where(known, sample["gap"] / sample.binades, np.nan))
+    share: Grid = sample["flushed"] / np.maximum(sample.nonzero, sample["flushed"])
+    return np.where(sample.all_flushed, np.nan, share)
 
 
 def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
-    """The number of samples in a row, this one included, in which the operand was all zero.
-
-    One is enough, and counts as two, where no sample before was so. A batch without any target is excepted, in which
-    the operand is zero in all layers.
-    """
+    """The number of samples in a row, this one included, in which the operand was all zero. One is enough, and counts
+    as two, where no sample before was so. A batch without any target is excepted, in which the operand is zero in all
+    layers."""
     zero, unknown = sample.all_zero, np.isnan(sample["amax"])
     became = (history.known >= FIRST) & (np.fmin.reduce(history.amax) > 0) & ~(zero | unknown).all(axis=0)
     return np.where(zero, history.zeros + 1 + became, 0)
@@ -179,50 +156,56 @@ def _zeros_in_a_row(sample: SampleGrids, history: History) -> Grid:
 
 def _no_scale(sample: SampleGrids, history: History) -> Grid:
     """1 where a finite operand has a scale that is zero or not finite."""
-    scale = sample["scale"]
-    bad = np.isfinite(sample["amax"]) & (sample["nonfinite"] == 0) & ((scale <= 0) | ~np.isfinite(scale))
-    return _of_quantized(sample, bad.astype(np.float64))
+    bad = (sample["nonfinite"] == 0) & ~((sample["scale"] > 0) & np.isfinite(sample["scale"]))
+    found: Grid = (bad & np.isfinite(sample["amax"])).astype(np.float64)
+    return found
 
 
 _JUMPED = "the amax of {operand} is {value:.3g} times the largest before"
 
-# In the order in which a sample is judged. A hard batch has gradients several times as large as those before it.
+# In the order in which a sample is judged. A hard batch has gradients several times as large as those before it, and
+# the kurtosis of dy changes by orders in every run. Elements that saturate are a fault where the largest become smaller
+# by a third at least.
 RULES = (
-    Rule("non_finite", 0.0, lambda s, _: s["nonfinite"], "{value:.2%} of {operand} is inf or NaN"),
+    Rule("non_finite", 0.0, "{value:.2%} of {operand} is inf or NaN", lambda s, _: s["nonfinite"]),
     Rule(
-        "non_finite", 0.0, lambda s, _: s.of_layers("gradient_nonfinite"),
-        "{value:.2%} of the weight's gradient is inf or NaN",
+        "non_finite", 0.0, "{value:.2%} of the weight's gradient is inf or NaN",
+        lambda s, _: s.of_layers("gradient_nonfinite"),
     ),
-    Rule("amax_jump", JUMP, lambda s, history: _of_operands(_jump(s, history), "x", "w"), _JUMPED),
-    Rule("amax_jump", GRADIENT_JUMP, lambda s, history: _of_operands(_jump(s, history), "dy"), _JUMPED),
-    Rule("saturation_spike", SATURATED, _saturated, "{value:.2%} of {operand} saturates in {format}"),
-    Rule("underflow", FLUSHED, _flushed, "{value:.1%} of {operand} underflows to zero in {format}"),
+    Rule("amax_jump", JUMP, _JUMPED, _jump, "later", ("x", "w")),
+    Rule("amax_jump", GRADIENT_JUMP, _JUMPED, _jump, "later", ("dy",)),
     Rule(
-        "underflow", SHIFTED, lambda s, _: _of_quantized(s, s["shift_lost"]),
-        "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x",
+        "saturation_spike", SATURATED, "{value:.2%} of {operand} saturates in {format}",
+        lambda s, _: np.where(s["gap"] <= -CLIPPED, s["saturated"], np.nan), "later",
     ),
+    Rule("underflow", FLUSHED, "{value:.1%} of {operand} underflows to zero in {format}", _flushed, "quantized"),
     Rule(
-        "swiglu_alignment", ALIGNED, lambda s, _: s.of_layers("alignment"),
-        "the rows of gate and up are aligned: mean |cosine| {value:.2f}",
-    ),
-    Rule(
-        "kurtosis_growth", GROWTH, _kurtosis_growth,
-        "the kurtosis of {operand} is {value:.3g} times the largest before",
+        "underflow", SHIFTED, "{value:.1%} of {operand} underflows to zero in dw, shifted by the scale of x",
+        lambda s, _: s["shift_lost"], "quantized",
     ),
     Rule(
-        "scale_gap", TOO_SMALL, lambda s, _: _of_quantized(s, -s["gap"]),
-        "the amax of {operand} is {value:.1f} binades above its scale's range",
+        "swiglu_alignment", ALIGNED, "the rows of gate and up are aligned: mean |cosine| {value:.2f}",
+        lambda s, _: s.of_layers("alignment"),
     ),
     Rule(
-        "scale_gap", TOO_LARGE, _scale_too_large,
-        "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
+        "kurtosis_growth", GROWTH, "the kurtosis of {operand} is {value:.3g} times the largest before",
+        lambda s, history: s["kurtosis"] / np.maximum(np.fmax.reduce(history.kurtosis), LEAST_KURTOSIS),
+        "later", ("x", "w"),
     ),
     Rule(
-        "dead_scale", 0.0, lambda s, _: _of_quantized(s, s.all_flushed.astype(np.float64)),
-        "all of {operand} becomes zero in {format}",
+        "scale_gap", TOO_SMALL, "the amax of {operand} is {value:.1f} binades above its scale's range",
+        lambda s, _: -s["gap"], "quantized",
     ),
-    Rule("dead_scale", ZERO_SAMPLES - 1, _zeros_in_a_row, "all of {operand} is zero"),
-    Rule("dead_scale", 0.0, _no_scale, "the scale of {operand} is zero or not finite"),
+    Rule(
+        "scale_gap", TOO_LARGE, "the amax of {operand} leaves {value:.0%} of the binades of {format} unused",
+        lambda s, _: np.where(s.all_flushed | s.all_zero, np.nan, s["gap"] / s.binades), "quantized",
+    ),
+    Rule(
+        "dead_scale", 0.0, "all of {operand} becomes zero in {format}",
+        lambda s, _: s.all_flushed.astype(np.float64), "quantized",
+    ),
+    Rule("dead_scale", ZERO_SAMPLES - 1, "all of {operand} is zero", _zeros_in_a_row),
+    Rule("dead_scale", 0.0, "the scale of {operand} is zero or not finite", _no_scale, "quantized"),
 )  # fmt: skip
 
 
@@ -259,7 +242,7 @@ class SampleRules:
 
     def _judge(self, rule: Rule, sample: SampleGrids) -> Iterator[Event]:
         with np.errstate(invalid="ignore", over="ignore"):  # NaN and inf are numbers that were found
-            values, experts = self._of_layers(rule.number(sample, self._history))
+            values, experts = self._of_layers(rule.numbers(sample, self._history))
             faults: Mask = values > rule.limit
         new = faults & ~self._faults.get(rule, np.zeros_like(faults))
         self._faults[rule] = faults
@@ -300,11 +283,9 @@ RATE = 1.0  # times the RMS of the weights
 
 
 class LossRule:
-    """Finds a loss spike: the median of the last three losses is far above that of those before.
-
-    The limit is the median + 8 standard deviations, at least 0.5. The deviation is 1.4826 times the median absolute
-    deviation, which a few losses far off do not change. While a spike lasts, its losses do not count as those before.
-    """
+    """Finds a loss spike: the median of the last three losses is far above that of those before. The limit is the
+    median + 8 standard deviations, at least 0.5. The deviation is 1.4826 times the median absolute deviation, which a
+    few losses far off do not change. While a spike lasts, its losses do not count as those before."""
 
     def __init__(self) -> None:
         self._before: deque[float] = deque(maxlen=BEFORE)
@@ -336,11 +317,9 @@ class LossRule:
 
 
 class StallRule:
-    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before.
-
-    The rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for
-    128 at least: the loss of a run that goes on falls as slowly as its steps are many.
-    """
+    """Finds a loss that stopped falling: its mean over the last third of the steps is not below the mean before. The
+    rule looks twice in a row, each time at a tenth more steps than the last. It waits for `first` steps, and for 128 at
+    least: the loss of a run that goes on falls as slowly as its steps are many."""
 
     def __init__(self, first: int = 0) -> None:
         self._losses = array("d")
@@ -362,10 +341,8 @@ class StallRule:
 
 
 def judge_rate(step: int, rate: float, weights: float) -> Event | None:
-    """The event of a learning rate as large as `weights`, the RMS of the matrices when the run began.
-
-    AdamW moves each weight by up to about the rate (Kingma and Ba, arXiv:1412.6980, section 2.1).
-    """
+    """The event of a learning rate as large as `weights`, the RMS of the matrices when the run began. AdamW moves each
+    weight by up to about the rate (Kingma and Ba, arXiv:1412.6980, section 2.1)."""
     if weights == 0 or rate < RATE * weights:
         return None
     message = f"the learning rate {rate:.2g} is {rate / weights:.2g} times the weights' RMS, {weights:.2g}: lower it"

@@ -6,7 +6,6 @@ between samples doubles, so that the samples stay evenly spaced.
 """
 
 import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +16,7 @@ import numpy as np
 
 from octavo.checkpoint.files import ArtifactError, read_json, replace_file, whole_lines
 from octavo.checkpoint.folder import writing
-from octavo.util import build, reading
+from octavo.util import build, finite, reading
 
 # ---- The records of a watched run.
 #
@@ -156,8 +155,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without inf and NaN."""
-        numbers = {"value": self.value, "limit": self.limit}
-        return asdict(self) | {name: x if x is not None and math.isfinite(x) else None for name, x in numbers.items()}
+        return dict(finite(asdict(self)))
 
 
 def columns(records: Records) -> dict[str, Array]:
@@ -174,7 +172,7 @@ def columns(records: Records) -> dict[str, Array]:
     return {name: np.ascontiguousarray(column) for name, column in found.items()}
 
 
-# ---- The files of a watched run: appending to them while it runs, and reading them, then or later.
+# ---- The files.
 
 
 LIMIT = 500_000_000
@@ -212,16 +210,20 @@ def read_watch(run: Path) -> Watched:
     lines = [event for _, event in _read_events(folder / "events.jsonl")]
     events, damaged = [event for event in lines if event], [at for at, event in enumerate(lines, 1) if not event]
     operands, layer_records, experts = (_read_records(folder / name, dtype) for name, dtype in _FILES.items())
+    layer = max(int(records["layer"].max(initial=0)) for records in (operands, layer_records))
+    operand = int(operands["operand"].max(initial=0))
+    if layer >= len(layers) or operand >= len(OPERANDS):
+        raise ArtifactError(
+            f"the records of the watch are damaged: one is of layer {layer} and operand {operand}, and there are "
+            f"{len(layers)} layers and {len(OPERANDS)} operands, counted from 0"
+        )
     return Watched(interval, layers, operands, layer_records, events, damaged, experts)
 
 
 class WatchWriter:
-    """Appends the samples and events of a run, in its folder; raises the errors of `octavo.watch`.
-
-    The order of `layers` gives them their numbers. The records take at most `limit` bytes. A resumed run whose samples
-    were thinned goes on at the `interval` that it had then. Samples and events of the steps after `resumed_at` are
-    dropped; 0 begins anew.
-    """
+    """Appends the samples and events of a run, in its folder; raises the errors of `octavo.watch`. The order of
+    `layers` gives them their numbers. A resumed run whose samples were thinned goes on at the `interval` that it had
+    then. Samples and events of the steps after `resumed_at` are dropped; 0 begins anew."""
 
     def __init__(
         self, run: Path, layers: Sequence[WatchedLayer], *, interval: int, limit: int = LIMIT, resumed_at: int = 0
@@ -255,7 +257,6 @@ class WatchWriter:
                 pass
 
     def write_event(self, event: Event) -> None:
-        """Append an event."""
         with writing(self.folder):
             _append(self._events, _line(event).encode())
 
@@ -272,16 +273,13 @@ class WatchWriter:
         self._change_events_after(step, lambda event: _line(replace(event, undone=True)))
 
     def _change_events_after(self, step: int, line_of: Callable[[Event], str]) -> None:
-        lines = [
-            line if event is None or event.step <= step else line_of(event)
-            for line, event in _read_events(self._events)
-        ]
-        replace_file(self._events, "".join(lines))
+        lines = _read_events(self._events)
+        replace_file(self._events, "".join(line_of(e) if e and e.step > step else line for line, e in lines))
 
     def _check_empty(self) -> None:
         if not any(path.is_file() and path.stat().st_size for path in (*self._files, self._events)):
             return
-        last = max(1, *self._steps()[-1:].tolist())
+        last = max(1, *_read_records(self.folder / "operands.bin", OPERAND)["step"][-1:].tolist())
         raise FileExistsError(
             f"{self.folder} has the records of an earlier watch, up to step {last}: give octavo.watch another folder, "
             f"or resumed_at={last} to go on with the same model after that step"
@@ -299,13 +297,9 @@ class WatchWriter:
             )
         return interval
 
-    def _steps(self) -> Records:
-        """The step of each record of an operand."""
-        return _read_records(self.folder / "operands.bin", OPERAND)["step"]
-
     def _thin(self) -> bool:
         """Drop every second sampled step, and double the interval. False if a single step is left."""
-        steps = np.unique(self._steps())
+        steps = np.unique(_read_records(self.folder / "operands.bin", OPERAND)["step"])
         if len(steps) < 2:
             return False
         for path, dtype in self._files.items():

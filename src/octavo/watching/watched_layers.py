@@ -21,20 +21,18 @@ from octavo.nn.linear import RecipeLayer
 from octavo.nn.module_tools import class_name, is_conv1d, plain_name, shape_of
 from octavo.nn.observer import ExpertObserver, Observer
 from octavo.nn.parallel_weights import local_part
-from octavo.observation.operand_statistics import EXPONENTS, MAXIMA, by_dtype, histograms, sampled_rows
+from octavo.observation.operand_statistics import EXPONENTS, by_dtype, clear, combine_all, histograms, sampled_rows
 from octavo.ops.dispatch import gemm_backends, grouped_backends
 from octavo.recipe import Recipe
-from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS, combined
+from octavo.watching.records import LAYER_MAXIMA, LAYER_SUMS
 from octavo.watching.storage import OPERANDS, RECOMPUTED, Array, GemmRun, WatchedLayer
 
 _GEMM_OF = {"y": "x", "dx": "dy", "dw": "dy", "recomputation": "x"}  # the operand whose record shows that a GEMM ran
 
 
 class Matrix:
-    """The weight of a layer, or a stack [E, N, K] of experts' matrices, which is watched as one layer.
-
-    `name` has no prefixes of wrappers. `leaf` is the name of a stack in its module of experts, "" for a layer.
-    """
+    """The weight of a layer, or a stack [E, N, K] of experts' matrices, which is watched as one layer. `name` has no
+    prefixes of wrappers. `leaf` is the name of a stack in its module of experts, "" for a layer."""
 
     def __init__(self, name: str, module: Any, leaf: str = "") -> None:
         self.name, self.module, self.leaf = plain_name(name), module, leaf
@@ -90,15 +88,12 @@ class Place:
 
 
 class Layers:
-    """The linear layers of a model, by number, and the observers of the converted ones.
-
-    The `matrices` are those of `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too),
-    and stacks of experts. Each converted layer has one of the `places`, and each fused module one more. `dtype` is that
-    of GEMMs that are not quantized.
-
-    The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts` has the
-    number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and experts.
-    """
+    """The linear layers of a model, by number, and the observers of the converted ones. The `matrices` are those of
+    `nn.Linear`, transformers' `Conv1D`, converted layers (convolutions and attentions too), and stacks of experts. Each
+    converted layer has one of the `places`, and each fused module one more. `dtype` is that of GEMMs that are not
+    quantized. The rules take single experts, which are numbered after the layers, in the order of the stacks. `firsts`
+    has the number of expert 0 of each stack, by the number of its layer. `count` is the number of layers and
+    experts."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -122,7 +117,9 @@ class Layers:
         self.firsts, self.count = dict[int, int](), len(self.matrices)
         for i, stack in self.stacks:
             self.firsts[i], self.count = self.count, self.count + stack.experts
-        again = {id(m) for block in model.modules() if _is_recomputed_by_compiler(block) for m in block.modules()}
+        # A module that is compiled, and checkpointed inside of the compiled code.
+        compiled = [m for m in model.modules() if getattr(m, "_compiled_call_impl", None) is not None]
+        again = {id(m) for b in compiled if getattr(b, "activation_checkpointing", False) for m in b.modules()}
         # Of each layer, the operands that were recorded, and "recomputed" where its forward pass ran twice in a step.
         self._seen: list[set[str]] = [{"recomputed"} if id(m.module) in again else set() for m in self.matrices]
 
@@ -159,19 +156,17 @@ class Layers:
 
     def operands(self, stats: Array) -> tuple[Array, Array, Array]:
         """The layer [n], the operand [n] and the statistics [n, fields] of each operand of the converted layers.
-
-        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it.
-        """
+        `stats` are of all places [m, fields]. A layer has its own, and those of the fused module that ran it."""
         rows: dict[tuple[int, int], list[int]] = {}
         for place in self.places:
             for i, layer in enumerate(place.layers):
                 for operand, slot in enumerate((0, 1 + i, 1 + len(place.layers) + i)):  # the layers share x
                     rows.setdefault((layer, operand), []).append(place.row + slot)
         keys = sorted(rows)
-        nothing = np.where(np.arange(stats.shape[1]) < len(MAXIMA), -np.inf, 0)
-        places = np.array([(*rows[key], -1)[:2] for key in keys], int).reshape(-1, 2)
-        parts = np.concatenate([stats, nothing[None]])[places.T]  # [2, n, fields]; -1 takes the last
-        return (*np.array(keys, int).reshape(-1, 2).T, combined(parts))
+        table = torch.from_numpy(stats)
+        table = torch.cat([table, clear(table.new_empty(1, table.shape[1]))])
+        places = torch.tensor([(*rows[key], -1)[:2] for key in keys], dtype=torch.long).view(-1, 2)  # -1: nothing
+        return (*np.array(keys, int).reshape(-1, 2).T, combine_all(table[places]).numpy())
 
     def sizes(self) -> Array:
         """The number of elements of each weight, of which this rank may hold a part."""
@@ -225,12 +220,6 @@ def _gemms(matrix: Matrix, dtype: str, seen: set[str], fused: str | None) -> Ite
         yield name, GemmRun("fp8", kernel, f"{backend.reason}; in {fused}" if fused else backend.reason)
 
 
-def _is_recomputed_by_compiler(module: Any) -> bool:
-    """True if a module is compiled, and checkpointed inside of the compiled code."""
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled and bool(getattr(module, "activation_checkpointing", False))
-
-
 def first_matrix(stack: Any) -> int:
     """The number of the first matrix of a stack that this rank holds."""
     if not hasattr(stack, "__create_chunk_list__"):
@@ -254,11 +243,8 @@ ALIGNED_ROWS = 16  # of an expert's gate and up
 
 
 class WeightStatistics:
-    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows.
-
-    `aligned` has the numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the
-    step is `active`.
-    """
+    """The statistics of the weights of a model's layers in one step; histograms are of `rows` rows. `aligned` has the
+    numbers of the layers, or the expert, of each gate and up. Its hooks of optimizers read, if the step is `active`."""
 
     def __init__(self, model: nn.Module, layers: Layers, rows: int, device: torch.device) -> None:
         self._matrices, self._rows, self._device = layers.matrices, rows, device
@@ -345,9 +331,7 @@ class WeightStatistics:
     @torch.no_grad()
     def alignments(self) -> Tensor:
         """The sum of |cosine| of the rows of each gate and up, and their number: float64, a row for each of `aligned`.
-
-        A rank that holds a part of the experts leaves the others at 0.
-        """
+        A rank that holds a part of the experts leaves the others at 0."""
         table, end = torch.zeros(len(self.aligned), 2, dtype=torch.float64, device=self._device), 0
         for pair in self._pairs:
             gate, up = (matrix.local(matrix.weight)[None] for matrix in pair)
