@@ -110,7 +110,6 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
-	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality
 	$(BIN)/python -m bench.cpu.embeddings
 	$(BIN)/python -m bench.cpu.vision

@@ -104,13 +104,6 @@ def losses(result: Result) -> Rows:
         yield {"mode": mode, "seed": seed, "loss": loss, "gap": text}
 
 
-def trained_and_packed(result: Result) -> Rows:
-    """The losses of each seed, and of its packed run."""
-    final = {(run["recipe"], run["seed"]): run["final"] for run in result["runs"]}
-    for seed, (gap, packed) in enumerate(zip(result["gaps"], result["packed"], strict=True)):
-        yield {"seed": seed, "base": final["bf16", seed], "ours": final["rowwise", seed], "gap": gap, "packed": packed}
-
-
 # --- Kernels and layers ----------------------------------------------------------------------------------------
 
 

@@ -95,9 +95,7 @@ def test_a_finished_run_is_not_trained_again(folder: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.*")} == files
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "begun"), [("steps", "30", "20"), ("share", "0.1", "0.6"), ("rate", "2", "1.0")]
-)
+@pytest.mark.parametrize(("option", "value", "begun"), [("steps", "30", "20"), ("share", "0.1", "0.6")])
 def test_another_study_than_the_folder_was_begun_with_is_refused(
     folder: Path, option: str, value: str, begun: str
 ) -> None:
@@ -105,9 +103,9 @@ def test_another_study_than_the_folder_was_begun_with_is_refused(
         command.main(["trunk", str(folder), f"--{option}", value])
 
 
-def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp_path: Path) -> None:
-    """At twice the rate from the step at which they leave; the losses before it are the trunk's."""
-    study = command.study_of(tmp_path, size="tiny", share=0.1, rate=2.0)
+def test_branches_leave_early(folder: Path, tmp_path: Path) -> None:
+    """The losses before the step at which they leave are the trunk's."""
+    study = command.study_of(tmp_path, size="tiny", share=0.1)
     assert study.first == 2
     (tmp_path / "tokens.npz").write_bytes((folder / "tokens.npz").read_bytes())
     for words in ("trunk", "branch bf16:7"):
@@ -122,7 +120,7 @@ def test_branches_leave_early_and_learn_at_a_rate_of_their_own(folder: Path, tmp
     learner = training.Learner("bf16", CONFIG, CPU)
     learner.restart(load_file(tmp_path / "trunk.safetensors"))
     rows = text.read_tokens(tmp_path, "training", CONFIG.context, CPU)
-    assert training.rounded(list(training.steps(learner, rows, order, 2, 4, 2.0))) == branch["losses"][:2]
+    assert training.rounded(list(training.steps(learner, rows, order, 2, 4))) == branch["losses"][:2]
 
 
 @pytest.mark.parametrize("model", ["gpt2", "mixture"])

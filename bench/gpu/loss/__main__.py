@@ -49,13 +49,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--share", type=float, help="of the steps, after which branches leave the trunk; of a new folder"
     )
-    parser.add_argument("--rate", type=float, help="of the branches, over the trunk's learning rate; of a new folder")
     parser.add_argument("--processes", type=int, default=6, help="that `all` runs at a time")
     parser.add_argument("--plan", default="; ".join(PLAN), help="the commands of `all`, separated by semicolons")
     options = parser.parse_args(arguments)
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    study = study_of(folder, size=options.size, steps=options.steps, share=options.share, rate=options.rate)
+    study = study_of(folder, size=options.size, steps=options.steps, share=options.share)
     if options.command == "all":
         plan = [words.strip() for words in options.plan.split(";")]
         sys.exit(run_all(folder, study, plan, options.processes))
@@ -63,20 +62,17 @@ def main(arguments: list[str] | None = None) -> None:
         found = result.merge(folder, study)
         where = "gpu" if found["machine"]["gpu"] else "cpu"
         share = "" if study.share == SHARE else f"_at_{100 * study.share:.0f}"
-        rate = "" if study.rate == 1 else f"_rate_{study.rate:g}"
-        print(record.write(f"{where}_loss_{study.size}{share}{rate}", found))
+        print(record.write(f"{where}_loss_{study.size}{share}", found))
     else:
         torch._dynamo.config.recompile_limit = 64
         call_of(options.command, options.runs, folder, study)()
 
 
-def study_of(
-    folder: Path, *, size: str = "30m", steps: int | None = None, share: float | None = None, rate: float | None = None
-) -> Study:
+def study_of(folder: Path, *, size: str = "30m", steps: int | None = None, share: float | None = None) -> Study:
     """The study that `folder` was begun with; what these are if it is new."""
     path = folder / "size.json"
-    begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE, "rate": 1.0}
-    given = {name: value for name, value in (("steps", steps), ("share", share), ("rate", rate)) if value is not None}
+    begun = {"size": size, "steps": CONFIGS[size].steps, "share": SHARE}
+    given = {name: value for name, value in (("steps", steps), ("share", share)) if value is not None}
     if not path.exists():
         text.write_whole(path, json.dumps(begun | given).encode())
     chosen = begun | json.loads(path.read_text())
@@ -85,7 +81,7 @@ def study_of(
             raise SystemExit(f"{folder} was begun with {chosen[name]} {name}: leave --{name} out, or give a new folder")
     steps = int(chosen["steps"])
     config = CONFIGS[chosen["size"]].change(steps=steps, decay_steps=steps, warmup=max(steps // 20, 1))
-    return Study(chosen["size"], config, float(chosen["share"]), float(chosen["rate"]))
+    return Study(chosen["size"], config, float(chosen["share"]))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

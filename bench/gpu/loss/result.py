@@ -62,7 +62,6 @@ def merge(folder: Path, study: Study) -> dict[str, Any]:
         "tokens_per_parameter": tokens / parameters,
         "branch": {
             "share": study.share,
-            "rate": study.rate,
             "step": study.first,
             "disturbance": DISTURBANCE,
             "evaluations": LAST,

@@ -45,7 +45,6 @@ class Study(NamedTuple):
     size: str
     config: Config
     share: float = SHARE  # of the steps, after which branches leave the trunk
-    rate: float = 1.0  # of the branches, as a multiple of the trunk's learning rate
 
     @property
     def first(self) -> int:
@@ -214,7 +213,7 @@ def train_branches(folder: Path, study: Study, device: torch.device, modes: list
             rows = reading_order(len(training), first, config.batch, order)
             evaluations, losses, began, done = [], list[Tensor](), time.monotonic(), first
             for step in study.evaluation_steps():
-                losses += steps(learner, training, rows, done, step, study.rate)
+                losses += steps(learner, training, rows, done, step)
                 evaluations.append({"step": step, **learner.evaluate(held_out, both=True)})
                 done = step
             if mode == "bf16":

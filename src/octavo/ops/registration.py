@@ -56,12 +56,13 @@ class Operation(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
+                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool,
+                 traces: Function) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
-        self.runs = runs or inlines
+        self.runs, self.traces = runs or inlines, traces
         signature = inspect.signature(function)
         given = list(signature.parameters.values())
         self._tensors = [i for i, p in enumerate(given) if not strided and p.annotation in (Tensor, Tensor | None)]
@@ -108,8 +109,9 @@ class Operation(Generic[Result]):
         return found
 
     def inlines(self, *args: Any) -> bool:
-        """True if the function consists of views, allocations and kernel launches for these arguments."""
-        return not self.mutates and bool(self.runs(*self._read(args)))
+        """True if the function consists of views, allocations and kernel launches for these arguments, or `traces`."""
+        given = self._read(args)
+        return not self.mutates and bool(self.runs(*given) or self.traces(*given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
@@ -251,7 +253,8 @@ compiler_config.cache_key_tag = " ".join(
 # A call of an operation costs 50 to 100 µs of the host's time, more than many kernels run, and a launch that Inductor
 # makes a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become one)
 # and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its reference,
-# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
+# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently. A reference
+# whose operations round alike everywhere says so (`traces`), and is compiled: divisions are those of `quotient`.
 #
 # Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
 # product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
@@ -286,6 +289,7 @@ def operation(
     mutates: tuple[str, ...] = (),
     after: bool = False,
     strided: bool = False,
+    traces: Function = lambda *args: False,
 ) -> Callable[[Callable[..., Result]], Operation[Result]]:
     """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
@@ -304,10 +308,11 @@ def operation(
         mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: reference and kernel get the tensors as they are; without it, contiguous ones.
+        traces: True if Inductor may compile the reference where no kernel runs: its code then has the same bits.
     """
 
     def register(function: Callable[..., Result]) -> Operation[Result]:
-        made = Operation(function, like, check, runs, inlines, mutates, after, strided)
+        made = Operation(function, like, check, runs, inlines, mutates, after, strided, traces)
         OPERATIONS[made.name] = made.fill, made.inlines
         return made
 
@@ -396,6 +401,8 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
         known[key] = _trace(function, leaves, where, spec)
     launches, inputs = known[key], tree_flatten(args)[0]
     with _analyses_cached():
+        for i in where:
+            inputs[i].realize()  # a compiled reference reads the numbers in their dtype
         result = process_subgraph_nodes(launches, [inputs[i] for i in where])
     for node in launches.graph.nodes:  # as if they had not been lowered: the next equal operation lowers them again
         V.graph.env.pop(node, None)
