@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E2M1, INT8, Format
+from octavo.numerics.formats import E2M1, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor
 from octavo.numerics.scaling import (
@@ -40,7 +40,7 @@ def quantize_reference(
         x = x * row_scale
     scale = _scale(cast.granularity.amax(x), cast)
     x = divided(x, cast.granularity.expand(scale, tuple(x.shape)), cast.fmt)
-    data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
+    data = cast_to(x, cast.fmt, None if seed is None else uniform_noise(x.shape, seed))
     if cast.scale_dtype == torch.float32:
         return data, scale
     return data, (scale.view(torch.int32) >> 23).to(torch.uint8).view(cast.scale_dtype)  # powers of two, and NaN
@@ -59,11 +59,6 @@ def _scale(amax: Tensor, cast: Cast) -> Tensor:
 def divided(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """float32 `x` over its scale. Ties are common between the few numbers of E2M1, so these are divided exactly."""
     return quotient(x, scale) if fmt is E2M1 else x * (1 / scale)
-
-
-def to_data(x: Tensor, fmt: Format) -> Tensor:
-    """float32 `x`, divided by its scale, as numbers of a narrow format."""
-    return cast_to(x, fmt) if fmt in (INT8, E2M1) else x.to(fmt.dtype)
 
 
 def _quantize_reference(
@@ -229,19 +224,6 @@ def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
     return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None))
 
 
-def _quantizes_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> bool:
-    return _has_kernel(tensors[0], cast, tensors[0].shape[1])
-
-
-def _quantizes_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> bool:
-    return _has_kernel(x, cast, len(x if place is None else place))
-
-
-def _four_bits(x: Tensor, cast: Cast, *rest: Any) -> bool:
-    """True if Inductor compiles the reference: without kernels, its forty passes over x become two or three."""
-    return cast.fmt is E2M1 and x.is_cuda
-
-
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
@@ -255,16 +237,17 @@ def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor
     return x.new_empty(0), x.new_empty((rows, 1), dtype=torch.float32)
 
 
-_quantize = operation(
-    check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes, traces=_four_bits
-)(_quantize_reference)
-_quantize_stack = operation(like=_like_stack, runs=_quantizes_stack)(quantize_stack_reference)
+_quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
+    _quantize_reference
+)
+_quantize_stack = operation(
+    like=_like_stack, runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1])
+)(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
-    runs=_quantizes_transposed,
+    runs=lambda x, cast, seed, place: _has_kernel(x, cast, len(x if place is None else place)),
     strided=True,  # the kernel copies x only where it must
-    traces=_four_bits,
 )(quantize_transposed_reference)
 _quantize_scaled = operation(
     like=lambda x, scale, fmt, seed: (x.new_empty(x.shape, dtype=fmt.dtype), scale.new_empty((1, 1))),
@@ -363,10 +346,7 @@ def _requantizes(tensors: list[Tensor], scale: Tensor, fmt: Format, granularity:
     return (granularity == ROW or square) and converts(scale, fmt.name)
 
 
-_requantize = operation(
-    check=_check_scales, like=_like_again, runs=_requantizes, after=True,
-    traces=lambda tensors, scale, fmt, *rest: fmt is E2M1 and scale.is_cuda,
-)(requantize_reference)  # fmt: skip
+_requantize = operation(check=_check_scales, like=_like_again, runs=_requantizes, after=True)(requantize_reference)
 _requantize_norm = operation(
     check=_check_norm,
     like=lambda x, *rest: x.new_empty((x.shape[1], x.shape[0]), dtype=rest[-1].dtype),

@@ -27,7 +27,7 @@ from torch.library import wrap_triton
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from octavo.numerics.formats import Format, narrow_format
+from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
 from octavo.ops.launching import launch
 from octavo.version import __version__
@@ -56,13 +56,12 @@ class Operation(Generic[Result]):
     """
 
     def __init__(self, function: Callable[..., Result], like: Function, check: Function, runs: Function | None,
-                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool,
-                 traces: Function) -> None:  # fmt: skip
+                 inlines: Function, mutates: tuple[str, ...], after: bool, strided: bool) -> None:  # fmt: skip
         self.name = function.__name__.strip("_").removesuffix("_reference")
         self.kernels = function.__module__.rpartition(".")[2] if runs else ""
         self.__doc__ = function.__doc__
         self.function, self.like, self.check, self.mutates, self.after = function, like, check, mutates, after
-        self.runs, self.traces = runs or inlines, traces
+        self.runs = runs or inlines
         signature = inspect.signature(function)
         given = list(signature.parameters.values())
         self._tensors = [i for i, p in enumerate(given) if not strided and p.annotation in (Tensor, Tensor | None)]
@@ -109,9 +108,10 @@ class Operation(Generic[Result]):
         return found
 
     def inlines(self, *args: Any) -> bool:
-        """True if the function consists of views, allocations and kernel launches for these arguments, or `traces`."""
+        """True if the function consists of views, allocations and kernel launches for these arguments, or
+        `compiles_alike`."""
         given = self._read(args)
-        return not self.mutates and bool(self.runs(*given) or self.traces(*given))
+        return not self.mutates and (bool(self.runs(*given)) or compiles_alike(given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
@@ -150,6 +150,11 @@ class Operation(Generic[Result]):
             end = start + len(kind._fields)
             given[start:end] = [kind(*given[start:end])]
         return given
+
+
+def compiles_alike(given: Sequence[Any]) -> bool:
+    """True if Inductor may compile the reference: that of E2M1, for a GPU."""
+    return _first(given).is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
 
 
 def _first(values: Sequence[Any]) -> Tensor:
@@ -253,8 +258,9 @@ compiler_config.cache_key_tag = " ".join(
 # A call of an operation costs 50 to 100 µs of the host's time, more than many kernels run, and a launch that Inductor
 # makes a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become one)
 # and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its reference,
-# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently. A reference
-# whose operations round alike everywhere says so (`traces`), and is compiled: divisions are those of `quotient`.
+# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently. That of E2M1
+# is compiled: without a kernel it makes some forty passes over a tensor, and it rounds alike everywhere, since each
+# division is a `quotient`.
 #
 # Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
 # product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
@@ -289,7 +295,6 @@ def operation(
     mutates: tuple[str, ...] = (),
     after: bool = False,
     strided: bool = False,
-    traces: Function = lambda *args: False,
 ) -> Callable[[Callable[..., Result]], Operation[Result]]:
     """Register a function as the operation `octavo::` of its name, and return what calls it: always by position.
 
@@ -308,11 +313,10 @@ def operation(
         mutates: the names of the arguments that the function writes to. Inductor does not inline such an operation.
         after: the schema ends with a tensor `after`, which is not read (`octavo.ops.transpose`).
         strided: reference and kernel get the tensors as they are; without it, contiguous ones.
-        traces: True if Inductor may compile the reference where no kernel runs: its code then has the same bits.
     """
 
     def register(function: Callable[..., Result]) -> Operation[Result]:
-        made = Operation(function, like, check, runs, inlines, mutates, after, strided, traces)
+        made = Operation(function, like, check, runs, inlines, mutates, after, strided)
         OPERATIONS[made.name] = made.fill, made.inlines
         return made
 
