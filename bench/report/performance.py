@@ -104,6 +104,12 @@ def losses(result: Result) -> Rows:
         yield {"mode": mode, "seed": seed, "loss": loss, "gap": text}
 
 
+def timed(result: Result, what: str, scheme: str) -> str:
+    """Milliseconds, and the speed over BF16, in bench/gpu/trained.py, which may have ended before its times."""
+    row = result.get("ms", {}).get(what, {}).get(scheme)
+    return "not timed" if row is None else f"{row['median']:.2f} ({row['ratio']:.2f}x)"
+
+
 # --- Kernels and layers ----------------------------------------------------------------------------------------
 
 
