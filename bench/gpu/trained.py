@@ -7,7 +7,7 @@
 
 The text is that of `bench.gpu.loss`. The result is written after each scheme, and the times at the end.
 
-    python -m bench.gpu.trained [--steps 1100] [--schemes channel,mx]
+    python -m bench.gpu.trained [--steps 900] [--schemes channel,mx]
 """
 
 import json
@@ -34,7 +34,7 @@ from bench.gpu.serve_models import forward
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.evaluation.metrics import ratio
 
-SIZE, STEPS = sized(("110m", 1100), ("1m", 20))
+SIZE, STEPS = sized(("110m", 900), ("1m", 20))
 BASE, SHAPES = "bf16", sized({"8 prompts": (8, 1024), "64 tokens": (64, 1)}, {"8 prompts": (2, 16)})
 SOURCES = sized(text.SOURCES, ("stdlib",))
 

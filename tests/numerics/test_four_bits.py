@@ -17,6 +17,8 @@ from octavo.numerics.formats import E2M1, cast, decode, encode
 from octavo.numerics.scaling import two_level_scale
 from octavo.ops import registration
 
+INDUCTOR = pytest.param("nvfp4", "inductor", marks=pytest.mark.slow)  # its CPU backend has no E8M0, and no other sizes
+
 
 def codes_of(q: QTensor) -> Tensor:
     return encode(q.data.float(), E2M1)
@@ -108,9 +110,6 @@ def test_nvfp4_has_the_bytes_of_compressed_tensors(kind, dtype):
     assert torch.equal(q.scale, stored.float() / divisor)
     codes = codes_of(q)
     assert torch.equal((codes[:, 1::2] << 4 | codes[:, ::2]).to(torch.uint8), packed)
-
-
-INDUCTOR = pytest.param("nvfp4", "inductor", marks=pytest.mark.slow)  # its CPU backend has no E8M0, and no other sizes
 
 
 @torch._inductor.config.patch(fallback_random=True)  # the random numbers of eager code
