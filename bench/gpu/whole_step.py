@@ -160,8 +160,8 @@ def plain(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 def losses() -> dict[str, Loss]:
     """The losses that are installed, by name."""
     found: dict[str, Loss] = {"bf16": plain}
-    for words, recipe in (("", "bf16"), ("rowwise, ", "rowwise")):
-        found[f"ours, {words}{CHUNK}"] = partial(linear_cross_entropy, chunk=min(CHUNK, TOKENS), recipe=recipe)
+    found[f"ours, {CHUNK}"] = ours = partial(linear_cross_entropy, chunk=min(CHUNK, TOKENS))
+    found[f"ours, rowwise, {CHUNK}"] = partial(ours, recipe="rowwise")
     if record.installed("liger-kernel"):
         liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
         found["Liger"] = lambda x, w, labels: liger(w, x, labels)
