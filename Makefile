@@ -92,7 +92,7 @@ test-oldest: .venv-oldest/installed  ## run the tests of layers and operations w
 
 # Those of several GPUs are below; whole training runs are started by hand (bench/gpu/runs.py).
 BENCHES := ceilings kernels stack whole_step lora layer moe grouped_rows serve generate start linears attention vision \
-	compile_time watch recipes
+	compile_time watch recipes trained
 
 bench: test-gpu  ## run the tests and then the benchmarks on a GPU machine; the results go to bench/results
 	for name in $(BENCHES); do PYTHONPATH=src $(PYTHON) -m bench.gpu.$$name || exit 1; done
@@ -110,7 +110,6 @@ bench-gpus:  ## run the benchmarks of several GPUs of one host; GPUS=4 names how
 	PYTHONPATH=src $(PYTHON) -m bench.gpu.plan
 
 bench-cpu: .venv/installed  ## measure the figures of docs/accuracy.md on this CPU
-	$(BIN)/python -m bench.cpu.loss_gap
 	$(BIN)/python -m bench.cpu.quality
 	$(BIN)/python -m bench.cpu.embeddings
 	$(BIN)/python -m bench.cpu.vision

@@ -34,7 +34,9 @@ COMMANDS = [
     "-m bench.gpu.compile_time",
     "-m bench.gpu.whole_step",
     "-m bench.gpu.watch",
+    "-m bench.gpu.trained",
     "-m bench.gpu.plan",
+    "-m bench.gpu.plan --largest",
     "-m bench.gpu.rl",
     "-m bench.gpu.rl_same_bits",
     "-m bench.gpu.runs gpt --runs bf16:0,rowwise:0 --time bf16,rowwise --out {out} --merge {out}",
@@ -52,7 +54,7 @@ COMMANDS_OF_A_GPU = [
     "-m bench.gpu.linears",
     "-m bench.gpu.attention",
     "-m bench.gpu.runs attention --runs 'bf16:0,bf16 + FP8 attention:0' --out {out} --merge {out}",
-    *(f"-m bench.gpu.tune {kernel}" for kernel in ("gemm", "block", "grouped", "grouped-rows", "int8", "cache")),
+    *(f"-m bench.gpu.tune {kernel}" for kernel in ("gemm", "block", "grouped", "grouped-rows", "cache")),
     "-m bench.gpu.tune weight-only --bytes",
 ]
 

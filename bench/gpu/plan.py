@@ -8,7 +8,11 @@ begins with an idle GPU, and is not waited for. Two are profiled: their kernels 
 
 The result is written after each configuration. With `--missing` the next run measures only those that it lacks.
 
+`--largest` looks for the largest batch on one GPU of 80 GB, by recipe, of the model of a billion parameters with the
+vocabulary of Llama 3. It takes the same steps on random tokens.
+
     python -m bench.gpu.plan [--model 3b] [--only 1] [--missing]      about five minutes on two GPUs
+    python -m bench.gpu.plan --largest                                about a minute on one
 """
 
 import json
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 
 from bench import record
+from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, host_once, once, show, sized
 from bench.gpu.ranks import profiled
 from octavo.plan.cases import TrainingPlan, find_architecture
@@ -29,7 +34,10 @@ from octavo.plan.setup import make_setup
 from octavo.rates.measured import Gpu, find_gpu, known_gpus
 from octavo.scales import cast_once
 from octavo.train.config import Config
-from octavo.train.processes import collect_between_steps, rank, run_in_group, training_console
+from octavo.train.loss import next_token_loss
+from octavo.train.model import make_trained_model
+from octavo.train.optimizer import clip_gradients, make_optimizer
+from octavo.train.processes import Degrees, collect_between_steps, rank, run_in_group, training_console
 from octavo.train.trainer import start_run
 
 WARM, STRETCHES, STEPS = sized((6, 3, 5), (1, 1, 1))  # steps before the clock starts; then stretches of so many steps
@@ -39,6 +47,7 @@ MODELS = {
     "1b": LLAMA.change(layers=16, width=2048, mlp_width=8192, tied=True, context=2048, batch=4),
     "3b": LLAMA.change(layers=28, width=3072, heads=24, mlp_width=8192, tied=True, context=4096, batch=2),
 }
+VOCABULARY = sized(128_256, 512)  # of the largest batch
 Configuration = tuple[int, str, str]  # GPUs, recipe, and activation checkpointing
 CONFIGURATIONS: list[Configuration] = [
     (1, "bf16", "none"),
@@ -95,6 +104,25 @@ def work(path: Path) -> None:
         Path(task["out"]).write_text(json.dumps(found))
 
 
+def largest_of(config: Config) -> dict[str, Any]:
+    """The peaks of two batches and the largest batch, with the model of `config` alone on the GPU."""
+    torch._dynamo.reset()
+    before, device = harness.allocated(), torch.device(DEVICE)
+    model, loss_of, *_ = make_trained_model(config, VOCABULARY, Path("no folder"), device, Degrees())
+    optimizer = make_optimizer(model, config)
+
+    def step(batch: int) -> None:
+        pair = torch.randint(VOCABULARY, (2, batch, config.context), device=device)
+        loss = next_token_loss(model, (pair[0], pair[1]), device, config.precision, loss_of)
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_gradients(model.parameters(), config.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with cast_once(model):
+        return harness.largest_batch(step, (4, 8), before, optimizer)
+
+
 def gpu_here() -> Gpu:
     """The GPU of the plan: the one whose name this machine's has in it; an H200 without one."""
     if DEVICE == "cpu":
@@ -139,11 +167,19 @@ def planned_again(row: Row) -> Row:
     return {"model": row["model"], **again}
 
 
-@benchmark(model="8b", only=int, missing=False, worker=Path)
+@benchmark(model="8b", only=int, missing=False, largest=False, worker=Path)
 def main(options: Options) -> Results:
     """--only: the configurations on so many GPUs. --worker: train the configuration in this file."""
     if options.worker:
         run_in_group(lambda: work(options.worker))
+        return
+    if options.largest:
+        found = {}
+        for recipe in ("bf16", "rowwise"):
+            config = configured("1b", 1, recipe, "none")
+            found[recipe] = largest_of(config)
+            show(recipe, found[recipe])
+            yield "gpu_largest_batch", {"context": config.context, "vocabulary": VOCABULARY, "recipes": found}
         return
     there, name = max(torch.cuda.device_count(), 1), f"gpu_plan_{options.model}"
     rows = [row for row in record.rows_before(name, "rows") if "error" not in row] if options.missing else []

@@ -5,7 +5,6 @@
     grouped          the grouped GEMM of block scales; the routing is drawn at random
     grouped-rows     the grouped GEMMs of row scales on a Hopper: y with fast accumulation, and dw promoted
     weight-only      the GEMM of an eight-bit weight; --bytes widens E4M3 as on older GPUs
-    int8             the GEMM of INT8 at more than 64 rows
     cache            the attention that reads a cache of keys and values, by tiles, beside a copy of the same bytes
 
 Change `choose` in octavo.ops.kernels (and `TILES` in octavo.ops.attention_tiles) by what it prints. The other ways to
@@ -35,7 +34,7 @@ from octavo.numerics import ROW, Cast, QTensor, group
 from octavo.ops import quantize, quantize_matrices, sort_by_expert
 from octavo.ops.attention_tiles import TILES, Tile, choose_tile
 from octavo.ops.dispatch import SQUARE, STRIP
-from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, int8_gemm, weight_only
+from octavo.ops.kernels import block_scaled_gemm, grouped_gemm, weight_only
 from octavo.ops.kernels import gemm as row_gemm
 from octavo.ops.launching import Operands, compile_only
 from octavo.ops.library_gemms import scaled_mm_cublaslt
@@ -54,10 +53,6 @@ FAST = [  # as above, of row scales
     (128, 128, 1, 2, 4),
 ]  # fmt: skip
 PROMOTED = [(128, 128, 1, 3, 8), (64, 128, 1, 3, 4), (128, 64, 1, 3, 4), (128, 256, 1, 3, 8), (256, 128, 1, 3, 8)]
-INT8 = [  # BLOCK_M, BLOCK_N, BLOCK_K, stages, warps
-    (128, 128, 128, 3, 4), (128, 128, 128, 3, 8), (128, 128, 128, 4, 8), (128, 256, 64, 4, 8), (128, 256, 128, 3, 8),
-    (128, 256, 128, 4, 8), (256, 128, 128, 3, 8), (64, 256, 128, 3, 4), (64, 128, 128, 4, 4),
-]  # fmt: skip
 CACHED = [Tile(tile, warps, stages) for tile in (32, 64, 128, 256) for warps in (4, 8) for stages in (2, 3, 4, 5)]
 
 
@@ -164,17 +159,6 @@ def eight_bit_weight(m: int, n: int, k: int, native: bool = True) -> None:
     show(fastest(weight_only.choose(m, n, k, 0, x.device), starmap(row_gemm.Tiling, tilings), us))
 
 
-def int8(m: int, n: int, k: int) -> None:
-    a, b = (torch.randint(-127, 128, shape, device="cuda", dtype=torch.int8) for shape in ((m, k), (n, k)))
-    ones = [torch.ones(rows, 1, device="cuda") for rows in (m, n)]
-
-    def us(tiling: int8_gemm.Tiling) -> float:
-        return 1e3 * replayed(partial(int8_gemm.int8_mm, a, ones[0], b, ones[1], None, None, BF16, tiling), calls=3)
-
-    tilings = [int8_gemm.Tiling(*each) for each in INT8]
-    show(fastest(tilings[0], tilings, us, best=len(tilings)), 2 * m * n * k)
-
-
 def cache(batch: int, *_: int) -> None:
     heads, kv_heads, dim = llama.LLAMA.heads, llama.LLAMA.kv_heads, llama.LLAMA.head_dim
     for context in sized((32768, 4096), (256,)):
@@ -203,7 +187,6 @@ KERNELS: dict[str, tuple[str, Callable[..., None]]] = {  # and the rows (tokens,
     "grouped": ("16,512,8192", grouped),
     "grouped-rows": ("0", grouped_rows),
     "weight-only": ("1,16,64", eight_bit_weight),
-    "int8": ("512,8192", int8),
     "cache": ("1,8", cache),
 }
 BY_SHAPE = KERNELS.keys() - {"grouped", "grouped-rows", "cache"}

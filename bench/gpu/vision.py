@@ -8,12 +8,10 @@ Each block is compiled by itself. First come the outputs and gradients against B
 The peak memory is that of a step, weights, gradients and input included, by which each mode's model is alone on the
 GPU.
 
-"ours, only if faster" converts with a batch, so that each layer is judged by its own tokens. At the end the
-profiler sums the kernels of BF16 and "ours" by kind.
+"ours, only if faster" converts with a batch, so that each layer is judged by its own tokens.
 
 The part `whole` takes steps of whole models with AdamW: timm's ViT-H/14, and a U-Net of SDXL's shape of diffusers.
-Their blocks are compiled one by one. The modes in BF16 share their parameters. The largest batch is that of a step that
-ran with ROOM bytes: the peaks of two batches say where to look.
+Their blocks are compiled one by one. The modes in BF16 share their parameters.
 
     python -m bench.gpu.vision [--only blocks] [--model ViT-H/14]
 """
@@ -34,11 +32,9 @@ from bench.gpu import harness
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.modes import speedup
 from bench.gpu.peers import use_torchao
-from bench.gpu.stack import categories
 from octavo.models.vision import Block
 
 MODES = ("bf16", "ours", "ours, only if faster", "torchao tensorwise", "torchao rowwise")
-PROFILED = ("bf16", "ours")
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,6 @@ def library_block(module: str, name: str) -> Any:
         return None
 
 
-def block_source() -> str:
-    """The module of the blocks of ViT-H/14."""
-    return "octavo.models.vision" if vision_block() is Block else "timm"
-
-
 def inputs(shape: Shape) -> tuple[Tensor, ...]:
     torch.manual_seed(1)
     sizes = [shape.tokens, *([shape.text] if shape.text else [])]
@@ -148,14 +139,12 @@ def measure(shape: Shape) -> dict[str, Any]:
     steps = {mode: step(make(shape, mode)[0], shape) for mode in modes}
     result["rounds"] = harness.interleaved(steps, rounds=15, repeat=3)
     result["speedup"] = {mode: speedup(result, mode, "bf16") for mode in modes}
-    result["profiles"] = {mode: categories(steps[mode]) for mode in PROFILED}
     show(result)
     return result
 
 
 # --- Whole models ----------------------------------------------------------------------------------------------
 
-ROOM = 80 * 10**9  # bytes that a step may take
 FP32 = "fp32 (TF32)"
 WHOLE: dict[str, Callable[[nn.Module], Any]] = {  # what prepares a model
     FP32: lambda model: None,
@@ -242,25 +231,7 @@ class Training:
     def memory(self) -> dict[str, Any]:
         """The peaks of two batches, in bytes, and the largest batch that runs, as if no other model were there."""
         batches, own = self.kind.batches, 3 * sum(p.nbytes for p in self.model.parameters())  # with AdamW's moments
-        before = max(harness.allocated() - own, 0)
-        peaks = [harness.peak_of(partial(self, batch), before) for batch in batches]
-        if DEVICE == "cpu":
-            return {"peak_bytes": dict(zip(batches, peaks, strict=True)), "largest_batch": None}
-        each = (peaks[1] - peaks[0]) / (batches[1] - batches[0])
-        largest = int(batches[0] + (ROOM - peaks[0]) / each)
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction((ROOM + before) / torch.cuda.mem_get_info()[1])
-        while largest and made(f"{largest} at once", partial(self.runs, largest)) is None:  # memory is in pieces
-            self.optimizer.zero_grad()
-            harness.allocated()
-            largest -= max(largest // 50, 1)
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        return {"peak_bytes": dict(zip(batches, peaks, strict=True)), "largest_batch": largest}
-
-    def runs(self, batch: int) -> bool:
-        self(batch)
-        torch.cuda.synchronize()
-        return True
+        return harness.largest_batch(self, batches, max(harness.allocated() - own, 0), self.optimizer)
 
 
 def measure_whole(kind: Any) -> dict[str, Any]:
@@ -274,7 +245,7 @@ def measure_whole(kind: Any) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-7, fused=DEVICE == "cuda")
         for mode in modes:
             step = Training(kind, mode, model, optimizer)
-            if made(mode, partial(step.runs, kind.batches[0])):  # torchao takes no layer of 308 rows, as of four texts
+            if made(mode, partial(harness.once, step, 1)):  # torchao takes no layer of 308 rows, as of four texts
                 steps[mode] = step
     times = harness.interleaved(steps, rounds=5, repeat=2)
     result = {"parameters": sum(p.numel() for p in model.parameters()), "batch": kind.batches[0], "rounds": times}
@@ -295,7 +266,7 @@ def main(options: Options) -> Results:
                 print(f"{name}: {MODELS[name].library} is not installed")
                 continue
             whole[name] = {"machine": record.facts(), **measure_whole(MODELS[name])}
-            earlier = {"blocks": block_source(), "shapes": {}, **earlier, "whole": whole}
+            earlier = {"shapes": {}, **earlier, "whole": whole}
             yield "gpu_vision", earlier
     if options.only == "whole":
         return
@@ -305,4 +276,4 @@ def main(options: Options) -> Results:
             print(f"{name}: diffusers is not installed")
             continue
         found[name] = measure(shape)
-        yield "gpu_vision", {"blocks": block_source(), "shapes": found, "whole": earlier.get("whole", {})}
+        yield "gpu_vision", {"shapes": found, "whole": earlier.get("whole", {})}

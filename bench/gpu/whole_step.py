@@ -5,12 +5,10 @@
     8b, compile     4 layers of Llama-3-8B's shape, a head of 32,000, 8,192 tokens
 
 All modes of a cell have the same parameters and the same states of AdamW, in BF16, and take turns in one process. So a
-peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not installed; `--cce` adds Cut
-Cross Entropy to the losses alone, whose search for tiles takes minutes.
+peak is that of a step of the mode alone. Liger's loss is left out where Liger Kernel is not installed.
 
 First come the losses alone. Their values and gradients are compared with float64: an error of ours above 1.25 times
-that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward, by chunk,
-and of the parts of ours.
+that of BF16's own plain loss ends the benchmark. Then follow the times of the losses, forward and backward.
 
     python -m bench.gpu.whole_step [--only 1b]
 """
@@ -28,13 +26,9 @@ from torch import Tensor, nn
 import octavo
 from bench import record
 from bench.gpu import harness
-from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, once, show, sized
+from bench.gpu.harness import DEVICE, Options, Results, benchmark, made, show, sized
 from bench.gpu.peers import use_liger_loss, use_torchao
-from octavo import ops
-from octavo.nn.fused_loss import CHUNK, _Head, linear_cross_entropy
-from octavo.numerics import ROW, TENSOR, Cast
-from octavo.numerics.formats import E4M3
-from octavo.ops.softmax_loss import cross_entropy, multiply
+from octavo.nn.fused_loss import CHUNK, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[nn.Module], Any]
@@ -58,7 +52,6 @@ SMALL = {
     "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 512,
 }  # fmt: skip
 BASE, LIGER = "bf16", " + Liger's loss"
-SOFTMAX = "softmax, loss and gradient"
 MODES: dict[str, Prepare] = {  # what prepares the model; Liger's loss comes after it
     BASE: lambda model: None,
     BASE + LIGER: lambda model: None,
@@ -164,18 +157,14 @@ def plain(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(z if z.dtype == torch.float64 else z.float(), labels)
 
 
-def losses(*, cce: bool) -> dict[str, Loss]:
+def losses() -> dict[str, Loss]:
     """The losses that are installed, by name."""
     found: dict[str, Loss] = {"bf16": plain}
-    for chunk in sized((1024, 2048, 4096, 8192), (16, 64)):
-        found[f"ours, {chunk}"] = partial(linear_cross_entropy, chunk=chunk)
-    for chunk in sized((2048, 4096), (32,)):
-        found[f"ours, rowwise, {chunk}"] = partial(linear_cross_entropy, chunk=chunk, recipe="rowwise")
+    found[f"ours, {CHUNK}"] = ours = partial(linear_cross_entropy, chunk=min(CHUNK, TOKENS))
+    found[f"ours, rowwise, {CHUNK}"] = partial(ours, recipe="rowwise")
     if record.installed("liger-kernel"):
         liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
         found["Liger"] = lambda x, w, labels: liger(w, x, labels)
-    if cce:
-        found["CCE"] = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return found
 
 
@@ -201,8 +190,8 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
 
-def losses_alone(*, cce: bool) -> dict[str, Any]:
-    found = losses(cce=cce)
+def losses_alone() -> dict[str, Any]:
+    found = losses()
     x, w, labels = given(CHECKED)
     wide_x, wide_w = (t.detach().double().requires_grad_() for t in (x, w))
     exact = gradients_of(plain, wide_x, wide_w, labels)
@@ -222,10 +211,7 @@ def losses_alone(*, cce: bool) -> dict[str, Any]:
     times = harness.medians(harness.interleaved(steps, rounds=5, repeat=2, warmup=1))
     for name, ms in times.items():
         show(f"{name:24} {ms:8.2f} ms  {peaks[name]:6.2f} GiB")
-    parts = parts_of_ours(x.detach(), w.detach(), labels)
-    for name, ms in parts.items():
-        show(f"{name:48} {ms:8.3f} ms")
-    return {"errors": checked, "ms": times, "peak_gib": peaks, "parts": parts}
+    return {"errors": checked, "ms": times, "peak_gib": peaks}
 
 
 def backward(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> None:
@@ -233,61 +219,14 @@ def backward(loss: Loss, x: Tensor, w: Tensor, labels: Tensor) -> None:
     x.grad = w.grad = None
 
 
-def parts_of_ours(x: Tensor, w: Tensor, labels: Tensor) -> dict[str, float]:
-    """Milliseconds for all tokens of each part of the loss, over chunks of CHUNK tokens."""
-    chunk = min(CHUNK, TOKENS)
-    rows, some, factor = x[:chunk], labels[:chunk], torch.tensor(1 / TOKENS, device=DEVICE)
-    z, dw = rows @ w.t(), torch.zeros_like(w)
-    g = z.clone()
-    in_fp8 = None, 1.0, 0.0, True
-    g_q = octavo.QTensor(*cross_entropy(g, some, factor, *in_fp8)[2:], E4M3, ROW)
-    x_q, w_q = ops.quantize(rows, Cast()), ops.quantize(w, Cast(granularity=TENSOR))
-    by_row = [octavo.QTensor(t, w_q.scale.expand(len(t), 1).contiguous(), E4M3, ROW)
-              for t in (w_q.data, ops.transpose(w_q.data))]  # fmt: skip
-    g_t, x_t = ops.quantize_transposed(g, Cast()), ops.quantize_transposed(rows, Cast())
-    wide = torch.zeros_like(w, dtype=torch.float32)
-    each: dict[str, Callable[[], Any]] = {
-        "z, BF16": lambda: torch.mm(rows, w.t(), out=z),
-        SOFTMAX: lambda: cross_entropy(z, some, factor, None, 1.0, 0.0, False),
-        "copy of z (as many bytes as one read and one write)": lambda: g.copy_(z),
-        "dx, BF16": lambda: g @ w,
-        "dw, BF16, added": lambda: dw.addmm_(g.t(), rows),
-        "dw, BF16, added in FP32": lambda: _Head(w).dw(wide, g, rows, wide.dtype),
-        "softmax, loss and gradient, also in FP8": lambda: cross_entropy(z, some, factor, *in_fp8),
-        "quantize x": lambda: ops.quantize(rows, Cast()),
-        "z, FP8": lambda: ops.scaled_mm(x_q, by_row[0], fast_accumulation=True),
-        "dx, FP8": lambda: ops.scaled_mm(g_q, by_row[1]),
-        "quantize g by column": lambda: ops.quantize_transposed(g, Cast()),
-        "dw, FP8": lambda: ops.scaled_mm(g_t, x_t),
-        "dw, FP8, added": lambda: dw.add_(ops.scaled_mm(g_t, x_t)),
-    }
-    ms = {name: TOKENS / chunk * timed(step) for name, step in each.items()}
-    ms["quantize and transpose w, once"] = timed(lambda: ops.transpose(ops.quantize(w, Cast(granularity=TENSOR)).data))
-    ms["dw times the gradient of the loss, once"] = timed(lambda: multiply(dw, factor))
-    ms["dw times 1, once"] = timed(lambda: multiply(dw, torch.ones_like(factor)))
-    if DEVICE == "cuda":
-        kernels: Any = importlib.import_module("octavo.ops.kernels.softmax_loss")
-        own = kernels.BLOCK, kernels.WARPS
-        for tiling in ((32768, 16), (16384, 32), (16384, 16), (8192, 16), (8192, 8), own):
-            kernels.BLOCK, kernels.WARPS = tiling
-            ms[f"{SOFTMAX}, by (columns, warps) {tiling}"] = TOKENS / chunk * timed(each[SOFTMAX])
-    return ms
-
-
-def timed(step: Callable[[], Any]) -> float:
-    """The median milliseconds of a step, after one."""
-    step()
-    return sorted(once(step, sized(4, 1)) for _ in range(sized(5, 1)))[sized(2, 0)]
-
-
-@benchmark(only="", rounds=4, cce=False)
+@benchmark(only="", rounds=4)
 def main(options: Options) -> Results:
     for package in NEEDS.values():
         if not record.installed(package):
             print(f"{package} is not installed: its modes are left out", flush=True)
     result: dict[str, Any] = {}
     if options.only in ("", "loss"):
-        result["losses"] = losses_alone(cce=options.cce)
+        result["losses"] = losses_alone()
     for name, (shape, compiled) in CELLS.items():
         if options.only in name:
             result[name] = cell(name, shape, compiled, options.rounds)

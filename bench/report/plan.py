@@ -184,6 +184,15 @@ def configurations(results: dict[str, Result]) -> Rows:
         yield {**row, "ms": ms, "gb": compared(row["planned"]["peak_bytes"] / 1e9, row["peak_bytes"] / 1e9)}
 
 
+def largest_batches(results: dict[str, Result]) -> Rows:
+    """The largest batch in 80 GB, and the peak of 8 sequences, of Llama-3.2-1B's shape as `octavo train` trains it."""
+    found = results["gpu_largest_batch"]
+    for recipe, row in found["recipes"].items():
+        plan = training("llama-3.2-1b", recipe, "h100", fused=recipe != "bf16", batch=8, context=found["context"])
+        peak = compared(plan.memory.peak / 1e9, row["peak_bytes"]["8"] / 1e9)
+        yield {"recipe": recipe, "batch": compared(plan.largest_batch, row["largest_batch"]), "gb": peak}
+
+
 def within(result: Result) -> str:
     """How many rows of a model are within the aims."""
     errors = [row["errors"] for row in map(planned_again, result["rows"])]

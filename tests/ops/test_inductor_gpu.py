@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import bits
 from compiled_code import calls
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
@@ -83,6 +84,16 @@ def test_compiled_code_rounds_stochastically_and_rotates_in_kernels(change: str)
     assert "_rotation_kernel" in codes[0] or change == "rounding"
     for exact, here in zip(expected, actual, strict=True):  # other random numbers, or one more rounding to BF16
         assert (exact.double() - here.double()).square().sum() <= exact.double().square().sum() * 10**-2
+
+
+@pytest.mark.parametrize("spec", ["e2m1 group:16 e4m3 0.0", "e2m1 group:32 e8m0_floor 0.0", "e2m1 group:32 e8m0 0.0"])
+def test_four_bits_are_compiled_to_the_bytes_of_eager_code(spec: str) -> None:
+    x, drawn = torch.randn(96, 256, device="cuda", dtype=torch.bfloat16), torch.tensor(7, device="cuda")
+    for seed in (None, drawn):
+        arguments = x, spec, None, None, seed, 1
+        actual, codes = run_and_get_code(torch.compile(torch.ops.octavo.quantize, fullgraph=True), *arguments)
+        assert calls(codes) == set()
+        assert all(map(torch.equal, map(bits, actual), map(bits, torch.ops.octavo.quantize(*arguments))))
 
 
 def test_equal_blocks_share_the_trace_of_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:

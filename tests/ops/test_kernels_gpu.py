@@ -237,7 +237,7 @@ def test_the_gradient_of_a_norm_of_no_rows():
 @pytest.mark.parametrize(
     "shape",
     [(1, 2), (5, 6), (130, 96), (0, 8), (3, 17), (9, 1024), (700, 4096), (33, 14336), (5, 8192), (3, 3 * 16384),
-     (2, 32768), (2, 65536), (4, 8, 4, 48)],  # of the last, some GPUs have the registers, and none has
+     (2, 32768), (2, 65536), (4, 8, 4, 48)],  # 32,768 in the registers of some GPUs, and more in two parts
     ids=str,
 )  # fmt: skip
 def test_rotate(shape, dtype):

@@ -35,6 +35,7 @@ LONGEST_TOKEN = 4.0  # characters of a token on average, at the most: more text 
 
 def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> dict[str, Any]:
     """Write the tokens that `config` needs to `folder`/tokens.npz, and what they are to text.json; returns the latter.
+    The tokenizer is in `folder`/model.
 
     Raises:
         ValueError: the sources have too little text.
@@ -45,7 +46,9 @@ def prepare(folder: Path, config: Config, sources: Sequence[str] = SOURCES) -> d
     held_out = config.evaluate_batches * config.batch * config.context + 1
     needed = held_out + config.steps * rows_of_step(config) * config.context + 1
     kept = list(first(without_copies(found), int(LONGEST_TOKEN * needed)))
-    tokens, _ = lay_out(kept, BpeTokenizer.train(first(kept, SAMPLE), config.vocabulary))
+    tokenizer = BpeTokenizer.train(first(kept, SAMPLE), config.vocabulary)
+    tokenizer.save(folder / "model")
+    tokens, _ = lay_out(kept, tokenizer)
     if len(tokens) < needed:
         raise ValueError(
             f"{config.steps} steps without a repetition take {needed:,} tokens; the text has {len(tokens):,}"

@@ -212,16 +212,17 @@ def cast(x: Tensor, fmt: Format, noise: Tensor | None = None) -> Tensor:
     if fmt is INT8:
         return x.round().nan_to_num_(0).to(fmt.dtype)
     if fmt is E2M1:
-        rounded = _round_to_e2m1(x) if noise is None else decode(encode(x, fmt, noise), fmt)
-        return torch.where(x.isnan(), x, rounded).to(fmt.dtype)
+        return torch.where(x.isnan(), x, _round_to_e2m1(x, noise)).to(fmt.dtype)
     return x.to(fmt.dtype) if noise is None else encode(x, fmt, noise).to(torch.uint8).view(fmt.dtype)
 
 
-def _round_to_e2m1(x: Tensor) -> Tensor:
-    """The nearest number of E2M1, ties to even, of float32 numbers of -6 to 6."""
+def _round_to_e2m1(x: Tensor, noise: Tensor | None) -> Tensor:
+    """The E2M1 number of each float32 number of -6 to 6: the nearest, ties to even; with `noise` as `encode` rounds."""
     magnitude = x.abs()
     spacing = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return (x / spacing).round() * spacing
+    count = magnitude * torch.where(magnitude < 2, 2.0, torch.where(magnitude < 4, 1.0, 0.5))  # no division: exact
+    whole = count.round() if noise is None else (count.double() + noise).floor().float()
+    return (whole * spacing).copysign(x)
 
 
 def widen(data: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E4M3, Format
+from octavo.numerics.formats import E2M1, E4M3, Format
 
 SMALLEST_SCALE = 2.0**-126
 RULES = ("max", "most_recent", "ema", "percentile")
@@ -46,7 +46,8 @@ def scale_from_amax(
         largest_scale: the largest in the tensor, before rounding to a power of two, where `amax` is of a part of it.
     """
     largest = torch.full_like(amax, fmt.max, dtype=torch.float32)  # a GPU's division by a Python number is not exact
-    scale = (amax / largest).clamp(min=SMALLEST_SCALE)
+    divide = quotient if fmt is E2M1 else torch.div  # compiled code computes the scales of E2M1 too
+    scale = divide(amax, largest).clamp(min=SMALLEST_SCALE)
     if relative_floor and scale.numel():
         largest_scale = scale.nan_to_num(0, 0, 0).amax() if largest_scale is None else largest_scale  # of the finite
         scale = torch.maximum(scale, largest_scale * relative_floor)
@@ -74,8 +75,9 @@ def two_level_scale(amax: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     small that its number would be 0, of which all elements become 0.
     """
     largest = amax.nan_to_num(0, 0, 0).amax() if amax.numel() else amax.new_zeros(())
-    divisor = (E4M3.max * fmt.max / largest.clamp(min=SMALLEST_SCALE)).nan_to_num(posinf=1.0)
-    number = torch.where(amax.isfinite(), amax / torch.full_like(amax, fmt.max) * divisor, torch.nan)
+    inverse = quotient(torch.ones_like(largest), largest.clamp(min=SMALLEST_SCALE))
+    divisor = (inverse * (E4M3.max * fmt.max)).nan_to_num(posinf=1.0)
+    number = torch.where(amax.isfinite(), quotient(amax, torch.full_like(amax, fmt.max)) * divisor, torch.nan)
     stored = number.clamp(max=E4M3.max).to(E4M3.dtype).float()
     return torch.where(stored == 0, 0.125, stored).to(E4M3.dtype), divisor
 

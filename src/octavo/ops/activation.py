@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, Cast, QTensor
 from octavo.ops.launching import quantizes_rows, runs_fused
-from octavo.ops.quantization import quantize_reference, to_data
+from octavo.ops.quantization import quantize_reference
 from octavo.ops.registration import FLOATS, check_row_cast, check_tensor, operation
 
 HALF_SQRT = 2**-0.5
@@ -33,7 +34,7 @@ def activation_quantize_reference(
     `stored`, and the scale is None if one is given, [M, 1]."""
     h = _activation(u, kind)
     if scale is not None:
-        return to_data(h * (1 / scale), cast.fmt), None  # type: ignore[return-value]
+        return cast_to(h * (1 / scale), cast.fmt), None  # type: ignore[return-value]
     data, scale = quantize_reference(h, cast, None, None, None)
     return data if stored else None, scale  # type: ignore[return-value]
 
@@ -91,7 +92,7 @@ def activation_backward_reference(
     du, h = activation_gradient(dh, u, kind)
     column_scale = column_scale if group is None else column_scale[group]
     data, scale = quantize_reference(du, cast, column_scale, row_scale, None)
-    h_data = to_data(h * (1 / h_scale), h_cast.fmt)
+    h_data = cast_to(h * (1 / h_scale), h_cast.fmt)
     return data, scale, h_data, du.sum(0) if biased else du.new_empty(0)
 
 

@@ -143,7 +143,8 @@ def find_backend(
     if backend.name == "dequantized" and size is not None and size[0] <= MAX_M_OF_GROUPS:
         return Backend("triton", backend.reason)
     least = 0 if granularity_a.outer else _MAX_SMALL_M_OF_BLOCKS
-    small = size is not None and size[0] <= max(max_small_m(size[1]), least)
+    most = 0 if size is None else next((m for n, m in _MAX_SMALL_M.items() if size[1] <= n), _MAX_SMALL_M_OF_ANY_N)
+    small = size is not None and size[0] <= max(most, least)
     nvidia = backend.name in ("cublaslt", "cutlass")
     ours = granularity_a.outer or takes_blocks(granularity_a, granularity_b)
     if small and nvidia and ours and set(formats) <= set(FORMATS) and HAS_TRITON:
@@ -160,11 +161,6 @@ def takes_blocks(granularity_a: Granularity, granularity_b: Granularity) -> bool
 def runs_our_kernels(gpu: GpuArchitecture, formats: tuple[str, str]) -> bool:
     """True if our kernels for many rows run on a GPU of this architecture, for operands of these formats."""
     return gpu.key in _GPUS_OF_OUR_KERNELS and set(formats) <= set(FORMATS) and formats != ("e5m2", "e5m2")
-
-
-def max_small_m(n: int) -> int:
-    """The largest M for which our kernel is faster than cuBLASLt, for y [M, n]."""
-    return next((m for max_n, m in _MAX_SMALL_M.items() if n <= max_n), _MAX_SMALL_M_OF_ANY_N)
 
 
 def _backend_of_large_m(

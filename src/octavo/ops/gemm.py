@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from octavo.numerics.formats import format_of, widen
-from octavo.numerics.qtensor import Granularity, QTensor
+from octavo.numerics.qtensor import Granularity, QTensor, group
 from octavo.ops.dispatch import Backend, find_backend, returned_dtype
 from octavo.ops.launching import Operands, has_kernels
 from octavo.ops.library_gemms import ALIGNMENT, scaled_mm_cublaslt
 from octavo.ops.registration import check_tensor, operation
 
 _find_cached = lru_cache(maxsize=4096)(find_backend)
+FOUR_BITS = group(16)  # the scales of NVFP4
 
 
 def scaled_mm(
@@ -171,6 +172,8 @@ def _scaled_mm(
 ) -> Tensor:
     found = _backend(operands)
     backend = found.name
+    if backend == "none" and emulate and operands.by_a == FOUR_BITS and has_kernels(operands.a.device):
+        backend = "dequantized"  # NVFP4: float32 would take ten times as long
     if backend == "none" and not emulate:
         raise RuntimeError(
             f"no FP8 GEMM here: {found.reason}. Choose another recipe (`octavo doctor` lists what runs), "

@@ -154,15 +154,7 @@ def _check_aligned(a: Tensor, *sizes: int) -> None:
         )
 
 
-def _like(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
-    return operands.a.new_empty((operands.a.shape[0], operands.b.shape[1]), dtype=out_dtype)
-
-
-def _like_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, *rest: Any) -> Tensor:
-    return operands.a.new_empty((len(offsets), operands.a.shape[0], operands.b.shape[0]), dtype=out_dtype)
-
-
-@operation(check=_check, like=_like)
+@operation(check=_check, like=lambda on, _, dtype, *rest: on.a.new_empty((len(on.a), on.b.shape[1]), dtype=dtype))
 def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
     a, b, scale_a, scale_b, by_a, _ = operands
     if backend == "emulated" or a.numel() == 0:
@@ -179,7 +171,9 @@ def _grouped_mm(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, bac
     return kernel.grouped_mm(operands, offsets, out_dtype, fast)
 
 
-@operation(check=_check_dw, like=_like_dw)
+@operation(
+    check=_check_dw, like=lambda on, offsets, *rest: on.a.new_empty((len(offsets), len(on.a), len(on.b)), dtype=rest[0])
+)
 def _grouped_mm_dw(operands: Operands, offsets: Tensor, out_dtype: torch.dtype, backend: str, fast: bool) -> Tensor:
     a, b, scale_a, _, by, _ = operands
     if backend == "emulated":

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.numerics.formats import E2M1, INT8, Format
+from octavo.numerics.formats import E2M1, Format
 from octavo.numerics.formats import cast as cast_to
 from octavo.numerics.qtensor import ROW, TENSOR, Cast, Granularity, QTensor
 from octavo.numerics.scaling import (
     floor_scale,
     new_seed,
+    quotient,
     scale_from_amax,
     scale_mantissa,
     two_level_scale,
@@ -39,8 +40,10 @@ def quantize_reference(
         x = x * row_scale
     scale = _scale(cast.granularity.amax(x), cast)
     x = divided(x, cast.granularity.expand(scale, tuple(x.shape)), cast.fmt)
-    data = to_data(x, cast.fmt) if seed is None else cast_to(x, cast.fmt, uniform_noise(x.shape, seed))
-    return data, scale.to(cast.scale_dtype)
+    data = cast_to(x, cast.fmt, None if seed is None else uniform_noise(x.shape, seed))
+    if cast.scale_dtype == torch.float32:
+        return data, scale
+    return data, (scale.view(torch.int32) >> 23).to(torch.uint8).view(cast.scale_dtype)  # powers of two, and NaN
 
 
 def _scale(amax: Tensor, cast: Cast) -> Tensor:
@@ -49,18 +52,13 @@ def _scale(amax: Tensor, cast: Cast) -> Tensor:
         return floor_scale(amax, cast.fmt)
     if cast.scale == "e4m3":
         number, divisor = two_level_scale(amax, cast.fmt)
-        return number.float() / divisor
+        return quotient(number.float(), divisor)
     return scale_from_amax(amax, cast.fmt, power_of_two=cast.power_of_two, relative_floor=cast.relative_floor)
 
 
 def divided(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """float32 `x` over its scale. Ties are common between the few numbers of E2M1, so these are divided exactly."""
-    return x / scale if fmt is E2M1 else x * (1 / scale)
-
-
-def to_data(x: Tensor, fmt: Format) -> Tensor:
-    """float32 `x`, divided by its scale, as numbers of a narrow format."""
-    return cast_to(x, fmt) if fmt in (INT8, E2M1) else x.to(fmt.dtype)
+    return quotient(x, scale) if fmt is E2M1 else x * (1 / scale)
 
 
 def _quantize_reference(
@@ -226,14 +224,6 @@ def _quantizes(x: Tensor, cast: Cast, *rest: Any) -> bool:
     return _has_kernel(x, cast, x.shape[1]) and (cast.by_row or rest[:2] == (None, None))
 
 
-def _quantizes_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> bool:
-    return _has_kernel(tensors[0], cast, tensors[0].shape[1])
-
-
-def _quantizes_transposed(x: Tensor, cast: Cast, seed: Tensor | None, place: Tensor | None) -> bool:
-    return _has_kernel(x, cast, len(x if place is None else place))
-
-
 def _like(x: Tensor, shape: tuple[int, ...], cast: Cast) -> tuple[Tensor, Tensor]:
     """Data and scale of a matrix of `shape`, without values."""
     data = x.new_empty(shape, dtype=cast.fmt.dtype)
@@ -250,11 +240,13 @@ def _like_stack(tensors: list[Tensor], cast: Cast, stored: bool) -> tuple[Tensor
 _quantize = operation(check=_check, like=lambda x, cast, *rest: _like(x, tuple(x.shape), cast), runs=_quantizes)(
     _quantize_reference
 )
-_quantize_stack = operation(like=_like_stack, runs=_quantizes_stack)(quantize_stack_reference)
+_quantize_stack = operation(
+    like=_like_stack, runs=lambda tensors, cast, stored: _has_kernel(tensors[0], cast, tensors[0].shape[1])
+)(quantize_stack_reference)
 _quantize_transposed = operation(
     check=_check_transposed,
     like=lambda x, cast, seed, place: _like(x, (x.shape[1], len(x if place is None else place)), cast),
-    runs=_quantizes_transposed,
+    runs=lambda x, cast, seed, place: _has_kernel(x, cast, len(x if place is None else place)),
     strided=True,  # the kernel copies x only where it must
 )(quantize_transposed_reference)
 _quantize_scaled = operation(

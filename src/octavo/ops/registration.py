@@ -27,7 +27,7 @@ from torch.library import wrap_triton
 from torch.nn import Parameter
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from octavo.numerics.formats import Format, narrow_format
+from octavo.numerics.formats import E2M1, Format, narrow_format
 from octavo.numerics.qtensor import Cast, Granularity, parse_cast, parse_granularity
 from octavo.ops.launching import launch
 from octavo.version import __version__
@@ -108,8 +108,10 @@ class Operation(Generic[Result]):
         return found
 
     def inlines(self, *args: Any) -> bool:
-        """True if the function consists of views, allocations and kernel launches for these arguments."""
-        return not self.mutates and bool(self.runs(*self._read(args)))
+        """True if the function consists of views, allocations and kernel launches for these arguments, or
+        `compiles_alike`."""
+        given = self._read(args)
+        return not self.mutates and (bool(self.runs(*given)) or compiles_alike(given))
 
     def fill(self, *args: Any) -> Any:
         """The results, with empty tensors for None: each result of a registered operation is a tensor."""
@@ -148,6 +150,11 @@ class Operation(Generic[Result]):
             end = start + len(kind._fields)
             given[start:end] = [kind(*given[start:end])]
         return given
+
+
+def compiles_alike(given: Sequence[Any]) -> bool:
+    """True if Inductor may compile the reference: that of E2M1, for a GPU."""
+    return _first(given).is_cuda and any(getattr(each, "fmt", each) is E2M1 for each in given)
 
 
 def _first(values: Sequence[Any]) -> Tensor:
@@ -251,7 +258,9 @@ compiler_config.cache_key_tag = " ".join(
 # A call of an operation costs 50 to 100 µs of the host's time, more than many kernels run, and a launch that Inductor
 # makes a tenth of that. An operation stays whole while its graph is made, merged (equal casts of one tensor become one)
 # and partitioned. Inductor replaces it by its launches when it lowers the graph. An operation that runs its reference,
-# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently.
+# or has dynamic sizes, stays a call: Inductor would compile a reference into code that rounds differently. That of E2M1
+# is compiled: without a kernel it makes some forty passes over a tensor, and it rounds alike everywhere, since each
+# division is a `quotient`.
 #
 # Inductor compiles the kernels again, with the options that it uses for its own. So a kernel that must not contract a
 # product and a sum into one instruction says so itself (`device_math.add`), and kernels take no float arguments but
@@ -396,6 +405,8 @@ def _lower(call: Function, function: Function, runs_kernels: Callable[..., bool]
         known[key] = _trace(function, leaves, where, spec)
     launches, inputs = known[key], tree_flatten(args)[0]
     with _analyses_cached():
+        for i in where:
+            inputs[i].realize()  # a compiled reference reads the numbers in their dtype
         result = process_subgraph_nodes(launches, [inputs[i] for i in where])
     for node in launches.graph.nodes:  # as if they had not been lowered: the next equal operation lowers them again
         V.graph.env.pop(node, None)

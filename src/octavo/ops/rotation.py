@@ -27,11 +27,11 @@ def _check(x: Tensor) -> None:
 
 
 def _rotates(x: Tensor) -> bool:
-    """True where a GPU's registers hold a block, and its shared memory a block in float32."""
+    """True where a GPU's shared memory holds a block, or the longest part of a block, in float32."""
     size = block_size(x.shape[-1])
-    if x.numel() == 0 or not 1 < size <= LONGEST_ROW or not has_kernels(x.device, (8, 0)):
+    if x.numel() == 0 or not 1 < size <= LONGEST_ROW**2 or not has_kernels(x.device, (8, 0)):
         return False
-    return 4 * size <= shared_memory(x.device)
+    return size > LONGEST_ROW or 4 * size <= shared_memory(x.device)
 
 
 _rotate = operation(check=_check, like=lambda x: x.new_empty(x.shape), runs=_rotates, after=True)(rotate_reference)

@@ -1,6 +1,6 @@
 """The byte transpose, and the scales of the backward GEMMs that multiply transposed bytes."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -60,15 +60,14 @@ def _check(data: Tensor, shift: Tensor | None, place: Tensor | None) -> None:
     check_tensor("place", place, (0 if place is None else place.numel(),), torch.int32)
 
 
-def _transposes(data: Tensor, *rest: Any) -> bool:
-    return data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES
-
-
 def _like(data: Tensor, shift: Tensor | None, place: Tensor | None) -> Tensor:
     return data.new_empty((data.shape[1], data.shape[0] if place is None else place.shape[0]))
 
 
-_transpose = operation(check=_check, like=_like, runs=_transposes, after=True)(transpose_reference)
+_transpose = operation(
+    check=_check, like=_like, after=True,
+    runs=lambda data, *rest: data.numel() > 0 and has_kernels(data.device) and data.dtype in KERNEL_DTYPES,
+)(transpose_reference)  # fmt: skip
 
 
 # ---- The scales of the backward GEMMs.

@@ -6,21 +6,30 @@ bits, all are in their places again. Triton moves numbers between threads only w
 thread: three times for a block of 4,096. The sums are those of the reference, in its order.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.numerics.scaling import block_size
-from octavo.ops.launching import allocate, cdiv
+from octavo.ops.launching import LONGEST_ROW, allocate, cdiv
 from octavo.ops.registration import launcher
 
 ELEMENTS = 4096  # of a program at least, if the tensor has as many
+SHORT = 256  # low bits of a long block: the factor of 256, 1/16, is exact, so the bits are those of one pass
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Same as `rotate_reference`, for a contiguous x [..., n]."""
-    y = allocate(x, x.shape)
+def rotate(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Same as `rotate_reference`, for a contiguous x [..., n]; in `dtype`, by default that of x.
+
+    A block that one program cannot hold is rotated along the low bits of the position, and then along the high ones.
+    """
     size = block_size(x.shape[-1])
+    if size > LONGEST_ROW:
+        low = rotate(x.view(-1, size // SHORT, SHORT), torch.float32)
+        high = rotate(low.transpose(1, 2).contiguous(), dtype or x.dtype)
+        return high.transpose(1, 2).reshape(x.shape)
+    y = allocate(x, x.shape, dtype)
     blocks, at_once = x.numel() // size, max(1, ELEMENTS // size)
     launcher(_rotation_kernel, (cdiv(blocks, at_once),))(
         x, y, blocks, FACTOR=size**-0.5, BITS=size.bit_length() - 1, SIZE=size, BLOCK_M=at_once,
