@@ -82,14 +82,35 @@ def test_its_cpu_build_has_no_kernel_for_weights_alone(made: Folders, tmp_path: 
     assert "ScaledMM linear layer" in said["note"]
 
 
+def last_line(helper: str, *arguments: object) -> Any:
+    """What a program of tests/support printed last, as JSON."""
+    command = [sys.executable, str(Path(__file__).parent.parent / "support" / helper), *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("scheme", [None, "channel", "tensor", "static", "block"])
+def test_check_compares_its_layers_and_finds_a_dropped_scale(made: Folders, scheme: str | None) -> None:
+    folder = made("llama") if scheme is None else made("llama", scheme=scheme)
+    key = "model.layers.1.mlp.down_proj"
+    sound, *broken = last_line("check_with_vllm.py", folder, *([] if scheme is None else [key]))
+    assert sound["faults"] == []
+    assert "y of 8 linear layers" in sound["verdict"]  # q, k and v are one, and so are gate and up
+    assert not scheme or ["scale", f"{key}.weight"] in broken[0]["faults"]
+
+
+def test_check_says_where_it_packs_weights_away(made: Folders) -> None:
+    (found,) = last_line("check_with_vllm.py", made("llama", scheme="int8"))
+    assert found["faults"] == []
+    assert "qkv_proj (8 such) holds no weight to read" in found["remarks"][0]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])  # the head of qwen2 is tied
 def test_it_takes_the_weights_of_a_model_in_training(made: Folders, tmp_path: Path, kind: str) -> None:
     """As the folder that they would be packed to. (vLLM's reload leaves a tied head as it was, of a folder too.)"""
     model = make_model(tmp_path / "model", kind, seed=1)
     pack(model, tmp_path / "packed")
-    helper = Path(__file__).parent.parent / "support" / "reload_with_vllm.py"
-    command = [sys.executable, str(helper), made(kind, scheme="channel"), model, tmp_path / "packed"]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    before, pushed, reloaded = json.loads(ran.stdout.splitlines()[-1])
+    given = made(kind, scheme="channel"), model, tmp_path / "packed"
+    before, pushed, reloaded = last_line("reload_with_vllm.py", *given)
     assert pushed == reloaded != before

@@ -11,6 +11,8 @@ from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs
 from torch import nn
 
 import octavo
+from octavo.numerics import ROW, Cast
+from octavo.ops import quantize
 
 BATCH = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
 
@@ -41,6 +43,27 @@ class Quantized(nn.Linear):
 
     def forward(self, x):
         return nn.functional.linear(x, self.dequantized())
+
+
+class ColumnLinear(nn.Module):
+    """As a layer of vLLM: the bytes of w [N, K] and its scales by row are held as a view [K, N]."""
+
+    def __init__(self, w):
+        super().__init__()
+        q = quantize(w, Cast(granularity=ROW))
+        self.weight = nn.Parameter(q.data.t(), requires_grad=False)
+        self.weight_scale = nn.Parameter(q.scale, requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight.t().float() * self.weight_scale).t()
+
+
+def test_a_weight_that_is_held_by_column_is_read_by_row():
+    layer = ColumnLinear(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)) / 8)
+    assert octavo.check(parts(layer), batch=BATCH).ok
+    layer.weight_scale.fill_(1)
+    report = octavo.check(parts(layer), batch=BATCH)
+    assert [(fault.kind, fault.where) for fault in report.faults] == [("scale", "1.weight")]
 
 
 # ---- Replays of five threads.

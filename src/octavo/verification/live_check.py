@@ -160,6 +160,8 @@ class _Run(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.remarks, self.flops = model, list[str](), Counter[str]()
         self.layers = {name: _Layer(module) for name, module in model.named_modules() if _is_linear(module)}
+        if hidden := [name for name, module in model.named_modules() if _hides_weight(module)]:
+            self.remarks.append(f"{hidden[0]} ({len(hidden)} such) holds no weight to read: it was not compared")
         self._comparing = False
 
     def step(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -266,6 +268,13 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (name.endswith(("Linear", "Conv1D")) and "Norm" not in name)
 
 
+def _hides_weight(module: nn.Module) -> bool:
+    """True for a linear layer whose library has packed its weight away, as vLLM does on a CPU."""
+    weight: Any = getattr(module, "weight", None)
+    is_layer = type(module).__name__.endswith("Linear") and not any(module.children())
+    return is_layer and (weight is None or not weight.numel())
+
+
 def _linear_weight(module: nn.Module) -> tuple[Tensor, bool]:
     """The weight [N, K] of a linear layer, and True if it is eight-bit. GPT-2's is stored as [K, N]."""
     weight, eight_bit, _ = _held(module)
@@ -316,6 +325,8 @@ def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
         scales = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if "scale" in name]
         return tensor.dequantize().float(), True, next(filter(None, map(_wrong_scale, scales)), "")
     if tensor.dtype in _EIGHT_BITS:
+        if tensor.ndim == 2 and tensor.stride(0) == 1 < tensor.stride(1):  # vLLM's [K, N] is a view of [N, K]
+            tensor = tensor.mT
         known = (getattr(module, name.format(leaf), None) for name in _SCALES)
         return _widened(tensor, next((scale for scale in known if isinstance(scale, Tensor)), None))
     weight = tensor.float()
@@ -390,10 +401,8 @@ def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
     with suppress(ArtifactError, ImportError):  # not of transformers: the model has the names of the files
         experts = transformers_meta_model(files.config, folder).experts
         get, names = experts.by_model_names(get, names) if experts.stacks else (get, names)
-    return {name: partial(get, name) for name in names}, {
-        *packed,
-        *((set(names) - files.shapes.keys()) if packed else ()),
-    }
+    stacks = set(names) - files.shapes.keys() if packed else set[str]()
+    return {name: partial(get, name) for name in names}, {*packed, *stacks}
 
 
 def _differences(w: Tensor, truth: Tensor, near: float) -> Iterator[tuple[str, float]]:
