@@ -2,9 +2,8 @@
 
 Eight layers of Llama-3-8B's shape and a head of 128,256; 4 x 1,024 random tokens; r = 16, adapters in BF16. A step is
 forward, loss, backward and AdamW of the adapters. "body" leaves out the head, the loss and AdamW: its gradient is
-random. "fused loss" computes the loss as `octavo.convert(model, fuse_loss=True)` does, and "head rowwise" so with
-`head="rowwise"`. Each decoder layer is compiled by itself. The modes take turns; a peak is that of a step, weights
-included.
+random. "fused loss" computes the loss as `octavo.convert(model, fuse_loss=True)` does, and "head rowwise" with its head
+in FP8. Each decoder layer is compiled by itself. The modes take turns; a peak is that of a step, weights included.
 
 First come the gradients of all A and B on a small model, in decibels against float64: of the weights themselves
 ("bf16"), and of the weights that eight bits hold (the others).
@@ -112,8 +111,8 @@ def exact_gradients(mode: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = build_bf16(SMALL, DEVICE)
     for name, module in model.named_modules():
-        packed = name.endswith(tuple(TARGETS)) or (name == "lm_head" and mode.endswith(FP8_HEAD))
-        if packed and not mode.startswith(BASE):
+        held = [] if mode.startswith(BASE) else [*TARGETS, *["lm_head"] * mode.endswith(FP8_HEAD)]
+        if name.endswith(tuple(held)):
             module.weight.data = quantize(module.weight.data, CHANNEL.weight).dequantize()
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
     adapted = in_adapters(model, config)

@@ -74,9 +74,8 @@ def live(config: PretrainedConfig) -> Any:
 
 def tokens(model: Any) -> Tensor:
     ids = torch.arange(32, device=DEVICE).view(2, 16)
-    made: Tensor = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sized(64, 4)
-    )
+    how = {"do_sample": False, "max_new_tokens": sized(64, 4)}
+    made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     return made
 
 

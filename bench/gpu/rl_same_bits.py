@@ -34,19 +34,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 SIZES: dict[str, Any] = {**HEADS, **sized(SHAPES["0.6b"], SMALL), "tie_word_embeddings": True}
 BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4), sized((4, 2048), (2, 16))
-# BF16's own KL is 2.4e-5 at this width: 1e-5 at half of it, and 8e-5 at twice.
 DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 TEXTS, SEEDS = sized((4, 24), (2, 12)), range(sized(5, 2))
-
-
-def open_models() -> tuple[Any, Any]:
-    """A model in BF16, not converted, and a live one of its weights."""
-    config = Qwen3Config(**SIZES)
-    model, served = trained(config), live(config)
-    push(model, served)
-    octavo.restore(model)
-    return model, served
 
 
 def rollouts(model: Any, served: Any) -> dict[str, Any]:
@@ -82,17 +72,18 @@ def distances() -> dict[str, Any]:
     """The KL of the next token, in nats, of forward passes from the engine's decoding: None where the mode refuses."""
     sizes: dict[str, Any] = sized(DEEP, DEEP | SMALL)
     config = LlamaConfig(**sizes, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=None)
-    runs = [distances_of(config, seed) for seed in SEEDS]
-    found = [{"models": models, "default": statistics.mean(run[models]["default"] for run in runs),
-              "deviation": statistics.stdev(run[models]["default"] for run in runs),
-              "same_bits": max(run[models]["same_bits"] for run in runs) if "same_bits" in row else None}
-             for models, row in runs[0].items()]  # fmt: skip
-    show(*found)
-    return {"texts": TEXTS, "seeds": len(SEEDS), "weights": config.initializer_range, **sizes, "rows": found}
+    runs, rows = [distances_of(config, seed) for seed in SEEDS], []
+    for name in runs[0]:
+        kls, same = ([run[name][i] for run in runs] for i in range(2))
+        mean, deviation = statistics.mean(kls), statistics.stdev(kls)
+        bits = None if None in same else max(same)
+        rows.append({"models": name, "default": mean, "deviation": deviation, "same_bits": bits})
+    show(*rows)
+    return {"texts": TEXTS, "seeds": len(SEEDS), "weights": config.initializer_range, **sizes, "rows": rows}
 
 
-def distances_of(config: LlamaConfig, seed: int) -> dict[str, dict[str, float]]:
-    """The same of one model, by the names of the models that are compared."""
+def distances_of(config: LlamaConfig, seed: int) -> dict[str, Any]:
+    """The KL of one model, in the default mode and in that of the same bits, by the names of what is compared."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     ids = torch.randint(config.vocab_size, TEXTS, device=DEVICE, generator=generator)
     wide, (own, packed) = trained(config, seed), (live(config) for _ in range(2))
@@ -102,17 +93,13 @@ def distances_of(config: LlamaConfig, seed: int) -> dict[str, dict[str, float]]:
     octavo.restore(wide)
     bf16 = copy.deepcopy(wide)
     accelerate_generate(bf16, 4096)
-    pairs = {
-        "BF16, its forward pass and its generate": (wide, bf16),
-        "packed, its forward pass and its generate": (own, packed),
-        "converted, and its packed folder": (converted, packed),
-        "BF16, and its packed folder": (wide, packed),
-    }
-    found = {name: {"default": parity(*pair, ids).kl} for name, pair in pairs.items()}
-    for name in list(pairs)[1:3]:
-        with same_bits(*pairs[name]):
-            found[name]["same_bits"] = parity(*pairs[name], ids).kl
-    return found
+    found: dict[str, Any] = {"BF16, its forward pass and its generate": (parity(wide, bf16, ids).kl, None)}
+    models = {"packed, its forward pass and its generate": own, "converted, and its packed folder": converted}
+    for name, model in models.items():
+        kl = parity(model, packed, ids).kl
+        with same_bits(model, packed):
+            found[name] = kl, parity(model, packed, ids).kl
+    return found | {"BF16, and its packed folder": (parity(wide, packed, ids).kl, None)}
 
 
 def generate(model: Any, batch: int, new: int) -> Tensor:
@@ -139,7 +126,9 @@ def main(options: Options) -> Results:
     if options.parity:
         yield f"{'gpu' if DEVICE == 'cuda' else 'cpu'}_rl_parity", distances()
         return
-    model, served = open_models()
+    model, served = trained(config := Qwen3Config(**SIZES)), live(config)
+    push(model, served)
+    octavo.restore(model)
     result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
     yield "gpu_rl_same_bits", result
     octavo.convert(model.train(), "rowwise_forward")

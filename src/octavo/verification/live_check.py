@@ -160,7 +160,9 @@ class _Run(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.remarks, self.flops = model, list[str](), Counter[str]()
         self.layers = {name: _Layer(module) for name, module in model.named_modules() if _is_linear(module)}
-        if hidden := [name for name, module in model.named_modules() if _hides_weight(module)]:
+        named = [(name, m) for name, m in model.named_modules() if type(m).__name__.endswith("Linear")]
+        weights = {name: getattr(module, "weight", None) for name, module in named}
+        if hidden := [name for name, weight in weights.items() if weight is None or not weight.numel()]:
             self.remarks.append(f"{hidden[0]} ({len(hidden)} such) holds no weight to read: it was not compared")
         self._comparing = False
 
@@ -266,13 +268,6 @@ def _is_linear(module: nn.Module) -> bool:
     if hasattr(module, "base_layer") or not isinstance(weight, Tensor) or weight.ndim != 2:
         return False
     return isinstance(module, nn.Linear) or (name.endswith(("Linear", "Conv1D")) and "Norm" not in name)
-
-
-def _hides_weight(module: nn.Module) -> bool:
-    """True for a linear layer whose library has packed its weight away, as vLLM does on a CPU."""
-    weight: Any = getattr(module, "weight", None)
-    is_layer = type(module).__name__.endswith("Linear") and not any(module.children())
-    return is_layer and (weight is None or not weight.numel())
 
 
 def _linear_weight(module: nn.Module) -> tuple[Tensor, bool]:
