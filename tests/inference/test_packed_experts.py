@@ -42,7 +42,7 @@ def test_a_token_is_quantized_once_for_all_its_experts(scheme):
     counts = operations(lambda: experts(x, index, weight))
     assert (counts["octavo::quantize"], counts["octavo::gather_quantize"]) == (1, 0)
     token, layer = sort_by_expert(index, E).slot // TOP_K, experts.gate_up_proj
-    once, each = rows_of(quantize(x, layer.dynamic_cast), token), quantize(x[token], layer.dynamic_cast)
+    once, each = rows_of(quantize(x, layer.input_cast), token), quantize(x[token], layer.input_cast)
     assert torch.equal(once.data.view(torch.uint8), each.data.view(torch.uint8))
     assert torch.equal(once.scale.view(torch.uint8), each.scale.view(torch.uint8))
 

@@ -62,20 +62,16 @@ class PackedGroupedLinear(PackedModule):
     @property
     def by_row(self) -> bool:
         """True if the input is cast by row, as the fused operations cast it."""
-        return scales_by_row(self.scheme) and self.dynamic_cast is not None
+        return scales_by_row(self.scheme) and not self.scheme.static and self.input_cast is not None
 
     @property
-    def dynamic_cast(self) -> Cast | None:
-        """The cast of the input by scales of its own; None if scales are stored or it keeps its dtype."""
-        return None if self.scheme.static else self._input_cast
-
-    @property
-    def _input_cast(self) -> Cast | None:
+    def input_cast(self) -> Cast | None:
+        """The cast of x; None if it keeps its dtype."""
         return expert_input_cast(self.scheme, self.weight, self.weight.device)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
-        cast = self._input_cast
+        cast = self.input_cast
         if cast is None:
             return grouped_weight_only_mm(x, self._packed(self.weight, self.weight_scale), offsets)  # [M_e,K] @ [N,K]^T
         if self.input_scale is None:
@@ -145,10 +141,10 @@ class PackedExperts(nn.Module):
     def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         rows, dtype = sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)
         inner, token = self.gate_up_proj, rows.slot // rows.row.shape[1]
-        if inner.dynamic_cast is None:
+        if inner.scheme.static or (cast := inner.input_cast) is None:
             u = inner(x.to(dtype)[token], rows.offsets)  # [M,2F]
         else:  # a token has the same bytes for all its experts
-            x_q = quantize(x if inner.by_row else x.to(dtype), inner.dynamic_cast)
+            x_q = quantize(x if inner.by_row else x.to(dtype), cast)
             u = inner.product(rows_of(x_q, token), rows.offsets, dtype)
         if self.down_proj.by_row:
             h_q = activation_quantize(u, "swiglu", ROW_X)

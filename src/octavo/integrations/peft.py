@@ -103,7 +103,7 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
     experts = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, PackedExperts))]
     if experts and not targets:
         raise ValueError(
-            f"{experts[0]} ({len(experts)} such modules) has stacked experts, and PEFT adds B A to a whole stack in each "
+            f"{experts[0]} ({len(experts)} such modules) has stacked experts, and PEFT adds B A to whole stacks, each "
             f"pass: leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
     config = LoraConfig(

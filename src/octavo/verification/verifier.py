@@ -158,7 +158,8 @@ class Verification:
             )
         ratios: dict[str, float] = {}
         if (source := self.source) is not None:
-            ours, theirs = (_completed(meta_model) for meta_model in (self._meta_model(), _as_served(source)))
+            models: list[Any] = [self._meta_model().model, _as_served(source).model]
+            ours, theirs = (dict(model.config.to_dict()) for model in models)  # with the defaults of transformers
             check_description(files, ours, theirs, source.description)
         if source is None or files.folded:
             _check_plausible(files, self.layers)
@@ -269,12 +270,6 @@ class Verification:
 def _as_served(source: Source) -> MetaModel:
     """MODEL as transformers builds it."""
     return transformers_meta_model(source.config, source.description)
-
-
-def _completed(meta_model: MetaModel) -> dict[str, Any]:
-    """The config.json of a model, with the defaults of transformers."""
-    model: Any = meta_model.model
-    return dict(model.config.to_dict())
 
 
 def _tensors(source: Source) -> dict[str, Tensor]:
