@@ -111,8 +111,8 @@ def exact_gradients(mode: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = build_bf16(SMALL, DEVICE)
     for name, module in model.named_modules():
-        held = [] if mode.startswith(BASE) else [*TARGETS, *["lm_head"] * mode.endswith(FP8_HEAD)]
-        if name.endswith(tuple(held)):
+        head = name == "lm_head" and mode.endswith(FP8_HEAD)
+        if head or (not mode.startswith(BASE) and name.endswith(tuple(TARGETS))):
             module.weight.data = quantize(module.weight.data, CHANNEL.weight).dequantize()
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS)
     adapted = in_adapters(model, config)

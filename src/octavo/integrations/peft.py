@@ -103,8 +103,8 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
     experts = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, PackedExperts))]
     if experts and not targets:
         raise ValueError(
-            f"{experts[0]} ({len(experts)} such modules) has stacked experts, and PEFT adds B A to whole stacks, each "
-            f"pass: leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
+            f"{experts[0]} ({len(experts)} such modules) has stacked experts; PEFT would add B A to all in each pass: "
+            f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=chosen, task_type="CAUSAL_LM", base_model_name_or_path=base
