@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config
 
 import octavo
 from bench import record
@@ -51,18 +51,18 @@ def main() -> None:
     print(record.write("gpu_rl", result))
 
 
-def trained(config: Qwen3Config, seed: int = 0) -> Any:
+def trained(config: PretrainedConfig, seed: int = 0) -> Any:
     """A converted model with random weights in BF16."""
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(DEVICE):
-        model = Qwen3ForCausalLM(config).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     torch.set_default_dtype(torch.float32)
     octavo.convert(model, "rowwise")
     return model
 
 
-def live(config: Qwen3Config) -> Any:
+def live(config: PretrainedConfig) -> Any:
     """A live model without a folder, as `octavo.load` makes it; its weights are whatever lies in the memory."""
     model: Any = octavo.restore(made := trained(config)) and made
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
@@ -74,9 +74,8 @@ def live(config: Qwen3Config) -> Any:
 
 def tokens(model: Any) -> Tensor:
     ids = torch.arange(32, device=DEVICE).view(2, 16)
-    made: Tensor = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=sized(64, 4)
-    )
+    how = {"do_sample": False, "max_new_tokens": sized(64, 4)}
+    made: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
     return made
 
 

@@ -4,8 +4,8 @@ Rollouts are timed too: texts sampled by the served model, and by transformers' 
 TRL calls by default. Kernels are compiled in several threads first. All takes less than a minute on an H200, and the
 file is written after each part.
 
-With --parity only this: `octavo.rl.parity` of a model of eight layers, whose random weights have the deviation 0.06, in
-the default mode and in that of the same bits. It runs on a CPU too, in a minute.
+With --parity only this: `octavo.rl.parity` of Llamas of eight layers, whose random weights have the deviation 0.06, in
+the default mode and in that of the same bits; the mean over `SEEDS`. It runs on a CPU too, in two minutes.
 
     python -m bench.gpu.rl_same_bits [--parity]
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 import octavo
 from bench.gpu.harness import DEVICE, Options, Results, benchmark, kernels_of, show, sized
@@ -34,18 +34,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
          "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 SIZES: dict[str, Any] = {**HEADS, **sized(SHAPES["0.6b"], SMALL), "tie_word_embeddings": True}
 BATCHES, PROMPT, NEW, TOKENS = sized((1, 64), (1,)), sized(256, 8), sized(128, 4), sized((4, 2048), (2, 16))
-WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8,
-        "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 1024}  # fmt: skip
-TEXTS = sized((4, 24), (2, 12))
-
-
-def open_models() -> tuple[Any, Any]:
-    """A model in BF16, not converted, and a live one of its weights."""
-    config = Qwen3Config(**SIZES)
-    model, served = trained(config), live(config)
-    push(model, served)
-    octavo.restore(model)
-    return model, served
+DEEP = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
+TEXTS, SEEDS = sized((4, 24), (2, 12)), range(sized(5, 2))
 
 
 def rollouts(model: Any, served: Any) -> dict[str, Any]:
@@ -79,28 +70,36 @@ def measured(model: Any, served: Any) -> dict[str, float]:
 
 def distances() -> dict[str, Any]:
     """The KL of the next token, in nats, of forward passes from the engine's decoding: None where the mode refuses."""
-    sizes: dict[str, Any] = sized(WIDE, WIDE | SMALL)
-    config = Qwen3Config(**sizes, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=None)
-    ids = torch.randint(sizes["vocab_size"], TEXTS, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
-    wide, (own, packed) = trained(config), (live(config) for _ in range(2))
+    sizes: dict[str, Any] = sized(DEEP, DEEP | SMALL)
+    config = LlamaConfig(**sizes, initializer_range=0.06, tie_word_embeddings=True, eos_token_id=None)
+    runs, rows = [distances_of(config, seed) for seed in SEEDS], []
+    for name in runs[0]:
+        kls, same = ([run[name][i] for run in runs] for i in range(2))
+        mean, deviation = statistics.mean(kls), statistics.stdev(kls)
+        bits = None if None in same else max(same)
+        rows.append({"models": name, "default": mean, "deviation": deviation, "same_bits": bits})
+    show(*rows)
+    return {"texts": TEXTS, "seeds": len(SEEDS), "weights": config.initializer_range, **sizes, "rows": rows}
+
+
+def distances_of(config: LlamaConfig, seed: int) -> dict[str, Any]:
+    """The KL of one model, in the default mode and in that of the same bits, by the names of what is compared."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    ids = torch.randint(config.vocab_size, TEXTS, device=DEVICE, generator=generator)
+    wide, (own, packed) = trained(config, seed), (live(config) for _ in range(2))
     for served in (own, packed):
         push(wide, served)
     converted = copy.deepcopy(wide)
     octavo.restore(wide)
     bf16 = copy.deepcopy(wide)
     accelerate_generate(bf16, 4096)
-    pairs = {
-        "BF16, its forward pass and its generate": (wide, bf16),
-        "packed, its forward pass and its generate": (own, packed),
-        "converted, and its packed folder": (converted, packed),
-        "BF16, and its packed folder": (wide, packed),
-    }
-    found = [{"models": name, "default": parity(*pair, ids).kl, "same_bits": None} for name, pair in pairs.items()]
-    for row in found[1:3]:
-        with same_bits(*pairs[str(row["models"])]):
-            row["same_bits"] = parity(*pairs[str(row["models"])], ids).kl
-    show(*found)
-    return {"texts": TEXTS, "deviation": config.initializer_range, "layers": config.num_hidden_layers, "rows": found}
+    found: dict[str, Any] = {"BF16, its forward pass and its generate": (parity(wide, bf16, ids).kl, None)}
+    models = {"packed, its forward pass and its generate": own, "converted, and its packed folder": converted}
+    for name, model in models.items():
+        kl = parity(model, packed, ids).kl
+        with same_bits(model, packed):
+            found[name] = kl, parity(model, packed, ids).kl
+    return found | {"BF16, and its packed folder": (parity(wide, packed, ids).kl, None)}
 
 
 def generate(model: Any, batch: int, new: int) -> Tensor:
@@ -127,7 +126,9 @@ def main(options: Options) -> Results:
     if options.parity:
         yield f"{'gpu' if DEVICE == 'cuda' else 'cpu'}_rl_parity", distances()
         return
-    model, served = open_models()
+    model, served = trained(config := Qwen3Config(**SIZES)), live(config)
+    push(model, served)
+    octavo.restore(model)
     result: dict[str, Any] = {"rows": [], "rollouts": rollouts(model, served)}
     yield "gpu_rl_same_bits", result
     octavo.convert(model.train(), "rowwise_forward")

@@ -5,11 +5,14 @@ import torch
 from gpu_memory import poison
 from hopper import ONLY_HOPPER
 from metrics import sqnr
-from packed_experts import K, oracle, packed_experts, packed_mixtral, routed
+from operation_counts import operations
+from packed_experts import TOP_K, E, K, oracle, packed_experts, packed_mixtral, routed
 
 import octavo
 from octavo.checkpoint.scheme import SCHEMES
 from octavo.nn import Experts
+from octavo.nn.experts import rows_of
+from octavo.ops import quantize, sort_by_expert
 from octavo.recipe import rowwise
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ONLY_HOPPER])])
@@ -30,6 +33,18 @@ def test_every_scheme_gives_what_its_bytes_say(scheme, device):
     assert all(torch.equal(actual, experts(*values)) for _ in range(3))
     x, index, weight = values
     assert not experts(torch.zeros_like(x), index, weight).any()
+
+
+@pytest.mark.parametrize("scheme", [name for name in FP8 if name not in ("static", "weight")])
+def test_a_token_is_quantized_once_for_all_its_experts(scheme):
+    experts, _, _ = packed_experts((scheme, "weight"))
+    x, index, weight = routed()
+    counts = operations(lambda: experts(x, index, weight))
+    assert (counts["octavo::quantize"], counts["octavo::gather_quantize"]) == (1, 0)
+    token, layer = sort_by_expert(index, E).slot // TOP_K, experts.gate_up_proj
+    once, each = rows_of(quantize(x, layer.input_cast), token), quantize(x[token], layer.input_cast)
+    assert torch.equal(once.data.view(torch.uint8), each.data.view(torch.uint8))
+    assert torch.equal(once.scale.view(torch.uint8), each.scale.view(torch.uint8))
 
 
 def test_the_two_stacks_may_have_different_schemes():

@@ -62,24 +62,43 @@ def test_it_agrees_with_the_bytes(made: Folders, tmp_path: Path, kind: str, how:
     assert said["distance"] > 0  # it rounds in BF16, the reference does not
 
 
-def test_experts_with_one_scale_a_matrix_and_dynamic_inputs_are_refused(made: Folders, tmp_path: Path) -> None:
-    folder = made("mixtral", scheme="tensor", experts=True)
-    said = vllm_says(folder, made("mixtral"), tmp_path / "found.json")
+@pytest.mark.parametrize(
+    ("kind", "how", "note"),
+    [
+        ("mixtral", {"scheme": "tensor", "experts": True}, "AssertionError"),  # one scale a matrix, dynamic inputs
+        ("llama", {"scheme": "group32"}, "No compressed-tensors compatible scheme was found"),
+        ("llama", {"scheme": "group128"}, "No compressed-tensors compatible scheme was found"),
+        ("llama", {"scheme": "weight"}, "ScaledMM linear layer"),  # its CPU build has no kernel for weights alone
+    ],
+)
+def test_what_it_refuses(made: Folders, tmp_path: Path, kind: str, how: dict[str, Any], note: str) -> None:
+    said = vllm_says(made(kind, **how), made(kind), tmp_path / "found.json")
     assert said["outcome"] == "failed"
-    assert said["note"].startswith("AssertionError")
+    assert note in said["note"]
 
 
-@pytest.mark.parametrize("scheme", ["group32", "group128"])
-def test_groups_it_refuses(made: Folders, tmp_path: Path, scheme: str) -> None:
-    said = vllm_says(made("llama", scheme=scheme), made("llama"), tmp_path / "found.json")
-    assert said["outcome"] == "failed"
-    assert "No compressed-tensors compatible scheme was found" in said["note"]
+def in_vllm(*words: object) -> Any:
+    """What a function of tests/support/live_vllm.py finds."""
+    helper = Path(__file__).parent.parent / "support" / "live_vllm.py"
+    ran = subprocess.run([sys.executable, helper, *map(str, words)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
-def test_its_cpu_build_has_no_kernel_for_weights_alone(made: Folders, tmp_path: Path) -> None:
-    said = vllm_says(made("llama", scheme="weight"), made("llama"), tmp_path / "found.json")
-    assert said["outcome"] == "failed"
-    assert "ScaledMM linear layer" in said["note"]
+@pytest.mark.parametrize("scheme", [None, "channel", "tensor", "static", "block"])
+def test_check_compares_its_layers_and_finds_a_dropped_scale(made: Folders, scheme: str | None) -> None:
+    folder = made("llama") if scheme is None else made("llama", scheme=scheme)
+    key = "model.layers.1.mlp.down_proj"
+    sound, broken = in_vllm("check", folder, *([] if scheme is None else [key]))
+    assert sound["faults"] == []
+    assert "y of 8 linear layers" in sound["verdict"]  # q, k and v are one, and so are gate and up
+    assert (["scale", f"{key}.weight"] in broken["faults"]) == (scheme is not None)
+
+
+def test_check_says_where_it_packs_weights_away(made: Folders) -> None:
+    found, _ = in_vllm("check", made("llama", scheme="int8"))
+    assert found["faults"] == []
+    assert "qkv_proj (8 such) holds no weight to read" in found["remarks"][0]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])  # the head of qwen2 is tied
@@ -87,9 +106,6 @@ def test_it_takes_the_weights_of_a_model_in_training(made: Folders, tmp_path: Pa
     """As the folder that they would be packed to. (vLLM's reload leaves a tied head as it was, of a folder too.)"""
     model = make_model(tmp_path / "model", kind, seed=1)
     pack(model, tmp_path / "packed")
-    helper = Path(__file__).parent.parent / "support" / "reload_with_vllm.py"
-    command = [sys.executable, str(helper), made(kind, scheme="channel"), model, tmp_path / "packed"]
-    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    before, pushed, reloaded = json.loads(ran.stdout.splitlines()[-1])
+    given = made(kind, scheme="channel"), model, tmp_path / "packed"
+    before, pushed, reloaded = in_vllm("reload", *given)
     assert pushed == reloaded != before

@@ -129,7 +129,7 @@ REFUSED = [  # settings, the kind of base, and what the error says
     ({"targets": ("q",)}, "bf16", "targets has 'q', and the linear layers are down_proj, gate_proj, k_proj"),
     ({"optimizer.offload": True}, "bf16", "optimizer.offload True requires a run that trains all weights; got lora 4"),
     ({"recipe": "tensorwise"}, "packed", "its layers compute by its schemes: leave recipe, skip,"),
-    ({}, "experts", "the experts model.layers.0.mlp.experts (2 such modules) are stacked matrices, which take no"),
+    ({}, "experts", "model.layers.0.mlp.experts (2 such modules) has stacked experts; PEFT would add"),
 ]
 
 

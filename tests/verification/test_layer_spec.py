@@ -26,14 +26,7 @@ from octavo.evaluation.metrics import Estimate, LogitQuality
 from octavo.packing import pack
 from octavo.rates.measured import measured_speeds
 from octavo.verification.findings import LayerReport, Report
-from octavo.verification.layer_spec import (
-    LayerSpec,
-    SpecError,
-    cache_scales,
-    read_specs,
-    round_input,
-    widen,
-)
+from octavo.verification.layer_spec import LayerSpec, SpecError, cache_scales, read_specs, round_input, widen
 from octavo.verification.stored_files import read_files
 
 EIGHT = {"num_bits": 8, "type": "float", "symmetric": True}

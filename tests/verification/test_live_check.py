@@ -11,6 +11,8 @@ from tiny_models import IMAGE_MODELS, MODELS, built, open_theirs
 from torch import nn
 
 import octavo
+from octavo.numerics import ROW, Cast
+from octavo.ops import quantize
 
 BATCH = torch.randn(32, 64, generator=torch.Generator().manual_seed(5))
 
@@ -149,10 +151,7 @@ def test_fp8_that_trains_in_bf16(monkeypatch):
     assert octavo.check(model).ok
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     (fault,) = octavo.check(model).faults
-    assert (fault.kind, fault.message) == (
-        "precision",
-        "FP8 was asked for, and all products ran in BF16",
-    )
+    assert (fault.kind, fault.message) == ("precision", "FP8 was asked for, and all products ran in BF16")
     octavo.convert(model)
     report = octavo.check(model, precision="fp8")
     assert report.ok
@@ -184,11 +183,6 @@ def test_weights_cast_once_that_went_stale():
 
 
 def test_a_weight_without_its_scale_or_with_one_that_cannot_be_right():
-    def with_scale(scale):
-        layer = Quantized()
-        layer.weight_scale_inv = scale
-        return layer
-
     sound = Quantized().weight_scale_inv
     wrong = {
         "no scale": None,
@@ -197,9 +191,20 @@ def test_a_weight_without_its_scale_or_with_one_that_cannot_be_right():
         "all 1": torch.ones(2, 2),
     }
     for what, scale in wrong.items():
-        layer = with_scale(scale)
+        layer = Quantized()
+        layer.weight_scale_inv = scale
         layer.forward = lambda x: x  # it may not run
         assert any(what in fault.message for fault in octavo.check(parts(layer), batch=BATCH).faults), what
+
+
+def test_a_weight_that_is_held_by_column_is_read_by_row():
+    """vLLM holds the bytes of w [N, K] as a view [K, N], beside scales of its rows."""
+    layer, q = nn.Linear(64, 64, bias=False), quantize(torch.randn(64, 64) / 8, Cast(granularity=ROW))
+    layer.weight, layer.weight_scale = nn.Parameter(q.data.t(), requires_grad=False), q.scale
+    layer.forward = lambda x: x @ (layer.weight.float() * layer.weight_scale.t())
+    assert octavo.check(parts(layer), batch=BATCH).ok
+    layer.weight_scale.fill_(1)
+    assert kinds(octavo.check(parts(layer), batch=BATCH)) == ["scale"]
 
 
 def test_a_stale_copy_in_the_forward_pass_and_a_lost_bias():

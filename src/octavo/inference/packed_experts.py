@@ -1,6 +1,6 @@
 """The experts of a mixture, computed with their packed matrices.
 
-    n_q = quantize(x[token of the row])                     rows M, sorted by expert
+    x_q = quantize(x);  n_q = x_q[token of the row]         rows M, sorted by expert
     u[M,2F] = n_q @ w_in[e]^T;  h_q = quantize(silu(gate) * up);  y[M,K] = h_q @ w_out[e]^T
     out[t] = sum over s of weight[t,s] * y[row of slot s]
 
@@ -18,7 +18,7 @@ from octavo.checkpoint.layouts import EXPERT_DTYPE
 from octavo.checkpoint.scheme import CHANNEL, Scheme
 from octavo.inference.packed_gradient import wants_gradient
 from octavo.inference.packed_linear import PackedModule, input_cast
-from octavo.nn.experts import check_routing, plain_experts
+from octavo.nn.experts import check_routing, plain_experts, rows_of
 from octavo.nn.linear import compute_dtype
 from octavo.nn.module_tools import differentiable_once
 from octavo.numerics import ROW, TENSOR, Cast, QTensor
@@ -26,7 +26,6 @@ from octavo.ops import (
     activation_quantize,
     combine,
     find_grouped_backend,
-    gather_quantize,
     group_of_rows,
     grouped_mm,
     grouped_weight_only_mm,
@@ -63,15 +62,16 @@ class PackedGroupedLinear(PackedModule):
     @property
     def by_row(self) -> bool:
         """True if the input is cast by row, as the fused operations cast it."""
-        return scales_by_row(self.scheme) and not self.scheme.static and self._input_cast is not None
+        return scales_by_row(self.scheme) and not self.scheme.static and self.input_cast is not None
 
     @property
-    def _input_cast(self) -> Cast | None:
+    def input_cast(self) -> Cast | None:
+        """The cast of x; None if it keeps its dtype."""
         return expert_input_cast(self.scheme, self.weight, self.weight.device)
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
         """y [M, N] of x [M, K] in the dtype of x; `offsets` int32 [E]: where each group of rows ends."""
-        cast = self._input_cast
+        cast = self.input_cast
         if cast is None:
             return grouped_weight_only_mm(x, self._packed(self.weight, self.weight_scale), offsets)  # [M_e,K] @ [N,K]^T
         if self.input_scale is None:
@@ -140,12 +140,12 @@ class PackedExperts(nn.Module):
 
     def compute(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
         rows, dtype = sort_by_expert(index, len(self.down_proj.weight)), compute_dtype(x)
-        top_k = rows.row.shape[1]
-        if self.gate_up_proj.by_row:
-            n_q = gather_quantize(x, ROW_X, slot=rows.slot, top_k=top_k)
-            u = self.gate_up_proj.product(n_q, rows.offsets, dtype)  # [M,2F]
-        else:
-            u = self.gate_up_proj(x.to(dtype)[rows.slot // top_k], rows.offsets)
+        inner, token = self.gate_up_proj, rows.slot // rows.row.shape[1]
+        if inner.scheme.static or (cast := inner.input_cast) is None:
+            u = inner(x.to(dtype)[token], rows.offsets)  # [M,2F]
+        else:  # a token has the same bytes for all its experts
+            x_q = quantize(x if inner.by_row else x.to(dtype), cast)
+            u = inner.product(rows_of(x_q, token), rows.offsets, dtype)
         if self.down_proj.by_row:
             h_q = activation_quantize(u, "swiglu", ROW_X)
             y = self.down_proj.product(h_q, rows.offsets, u.dtype)

@@ -103,7 +103,7 @@ def inject(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], dt
     experts = [*find_experts(model), *(name for name, m in model.named_modules() if isinstance(m, PackedExperts))]
     if experts and not targets:
         raise ValueError(
-            f"the experts {experts[0]} ({len(experts)} such modules) are stacked matrices, which take no adapters: "
+            f"{experts[0]} ({len(experts)} such modules) has stacked experts; PEFT would add B A to all in each pass: "
             f"leave them as they are, and name the layers that get some: --targets {' '.join(_kinds(layers))}"
         )
     config = LoraConfig(

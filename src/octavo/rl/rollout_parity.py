@@ -177,8 +177,9 @@ class _Runs:
         yield "attention", _kl(p, by_theirs), f"{ours} in training, {theirs} in the served model"
         heads: list[Any] = [model.get_output_embeddings() for model in self.models]
         kinds = [f"by {head.scheme.name}" if isinstance(head, PackedLinear) else "in high precision" for head in heads]
-        yield "head", _kl(p, _head(heads[1], hidden, served)), f"{kinds[0]} in training, {kinds[1]} in the served model"
-        found = _head(heads[0], self.forward(served, ours)[1], trained)
+        kl = _kl(p, heads[1](hidden.to(served.dtype)))
+        yield "head", kl, f"{kinds[0]} in training, {kinds[1]} in the served model"
+        found = heads[0](self.forward(served, ours)[1].to(trained.dtype))
         yield "activations", _kl(with_weights, found), "casts of inputs, and the order and dtypes of sums"
         yield "sampling", _kl(self.forward(served, theirs)[0], q), "a cache and one token a step, for one pass"
 
@@ -187,11 +188,6 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of a model by name. Where the layers of one are watched, each runs by itself, and may not differ."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     return {f"{name}.{i}": block for name, blocks in lists for i, block in blocks.named_children()}
-
-
-def _head(head: nn.Module, hidden: Tensor, model: Any) -> Tensor:
-    y: Tensor = head(hidden.to(model.dtype))
-    return y
 
 
 def _kl(p: Tensor, q: Tensor) -> float:

@@ -158,6 +158,10 @@ class _Run(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.remarks, self.flops = model, list[str](), Counter[str]()
         self.layers = {name: _Layer(module) for name, module in model.named_modules() if _is_linear(module)}
+        named = [(name, m) for name, m in model.named_modules() if type(m).__name__.endswith("Linear")]
+        weights = {name: getattr(module, "weight", None) for name, module in named}
+        if hidden := [name for name, weight in weights.items() if weight is None or not weight.numel()]:
+            self.remarks.append(f"{hidden[0]} ({len(hidden)} such) holds no weight to read: it was not compared")
         self._comparing = False
 
     def step(self, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -314,6 +318,8 @@ def _held(module: nn.Module, leaf: str = "weight") -> tuple[Tensor, bool, str]:
         scales = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0] if "scale" in name]
         return tensor.dequantize().float(), True, next(filter(None, map(_wrong_scale, scales)), "")
     if tensor.dtype in _EIGHT_BITS:
+        if tensor.ndim == 2 and tensor.stride(0) == 1 < tensor.stride(1):  # vLLM's [K, N] is a view of [N, K]
+            tensor = tensor.mT
         known = (getattr(module, name.format(leaf), None) for name in _SCALES)
         return _widened(tensor, next((scale for scale in known if isinstance(scale, Tensor)), None))
     weight = tensor.float()
@@ -388,10 +394,8 @@ def _readers(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], set[str]]:
     with suppress(ArtifactError, ImportError):  # not of transformers: the model has the names of the files
         experts = transformers_meta_model(files.config, folder).experts
         get, names = experts.by_model_names(get, names) if experts.stacks else (get, names)
-    return {name: partial(get, name) for name in names}, {
-        *packed,
-        *((set(names) - files.shapes.keys()) if packed else ()),
-    }
+    stacks = set(names) - files.shapes.keys() if packed else set[str]()
+    return {name: partial(get, name) for name in names}, {*packed, *stacks}
 
 
 def _differences(w: Tensor, truth: Tensor, near: float) -> Iterator[tuple[str, float]]:
