@@ -166,7 +166,8 @@ def concludes(results: Mapping[str, Result]) -> bool:
 
 def cost(results: Mapping[str, Result], mode: str, form: str = "bf16", name: str = "") -> str:
     """The gap of a mode in the result `name`, or in the main study."""
-    return interval((results[name] if name else main(results)).modes[mode][form])
+    study: Any = results[name] if name else main(results)
+    return interval(study.modes[mode][form])
 
 
 def verdict(results: Mapping[str, Result]) -> str:

@@ -223,7 +223,8 @@ def parity(results: dict[str, Result]) -> str:
     for name, machine in (("cpu_rl_parity", "CPU"), ("gpu_rl_parity", "GPU")):
         for found in results.get(name, {}).get("rows", []):
             row = rows.setdefault(found["models"], {"models": found["models"]})
-            row[f"{machine}, default"] = f"{found['default']:.1e} ± {found['deviation']:.0e}"
+            spread = f" ± {found['deviation']:.0e}" if "deviation" in found else ""
+            row[f"{machine}, default"] = f"{found['default']:.1e}{spread}"
             kl = found["same_bits"]
             row[f"{machine}, same bits"] = "refused" if kl is None else f"{kl:.1e}" if kl else "0"
     return markdown(rows.values()) if rows else "Not measured yet."
