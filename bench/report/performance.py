@@ -92,16 +92,7 @@ def longest_kernels(stack: Result) -> Rows:
         yield from ({"mode": mode, "kernel": name, "calls": calls, "ms": ms} for name, calls, ms in parts["kernels"])
 
 
-# --- Training a GPT --------------------------------------------------------------------------------------------
-
-
-def losses(result: Result) -> Rows:
-    """The final loss of each run, with its gap to BF16's of the same seed."""
-    final = {(run["mode"], run["seed"]): run["final"] for run in result["runs"]}
-    for (mode, seed), loss in final.items():
-        gap = ratio(loss, final.get(("bf16", seed)))
-        text = "" if gap is None or mode == "bf16" else f" ({gap - 1:+.2%})"
-        yield {"mode": mode, "seed": seed, "loss": loss, "gap": text}
+# --- A trained model -------------------------------------------------------------------------------------------
 
 
 def timed(result: Result, what: str, scheme: str) -> str:

@@ -34,9 +34,9 @@ STYLE = {
 
 
 def draw(results: dict[str, Result], folder: Path) -> None:
-    """Write gains.svg, stack.svg, parity.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
+    """Write gains.svg, stack.svg, loss.svg, network.svg, linear.svg and layer.svg to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for plot in (speed_gains, stack, parity, loss, network, linear, layer):
+    for plot in (speed_gains, stack, loss, network, linear, layer):
         save(partial(plot, results), folder / f"{plot.__name__.removeprefix('speed_')}.svg", STYLE)
 
 
@@ -83,29 +83,6 @@ def stack(results: dict[str, Result]) -> Any:
 
 def owner(mode: str) -> str:
     return next(name for name in OWNERS if mode.startswith(name))
-
-
-def parity(results: dict[str, Result]) -> Any:
-    """The training loss of every run, and the gap of each to the BF16 run of its seed."""
-    result = results["gpt_parity"]
-    figure, (losses, gaps) = canvas(3.6, columns=2, width=9)
-    curves = {(run["mode"], run["seed"]): run["curve"] for run in result["runs"]}
-    for (mode, seed), curve in curves.items():
-        tokens = [(i + 0.5) * result["tokens"] / len(curve) / 1e6 for i in range(len(curve))]
-        style = {"color": MODES.get(mode, PINK), "linewidth": 0.8}
-        losses.plot(tokens, curve, **style)
-        if mode != "bf16" and ("bf16", seed) in curves:
-            pairs = zip(curve, curves["bf16", seed], strict=True)
-            gaps.plot(tokens, [100 * (loss / base - 1) for loss, base in pairs], **style)
-    gaps.axhline(0, color=GREY, linewidth=1)
-    losses.set_ylabel("training loss")
-    gaps.set_ylabel("gap to BF16 of the same seed, %")
-    for axes in (losses, gaps):
-        axes.set_xlabel("million tokens")
-    names = list(dict.fromkeys(mode for mode, _ in curves))
-    marks = [Line2D([], [], color=MODES.get(name, PINK), label=name) for name in names]
-    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), frameon=False)
-    return figure
 
 
 def loss(results: dict[str, Result]) -> Any:

@@ -118,11 +118,6 @@ def test_fields_outside_of_tables_are_filled_and_must_be_there():
             fill(missing, {"stack": result})
 
 
-def test_a_column_that_no_row_fills_is_a_mistake_of_the_template():
-    with pytest.raises(ValueError, match="column 'b'"):
-        fill(TABLE, {"rows": [{"name": "x", "size": "one", "ms": 1.0, "sped": 2}]})
-
-
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_the_fit_of_a_step_gives_the_measured_time_back(world):
     """The model of a step on several GPUs, docs/scaling.md."""

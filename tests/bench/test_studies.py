@@ -75,21 +75,6 @@ def test_every_mode_starts_from_the_same_weights_and_batches(data: Corpus, study
         assert not any(tensor.count_nonzero() for name, tensor in states[0].items() if name not in weights)
 
 
-def test_micro_batches_are_one_batch(study: Study) -> None:
-    """The moments after a step of two micro-batches, and after one of their sequences at once."""
-    config = study.config
-    tokens, states = torch.randint(config.vocabulary, (2 * config.batch, config.context + 1)), []
-    for batch in (config.batch, 2 * config.batch):
-        learner = runs.learner_of("bf16", config.change(batch=batch))
-        runs.begin(learner, 0)
-        learner.step(0, tokens)
-        states.append(learner.state())
-    moments = [name for name in states[0] if "exp_avg" in name]
-    assert moments
-    for name in moments:
-        assert decibels(states[1][name], states[0][name]) > 30  # BF16 sums in another order
-
-
 def test_gradients_in_fp8_are_off_by_what_fp8_costs(
     data: Corpus, study: Study, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,11 +142,6 @@ def test_a_run_that_diverges_is_counted_and_is_in_no_mean(trained: Path, tmp_pat
         (tmp_path / f"{name}.json").write_text(json.dumps(run | ({"final": None} if name == "tensorwise-0" else {})))
     row = recipes.merge(tmp_path)["recipes"]["tensorwise"]
     assert (row["diverged"], row["gap"]["seeds"], row["gap"]["interval"]) == (1, [1], None)
-
-
-def test_the_time_to_a_loss() -> None:
-    points = [{"seconds": 1.0, "loss": 4.0}, {"seconds": 3.0, "loss": 2.0}]
-    assert [runs.seconds_to(loss, points) for loss in (3.0, 5.0, 1.0)] == [2.0, 1.0, None]
 
 
 # --- Recipes ---------------------------------------------------------------------------------------------------
